@@ -15,10 +15,7 @@ its own, and what several of them bring is told by a model of their CPU times.
 """
 
 import asyncio
-import shlex
-import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -29,53 +26,46 @@ from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.control_plane.bench import Bench, Report, running
+from benchmarks.control_plane.bench import Bench, Tell, running
 from benchmarks.control_plane.comparison import Checkout, Comparison
-from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.cpu_profile import Profile, profile
-from benchmarks.control_plane.cpu_profile import show as show_profile
 from benchmarks.control_plane.floor import streams as floor
 from benchmarks.control_plane.floor.streams import Floor
 from benchmarks.control_plane.floor.wake_ups import measure_wake_ups
 from benchmarks.control_plane.idle import Idle
-from benchmarks.control_plane.load_client import (
-    Added,
-    Measured,
-    Outcome,
-    faulty,
-    highest,
-    median_run,
-    show,
-)
+from benchmarks.control_plane.load_client import Added, Measured, Outcome, highest, median_run
 from benchmarks.control_plane.scaling import Scale, Scaling
-from benchmarks.control_plane.scaling import show as show_scaling
 from benchmarks.control_plane.systems import Dynamo, Ours, System
 from benchmarks.control_plane.systems import dynamo_python as install_dynamo
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.report import machine, versions
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Rounds, about, publish, turns
+from benchmarks.harness import run as run_program
 from shared.process import freeze_gc_after_startup
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for."""
 
-    model: Path | None
-    tokens: int
-    connections: int
-    seconds: float
-    rounds: int
-    limit_ms: float
-    step_ms: float
-    dynamo: bool
-    dynamo_base: str
     work: Path
+    model: Path | None = None
+    tokens: int = 16
+    connections: int = 64
+    seconds: float = 5.0
+    rounds: int = 3
+    limit_ms: float = 50.0
+    step_ms: float = 20.0
+    dynamo: bool = False
+    dynamo_base: str = ""
     gateways: int = 1
     schedulers: int = 1
     idle_seconds: float = 5.0
 
+    def bench(self, folder: Path, tell: Tell) -> Bench:
+        return Bench(folder, self.tokens, self.connections, self.seconds, tell)
 
-async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
-    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+
+async def run(plan: Plan, folder: Path, tell: Tell) -> Outcome:
+    bench = plan.bench(folder, tell)
     ours = Ours(folder / "stack", model=plan.model)
     systems: list[System] = [ours]
     left_out: dict[str, str] = {}
@@ -84,11 +74,11 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
         systems.append(Ours(folder / "stack-several", model=plan.model, **many))
     if plan.dynamo:
         try:
-            systems.append(_dynamo(plan, folder, report))
+            systems.append(_dynamo(plan, folder, tell))
         except BenchError as error:
             left_out["dynamo"] = str(error)
     idle = None
-    async with running(systems, report):
+    async with running(systems, tell):
         if plan.idle_seconds:
             ((idle, *_),) = await bench.idle(systems, plan.idle_seconds)
         for system in systems:
@@ -98,7 +88,7 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
     at_mark = None
     if plan.limit_ms:
         again = Ours(folder / "stack-open", model=plan.model)
-        async with running([again], report):
+        async with running([again], tell):
             await bench.warm_up(again)
             at_mark = await bench.at_mark(again, plan.limit_ms)
             start = 0.8 * median_run(closed[ours.name]).figures.requests_per_second
@@ -106,13 +96,11 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
     added = None
     if plan.step_ms:
         slow = Ours(folder / "stack-slow", model=plan.model, step_ms=plan.step_ms)
-        async with running([slow], report):
+        async with running([slow], tell):
             added = await bench.added(slow, plan.step_ms, plan.connections)
     return Outcome(
-        date=_today(),
-        command=_command(),
-        machine=machine(),
-        versions=versions(),
+        **about(),
+        limit_ms=plan.limit_ms,
         tokens=plan.tokens,
         connections=plan.connections,
         closed=closed,
@@ -125,10 +113,10 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
     )
 
 
-async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> Comparison:
+async def run_against(plan: Plan, there: Path, folder: Path, tell: Tell) -> Comparison:
     """Rounds of both workloads, this checkout and the one in `there` in turns."""
     here = Path(__file__).parents[2]
-    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    bench = plan.bench(folder, tell)
     roots = {"here": here, "there": there}
 
     def both(step_ms: float) -> list[Checkout]:
@@ -139,7 +127,7 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
 
     systems = both(0.0)
     idle: list[list[Idle]] = []
-    async with running(systems, report):
+    async with running(systems, tell):
         if plan.idle_seconds:
             idle = await bench.idle(systems, plan.idle_seconds, plan.rounds)
         for system in systems:
@@ -148,19 +136,15 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
     added: list[tuple[Added, Added]] = []
     if plan.step_ms:
         systems = both(plan.step_ms)
-        async with running(systems, report):
-            for at in range(plan.rounds):
-                found = {
-                    system.name: await bench.added(system, plan.step_ms, plan.connections)
-                    for system in systems[:: -1 if at % 2 else 1]
-                }
-                added.append((found["here"], found["there"]))
+        async with running(systems, tell):
+            found: dict[str, list[Added]] = {system.name: [] for system in systems}
+            for _, system in turns(systems, plan.rounds):
+                found[system.name].append(await bench.added(system, plan.step_ms, plan.connections))
+            added = list(zip(found["here"], found["there"], strict=True))
     return Comparison(
+        **about(),
         here=str(here),
         there=str(there),
-        date=_today(),
-        command=_command(),
-        machine=machine(),
         tokens=plan.tokens,
         connections=plan.connections,
         closed=list(zip(closed["here"], closed["there"], strict=True)),
@@ -169,48 +153,37 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
     )
 
 
-async def run_profile(plan: Plan, folder: Path, report: Report) -> Profile:
+async def run_profile(plan: Plan, folder: Path, tell: Tell) -> Profile:
     """Where the CPU time goes, under both workloads."""
-    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
-    found = await profile(bench, folder, plan.model, plan.step_ms, plan.connections, plan.seconds, report)
-    return Profile(date=_today(), command=_command(), machine=machine(), workloads=found)
+    bench = plan.bench(folder, tell)
+    found = await profile(bench, folder, plan.model, plan.step_ms, plan.connections, plan.seconds, tell)
+    return Profile(**about(), workloads=found)
 
 
-async def run_floor(plan: Plan, folder: Path, report: Report) -> Floor:
+async def run_floor(plan: Plan, folder: Path, tell: Tell) -> Floor:
     """What a stream and a message cost at least."""
-    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    bench = plan.bench(folder, tell)
     freeze_gc_after_startup()  # this process is the sender of messages, which services are too
     return Floor(
-        date=_today(),
-        command=_command(),
-        machine=machine(),
+        **about(),
         tokens=plan.tokens,
         connections=plan.connections,
-        streams=await floor.streams(bench, folder, plan.tokens, plan.rounds, report),
-        messages=await floor.messages(folder, plan.rounds, report),
+        streams=await floor.streams(bench, folder, plan.tokens, plan.rounds, tell),
+        messages=await floor.messages(folder, plan.rounds, tell),
         wake_ups=await measure_wake_ups(),
     )
 
 
-async def run_scaling(plan: Plan, folder: Path, report: Report) -> Scaling:
+async def run_scaling(plan: Plan, folder: Path, tell: Tell) -> Scaling:
     """What several gateways and schedulers bring."""
-    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
-    scale = Scale(bench, folder, plan.model, plan.tokens, plan.rounds, report)
-    return await scale.run(_today(), _command(), machine(), plan.connections)
+    scale = Scale(plan.bench(folder, tell), folder, plan.model, plan.tokens, plan.rounds, tell)
+    return await scale.run(plan.connections)
 
 
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
-
-
-def _command() -> str:
-    return shlex.join(["python", "-m", "benchmarks.control_plane", *sys.argv[1:]])
-
-
-def _dynamo(plan: Plan, folder: Path, report: Report) -> Dynamo:
+def _dynamo(plan: Plan, folder: Path, tell: Tell) -> Dynamo:
     if plan.model is None:
         raise BenchError("Dynamo needs a model's directory, for its tokenizer; name one with --model.")
-    return Dynamo(folder / "dynamo", install_dynamo(plan.work, plan.dynamo_base, report), plan.model)
+    return Dynamo(folder / "dynamo", install_dynamo(plan.work, plan.dynamo_base, tell), plan.model)
 
 
 def main(
@@ -223,7 +196,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Output tokens of a request.", min=2)] = 16,
     connections: Annotated[int, typer.Option(help="Requests at once in the closed loop.", min=1)] = 64,
     seconds: Annotated[float, typer.Option(help="Length of a run.", min=0.5)] = 5.0,
-    rounds: Annotated[int, typer.Option(help="Rounds of the closed loop; the median counts.", min=1)] = 3,
+    rounds: Rounds = 3,
     limit_ms: Annotated[
         float,
         typer.Option(help="Most that the 99th percentile may be in the open loop; 0: no search.", min=0),
@@ -261,13 +234,12 @@ def main(
         bool,
         typer.Option(help="Measure processes on cores of their own, and what several of them bring; Linux."),
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write everything, each run too, to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Requests per second, latencies and CPU time of the control plane.
 
     Exits with 1 if a response was wrong or a system could not be measured.
     """
-    console = Console() if Console().is_terminal else Console(width=200)
     plan = Plan(
         model=model,
         tokens=tokens,
@@ -284,50 +256,29 @@ def main(
         idle_seconds=idle_seconds,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with told_in_a_sentence():
-        with (
-            tempfile.TemporaryDirectory(prefix="control-plane-") as made,
-            Progress(*columns, console=Console(stderr=True)) as progress,
-        ):
-            folder, task = Path(made), progress.add_task("starting")
+    with (
+        tempfile.TemporaryDirectory(prefix="control-plane-") as made,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        folder, task = Path(made), progress.add_task("starting")
 
-            def report(text: str) -> None:
-                progress.update(task, description=text)
+        def tell(text: str) -> None:
+            progress.update(task, description=text)
 
-            found: Floor | Profile | Scaling | Comparison | Outcome
-            if floored:
-                found = uvloop.run(run_floor(plan, folder, report))
-            elif profiled:
-                found = asyncio.run(run_profile(plan, folder, report))
-            elif scaling:
-                found = asyncio.run(run_scaling(plan, folder, report))
-            elif against is not None:
-                found = asyncio.run(run_against(plan, against.resolve(), folder, report))
-            else:
-                found = asyncio.run(run(plan, folder, report))
-        write_json(json, found)
-    raise typer.Exit(int(not _shown(found, limit_ms, console)))
-
-
-def _shown(
-    found: Floor | Profile | Scaling | Comparison | Outcome, limit_ms: float, console: Console
-) -> bool:
-    """Prints it; whether every response was right."""
-    if isinstance(found, Floor):
-        floor.show(found, console)
-        return found.clean
-    if isinstance(found, Profile):
-        show_profile(found, console)
-        return True
-    if isinstance(found, Scaling):
-        show_scaling(found, console)
-        return not found.faults
-    if isinstance(found, Comparison):
-        show_comparison(found, console)
-        return found.clean
-    show(found, limit_ms, console)
-    return not faulty(found)
+        found: Floor | Profile | Scaling | Comparison | Outcome
+        if floored:
+            found = uvloop.run(run_floor(plan, folder, tell))
+        elif profiled:
+            found = asyncio.run(run_profile(plan, folder, tell))
+        elif scaling:
+            found = asyncio.run(run_scaling(plan, folder, tell))
+        elif against is not None:
+            found = asyncio.run(run_against(plan, against.resolve(), folder, tell))
+        else:
+            found = asyncio.run(run(plan, folder, tell))
+    publish(found, *found.parts(), json=json)
+    raise typer.Exit(int(not found.clean))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

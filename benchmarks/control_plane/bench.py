@@ -17,6 +17,7 @@ from benchmarks.control_plane.load_client import (
 )
 from benchmarks.control_plane.systems import HOST, System
 from benchmarks.errors import BenchError
+from benchmarks.harness import turns
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.serve.stats import Spread
 
@@ -25,18 +26,18 @@ OPEN_CONNECTIONS = 1024
 PRECISION = 1.06
 """The search for the highest rate ends when the bounds are this close."""
 SEARCH_SECONDS = 3.0
-Report = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
 class Bench:
-    """The measurements, one after the other. `report` is told what is going on."""
+    """The measurements, one after the other. `tell` is told what is going on."""
 
-    def __init__(self, folder: Path, tokens: int, connections: int, seconds: float, report: Report) -> None:
+    def __init__(self, folder: Path, tokens: int, connections: int, seconds: float, tell: Tell) -> None:
         self._program = compiled(folder)
         self._tokens = tokens
         self._connections = connections
         self._seconds = seconds
-        self._report = report
+        self._tell = tell
         self._runs = 0
 
     async def measure(
@@ -71,12 +72,12 @@ class Bench:
         return Measured(system=system.name, figures=figures, cpu_ms=cpu)
 
     async def warm_up(self, system: System) -> None:
-        self._report(f"{system.name}: warming up")
+        self._tell(f"{system.name}: warming up")
         await self.measure(system, seconds=WARM_UP)
 
     async def idle(self, systems: Sequence[System], seconds: float, rounds: int = 1) -> list[list[Idle]]:
         """Round by round, all of them at the same time, after as long in which nobody has asked them anything."""
-        self._report(f"{', '.join(system.name for system in systems)}: left alone")
+        self._tell(f"{', '.join(system.name for system in systems)}: left alone")
         await asyncio.sleep(seconds)
         return [
             await asyncio.gather(*(measure_idle(system.processes(), seconds) for system in systems))
@@ -86,10 +87,9 @@ class Bench:
     async def closed(self, systems: Sequence[System], rounds: int) -> dict[str, list[Measured]]:
         """Systems take turns, every other round backwards, so that what disturbs the machine disturbs all."""
         found: dict[str, list[Measured]] = {system.name: [] for system in systems}
-        for at in range(rounds):
-            for system in systems[:: -1 if at % 2 else 1]:
-                self._report(f"{system.name}: {self._connections} at once, round {at + 1} of {rounds}")
-                found[system.name].append(await self.measure(system))
+        for at, system in turns(systems, rounds):
+            self._tell(f"{system.name}: {self._connections} at once, round {at + 1} of {rounds}")
+            found[system.name].append(await self.measure(system))
         return found
 
     async def search(self, system: System, start: float, limit_ms: float) -> list[Measured]:
@@ -98,7 +98,7 @@ class Bench:
         low, high, rate = 0.0, 0.0, start
         tried: list[Measured] = []
         while not (low and high and high / low < PRECISION) and rate >= 1:
-            self._report(f"{system.name}: open loop at {rate:.0f} requests/s")
+            self._tell(f"{system.name}: open loop at {rate:.0f} requests/s")
             tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
             if not holds(tried[-1], limit_ms):
                 tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
@@ -111,14 +111,14 @@ class Bench:
 
     async def at_mark(self, system: System, limit_ms: float) -> Measured:
         """The open loop at the rate of the mark; once more where the first one has not held."""
-        self._report(f"{system.name}: open loop at {MARK_RATE:.0f} requests/s")
+        self._tell(f"{system.name}: open loop at {MARK_RATE:.0f} requests/s")
         found = await self.measure(system, rate=MARK_RATE)
         return found if holds(found, limit_ms) else await self.measure(system, rate=MARK_RATE)
 
     async def added(self, system: System, step_ms: float, streams: int) -> Added:
         """Poisson arrivals at the rate that keeps `streams` open, each with as many tokens as fill a second."""
         tokens, rate = steady(step_ms, streams)
-        self._report(f"{system.name}: {streams} streams at {step_ms:g} ms a step")
+        self._tell(f"{system.name}: {streams} streams at {step_ms:g} ms a step")
         await self.measure(system, rate=rate, seconds=WARM_UP, tokens=tokens)
         found = await self.measure(system, rate=rate, seconds=max(self._seconds, 4.0), tokens=tokens)
         first, token, whole = found.figures.first_ms, found.figures.token_ms, found.figures.whole_ms
@@ -140,12 +140,12 @@ def steady(step_ms: float, streams: int) -> tuple[int, float]:
 
 
 @contextlib.asynccontextmanager
-async def running(systems: Sequence[System], report: Report) -> AsyncIterator[None]:
+async def running(systems: Sequence[System], tell: Tell) -> AsyncIterator[None]:
     """Starts the systems, and ends them whatever happens."""
     begun: list[System] = []
     try:
         for system in systems:
-            report(f"{system.name}: starting")
+            tell(f"{system.name}: starting")
             begun.append(system)
             await system.start()
         yield

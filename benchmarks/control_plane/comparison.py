@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import Added, Measured
 from benchmarks.control_plane.systems import READY_SECONDS, Ours
 from benchmarks.errors import BenchError
+from benchmarks.harness import Report, Sheet
 from benchmarks.serve.stats import Spread
 from shared.process import die_with_parent
 
@@ -89,15 +88,12 @@ class Checkout(Ours):
         return self._served
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(Report, frozen=True, kw_only=True):
     """Rounds of both: this checkout's run first, then the other's. Written as it is by `--json`."""
 
     here: str
     there: str
     """Directories of the checkouts."""
-    date: str
-    command: str
-    machine: str
     tokens: int
     connections: int
     closed: list[tuple[Measured, Measured]]
@@ -107,6 +103,23 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def clean(self) -> bool:
         return all(run.figures.clean for pair in self.closed for run in pair)
+
+    def parts(self) -> list[Sheet | str]:
+        """A row for each figure, the ratio last."""
+        rows = [
+            (
+                one.name,
+                f"{one.here:,.2f}",
+                f"{one.there:,.2f}",
+                "-" if one.ratio is None else f"{one.ratio:.3f}",
+            )
+            for one in compared(self)
+        ]
+        rounds = max(len(self.closed), len(self.added))
+        return [
+            Sheet(("figure", "here", "there", "ratio"), rows),
+            f"here: {self.here}; there: {self.there}; {rounds} rounds, in turns.",
+        ]
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -178,17 +191,3 @@ def _cpu(name: str, pairs: Sequence[tuple[Mapping[str, float], ...]]) -> list[Fi
 
 def _us(cpu_ms: Mapping[str, float]) -> dict[str, float]:
     return {part: ms * 1e3 for part, ms in cpu_ms.items()}
-
-
-def show(comparison: Comparison, console: Console) -> None:
-    """A row for each figure, the ratio last."""
-    table = Table("figure", "here", "there", "ratio", title=comparison.machine)
-    for each in compared(comparison):
-        ratio = "-" if each.ratio is None else f"{each.ratio:.3f}"
-        table.add_row(each.name, f"{each.here:,.2f}", f"{each.there:,.2f}", ratio)
-    console.print(table)
-    console.print(
-        f"here: {comparison.here}; there: {comparison.there}; "
-        f"{max(len(comparison.closed), len(comparison.added))} rounds, in turns.",
-        soft_wrap=True,
-    )

@@ -16,18 +16,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.control_plane.bench import Bench, Report, running, steady
+from benchmarks.control_plane.bench import Bench, Tell, running, steady
 from benchmarks.control_plane.load_client import Measured
 from benchmarks.control_plane.systems import Ours, System
 from benchmarks.errors import BenchError
+from benchmarks.harness import Report, Sheet
 from benchmarks.process_cpu import cpu_seconds
 
 KERNEL, COLLECTOR, UNKNOWN = "kernel", "garbage collector", "other"
@@ -184,13 +183,28 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, Part]
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a run; written as it is by `--json`."""
-
-    date: str
-    command: str
-    machine: str
+class Profile(Report, frozen=True, kw_only=True):
     workloads: list[Workload]
+    clean = True
+
+    def parts(self) -> Iterator[Sheet | str]:
+        """A table for each workload: groups down, processes across; then each process's largest functions."""
+        for one in self.workloads:
+            parts = one.parts
+            rows = [
+                ("all", *(f"{part.cpu_us:,.1f}" for part in parts.values())),
+                *(
+                    (name, *(_cell(part, name) for part in parts.values()))
+                    for name in _ordered(parts.values())
+                ),
+                ("samples", *(f"{part.samples:,}" for part in parts.values())),
+            ]
+            yield Sheet((f"us per {one.unit} (share)", *parts), rows, one.name)
+            for name, part in parts.items():
+                if part.functions:
+                    yield f"{name}: " + ", ".join(
+                        f"{each} {share:.1%}" for each, share in part.functions.items()
+                    )
 
 
 def py_spy() -> str:
@@ -231,17 +245,17 @@ def kernel_seconds(processes: Mapping[str, Iterable[int]]) -> dict[str, tuple[fl
 class Profiler:
     """One system, the loads of `bench`."""
 
-    def __init__(self, bench: Bench, seconds: float, report: Report) -> None:
+    def __init__(self, bench: Bench, seconds: float, tell: Tell) -> None:
         """`seconds`: for which each process is sampled. Raises `BenchError` without py-spy."""
         self._program = py_spy()
         self._bench = bench
         self._seconds = seconds
-        self._report = report
+        self._tell = tell
 
     async def workload(self, name: str, system: System, *, rate: float = 0.0, tokens: int = 0) -> Workload:
         """`rate` and `tokens` as of `Bench.measure`; with a rate the costs are those of a token."""
         processes = system.processes()
-        self._report(f"{name}: CPU time")
+        self._tell(f"{name}: CPU time")
         before = kernel_seconds(processes)
         alone = await self._bench.measure(system, rate=rate, tokens=tokens, seconds=self._seconds)
         after = kernel_seconds(processes)
@@ -250,7 +264,7 @@ class Profiler:
             for part, pids in processes.items():
                 cpu_us = alone.cpu_ms[part] * 1e3 / (tokens if rate else 1)
                 system_time, whole = (after[part][at] - before[part][at] for at in (0, 1))
-                self._report(f"{name}: sampling {part}")
+                self._tell(f"{name}: sampling {part}")
                 found = await self._sampled(part, pids, system, Path(scratch), rate, tokens)
                 parts[part] = part_of(found, cpu_us, system_time / whole if whole else 0.0)
         return Workload(name=name, unit="token" if rate else "request", parts=parts)
@@ -287,39 +301,23 @@ async def profile(
     step_ms: float,
     streams: int,
     seconds: float,
-    report: Report,
+    tell: Tell,
 ) -> list[Workload]:
     """Both workloads: `streams` at once without delay, and at `step_ms` (0: left out). Raises `BenchError`."""
-    profiler = Profiler(bench, seconds, report)
+    profiler = Profiler(bench, seconds, tell)
     found = []
     fast = Ours(folder / "stack", model=model)
-    async with running([fast], report):
+    async with running([fast], tell):
         await bench.warm_up(fast)
         found.append(await profiler.workload(f"{streams} at once", fast))
     if step_ms:
         slow = Ours(folder / "stack-slow", model=model, step_ms=step_ms)
         tokens, rate = steady(step_ms, streams)
-        async with running([slow], report):
+        async with running([slow], tell):
             await bench.warm_up(slow)
             name = f"{streams} streams at {step_ms:g} ms a step"
             found.append(await profiler.workload(name, slow, rate=rate, tokens=tokens))
     return found
-
-
-def show(found: Profile, console: Console) -> None:
-    """A table for each workload: groups down, processes across; then each process's largest functions."""
-    for workload in found.workloads:
-        parts = workload.parts
-        table = Table(f"us per {workload.unit} (share)", *parts, title=f"{workload.name}; {found.machine}")
-        table.add_row("all", *(f"{part.cpu_us:,.1f}" for part in parts.values()))
-        for group in _ordered(parts.values()):
-            table.add_row(group, *(_cell(part, group) for part in parts.values()))
-        table.add_row("samples", *(f"{part.samples:,}" for part in parts.values()))
-        console.print(table)
-        for name, part in parts.items():
-            if part.functions:
-                largest = ", ".join(f"{function} {share:.1%}" for function, share in part.functions.items())
-                console.print(f"{name}: {largest}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(part: Part, group: str) -> str:

@@ -4,7 +4,6 @@ A Python client would take more CPU time than the server that it measures. Times
 a response counts only when every token of it is right.
 """
 
-import math
 import os
 import shutil
 import statistics
@@ -16,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.control_plane.idle import Idle, idle_line
 from benchmarks.errors import BenchError
+from benchmarks.harness import Report, Sheet, nearest
 from benchmarks.serve.stats import Spread
 from shared.process import die_with_parent
 
@@ -164,11 +162,7 @@ def figures(records: Sequence[Record], load: Load, cpu_seconds: float) -> Figure
 
 
 def _spread(values: list[float]) -> Spread | None:
-    """Nearest rank, as in `stats`."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return Spread(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.50, 0.99)))
+    return Spread(nearest(values, 0.50), nearest(values, 0.99)) if values else None
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,27 +192,44 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     """By process; the client's too."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a run; written as it is by `--json`."""
-
-    date: str
-    command: str
-    machine: str
-    versions: dict[str, str]
+class Outcome(Report, frozen=True, kw_only=True):
+    limit_ms: float
     tokens: int
     connections: int
     closed: dict[str, list[Measured]]
     """By system, round by round."""
-    searched: list[Measured]
+    searched: list[Measured] = []
     """Every rate that was tried in the open loop."""
-    highest: Measured | None
+    highest: Measured | None = None
     """The run of the highest rate that kept the limit."""
-    at_mark: Measured | None
+    at_mark: Measured | None = None
     """The open loop at `MARK_RATE`."""
-    added: Added | None
+    added: Added | None = None
     idle: Idle | None = None
-    left_out: dict[str, str]
+    left_out: dict[str, str] = {}
     """Why a system was not measured."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether every response was right, and every system was measured."""
+        runs = [run for runs in self.closed.values() for run in runs]
+        return not self.left_out and all(run.figures.clean for run in runs)
+
+    def parts(self) -> list[Sheet | str]:
+        rows = [
+            _row(f"{name}, {self.connections} at once", median_run(runs))
+            for name, runs in self.closed.items()
+        ]
+        if self.highest is not None:
+            rows.append(_row(f"ryzanstein, open loop, p99 below {self.limit_ms:g} ms", self.highest))
+        head = (
+            *("load", "requests/s", "events/s", "whole p50/p99 ms", "first p50/p99 ms", "faults"),
+            *("CPU ms/request", "of which"),
+        )
+        table = Sheet(head, rows, f"{self.tokens} tokens a request", left=("of which",))
+        none_held = f"No rate kept the 99th percentile below {self.limit_ms:g} ms."
+        missed = [none_held] if self.searched and self.highest is None else []
+        return [table, *missed, *_remarks(self)]
 
 
 def holds(measured: Measured, limit_ms: float) -> bool:
@@ -278,33 +289,11 @@ def _row(name: str, run: Measured) -> list[str]:
     ]
 
 
-def show(outcome: Outcome, limit_ms: float, console: Console) -> None:
-    table = Table(
-        "load",
-        "requests/s",
-        "events/s",
-        "whole p50/p99 ms",
-        "first p50/p99 ms",
-        "faults",
-        "CPU ms/request",
-        "of which",
-        title=f"{outcome.tokens} tokens a request; {outcome.machine}",
-    )
-    for name, runs in outcome.closed.items():
-        table.add_row(*_row(f"{name}, {outcome.connections} at once", median_run(runs)))
-    if outcome.highest is not None:
-        table.add_row(*_row(f"ryzanstein, open loop, p99 below {limit_ms:g} ms", outcome.highest))
-    console.print(table)
-    if outcome.searched and outcome.highest is None:
-        console.print(f"No rate kept the 99th percentile below {limit_ms:g} ms.")
-    console.print(*_remarks(outcome, limit_ms), sep="\n", soft_wrap=True)
-
-
-def _remarks(outcome: Outcome, limit_ms: float) -> list[str]:
+def _remarks(outcome: Outcome) -> list[str]:
     lines = []
     if outcome.at_mark is not None:
         closed = median_run(outcome.closed[outcome.at_mark.system]).figures.requests_per_second
-        lines.append(mark_line(outcome.at_mark, closed, limit_ms))
+        lines.append(mark_line(outcome.at_mark, closed, outcome.limit_ms))
     if (ours := outcome.closed.get("ryzanstein")) and (theirs := outcome.closed.get("dynamo")):
         ratio = statistics.median(
             a.figures.requests_per_second / b.figures.requests_per_second
@@ -322,9 +311,3 @@ def _remarks(outcome: Outcome, limit_ms: float) -> list[str]:
         lines.append(idle_line(outcome.idle))
     lines += [f"{name} was left out: {reason}" for name, reason in outcome.left_out.items()]
     return lines
-
-
-def faulty(outcome: Outcome) -> bool:
-    """Whether a response was wrong, or a system could not be measured."""
-    runs = [run for runs in outcome.closed.values() for run in runs]
-    return bool(outcome.left_out) or any(not run.figures.clean for run in runs)

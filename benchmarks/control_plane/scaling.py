@@ -21,13 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.control_plane.bench import Bench, Report, running
+from benchmarks.control_plane.bench import Bench, Tell, running
 from benchmarks.control_plane.load_client import Measured
 from benchmarks.control_plane.systems import Ours
 from benchmarks.errors import BenchError
+from benchmarks.harness import Report, Sheet, about, turns
 from benchmarks.simulation.virtual_processes import (
     CLIENT,
     GATEWAY,
@@ -119,12 +118,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """That all processes use at `rate`."""
 
 
-class Scaling(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a run; written as it is by `--json`."""
-
-    date: str
-    command: str
-    machine: str
+class Scaling(Report, frozen=True, kw_only=True):
     tokens: int
     connections: int
     request_ms: dict[str, float]
@@ -139,32 +133,43 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True):
     faults: int
     """Wrong responses of all runs."""
 
+    @property
+    def clean(self) -> bool:
+        return not self.faults
+
+    def parts(self) -> list[Sheet | str]:
+        said = (
+            f"{self.tokens} tokens a request, {self.connections} at once; {self.pause_ms:.1f} ms of an answer are "
+            f"waiting without work; wrong responses: {self.faults}."
+        )
+        return [_alone(self), _several(self), _checks(self), _predicted(self), said]
+
 
 class Scale:
     """The measurements, one after the other, and what they come to."""
 
     def __init__(
-        self, bench: Bench, folder: Path, model: Path | None, tokens: int, rounds: int, report: Report
+        self, bench: Bench, folder: Path, model: Path | None, tokens: int, rounds: int, tell: Tell
     ) -> None:
         self._bench = bench
         self._folder = folder
         self._model = model
         self._tokens = tokens
         self._rounds = rounds
-        self._report = report
+        self._tell = tell
         self._faults = 0
 
-    async def run(self, date: str, command: str, machine: str, connections: int) -> Scaling:
+    async def run(self, connections: int) -> Scaling:
         """Raises `BenchError` where there is one core alone."""
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             raise BenchError("This takes two cores: one for a process alone, and one for all others.")
         one = self._stack(1, 1)
-        async with running([one], self._report):
+        async with running([one], self._tell):
             await self._bench.warm_up(one)
             few, whole = await self._costs(one)
             closed = _median(run.figures.requests_per_second for run in whole)
-            self._report("open loops")
+            self._tell("open loops")
             quiet = await self._measure(one, rate=QUIET * closed)
             half = await self._measure(one, rate=HALF * closed)
             demands = _demands(few, whole, self._tokens)
@@ -172,9 +177,7 @@ class Scale:
             several = [await self._several(one, *shape, connections) for shape in SHAPES]
         pause = pause_ms(demands, quiet, self._tokens)
         return Scaling(
-            date=date,
-            command=command,
-            machine=machine,
+            **about(),
             tokens=self._tokens,
             connections=connections,
             request_ms={part: demand.request for part, demand in demands.items()},
@@ -203,7 +206,7 @@ class Scale:
         """Closed loops of requests with few tokens and with all of them, in turns."""
         few, whole = list[Measured](), list[Measured]()
         for at in range(self._rounds):
-            self._report(f"one of each, round {at + 1} of {self._rounds}")
+            self._tell(f"one of each, round {at + 1} of {self._rounds}")
             few.append(await self._measure(one, tokens=FEW_TOKENS))
             whole.append(await self._measure(one))
         return few, whole
@@ -211,7 +214,7 @@ class Scale:
     async def _alone(
         self, one: Ours, part: str, demands: Mapping[str, Demand], cores: list[int], connections: int
     ) -> Alone:
-        self._report(f"{part} on a core of its own")
+        self._tell(f"{part} on a core of its own")
         own = demands[part].of(self._tokens)
         rest = sum(demand.of(self._tokens) for demand in demands.values()) - own
         share = min(1.0, OTHERS_BUSY * own / rest)
@@ -235,16 +238,15 @@ class Scale:
 
     async def _several(self, one: Ours, gateways: int, schedulers: int, connections: int) -> Several:
         more = self._stack(gateways, schedulers)
-        pairs = []
-        async with running([more], self._report):
+        found: dict[str, list[Mapping[str, float]]] = {one.name: [], more.name: []}
+        async with running([more], self._tell):
             await self._bench.warm_up(more)
-            for at in range(self._rounds):
-                self._report(f"{more.name}: round {at + 1} of {self._rounds}")
-                turns = [(one, connections), (more, gateways * connections)][:: -1 if at % 2 else 1]
-                found = {
-                    system.name: await self._measure(system, connections=count) for system, count in turns
-                }
-                pairs.append((found[more.name].cpu_ms, found[one.name].cpu_ms))
+            for at, (system, count) in turns(
+                [(one, connections), (more, gateways * connections)], self._rounds
+            ):
+                self._tell(f"{more.name}: round {at + 1} of {self._rounds}")
+                found[system.name].append((await self._measure(system, connections=count)).cpu_ms)
+        pairs = list(zip(found[more.name], found[one.name], strict=True))
         return Several(
             gateways=gateways,
             schedulers=schedulers,
@@ -390,18 +392,16 @@ def computing(count: int, core: int) -> Iterator[None]:
 # --- the report ------------------------------------------------------------------------------------
 
 
-def show(found: Scaling, console: Console) -> None:
-    """A table for each of the parts."""
-    console.print(_alone_table(found), _several_table(found), _check_table(found), _predicted_table(found))
-    console.print(
-        f"{found.tokens} tokens a request, {found.connections} at once; {found.pause_ms:.1f} ms of an answer are "
-        f"waiting without work; wrong responses: {found.faults}.",
-        soft_wrap=True,
-    )
-
-
-def _alone_table(found: Scaling) -> Table:
-    table = Table(
+def _alone(found: Scaling) -> Sheet:
+    rows = [
+        (
+            *(each.part, each.others, f"{each.requests_per_second:,.0f}", f"{each.share:.0%}"),
+            *(f"{each.cpu_ms:.3f}", f"{each.whole_core:,.0f}", f"{each.ready:.0%}"),
+            "yes" if each.limits else "no",
+        )
+        for each in found.alone
+    ]
+    head = (
         *(
             "on a core of its own",
             "programs beside it",
@@ -410,44 +410,37 @@ def _alone_table(found: Scaling) -> Table:
             "CPU ms a request",
         ),
         *("requests/s of a whole core", "had something to do", "others waited for it"),
-        title=found.machine,
     )
-    for each in found.alone:
-        table.add_row(
-            *(each.part, str(each.others), f"{each.requests_per_second:,.0f}", f"{each.share:.0%}"),
-            *(f"{each.cpu_ms:.3f}", f"{each.whole_core:,.0f}", f"{each.ready:.0%}"),
-            "yes" if each.limits else "no",
-        )
-    return table
+    return Sheet(head, rows)
 
 
-def _several_table(found: Scaling) -> Table:
-    table = Table("CPU ms a request (to one of each)", *PARTS)
-    costs = {part: found.request_ms[part] + found.tokens * found.token_ms[part] for part in PARTS}
-    table.add_row("one of each", *(f"{costs[part]:.3f}" for part in PARTS))
+def _several(found: Scaling) -> Sheet:
+    costs = (found.request_ms[part] + found.tokens * found.token_ms[part] for part in PARTS)
+    rows = [("one of each", *(f"{cost:.3f}" for cost in costs))]
     for each in found.several:
         name = f"{each.gateways} {GATEWAY}s and rings, {each.schedulers} {SCHEDULER}s"
-        table.add_row(name, *(f"{each.cpu_ms[part]:.3f} ({each.ratios[part]:.2f})" for part in PARTS))
-    return table
+        rows.append((name, *(f"{each.cpu_ms[part]:.3f} ({each.ratios[part]:.2f})" for part in PARTS)))
+    return Sheet(("CPU ms a request (to one of each)", *PARTS), rows)
 
 
-def _check_table(found: Scaling) -> Table:
-    table = Table("on this machine's cores: requests/s, p50, p99 in ms", "measured", "model")
-    for each in found.checks:
-        cells = (f"{rate:,.0f}, {p50:.1f}, {p99:.1f}" for rate, p50, p99 in (each.measured, each.model))
-        table.add_row(each.load, *cells)
-    return table
+def _checks(found: Scaling) -> Sheet:
+    rows = [
+        (each.load, *(f"{one[0]:,.0f}, {one[1]:.1f}, {one[2]:.1f}" for one in (each.measured, each.model)))
+        for each in found.checks
+    ]
+    return Sheet(("on this machine's cores: requests/s, p50, p99 in ms", "measured", "model"), rows)
 
 
-def _predicted_table(found: Scaling) -> Table:
-    table = Table(
-        *("gateways", "schedulers", "rings", "requests/s at most", "bound", f"at {RUN_AT:.0%}: requests/s"),
-        *("p50 / p99 ms", "cores"),
-        title="Model: each process on a core of its own",
-    )
-    for each in found.predicted:
-        table.add_row(
-            *(str(each.gateways), str(each.schedulers), str(each.rings), f"{each.most:,.0f}", each.bound),
+def _predicted(found: Scaling) -> Sheet:
+    rows = [
+        (
+            *(each.gateways, each.schedulers, each.rings, f"{each.most:,.0f}", each.bound),
             *(f"{each.rate:,.0f}", f"{each.p50_ms:.1f} / {each.p99_ms:.1f}", f"{each.cores:.1f}"),
         )
-    return table
+        for each in found.predicted
+    ]
+    head = (
+        *("gateways", "schedulers", "rings", "requests/s at most", "bound", f"at {RUN_AT:.0%}: requests/s"),
+        *("p50 / p99 ms", "cores"),
+    )
+    return Sheet(head, rows, "Model: each process on a core of its own")

@@ -66,12 +66,12 @@ def cost_of(
         runner.forward(plan)
     slots = to_bytes([row % adapters for row in range(rows)])
     plans = [steps.measured, structs.replace(steps.measured, adapters=slots)]
-    work = {plan: timed(partial(runner.forward, plan)) for plan in plans}
+    work = {at: timed(partial(runner.forward, plan)) for at, plan in enumerate(plans)}
     taken = in_turns(work, rounds, warm_up=3)
     assert runner.packed is not None
     linears = [linear for layer in runner.packed.layers for linear in layer.linears]
     return Cost(
-        *(statistics.median(taken[plan]) for plan in plans),
+        *map(statistics.median, taken.values()),
         sum(linear.nbytes for linear in [*linears, runner.packed.head]),
         sum(decoder.adapters.bytes_of(slot) for slot in range(adapters)),
     )

@@ -17,15 +17,14 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.control_plane.bench import Bench, Report, running
+from benchmarks.control_plane.bench import Bench, Tell, running
 from benchmarks.control_plane.floor.messages import Cost, Messages
 from benchmarks.control_plane.floor.wake_ups import WakeUps, lines
 from benchmarks.control_plane.load_client import Measured, built, http_request, median_run
 from benchmarks.control_plane.systems import HOST, body
 from benchmarks.errors import BenchError
+from benchmarks.harness import Report, Sheet
 from benchmarks.peers.servers import free_port
 from shared.process import die_with_parent
 
@@ -110,12 +109,7 @@ def servers(folder: Path, tokens: int) -> list[Server]:
     ]
 
 
-class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a run; written as it is by `--json`."""
-
-    date: str
-    command: str
-    machine: str
+class Floor(Report, frozen=True, kw_only=True):
     tokens: int
     connections: int
     streams: dict[str, list[Measured]]
@@ -127,43 +121,43 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     def clean(self) -> bool:
         return all(run.figures.clean for runs in self.streams.values() for run in runs)
 
+    def parts(self) -> list[Sheet | str]:
+        """A table of streams, one of messages, and wake-ups."""
+        servers, messages = [], []
+        for name, runs in self.streams.items():
+            cpu = statistics.median(run.cpu_ms["server"] for run in runs) * 1e3
+            faults = sum(sum(run.figures.faults.values()) for run in runs)
+            rate = median_run(runs).figures.requests_per_second
+            servers.append((name, f"{rate:,.0f}", f"{cpu:,.1f}", faults))
+        for cost in self.messages:
+            each = (f"{one:.1f}" for one in (cost.sender_us, cost.receiver_us, cost.broker_us))
+            messages.append((cost.kind, cost.client, f"{cost.size:,}", *each))
+        head = ("message, CPU us of each", "client", "bytes", "sender", "receiver", "broker")
+        return [
+            Sheet(("server", "requests/s", "CPU us per request", "faults"), servers),
+            Sheet(head, messages, left=("client",)),
+            *lines(self.wake_ups),
+        ]
+
 
 async def streams(
-    bench: Bench, folder: Path, tokens: int, rounds: int, report: Report
+    bench: Bench, folder: Path, tokens: int, rounds: int, tell: Tell
 ) -> dict[str, list[Measured]]:
     """The servers in turns, in the closed loop."""
     systems = servers(folder, tokens)
-    async with running(systems, report):
+    async with running(systems, tell):
         for system in systems:
             await bench.warm_up(system)
         return await bench.closed(systems, rounds)
 
 
-async def messages(folder: Path, rounds: int, report: Report) -> list[Cost]:
+async def messages(folder: Path, rounds: int, tell: Tell) -> list[Cost]:
     """Every kind of message, bare and ours in turns."""
     async with Messages.session(folder) as found:
         for at in range(rounds):
-            report(f"messages: round {at + 1} of {rounds}")
+            tell(f"messages: round {at + 1} of {rounds}")
             await found.round()
         return found.costs()
-
-
-def show(floor: Floor, console: Console) -> None:
-    """A table of streams, one of messages, and wake-ups."""
-    table = Table("server", "requests/s", "CPU us per request", "faults", title=floor.machine)
-    for name, runs in floor.streams.items():
-        cpu = statistics.median(run.cpu_ms["server"] for run in runs) * 1e3
-        figures = median_run(runs).figures
-        faults = sum(sum(run.figures.faults.values()) for run in runs)
-        table.add_row(name, f"{figures.requests_per_second:,.0f}", f"{cpu:,.1f}", str(faults))
-    console.print(table)
-    table = Table("message, CPU us of each", "client", "bytes", "sender", "receiver", "broker")
-    for cost in floor.messages:
-        cells = (cost.sender_us, cost.receiver_us, cost.broker_us)
-        table.add_row(cost.kind, cost.client, f"{cost.size:,}", *(f"{each:.1f}" for each in cells))
-    console.print(table)
-    for line in lines(floor.wake_ups):
-        console.print(line)
 
 
 # --- the app under uvicorn -----------------------------------------------------------------------

@@ -9,12 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.control_plane.__main__ import Plan, run, run_against
 from benchmarks.control_plane.bench import Bench
 from benchmarks.control_plane.comparison import Checkout, Comparison, compared
-from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import (
     Added,
@@ -31,11 +29,11 @@ from benchmarks.control_plane.load_client import (
     http_request,
     mark_line,
     median_run,
-    show,
 )
 from benchmarks.control_plane.systems import HOST, Ours, body
 from benchmarks.errors import BenchError
 from benchmarks.serve.stats import Spread
+from tests.unit.benchmarks.terminal import shown
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the load client needs a C compiler")
 
@@ -207,12 +205,10 @@ def test_the_report_shows_the_ratio() -> None:
         date="2026-01-01",
         command="c",
         machine="m",
-        versions={},
         tokens=16,
         connections=64,
         closed={"ryzanstein": [measured(1500, 50)], "dynamo": [measured(3000, 40)]},
-        searched=[],
-        highest=None,
+        limit_ms=50,
         at_mark=measured(1000, 60),
         added=Added(
             step_ms=20,
@@ -224,15 +220,11 @@ def test_the_report_shows_the_ratio() -> None:
         idle=Idle(cpu_ms={"gateway": 2.0, "nats": 1.0}, wake_ups={"gateway": 12.0, "nats": 20.0}),
         left_out={},
     )
-    console = Console(width=200, record=True, file=None, quiet=True)
-    with console.capture() as captured:
-        console.quiet = False
-        show(outcome, 50, console)
-    shown = captured.get()
-    assert "in the same run: 0.50" in shown
-    assert "p99 60.0 ms, faults none: does not apply: the closed loop reaches 1,500" in shown
-    assert "first token 3.0 / 9.0 ms, each next token 1.0 / 2.0 ms; CPU us per token: 50" in shown
-    assert "Idle, CPU ms / wake-ups a second: 3.0 / 32 (gateway 2.0 / 12, nats 1.0 / 20)." in shown
+    text = shown(*outcome.parts())
+    assert "in the same run: 0.50" in text
+    assert "p99 60.0 ms, faults none: does not apply: the closed loop reaches 1,500" in text
+    assert "first token 3.0 / 9.0 ms, each next token 1.0 / 2.0 ms; CPU us per token: 50" in text
+    assert "Idle, CPU ms / wake-ups a second: 3.0 / 32 (gateway 2.0 / 12, nats 1.0 / 20)." in text
 
 
 @pytest.mark.parametrize(
@@ -282,11 +274,9 @@ def test_a_comparison_shows_the_median_of_the_rounds_ratios() -> None:
     assert found["set speed, 20 ms a step: first token, added ms, p99"].ratio is None  # nothing to divide by
     assert found["idle: CPU ms a second"].ratio == pytest.approx(0.25)
     assert found["idle: wake-ups a second"].ratio == pytest.approx(0.1)
-    console = Console(width=200)
-    with console.capture() as captured:
-        show_comparison(comparison, console)
-    assert "3 rounds, in turns" in captured.get()
-    assert "1.200" in captured.get()
+    text = shown(*comparison.parts())
+    assert "3 rounds, in turns" in text
+    assert "1.200" in text
 
 
 def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
@@ -306,16 +296,13 @@ async def test_a_stack_that_does_not_start_is_told(tmp_path: Path) -> None:
 
 async def test_a_checkout_is_compared_with_another(tmp_path: Path) -> None:
     plan = Plan(
-        model=None,
+        work=tmp_path,
         tokens=16,
         connections=8,
         seconds=0.5,
         rounds=2,
         limit_ms=0,
         step_ms=0,
-        dynamo=False,
-        dynamo_base="",
-        work=tmp_path,
         idle_seconds=0.5,
     )
     found = await run_against(plan, Path(__file__).parents[3], tmp_path, lambda text: None)
@@ -328,21 +315,9 @@ async def test_a_checkout_is_compared_with_another(tmp_path: Path) -> None:
 
 
 async def test_several_gateways_and_schedulers_take_turns_with_one(program: Path, tmp_path: Path) -> None:
-    plan = Plan(
-        model=None,
-        tokens=4,
-        connections=8,
-        seconds=0.5,
-        rounds=1,
-        limit_ms=0,
-        step_ms=0,
-        dynamo=False,
-        dynamo_base="",
-        work=tmp_path,
-        gateways=2,
-        schedulers=2,
-        idle_seconds=0,
-    )
+    few = {"tokens": 4, "connections": 8, "seconds": 0.5, "rounds": 1}
+    none = {"limit_ms": 0, "step_ms": 0, "idle_seconds": 0}
+    plan = Plan(work=tmp_path, gateways=2, schedulers=2, **few, **none)  # type: ignore[arg-type]
     found = await run(plan, tmp_path, lambda text: None)
     assert list(found.closed) == ["ryzanstein", "ryzanstein, 2 gateways, 2 schedulers"]
     assert all(each.figures.clean for runs in found.closed.values() for each in runs)

@@ -2,17 +2,17 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.control_plane.bench import Bench
 from benchmarks.control_plane.floor import streams as floor
-from benchmarks.control_plane.floor.messages import AT_ONCE, BARE, OURS, Cost, Messages
+from benchmarks.control_plane.floor.messages import AT_ONCE, BARE, OURS, Messages
 from benchmarks.control_plane.floor.streams import Floor, Server
 from benchmarks.control_plane.floor.wake_ups import PAUSES, RATES, WakeUps, measure_wake_ups
-from benchmarks.control_plane.load_client import Measured
 from benchmarks.errors import BenchError
+from tests.unit.benchmarks.terminal import shown
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the servers and their client need a C compiler")
@@ -24,29 +24,14 @@ async def test_each_server_answers_the_client_rightly(tmp_path: Path) -> None:
         assert len(runs) == 2
         assert all(run.figures.clean and run.cpu_ms["server"] > 0 for run in runs)
         assert all(run.figures.events_per_second >= 16 * run.figures.requests_per_second for run in runs)
-    assert "uvicorn" in shown(streams=found)
+    assert "uvicorn" in told(streams=found)
 
 
-def shown(
-    streams: dict[str, list[Measured]] | None = None,
-    messages: list[Cost] | None = None,
-    wake_ups: WakeUps | None = None,
-) -> str:
-    report = Floor(
-        date="",
-        command="",
-        machine="m",
-        tokens=16,
-        connections=8,
-        streams=streams or {},
-        messages=messages or [],
-        wake_ups=wake_ups or WakeUps(woken_us={}, work_us={}),
-    )
+def told(**found: Any) -> str:
+    nothing: dict[str, Any] = {"streams": {}, "messages": [], "wake_ups": WakeUps(woken_us={}, work_us={})}
+    report = Floor(date="", command="", machine="m", tokens=16, connections=8, **nothing | found)
     assert report.clean
-    console = Console(width=200)
-    with console.capture() as captured:
-        floor.show(report, console)
-    return captured.get()
+    return shown(*report.parts())
 
 
 async def test_a_server_that_does_not_start_is_told() -> None:
@@ -67,7 +52,7 @@ async def test_every_kind_of_message_is_sent_by_both_clients(tmp_path: Path) -> 
     assert all(cost.receiver_us > 0 for cost in costs if cost.kind != "stored")
     sizes = {cost.kind: {each.size for each in costs if each.kind == cost.kind} for cost in costs}
     assert all(len(size) == 1 for size in sizes.values())  # both send the same bytes
-    assert "stored" in shown(messages=costs)
+    assert "stored" in told(messages=costs)
 
 
 async def test_wake_ups_are_counted_at_each_rate_and_pause() -> None:
@@ -75,4 +60,4 @@ async def test_wake_ups_are_counted_at_each_rate_and_pause() -> None:
     assert list(found.woken_us) == [str(rate) for rate in RATES]
     assert list(found.work_us) == [f"{pause * 1e3:g}" for pause in PAUSES]
     assert all(us > 0 for us in (*found.woken_us.values(), *found.work_us.values()))
-    assert "after 20 ms" in shown(wake_ups=found)
+    assert "after 20 ms" in told(wake_ups=found)

@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from benchmarks.control_plane import cpu_profile
 from benchmarks.control_plane.bench import Bench
@@ -26,11 +25,11 @@ from benchmarks.control_plane.cpu_profile import (
     profile,
     py_spy,
     sample,
-    show,
     stacks,
 )
 from benchmarks.control_plane.systems import System
 from benchmarks.errors import BenchError
+from tests.unit.benchmarks.terminal import shown
 
 LOOP = "run_forever (loop.c:33397);task_step (_asynciomodule.c:2990)"
 RUN = f"{LOOP};Run.chunks (services/gateway/streams/run.py:202)"
@@ -172,8 +171,6 @@ async def test_every_process_of_the_stack_is_profiled(
     assert gateway.cpu_us > tokens.parts["gateway"].cpu_us > 0  # a request has several tokens
     assert set(gateway.groups) == {KERNEL, "services/gateway/streams"}
     assert set(requests.parts["nats"].groups) == {KERNEL, UNKNOWN}
-    console = Console(width=200)
-    with console.capture() as captured:
-        show(Profile(date="", command="", machine="m", workloads=found), console)
-    assert "us per token (share)" in captured.get()
-    assert "gateway: Run.chunks (services/gateway/streams/run.py)" in captured.get()
+    text = shown(*Profile(date="", command="", machine="m", workloads=found).parts())
+    assert "us per token (share)" in text
+    assert "gateway: Run.chunks (services/gateway/streams/run.py)" in text

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from rich.console import Console
 
 from benchmarks.control_plane import scaling
 from benchmarks.control_plane.__main__ import Plan, run_scaling
 from benchmarks.control_plane.scaling import Alone, Several, computing, pinned, predicted, ready_seconds
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.simulation.virtual_processes import PARTS, Demand, Load, Processes, Shape, most, rings_for
+from tests.unit.benchmarks.terminal import shown
 
 TOKENS = 4
 DEMANDS = {
@@ -117,24 +117,10 @@ def test_processes_stay_where_they_are_pinned_until_the_end() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 async def test_a_run_gives_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "SHAPES", ((2, 2),))
-    plan = Plan(
-        model=None,
-        tokens=TOKENS,
-        connections=8,
-        seconds=0.5,
-        rounds=1,
-        limit_ms=0,
-        step_ms=0,
-        dynamo=False,
-        dynamo_base="",
-        work=tmp_path,
-    )
+    plan = Plan(work=tmp_path, tokens=TOKENS, connections=8, seconds=0.5, rounds=1)
     found = await run_scaling(plan, tmp_path, lambda text: None)
     assert not found.faults
     assert [each.part for each in found.alone] == list(PARTS)
     assert all(each.share > 0 for each in found.alone)
     assert [(each.gateways, each.schedulers) for each in found.predicted] == [(1, 1), (2, 2)]
-    console = Console(width=200)
-    with console.capture() as captured:
-        scaling.show(found, console)
-    assert "2 gateways and rings, 2 schedulers" in captured.get()
+    assert "2 gateways and rings, 2 schedulers" in shown(*found.parts())
