@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError
-from benchmarks.report import machine
+from benchmarks.harness import machine
 from services.cli.commands.control import drain_group
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import StackSettings

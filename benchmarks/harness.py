@@ -5,10 +5,12 @@ variants ──▶ in_turns, round by round ──▶ medians ──▶ publish:
 
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
@@ -20,6 +22,8 @@ import msgspec
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.errors import told_in_a_sentence, write_json
@@ -39,12 +43,14 @@ ModelDirectory = Annotated[
 Threads = Annotated[int, typer.Option(help="CPU threads.", min=1)]
 Rounds = Annotated[int, typer.Option(help="Rounds, in each of which the variants take turns.", min=1)]
 Dtype = Annotated[str, typer.Option(help="bf16 or fp32.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
+Jobs = Annotated[int, typer.Option(help="Runs at a time, each in a process.", min=1)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 
 
-def run(main: Callable[..., None]) -> None:
-    """`main` as the program; what stops it is told in a sentence."""
+def program(main: Callable[..., None]) -> typer.Typer:
+    """`main` as a command; what stops it is told in a sentence."""
 
     @wraps(main)
     def told(*arguments: Any, **options: Any) -> None:
@@ -53,7 +59,11 @@ def run(main: Callable[..., None]) -> None:
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(told)
-    app()
+    return app
+
+
+def run(main: Callable[..., None]) -> None:
+    program(main)()
 
 
 def one_of(name: str, wanted: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -84,6 +94,14 @@ def in_turns(work: Mapping[K, Callable[[], T]], rounds: int, warm_up: int = 0) -
     return found
 
 
+def in_processes(work: Callable[..., T], cases: Sequence[tuple[Any, ...]], jobs: int) -> list[T]:
+    """What each case gives, so many at a time; 1: in this process."""
+    if jobs == 1:
+        return [work(*case) for case in cases]
+    with ProcessPoolExecutor(jobs) as pool:
+        return list(pool.map(work, *zip(*cases, strict=True)))
+
+
 def timed(work: Callable[[], object], times: int = 1) -> Callable[[], float]:
     """Seconds of `work`, done so many times."""
 
@@ -101,12 +119,12 @@ def milliseconds(work: Callable[[], object], rounds: int, warm_up: int = 3) -> f
     return statistics.median(in_turns({"": timed(work)}, rounds, warm_up)[""]) * 1e3
 
 
-def nearest(values: Iterable[float], share: float) -> float:
+def nearest(values: Iterable[float], share: float, weights: Sequence[float] | None = None) -> float:
     """Percentile by nearest rank, as everywhere here; 0 where there is no value."""
     from benchmarks.serve.stats import percentile
 
     found = list(values)
-    return percentile(found, share) if found else 0.0
+    return percentile(found, share, weights) if found else 0.0
 
 
 def median(runs: Sequence[Any]) -> Any:
@@ -152,13 +170,11 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def command(hidden: Mapping[str, str] = {}) -> str:  # never changed
-    """How this program was started; words that are `hidden` are replaced."""
-    import shlex
-
+def command() -> str:
+    """How this program was started."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
-    return shlex.join(["python", "-m", module, *(hidden.get(word, word) for word in sys.argv[1:])])
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def machine() -> str:
@@ -207,7 +223,7 @@ class Sheet:
                 name, justify="left" if at == 0 or name in self.left else "right", overflow="fold"
             )
         for at, row in enumerate(self.rows):
-            made.add_row(*map(str, row), style=self.styles[at] if self.styles else None)
+            made.add_row(*(escape(str(cell)) for cell in row), style=self.styles[at] if self.styles else None)
         return made
 
     def markdown(self) -> str:
@@ -215,6 +231,13 @@ class Sheet:
         return (
             "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (self.head, rule, *self.rows)) + "\n"
         )
+
+
+def progress_bars() -> Progress:
+    """Bars on the terminal only, drawn rarely: drawing costs the server CPU time."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
 
 
 def screen() -> Console:

@@ -1,16 +1,10 @@
 """What a run prints: a table for the terminal, Markdown for the documentation, JSON for machines."""
 
-import os
-import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import Report, Sheet
 from benchmarks.serve.stats import Spread, Summary
 
 _COLUMNS = (
@@ -23,22 +17,24 @@ _COLUMNS = (
     "errors",
     "first token by turn, ms",
 )
-_PACKAGES = ("ryzanstein", "uvloop", "httptools", "torch", "transformers")
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where, when and how a report was made."""
+class Setting(Report, frozen=True, kw_only=True):
+    """Where, when and how it was made."""
 
-    date: str
-    command: str
     url: str
     model: str
     seed: int
-    machine: str
-    versions: dict[str, str]
+
+    def lines(self) -> list[str]:
+        installed = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return [
+            f"Machine: {self.machine}.",
+            f"Model {self.model} at {self.url}, {self.date}, seed {self.seed}; {installed}.",
+        ]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything of a run; written as it is by `--json`."""
 
     setting: Setting
@@ -46,34 +42,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One per workload: medians over the rounds."""
     rounds: list[list[Summary]]
     """The same, round by round."""
-
-
-def machine() -> str:
-    """CPU model, usable cores and memory of this machine, in one line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [_proc("cpuinfo", "model name") or platform.processor() or platform.machine(), f"{cores} cores"]
-    if total := _proc("meminfo", "MemTotal"):
-        parts.append(f"{int(total.split()[0]) / 2**20:.0f} GiB")
-    return ", ".join([*parts, f"{platform.system()} {platform.release().split('-')[0]}"])
-
-
-def _proc(file: str, key: str) -> str | None:
-    try:
-        lines = Path("/proc", file).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-
-def versions() -> dict[str, str]:
-    """Of Python and the packages that matter, as installed where the load client runs."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
@@ -122,7 +90,7 @@ def _computed(summary: Summary) -> str:
     )
 
 
-def peers_row(summaries: Sequence[Summary]) -> str | None:
+def peers_row(summaries: Sequence[Summary]) -> list[str] | None:
     """W1 to W4 in the cells of the peers' table, or None if one of them was not run."""
     by_name = {each.workload: each for each in summaries}
     if not {"W1", "W2", "W3", "W4"} <= by_name.keys():
@@ -136,47 +104,31 @@ def peers_row(summaries: Sequence[Summary]) -> str | None:
         for each in (by_name["W2"], by_name["W3"])
     ]
     turns = "/".join(number(turn.first_token_ms) for turn in by_name["W4"].turns) or "-"
-    return "| " + " | ".join([first, *loaded, turns]) + " |"
+    return [first, *loaded, turns]
 
 
 def _p50(value: Spread | None) -> str:
     return number(value.p50) if value is not None else "-"
 
 
-def show(report: Report, console: Console) -> None:
-    """The table for a terminal, with where it was made beneath."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for at, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if at == 0 else "right", overflow="fold")
-    for summary in report.summaries:
-        table.add_row(*cells(summary), style="red" if summary.errors else None)
-    console.print(table)
-    for line in [*remarks(report.summaries), *_setting_lines(report.setting)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def sheet(report: ServeReport) -> Sheet:
+    styles = ["red" if each.errors else None for each in report.summaries]
+    return Sheet(_COLUMNS, [cells(each) for each in report.summaries], styles=styles)
 
 
-def markdown(report: Report) -> str:
-    """The same as Markdown, to be put into the documentation as it is."""
+def parts(report: ServeReport) -> list[Sheet | str]:
+    """For a terminal, with where it was made beneath."""
     setting = report.setting
-    rows = ["| " + " | ".join(row) + " |" for row in (_COLUMNS, *map(cells, report.summaries))]
-    rows.insert(1, "| --- |" + " ---: |" * (len(_COLUMNS) - 1))
-    lines = [f"`{setting.command}`", "", *rows, ""]
+    return [sheet(report), *remarks(report.summaries), *setting.lines(), f"Command: {setting.command}"]
+
+
+_PEERS = (*(f"{name} tok/s, first token, gap" for name in ("W1", "W2", "W3")), "W4 first token by turn")
+
+
+def markdown(report: ServeReport) -> str:
+    """The same as Markdown, to be put into the documentation as it is."""
+    lines = [f"`{report.setting.command}`", "", sheet(report).markdown()]
     if (row := peers_row(report.summaries)) is not None:
-        lines += [
-            "| W1 tok/s, first token, gap | W2 tok/s, first token, gap | W3 tok/s, first token, gap"
-            " | W4 first token by turn |",
-            "| --- | --- | --- | --- |",
-            row,
-            "",
-        ]
-    lines += [f"- {line}" for line in [*remarks(report.summaries), *_setting_lines(setting)[:-1]]]
+        lines += [Sheet(_PEERS, [row], left=_PEERS).markdown()]
+    lines += [f"- {line}" for line in [*remarks(report.summaries), *report.setting.lines()]]
     return "\n".join(lines) + "\n"
-
-
-def _setting_lines(setting: Setting) -> list[str]:
-    installed = ", ".join(f"{name} {number}" for name, number in setting.versions.items())
-    return [
-        f"Machine: {setting.machine}.",
-        f"Model {setting.model} at {setting.url}, {setting.date}, seed {setting.seed}; {installed}.",
-        f"Command: {setting.command}",
-    ]

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.harness import machine, versions
 from benchmarks.random_model import shape_of, write_servable
-from benchmarks.report import machine, versions
 from services.cli.target import LocalSettings, read_run_file
 from shared.model_store.catalog import DEFAULT_MODEL
 from shared.models import gguf_parts

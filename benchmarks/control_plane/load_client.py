@@ -94,10 +94,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return self.requests > 0 and not self.faults
 
 
-def http_request(host: str, port: int, body: bytes) -> bytes:
-    """A POST to chat completions."""
+def http_request(host: str, port: int, body: bytes, path: str = "/v1/chat/completions") -> bytes:
+    """A POST, as a client sends it."""
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         f"Accept: text/event-stream\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -5,27 +5,22 @@
 Without --url a local stack of its own is started on the stub engine, with a step of --step-ms.
 """
 
-import argparse
 import asyncio
 import contextlib
-import os
-import signal
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
 import psutil
+import typer
 
-from services.cli.target import read_run_file
-from shared.process import die_with_parent
+from benchmarks.control_plane.systems import HOST, Ours
+from benchmarks.errors import BenchError
+from benchmarks.harness import nearest, run
 
-READY = 120.0
 QUIET = 5.0
 """Seconds of interactive requests without a batch."""
 PAUSE = 0.05
@@ -70,11 +65,7 @@ async def latencies(http: httpx.AsyncClient, model: str, end: asyncio.Event) -> 
 
 
 def shown(found: list[float]) -> str:
-    ranked = sorted(found)
-    return (
-        f"p50 {statistics.median(ranked):.1f} ms, p95 {ranked[int(len(ranked) * 0.95)]:.1f} ms "
-        f"({len(ranked)} requests)"
-    )
+    return f"p50 {nearest(found, 0.5):.1f} ms, p95 {nearest(found, 0.95):.1f} ms ({len(found)} requests)"
 
 
 async def quiet(http: httpx.AsyncClient, model: str) -> list[float]:
@@ -99,7 +90,7 @@ async def run_batch(http: httpx.AsyncClient, path: Path) -> dict[str, Any]:
 
 
 async def check_output(http: httpx.AsyncClient, batch: dict[str, Any], lines: int) -> None:
-    """Each custom_id is in the output once. Raises `SystemExit`."""
+    """Each custom_id is in the output once. Raises `BenchError`."""
     seen = bytearray(lines)
     rest = b""
     async with http.stream("GET", f"/v1/files/{batch['output_file_id']}/content") as response:
@@ -108,7 +99,7 @@ async def check_output(http: httpx.AsyncClient, batch: dict[str, Any], lines: in
             for line in whole:
                 seen[int(msgspec.json.decode(line)["custom_id"][1:])] += 1
     if set(seen) != {1}:
-        raise SystemExit("error: a line is missing in the output, or there twice.")
+        raise BenchError("A line is missing in the output, or there twice.")
 
 
 async def measure(url: str, pid: int, lines: int, tokens: int, *, beside: bool) -> None:
@@ -128,7 +119,7 @@ async def measure(url: str, pid: int, lines: int, tokens: int, *, beside: bool) 
             during = await loaded if loaded else []
             watching.cancel()
         if batch["status"] != "completed" or batch["request_counts"]["completed"] != lines:
-            raise SystemExit(f"error: the batch is {batch['status']}: {batch['request_counts']}")
+            raise BenchError(f"The batch is {batch['status']}: {batch['request_counts']}.")
         await check_output(http, batch, lines)
     checking = batch["in_progress_at"] - batch["created_at"]
     running = batch["finalizing_at"] - batch["in_progress_at"]
@@ -146,73 +137,31 @@ async def measure(url: str, pid: int, lines: int, tokens: int, *, beside: bool) 
         print(f"             beside the batch   {shown(during)}")
 
 
-@contextlib.asynccontextmanager
-async def own_stack(step_ms: float) -> AsyncIterator[tuple[str, int]]:
-    """A stub stack's gateway: address and process id."""
-    with tempfile.TemporaryDirectory() as directory:
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "services.cli",
-                "up",
-                "--engine",
-                "stub",
-                "--port",
-                "0",
-                "--no-smoke-test",
-            ),
-            *("--data-dir", directory),
-            env=os.environ | {"RYZANSTEIN_STUB_STEP_MS": str(step_ms)},
-            stdout=asyncio.subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),
-        )
-        try:
-            url = await ready(Path(directory))
-            yield url, gateway_pid(process.pid)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            await process.wait()
-
-
-async def ready(directory: Path) -> str:
-    """The gateway's address, once it has a model."""
-    give_up = time.monotonic() + READY
-    async with httpx.AsyncClient(trust_env=False) as http:
-        while time.monotonic() < give_up:
-            await asyncio.sleep(0.2)
-            if (note := read_run_file(directory)) is None:
-                continue
-            with contextlib.suppress(httpx.HTTPError, ValueError):
-                if (await http.get(f"{note.gateway_url}/v1/models")).json().get("data"):
-                    return note.gateway_url
-    raise SystemExit(f"error: the stack was not ready within {READY:g} s.")
-
-
-def gateway_pid(stack: int) -> int:
-    """The gateway among the children of a stack."""
-    for child in psutil.Process(stack).children(recursive=True):
-        if "services.gateway" in child.cmdline():
-            return child.pid
-    raise SystemExit("error: the stack has no gateway process; name it with --pid.")
-
-
-async def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway.batch")
-    parser.add_argument("--lines", type=int, default=100_000)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="of the stub, in a stack of its own")
-    parser.add_argument("--url", default="")
-    parser.add_argument("--pid", type=int, default=0, help="of the gateway at --url")
-    parser.add_argument("--alone", action="store_true", help="no interactive requests beside it")
-    options = parser.parse_args()
-    beside = not options.alone
-    if options.url:
-        await measure(options.url, options.pid, options.lines, options.tokens, beside=beside)
+async def run_options(url: str, pid: int, step_ms: float, lines: int, tokens: int, beside: bool) -> None:
+    if url:
+        await measure(url, pid, lines, tokens, beside=beside)
         return
-    async with own_stack(options.step_ms) as (url, pid):
-        await measure(url, pid, options.lines, options.tokens, beside=beside)
+    with tempfile.TemporaryDirectory() as directory:
+        ours = Ours(Path(directory), step_ms=step_ms)
+        await ours.start()
+        try:
+            gateway = ours.processes()["gateway"][0]
+            await measure(f"http://{HOST}:{ours.port}", gateway, lines, tokens, beside=beside)
+        finally:
+            await ours.stop()
+
+
+def main(
+    lines: int = 100_000,
+    tokens: int = 16,
+    step_ms: Annotated[float, typer.Option(help="Of the stub, in a stack of its own.")] = 0.0,
+    url: Annotated[str, typer.Option(help="Of a gateway; empty: of a stack of its own.")] = "",
+    pid: Annotated[int, typer.Option(help="Of the gateway at --url.")] = 0,
+    alone: Annotated[bool, typer.Option("--alone", help="No interactive requests beside it.")] = False,
+) -> None:
+    """A batch on the stub: lines per second, the gateway's memory, and what it costs others."""
+    asyncio.run(run_options(url, pid, step_ms, lines, tokens, not alone))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    run(main)

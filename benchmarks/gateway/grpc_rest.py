@@ -14,8 +14,6 @@ gateway has no NATS around it and makes its tokens itself (`edge.py`).
 """
 
 import asyncio
-import json
-import statistics
 import struct
 import tempfile
 import time
@@ -29,12 +27,12 @@ import httpx
 import msgspec
 import typer
 import uvloop
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.control_plane.load_client import http_request
 from benchmarks.control_plane.systems import HOST, SEED, Ours
 from benchmarks.gateway.edge import Edge
+from benchmarks.harness import JsonFile, Rounds, Sheet, median, nearest, publish
+from benchmarks.harness import run as run_program
 from benchmarks.process_cpu import cpu_seconds
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.server.http2.frames import PREFACE
@@ -114,7 +112,7 @@ async def httpx_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
             async with http.stream("POST", "/v1/chat/completions", json=body(tokens, streamed)) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
-                        chunk = json.loads(line[6:])
+                        chunk = msgspec.json.decode(line[6:])
                         for choice in chunk["choices"]:
                             count += len(choice["delta"].get("content") or "")
             return count
@@ -126,7 +124,7 @@ async def httpx_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
 async def raw_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
     free = [await asyncio.open_connection(HOST, ours.port) for _ in range(loops)]
     every = list(free)
-    requests = {case: _http(json.dumps(body(*case)).encode(), ours.port) for case in CASES}
+    requests = {case: http_request(HOST, ours.port, msgspec.json.encode(body(*case))) for case in CASES}
 
     async def ask(tokens: int, streamed: bool) -> int:
         connection = free.pop()
@@ -146,11 +144,6 @@ async def raw_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
     finally:
         for _, writer in every:
             writer.close()
-
-
-def _http(content: bytes, port: int) -> bytes:
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {HOST}:{port}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 def grpc_client(kind: int) -> Connect:
@@ -276,12 +269,11 @@ async def measure(ours: Served, ask: Ask, run: Run, requests: int) -> Figure:
     before, mine, began = cpu_seconds(gateway)["gateway"], time.process_time(), time.perf_counter()
     await asyncio.gather(*(loop(each) for _ in range(run.loops)))
     seconds, count = time.perf_counter() - began, each * run.loops
-    times.sort()
     return Figure(
         gateway_us=(cpu_seconds(gateway)["gateway"] - before) / count * 1e6,
         client_us=(time.process_time() - mine) / count * 1e6,
-        p50_ms=times[len(times) // 2] * 1e3,
-        p99_ms=times[min(len(times) - 1, len(times) * 99 // 100)] * 1e3,
+        p50_ms=nearest(times, 0.5) * 1e3,
+        p99_ms=nearest(times, 0.99) * 1e3,
         per_second=count / seconds,
     )
 
@@ -310,52 +302,34 @@ async def compare(ours: Served, plan: Plan) -> dict[Run, list[Figure]]:
     return found
 
 
-def median(figures: list[Figure]) -> Figure:
-    columns = zip(*(msgspec.structs.astuple(figure) for figure in figures), strict=True)
-    return Figure(*(statistics.median(column) for column in columns))
-
-
-def show(found: dict[Run, Figure], console: Console) -> None:
-    table = Table(box=box.MARKDOWN, header_style="")
-    for name in ("loops", "request", "client", "gateway us", "client us", "p50 ms", "p99 ms", "requests/s"):
-        table.add_column(name, justify="left" if name in ("request", "client") else "right")
+def sheet(found: dict[Run, Figure]) -> Sheet:
+    rows = []
     for run in sorted(found, key=lambda run: (run.loops, run.streamed, run.tokens)):
-        figure = found[run]
+        one = found[run]
         what = f"{run.tokens} tokens{', streamed' if run.streamed else ''}"
-        table.add_row(
-            str(run.loops),
-            what,
-            run.client,
-            f"{figure.gateway_us:.0f}",
-            f"{figure.client_us:.0f}",
-            f"{figure.p50_ms:.2f}",
-            f"{figure.p99_ms:.2f}",
-            f"{figure.per_second:.0f}",
-        )
-    console.print(table)
+        times = (f"{one.gateway_us:.0f}", f"{one.client_us:.0f}", f"{one.p50_ms:.2f}", f"{one.p99_ms:.2f}")
+        rows.append((run.loops, what, run.client, *times, f"{one.per_second:.0f}"))
+    head = ("loops", "request", "client", "gateway us", "client us", "p50 ms", "p99 ms", "requests/s")
+    return Sheet(head, rows, left=("request", "client"))
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds; the median counts.", min=1)] = 5,
+    rounds: Rounds = 5,
     requests: Annotated[int, typer.Option(help="Requests of a run; a quarter in one loop.", min=64)] = 1024,
     only: Annotated[str, typer.Option(help="Clients with this in their names.")] = "",
     loops: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,64",
     edge: Annotated[
         bool, typer.Option("--edge", help="The gateway without NATS; more at a time tells more.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every run to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """CPU time and latency of a request over gRPC and REST, of the gateway and of the client."""
+    plan = Plan(rounds, requests, only, [int(each) for each in loops.split(",")])
     with tempfile.TemporaryDirectory() as folder:
-        ours: Served = Edge() if edge else Ours(Path(folder), grpc=True)
-        found = uvloop.run(
-            compare(ours, Plan(rounds, requests, only, [int(each) for each in loops.split(",")]))
-        )
-    show({run: median(figures) for run, figures in found.items()}, Console(width=140))
-    if json_file is not None:
-        rows = [{**run._asdict(), "runs": figures} for run, figures in found.items()]
-        json_file.write_bytes(msgspec.json.encode(rows))
+        found = uvloop.run(compare(Edge() if edge else Ours(Path(folder), grpc=True), plan))
+    rows = [{**run._asdict(), "runs": figures} for run, figures in found.items()]
+    publish(rows, sheet({run: median(figures) for run, figures in found.items()}).markdown(), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

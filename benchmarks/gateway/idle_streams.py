@@ -13,18 +13,19 @@ import resource
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from benchmarks.control_plane.load_client import http_request
 from benchmarks.control_plane.systems import HOST
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.errors import BenchError
 from benchmarks.gateway.memory import model_directory
+from benchmarks.harness import JsonFile, publish, run
 from benchmarks.peers.servers import free_port
 from benchmarks.serve.workloads import WORDS
 from services.cli.supervision.nats_server import LocalNats
@@ -211,25 +212,37 @@ async def opened(port: int, request: bytes) -> socket.socket:
     return sock
 
 
-async def measured(streams: int, warm_up: int, words: int) -> Found:
-    """Raises `BenchError`."""
+@asynccontextmanager
+async def answered_gateway(
+    streams: int, finish: FinishReason = ""
+) -> AsyncIterator[tuple[Gateway, SilentRing, Bus]]:
+    """A gateway on a NATS of its own, whose generations get their first token here. Raises `BenchError`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         nats = LocalNats(folder / "nats")
-        await nats.start(die_with_parent())
-        bus = await Bus.connect(nats.settings(), "idle streams")
+        try:
+            await nats.start(die_with_parent())
+            bus = await Bus.connect(nats.settings(), "benchmark")
+        except RyzansteinError as error:
+            raise BenchError(str(error)) from None
         await ensure_streams(bus)
-        ring = SilentRing(bus)
+        ring = SilentRing(bus, finish)
         await ring.offer_model(bundle())
         answering = asyncio.create_task(ring.run())
         try:
             async with Gateway(nats, bus, folder, streams) as gateway:
-                return await _held(gateway, ring, streams, warm_up, words)
+                yield gateway, ring, bus
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
             await bus.close()
             await nats.stop()
+
+
+async def measured(streams: int, warm_up: int, words: int) -> Found:
+    """Raises `BenchError`."""
+    async with answered_gateway(streams) as (gateway, ring, _):
+        return await _held(gateway, ring, streams, warm_up, words)
 
 
 async def _held(gateway: Gateway, ring: SilentRing, streams: int, warm_up: int, words: int) -> Found:
@@ -249,23 +262,19 @@ async def _held(gateway: Gateway, ring: SilentRing, streams: int, warm_up: int, 
 def main(
     streams: Annotated[int, typer.Option(min=100, help="Streams that are open at the end.")] = 10_000,
     words: Annotated[int, typer.Option(min=1, help="Words of each prompt, about a token each.")] = 100,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Memory of a gateway for each stream that waits."""
-    with told_in_a_sentence():
-        may = allowed(streams)
-        if may < streams:
-            typer.echo(f"{may:,} streams: `ulimit -Hn` allows no more.", err=True)
-        try:
-            found = asyncio.run(measured(may, may // 10, words))
-        except RyzansteinError as error:
-            raise BenchError(str(error)) from None
-        write_json(json, found)
-    Console().print(
+    may = allowed(streams)
+    if may < streams:
+        typer.echo(f"{may:,} streams: `ulimit -Hn` allows no more.", err=True)
+    found = asyncio.run(measured(may, may // 10, words))
+    said = (
         f"{found.streams:,} idle streams of {found.prompt_tokens} prompt tokens: {found.after_kib / 1024:.0f} MiB of "
         f"PSS, {found.before_kib / 1024:.0f} MiB with {found.warm_up:,}; {found.bytes_each / 1024:.1f} KiB each"
     )
+    publish(found, said, json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

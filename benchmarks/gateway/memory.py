@@ -19,13 +19,12 @@ import httpx
 import msgspec
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
 from tokenizers import pre_tokenizers
 
 from benchmarks.control_plane.systems import HOST, Ours
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.serve.__main__ import Plan, progress_bars, run_to_end
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Sheet, progress_bars, publish, run
+from benchmarks.serve.__main__ import Plan, run_to_end
 from benchmarks.serve.workloads import STARTS, WORDS, WORKLOADS
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -192,29 +191,24 @@ def _tokenize(ours: Ours, texts: int, text_bytes: int) -> None:
     asyncio.run(send())
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-@app.command()
 def main(
     vocabulary: Annotated[
         list[int] | None, typer.Option(min=2000, help="Tokens of the model; may be repeated.")
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Long texts at once.")] = 6,
     text_kib: Annotated[int, typer.Option(min=1, help="Size of each.")] = 3900,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Memory of a gateway at rest, under W3, and with long texts. Default: vocabularies of 49,152 and 262,144."""
-    with told_in_a_sentence():
-        found = {size: measured(size, texts, text_kib << 10) for size in vocabulary or (49_152, 262_144)}
-        write_json(json, found)
-    table = Table("vocabulary", "when", "gateway MiB", "of it its own", "rendering")
-    for size, stages in found.items():
-        for held in stages:
-            row = (f"{each:.0f}" for each in (held.gateway, held.anonymous, held.templates))
-            table.add_row(f"{size:,}", held.when, *row)
-    Console().print(table)
+    found = {size: measured(size, texts, text_kib << 10) for size in vocabulary or (49_152, 262_144)}
+    rows = [
+        (f"{size:,}", held.when, *(f"{one:.0f}" for one in (held.gateway, held.anonymous, held.templates)))
+        for size, stages in found.items()
+        for held in stages
+    ]
+    head = ("vocabulary", "when", "gateway MiB", "of it its own", "rendering")
+    publish(found, Sheet(head, rows, left=("when",)), json=json)
 
 
 if __name__ == "__main__":
-    app()
+    run(main)

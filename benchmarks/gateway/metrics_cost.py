@@ -3,15 +3,17 @@
 Nanoseconds of one thread, the best of several rounds; next to each, what prometheus_client's own histogram takes.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
+from benchmarks.harness import Sheet, in_turns, run, show, timed
 from services.executor.ipc.board import RingBoard
 from services.executor.supervisor.metrics import Labels, RingCollector, vllm_aliases
 from services.gateway.core import metrics as gateway
@@ -22,14 +24,8 @@ ROUNDS = 7
 
 
 def nanoseconds(work: Callable[[], object], times: int) -> float:
-    """Of one call."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        began = time.perf_counter_ns()
-        for _ in range(times):
-            work()
-        best = min(best, (time.perf_counter_ns() - began) / times)
-    return best
+    """Of one call, the best of some rounds."""
+    return min(in_turns({"": timed(work, times)}, ROUNDS)[""]) / times * 1e9
 
 
 def per_token(times: int) -> dict[str, float]:
@@ -75,21 +71,22 @@ def per_scrape(directory: Path) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway.metrics_cost", description=__doc__)
-    parser.add_argument("--times", type=int, default=100_000, help="calls of a round")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        _show("per arrival of a stream's tokens", per_token(given.times))
-        _show("per step", per_step(given.times, Path(directory)))
-        _show("per scrape", per_scrape(Path(directory)))
-
-
-def _show(title: str, figures: dict[str, float]) -> None:
-    print(title)
-    for name, value in figures.items():
-        print(f"  {name:40} {value:12,.0f} ns")
+def main(times: Annotated[int, typer.Option(help="Calls of a round.", min=1)] = 100_000) -> None:
+    """What the metrics cost: per token, per step, per scrape."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        found = {
+            "per arrival of a stream's tokens": per_token(times),
+            "per step": per_step(times, directory),
+            "per scrape": per_scrape(directory),
+        }
+    show(
+        *(
+            Sheet((what, "ns"), [(name, f"{ns:,.0f}") for name, ns in each.items()])
+            for what, each in found.items()
+        )
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,32 +12,24 @@ import http.client
 import itertools
 import random
 import socket
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.control_plane.systems import HOST
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.gateway.idle_streams import MODEL, Gateway, SilentRing, bundle
+from benchmarks.errors import BenchError
+from benchmarks.gateway.idle_streams import MODEL, answered_gateway
+from benchmarks.harness import JsonFile, Sheet, publish, run
 from benchmarks.serve.workloads import WORDS
 from services.cli.commands.keys import open_keys
-from services.cli.supervision.nats_server import LocalNats
 from services.gateway.server.http2 import frames
 from services.gateway.server.http2.hpack import literal
-from shared.errors import RyzansteinError
 from shared.keys import new_key
-from shared.nats.bus import Bus
-from shared.nats.streams import ensure_streams
-from shared.process import die_with_parent
 
 LIMIT_MS = 500.0
 """Longer than this nobody's request may wait because of another tenant's."""
@@ -223,56 +215,37 @@ class Measurement:
 
 async def measured(seconds: float, only: str) -> list[Waits]:
     """Raises `BenchError`."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        nats = LocalNats(folder / "nats")
-        await nats.start(die_with_parent())
-        bus = await Bus.connect(nats.settings(), "neighbours")
-        await ensure_streams(bus)
-        ring = SilentRing(bus, "length")
-        await ring.offer_model(bundle())
+    async with answered_gateway(2_000, "length") as (gateway, _, bus):
         keys, bucket = [new_key(tenant, time.time()) for tenant in ("victim", "burden")], await open_keys(bus)
         for key in keys:
             await bucket.create(key.identity, key.record)
-        answering = asyncio.create_task(ring.run())
-        try:
-            async with Gateway(nats, bus, folder, 2_000) as gateway:
-                measurement = Measurement((gateway.port, gateway.grpc_port), (keys[0].token, keys[1].token))
-                kinds = [(name, send) for name, send in burdens() if only in name]
-                return [await asyncio.to_thread(measurement.beside, *kind, seconds) for kind in kinds]
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-            await bus.close()
-            await nats.stop()
+        measurement = Measurement((gateway.port, gateway.grpc_port), (keys[0].token, keys[1].token))
+        kinds = [(name, send) for name, send in burdens() if only in name]
+        return [await asyncio.to_thread(measurement.beside, *kind, seconds) for kind in kinds]
 
 
-def show(waits: list[Waits]) -> Table:
-    table = Table("beside", "its answers", "requests", "median, ms", "longest, ms")
+def sheet(waits: list[Waits]) -> Sheet:
+    rows = []
     for row in waits:
         answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(row.answers.items()))
-        table.add_row(
-            row.beside, answers, f"{row.requests:,}", f"{row.median_ms:.1f}", f"{row.longest_ms:.0f}"
+        rows.append(
+            (row.beside, answers, f"{row.requests:,}", f"{row.median_ms:.1f}", f"{row.longest_ms:.0f}")
         )
-    return table
+    head = ("beside", "its answers", "requests", "median, ms", "longest, ms")
+    return Sheet(head, rows, left=("its answers",))
 
 
 def main(
     seconds: Annotated[float, typer.Option(min=1, help="Of each burden.")] = 10.0,
     only: Annotated[str, typer.Option(help="Only burdens with this in their names.")] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """How long a tenant's requests wait beside another tenant. Exits with 1 where one waits for more than half a
     second."""
-    with told_in_a_sentence():
-        try:
-            waits = asyncio.run(measured(seconds, only))
-        except RyzansteinError as error:
-            raise BenchError(str(error)) from None
-        write_json(json, waits)
-    Console().print(show(waits))
+    waits = asyncio.run(measured(seconds, only))
+    publish(waits, sheet(waits), json=json)
     raise typer.Exit(int(any(row.longest_ms > LIMIT_MS for row in waits)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

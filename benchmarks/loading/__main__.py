@@ -25,8 +25,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import machine
 from benchmarks.loading.rank import write_random
-from benchmarks.report import machine
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.harness import machine, versions
 from benchmarks.long_context.asking import DENSE, Answer, Api, Endpoint, Ruler, field_of
 from benchmarks.long_context.scores import Cell, errors, markdown, table, tables
 from benchmarks.long_context.tasks import PLACED, TASKS, Sample, make
-from benchmarks.report import machine, versions
 from benchmarks.start import stack_of
 
 _LENGTH = re.compile(r"(\d{1,7})(k?)")

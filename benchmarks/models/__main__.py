@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.harness import machine
 from benchmarks.models.switching import Figures, System, alternating, mixed, play
 from benchmarks.models.systems import Served, llama_cpp, ollamas_order, ryzanstein, scratch
-from benchmarks.report import machine
 
 COLUMNS = (
     "system",

@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 
 from benchmarks.errors import BenchError, told_in_a_sentence
+from benchmarks.harness import machine
 from benchmarks.on_gpu import wheels as wheelhouse
 from benchmarks.on_gpu.bench import Report, read_report
 from benchmarks.on_gpu.device import card, driver
 from benchmarks.on_gpu.running import Runner, command_of
 from benchmarks.on_gpu.sections import HEADLINE, SECTIONS, Section, chosen
 from benchmarks.on_gpu.table import markdown, put_into, show
-from benchmarks.report import machine
 
 WIDTH = 170
 

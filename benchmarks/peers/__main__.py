@@ -7,32 +7,27 @@ prints one table.
 import asyncio
 import os
 import secrets
-import shlex
 import signal
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from platformdirs import user_cache_path
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Markdown, Rounds, Threads, about, progress_bars, publish
+from benchmarks.harness import run as run_program
 from benchmarks.peers.catalog import DEFAULT, PEERS, choose_peers
-from benchmarks.peers.results import Comparison, Setting, compare, markdown, show
+from benchmarks.peers.results import Comparison, Setting, compare, markdown, parts
 from benchmarks.peers.rounds import Contest, Run
 from benchmarks.random_model import SHAPES, TOKENIZER, shape_of, write_servable
-from benchmarks.report import machine, versions
 from benchmarks.serve.__main__ import named_workloads
 from benchmarks.serve.runner import conversation
 from benchmarks.serve.workloads import Vocabulary, calibrate
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 
-_PIPED_WIDTH = 200
 _MODEL_FILES = ("config.json", "tokenizer.json")
 
 
@@ -73,31 +68,21 @@ def random_model(text: str, tokenizer: Path, work: Path) -> Path:
     return directory
 
 
-def _progress(console: Console) -> Progress:
-    """Drawn rarely: drawing takes CPU time from the server."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
-
-
 def _compare(contest: Contest, run: Run) -> Comparison:
     setting = Setting(
-        date=datetime.now(UTC).date().isoformat(),
-        command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
-        machine=machine(),
+        **about(),
         model=contest.model.name,
         threads=contest.threads,
         rounds=contest.rounds,
         seed=contest.seed,
-        versions=versions(),
     )
     return compare(setting, list(run.results.values()))
 
 
 def _run(contest: Contest, *, prepare_only: bool) -> tuple[Comparison, bool]:
     """The comparison, and whether it was interrupted; what was measured until then is in it."""
-    console = Console(stderr=True)
-    with _progress(console) as progress:
-        run = Run(contest, progress, lambda text: console.print(text, markup=False, highlight=False))
+    with progress_bars() as progress:
+        run = Run(contest, progress, lambda text: progress.console.print(text, markup=False, highlight=False))
         try:
             run.prepare()
             if not prepare_only:
@@ -107,10 +92,6 @@ def _run(contest: Contest, *, prepare_only: bool) -> tuple[Comparison, bool]:
     return _compare(contest, run), False
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-@app.command()
 def main(
     model: Annotated[Path, typer.Option(help="A Llama model's directory, with safetensors and tokenizer.")],
     random: Annotated[
@@ -122,10 +103,10 @@ def main(
     ] = "",
     peers: Annotated[str, typer.Option(help=f"With commas, of {', '.join(PEERS)}.")] = ",".join(DEFAULT),
     workloads: Annotated[str, typer.Option(help="With commas, of W1, W2, W3, W4, W4s.")] = "W1,W2,W3,W4",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, interleaved; medians are reported.")] = 3,
+    rounds: Rounds = 3,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests of each workload.")] = None,
     clients: Annotated[int | None, typer.Option(min=1, help="Clients at once in each workload.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of every server.")] = 2,
+    threads: Threads = 2,
     work_dir: Annotated[
         Path | None,
         typer.Option(
@@ -136,8 +117,8 @@ def main(
     ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to start.")] = 300.0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take in all.")] = 600.0,
     prepare_only: Annotated[bool, typer.Option(help="Install the peers and measure nothing.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write everything, each round too, to this file.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    json: JsonFile = None,
+    as_markdown: Markdown = False,
 ) -> None:
     """Measure our server and its peers side by side: same model, load and number of threads.
 
@@ -147,40 +128,30 @@ def main(
     # be left.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    with told_in_a_sentence():
-        work = (work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve()
-        directory = _check_model(model)
-        if random:
-            directory = random_model(random, directory, work)
-        wanted = named_workloads([name.strip() for name in workloads.split(",") if name.strip()])
-        contest = Contest(
-            model=directory,
-            peers=choose_peers(peers),
-            workloads=[each.resized(requests=requests, clients=clients) for each in wanted],
-            rounds=rounds,
-            threads=threads,
-            seed=secrets.randbits(32) if seed is None else seed,
-            work=work,
-            vocabulary=local_vocabulary(directory),
-            ready_timeout=ready_timeout,
-            request_timeout=timeout,
-        )
-        work.mkdir(parents=True, exist_ok=True)
-        comparison, interrupted = _run(contest, prepare_only=prepare_only)
-        write_json(json, comparison)
-    _print(comparison, as_markdown=as_markdown)
+    work = (work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve()
+    directory = _check_model(model)
+    if random:
+        directory = random_model(random, directory, work)
+    wanted = named_workloads([name.strip() for name in workloads.split(",") if name.strip()])
+    contest = Contest(
+        model=directory,
+        peers=choose_peers(peers),
+        workloads=[each.resized(requests=requests, clients=clients) for each in wanted],
+        rounds=rounds,
+        threads=threads,
+        seed=secrets.randbits(32) if seed is None else seed,
+        work=work,
+        vocabulary=local_vocabulary(directory),
+        ready_timeout=ready_timeout,
+        request_timeout=timeout,
+    )
+    work.mkdir(parents=True, exist_ok=True)
+    comparison, interrupted = _run(contest, prepare_only=prepare_only)
+    publish(comparison, *([markdown(comparison)] if as_markdown else parts(comparison)), json=json)
     if interrupted:
         typer.echo("interrupted: the figures are of what was measured until then.", err=True)
         raise typer.Exit(130)
     raise typer.Exit(_exit_code(comparison))
-
-
-def _print(comparison: Comparison, *, as_markdown: bool) -> None:
-    if as_markdown:
-        typer.echo(markdown(comparison), nl=False)
-    else:
-        console = Console()
-        show(comparison, console if console.is_terminal else Console(width=_PIPED_WIDTH))
 
 
 def _exit_code(comparison: Comparison) -> int:
@@ -190,4 +161,4 @@ def _exit_code(comparison: Comparison) -> int:
 
 
 if __name__ == "__main__":
-    app()
+    run_program(main)

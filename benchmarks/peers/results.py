@@ -4,10 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import Report, Sheet
 from benchmarks.peers.servers import Memory
 from benchmarks.report import number, remarks, spread
 from benchmarks.serve.stats import Summary, median_round
@@ -57,18 +55,13 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each turn, for workloads that have several."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where, when and how a comparison was made."""
+class Setting(Report, frozen=True, kw_only=True):
+    """Where, when and how a comparison was made; versions are those of the load client."""
 
-    date: str
-    command: str
-    machine: str
     model: str
     threads: int
     rounds: int
     seed: int
-    versions: dict[str, str]
-    """Of the load client."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,53 +194,41 @@ def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """The tables for a terminal."""
-    names = workloads(comparison.peers)
-    for head, rows in _tables(comparison, names):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for at, column in enumerate(head):
-            table.add_column(
-                column, justify="left" if at == 0 or column == "against" else "right", overflow="fold"
-            )
-        for cells in rows:
-            table.add_row(*cells)
-        console.print(table)
-    lines = [RATIO_NOTE] if comparison.ratios else []
-    for line in [*lines, *notes(comparison), f"Command: {comparison.setting.command}"]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def parts(comparison: Comparison) -> list[Sheet | str]:
+    """For a terminal."""
+    figures, *ratios = sheets(comparison)
+    said = [*notes(comparison), f"Command: {comparison.setting.command}"]
+    return [figures, *ratios, *([RATIO_NOTE] if ratios else []), *said]
 
 
 def markdown(comparison: Comparison) -> str:
     """The same as Markdown, to be put into the documentation as it is."""
+    figures, *ratios = (sheet.markdown() for sheet in sheets(comparison))
+    below = [part for each in ratios for part in (RATIO_NOTE, "", each)]
+    return (
+        "\n".join(
+            [
+                f"`{comparison.setting.command}`",
+                "",
+                figures,
+                *below,
+                *(f"- {line}" for line in notes(comparison)),
+            ]
+        )
+        + "\n"
+    )
+
+
+def sheets(comparison: Comparison) -> list[Sheet]:
     names = workloads(comparison.peers)
-    lines = [f"`{comparison.setting.command}`", ""]
-    for at, (head, rows) in enumerate(_tables(comparison, names)):
-        if at == 1:
-            lines += [RATIO_NOTE, ""]
-        lines += [_line(head), _rule(head), *map(_line, rows), ""]
-    return "\n".join([*lines, *(f"- {line}" for line in notes(comparison))]) + "\n"
-
-
-def _rule(head: Sequence[str]) -> str:
-    return _line(["---" if at == 0 or column == "against" else "---:" for at, column in enumerate(head)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _tables(comparison: Comparison, names: Sequence[str]) -> list[tuple[list[str], list[list[str]]]]:
     peers = {peer.name: peer for peer in comparison.peers}
     figures = [row(peer, comparison.medians[peer.name], names) for peer in comparison.peers]
-    tables = [(header(names), figures)]
-    if comparison.ratios:
-        rows = [
-            ratio_row(ratio, _label(peers[ratio.ours]), _label(peers[ratio.peer]), names)
-            for ratio in comparison.ratios
-        ]
-        tables.append((ratio_header(names), rows))
-    return tables
+    ratios = [
+        ratio_row(each, _label(peers[each.ours]), _label(peers[each.peer]), names)
+        for each in comparison.ratios
+    ]
+    beside = [Sheet(ratio_header(names), ratios, left=("against",))] if ratios else []
+    return [Sheet(header(names), figures), *beside]
 
 
 def _label(peer: PeerResult) -> str:

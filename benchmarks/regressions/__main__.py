@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence
+from benchmarks.harness import machine
 from benchmarks.regressions.measures import (
     BETTER,
     Finding,
@@ -30,7 +31,6 @@ from benchmarks.regressions.measures import (
     served,
     services,
 )
-from benchmarks.report import machine
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks/recorded/ratios.json"

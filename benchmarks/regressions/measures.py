@@ -9,7 +9,6 @@ A family of ratios shares what takes long to load, and has a process to itself (
 """
 
 import asyncio
-import json
 import math
 import os
 import random
@@ -22,6 +21,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from benchmarks.control_plane.load_client import http_request
 from benchmarks.control_plane.systems import HOST, Ours
 from benchmarks.errors import BenchError
 from benchmarks.process_cpu import cpu_seconds
@@ -324,9 +324,7 @@ def _request(port: int, prompt: list[int], workload: Workload) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {HOST}:{port}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    return http_request(HOST, port, msgspec.json.encode(fields), "/v1/completions")
 
 
 def services(model: Path, rounds: int, effort: int) -> Rounds:

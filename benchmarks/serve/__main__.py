@@ -15,17 +15,16 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.report import Report, Setting, machine, markdown, show, versions
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Markdown, Rounds, about, progress_bars, publish
+from benchmarks.harness import run as run_program
+from benchmarks.report import ServeReport, Setting, markdown, parts
 from benchmarks.serve.runner import Between, Target, choose_model, run_round, server_measure, warm_up
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, Summary, median_round
@@ -37,9 +36,6 @@ from benchmarks.serve.workloads import (
     calibrate,
     sessions,
 )
-
-_PIPED_WIDTH = 140
-"""Columns of the table where there is no terminal to fit it to: none of its cells is folded."""
 
 _REQUESTS = 64
 """Of an open or closed loop without --requests."""
@@ -119,7 +115,7 @@ def named_workloads(wanted: Sequence[str]) -> list[Workload]:
     return [known[name.lower()] for name in wanted]
 
 
-async def run(plan: Plan, progress: Progress) -> Report:
+async def run(plan: Plan, progress: Progress) -> ServeReport:
     """Run all rounds of all workloads, interleaved. Raises BenchError if the server cannot be measured."""
     client = Client(
         plan.url,
@@ -134,16 +130,9 @@ async def run(plan: Plan, progress: Progress) -> Report:
         rounds = await _run_rounds(plan, target, PromptSource(vocabulary, plan.seed), progress)
     finally:
         client.close()
-    setting = Setting(
-        date=datetime.now(UTC).date().isoformat(),
-        command=plan.command,
-        url=client.url,
-        model=target.model,
-        seed=plan.seed,
-        machine=machine(),
-        versions=versions(),
-    )
-    return Report(setting=setting, summaries=[median_round(each) for each in rounds], rounds=rounds)
+    where = about() | {"command": plan.command}
+    setting = Setting(**where, url=client.url, model=target.model, seed=plan.seed)
+    return ServeReport(setting=setting, summaries=[median_round(each) for each in rounds], rounds=rounds)
 
 
 async def _calibrate(plan: Plan, target: Target, progress: Progress) -> Vocabulary:
@@ -202,14 +191,7 @@ def _command_line(arguments: Sequence[str], api_key: str | None) -> str:
     return shlex.join(["python", "-m", "benchmarks.serve", *words])
 
 
-def progress_bars() -> Progress:
-    """Bars on the terminal only, drawn rarely: drawing costs the server CPU time."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, refresh_per_second=2)
-
-
-def run_to_end(plan: Plan, progress: Progress) -> Report:
+def run_to_end(plan: Plan, progress: Progress) -> ServeReport:
     """`run` on an event loop of its own, uvloop's where it is installed."""
     try:
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
@@ -220,10 +202,6 @@ def run_to_end(plan: Plan, progress: Progress) -> Report:
         return runner.run(run(plan, progress))
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-@app.command()
 def main(
     url: Annotated[str, typer.Option(help="The server's root.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
@@ -245,7 +223,7 @@ def main(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt size, chat template included.")] = 256,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Repeat everything and report medians.")] = 1,
+    rounds: Rounds = 1,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -269,38 +247,32 @@ def main(
         ),
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take in all.")] = 600.0,
-    json: Annotated[Path | None, typer.Option(help="Write everything, each round too, to this file.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    json: JsonFile = None,
+    as_markdown: Markdown = False,
 ) -> None:
     """Measure a server with OpenAI's chat completions: throughput, time to first token, gaps, errors.
 
     Without --rate or --concurrency the named workloads are run. Exits with 1 if any request failed.
     """
-    with told_in_a_sentence():
-        free_form = FreeForm(rate, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
-        plan = Plan(
-            url=url,
-            model=model,
-            api_key=api_key,
-            extra=_parse_extra(extra),
-            workloads=choose_workloads(workload or (), free_form, requests=requests, clients=clients),
-            rounds=rounds,
-            seed=secrets.randbits(32) if seed is None else seed,
-            timeout=timeout,
-            command=_command_line(sys.argv[1:], api_key),
-            between=Between(think, prefill_ahead) if think or prefill_ahead else None,
-        )
-        with progress_bars() as progress:
-            report = run_to_end(plan, progress)
-        write_json(json, report)
-    if as_markdown:
-        typer.echo(markdown(report), nl=False)
-    else:
-        console = Console()
-        show(report, console if console.is_terminal else Console(width=_PIPED_WIDTH))
+    free_form = FreeForm(rate, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
+    plan = Plan(
+        url=url,
+        model=model,
+        api_key=api_key,
+        extra=_parse_extra(extra),
+        workloads=choose_workloads(workload or (), free_form, requests=requests, clients=clients),
+        rounds=rounds,
+        seed=secrets.randbits(32) if seed is None else seed,
+        timeout=timeout,
+        command=_command_line(sys.argv[1:], api_key),
+        between=Between(think, prefill_ahead) if think or prefill_ahead else None,
+    )
+    with progress_bars() as progress:
+        report = run_to_end(plan, progress)
+    publish(report, *([markdown(report)] if as_markdown else parts(report)), json=json)
     if any(summary.errors for summary in report.summaries):
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    app()
+    run_program(main)

@@ -14,13 +14,13 @@ server that sends tokens in bundles has small gaps and a halting stream.
 """
 
 import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from benchmarks.harness import median
 from benchmarks.serve.workloads import Workload
 
 _BUNDLED = 1.1
@@ -239,45 +239,12 @@ def median_round(rounds: Sequence[Summary]) -> Summary:
     messages: Counter[str] = Counter()
     for each in rounds:
         messages.update(each.error_messages)
-    return Summary(
-        workload=rounds[0].workload,
+    middle: Summary = median(rounds)
+    return msgspec.structs.replace(
+        middle,
         requests=rounds[0].requests,
         rounds=len(rounds),
         errors=sum(each.errors for each in rounds),
         error_messages=dict(messages.most_common()),
-        seconds=statistics.median(each.seconds for each in rounds),
-        output_tokens=statistics.median(each.output_tokens for each in rounds),
-        output_tokens_per_second=statistics.median(each.output_tokens_per_second for each in rounds),
-        requests_per_second=statistics.median(each.requests_per_second for each in rounds),
-        first_token_ms=_median_spread(rounds, lambda each: each.first_token_ms),
-        gap_ms=_median_spread(rounds, lambda each: each.gap_ms),
-        interval_ms=_median_spread(rounds, lambda each: each.interval_ms),
-        request_ms=_median_spread(rounds, lambda each: each.request_ms),
-        tokens_per_event=_median(each.tokens_per_event for each in rounds),
-        turns=_median_turns([each.turns for each in rounds]),
-        client_cpu=statistics.median(each.client_cpu for each in rounds),
         warnings=list(dict.fromkeys(warning for each in rounds for warning in each.warnings)),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return statistics.median(present) if present else None
-
-
-def _median_spread(rounds: Sequence[Summary], pick: Callable[[Summary], Spread | None]) -> Spread | None:
-    spreads = [spread for each in rounds if (spread := pick(each)) is not None]
-    if not spreads:
-        return None
-    return Spread(statistics.median(s.p50 for s in spreads), statistics.median(s.p99 for s in spreads))
-
-
-def _median_turns(rounds: Sequence[Sequence[Turn]]) -> list[Turn]:
-    return [
-        Turn(
-            first_token_ms=statistics.median(turn.first_token_ms for turn in turns),
-            prompt_tokens=statistics.median(turn.prompt_tokens for turn in turns),
-            cached_tokens=statistics.median(turn.cached_tokens for turn in turns),
-        )
-        for turns in zip(*rounds, strict=False)
-    ]

@@ -11,22 +11,26 @@ Decision: from a request's turn in the queue to its batch, in real time.
 
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import told_in_a_sentence, write_json
-from benchmarks.report import machine
+from benchmarks.harness import (
+    Jobs,
+    JsonFile,
+    Report,
+    Seed,
+    Sheet,
+    about,
+    in_processes,
+    nearest,
+    one_of,
+    publish,
+    run,
+)
 from benchmarks.simulation.virtual_cluster import POLICIES, Cluster, Scale
 
 
@@ -48,12 +52,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Real time of the run."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a run; written as it is by `--json`."""
-
-    date: str
-    command: str
-    machine: str
+class SimulationReport(Report, frozen=True, kw_only=True):
     seed: int
     scale: Scale
     results: list[Result]
@@ -68,8 +67,8 @@ def simulate(policy: str, scale: Scale, seed: int) -> Result:
         measured = cluster.run()
     finally:
         gc.enable()
-    decided = sorted(cluster.policy.decided)
-    first_token = sorted(measured.first_token)
+    decided = cluster.policy.decided
+    first_token = measured.first_token
     return Result(
         policy=policy,
         requests=measured.ended,
@@ -77,10 +76,10 @@ def simulate(policy: str, scale: Scale, seed: int) -> Result:
         imbalance=_mean(measured.windows),
         imbalance_at_a_moment=_mean(measured.moments),
         sticky_hits=measured.hits / max(1, measured.followed),
-        first_token_p50=_nearest(first_token, 0.5),
-        first_token_p99=_nearest(first_token, 0.99),
-        decision_p50=_nearest(decided, 0.5),
-        decision_p99=_nearest(decided, 0.99),
+        first_token_p50=nearest(first_token, 0.5),
+        first_token_p99=nearest(first_token, 0.99),
+        decision_p50=nearest(decided, 0.5),
+        decision_p99=nearest(decided, 0.99),
         failovers=measured.failovers,
         seconds=time.perf_counter() - began,
     )
@@ -90,44 +89,27 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _nearest(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
-
-
-def show(report: Report, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for at, column in enumerate(
+def parts(report: SimulationReport) -> list[Sheet | str]:
+    rows = [
         (
-            "policy",
-            "load",
-            "imbalance",
-            "at a moment",
-            "sticky hits",
-            "first token p50/p99 ms",
-            "decision p50/p99 us",
+            *(one.policy, f"{one.load:.1%}", f"{one.imbalance:.2%}", f"{one.imbalance_at_a_moment:.1%}"),
+            f"{one.sticky_hits:.2%}",
+            f"{one.first_token_p50 * 1e3:.0f}/{one.first_token_p99 * 1e3:.0f}",
+            f"{one.decision_p50 * 1e6:.0f}/{one.decision_p99 * 1e6:.0f}",
         )
-    ):
-        table.add_column(column, justify="left" if at == 0 else "right")
-    for result in report.results:
-        table.add_row(
-            result.policy,
-            f"{result.load:.1%}",
-            f"{result.imbalance:.2%}",
-            f"{result.imbalance_at_a_moment:.1%}",
-            f"{result.sticky_hits:.2%}",
-            f"{result.first_token_p50 * 1e3:.0f}/{result.first_token_p99 * 1e3:.0f}",
-            f"{result.decision_p50 * 1e6:.0f}/{result.decision_p99 * 1e6:.0f}",
-        )
-    console.print(table)
-    scale, first = report.scale, report.results[0]
-    for line in (
+        for one in report.results
+    ]
+    head = (
+        *("policy", "load", "imbalance", "at a moment", "sticky hits"),
+        *("first token p50/p99 ms", "decision p50/p99 us"),
+    )
+    scale = report.scale
+    said = (
         f"{scale.groups:,} groups of {scale.slots} places, {scale.sessions:,} sessions of {scale.tenants:,} tenants "
-        f"(Zipf, exponent {scale.skew:g}), {first.requests:,} requests, {scale.schedulers} schedulers, "
-        f"{scale.failures} failures.",
-        f"Machine: {report.machine}.",
-        f"{report.date}, seed {report.seed}. Command: {report.command}",
-    ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        f"(Zipf, exponent {scale.skew:g}), {report.results[0].requests:,} requests, {scale.schedulers} schedulers, "
+        f"{scale.failures} failures, seed {report.seed}."
+    )
+    return [Sheet(head, rows), said]
 
 
 def main(
@@ -150,14 +132,12 @@ def main(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Only this one of: {', '.join(POLICIES)}. May be repeated.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Policies simulated at a time, each in a process.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Also write everything to this file.")] = None,
+    jobs: Jobs = 1,
+    seed: Seed = 0,
+    json: JsonFile = None,
 ) -> None:
     """Imbalance, sticky hits and decision times of placement, against other policies."""
-    names = policy or list(POLICIES)
-    if unknown := [name for name in names if name not in POLICIES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not a policy; choose from {', '.join(POLICIES)}.")
+    names = one_of("--policy", policy or POLICIES, POLICIES)
     if requests < sessions:
         raise typer.BadParameter(
             f"{requests} requests are fewer than {sessions} sessions; each needs one at least."
@@ -172,23 +152,10 @@ def main(
         skew=skew,
         failures=failures,
     )
-    if jobs == 1:
-        results = [simulate(name, scale, seed) for name in names]
-    else:
-        with ProcessPoolExecutor(jobs) as pool:
-            results = list(pool.map(simulate, names, [scale] * len(names), [seed] * len(names)))
-    report = Report(
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
-        command=" ".join(["python -m benchmarks.simulation", *sys.argv[1:]]),
-        machine=machine(),
-        seed=seed,
-        scale=scale,
-        results=results,
-    )
-    show(report, Console())
-    with told_in_a_sentence():
-        write_json(json, report)
+    results = in_processes(simulate, [(name, scale, seed) for name in names], jobs)
+    report = SimulationReport(**about(), seed=seed, scale=scale, results=results)
+    publish(report, *parts(report), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

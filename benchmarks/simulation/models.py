@@ -10,23 +10,27 @@ and the time until there is a place. Decision: CPU time of a pass over hosts and
 import gc
 import math
 import operator
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import told_in_a_sentence, write_json
-from benchmarks.report import machine
+from benchmarks.harness import (
+    Jobs,
+    JsonFile,
+    Report,
+    Seed,
+    Sheet,
+    about,
+    in_processes,
+    nearest,
+    one_of,
+    publish,
+    run,
+)
 from benchmarks.simulation.virtual_hosts import (
     FIRST_TOKEN,
     MOST,
@@ -321,12 +325,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Real time of the run."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a run; written as it is by `--json`."""
-
-    date: str
-    command: str
-    machine: str
+class PlacementReport(Report, frozen=True, kw_only=True):
     seed: int
     scale: Scale
     results: list[Result]
@@ -341,9 +340,8 @@ def simulate(policy: str, scale: Scale, seed: int) -> Result:
         measured = yard.run(POLICIES[policy]())
     finally:
         gc.enable()
-    waits = sorted(measured.waits.items())
-    total = max(1, sum(count for _, count in waits))
-    decided = sorted(measured.decided)
+    waits, counts = list(measured.waits), list(measured.waits.values())
+    total = max(1, sum(counts))
     return Result(
         policy=policy,
         skew=scale.skew,
@@ -352,57 +350,34 @@ def simulate(policy: str, scale: Scale, seed: int) -> Result:
         cold=measured.cold / max(1, measured.arrived),
         given_up=measured.given_up / total,
         loads_per_hour=measured.loads * 3600 / scale.seconds,
-        first_token_p50=FIRST_TOKEN + _quantile(waits, total, 0.5),
-        first_token_p99=FIRST_TOKEN + _quantile(waits, total, 0.99),
-        decision_p50=decided[len(decided) // 2] if decided else 0.0,
-        decision_p99=decided[int(len(decided) * 0.99)] if decided else 0.0,
+        first_token_p50=FIRST_TOKEN + nearest(waits, 0.5, counts),
+        first_token_p99=FIRST_TOKEN + nearest(waits, 0.99, counts),
+        decision_p50=nearest(measured.decided, 0.5),
+        decision_p99=nearest(measured.decided, 0.99),
         seconds=time.perf_counter() - began,
     )
 
 
-def _quantile(waits: list[tuple[float, int]], total: int, share: float) -> float:
-    seen = 0
-    for seconds, count in waits:
-        seen += count
-        if seen >= share * total:
-            return seconds
-    return 0.0
-
-
-def show(report: Report, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = (
-        "exponent",
-        "policy",
-        "hits",
-        "cold",
-        "given up",
-        "loads/h",
-        "first token p50/p99 s",
-        "decision p50/p99 ms",
-    )
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="left" if at == 1 else "right")
-    for result in report.results:
-        table.add_row(
-            f"{result.skew:g}",
-            result.policy,
-            f"{result.hits:.2%}",
-            f"{result.cold:.3%}",
-            f"{result.given_up:.3%}",
-            f"{result.loads_per_hour:,.0f}",
-            f"{result.first_token_p50:.1f}/{result.first_token_p99:.1f}",
-            f"{result.decision_p50 * 1e3:.1f}/{result.decision_p99 * 1e3:.1f}" if result.decision_p50 else "",
+def parts(report: PlacementReport) -> list[Sheet | str]:
+    rows = [
+        (
+            *(f"{one.skew:g}", one.policy, f"{one.hits:.2%}", f"{one.cold:.3%}", f"{one.given_up:.3%}"),
+            *(f"{one.loads_per_hour:,.0f}", f"{one.first_token_p50:.1f}/{one.first_token_p99:.1f}"),
+            f"{one.decision_p50 * 1e3:.1f}/{one.decision_p99 * 1e3:.1f}" if one.decision_p50 else "",
         )
-    console.print(table)
+        for one in report.results
+    ]
+    head = (
+        *("exponent", "policy", "hits", "cold", "given up", "loads/h"),
+        *("first token p50/p99 s", "decision p50/p99 ms"),
+    )
     scale = report.scale
-    for line in (
+    said = (
         f"{scale.hosts:,} hosts, {scale.models:,} models, load {scale.load:.0%}, popularity changes every "
-        f"{scale.drift} s, {scale.seconds:,} s after {scale.warm_up:,} s; {report.results[0].requests:,} requests.",
-        f"Machine: {report.machine}.",
-        f"{report.date}, seed {report.seed}. Command: {report.command}",
-    ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        f"{scale.drift} s, {scale.seconds:,} s after {scale.warm_up:,} s; {report.results[0].requests:,} requests, "
+        f"seed {report.seed}."
+    )
+    return [Sheet(head, rows, left=("policy",)), said]
 
 
 def main(
@@ -416,35 +391,19 @@ def main(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Only this one of: {', '.join(POLICIES)}. May be repeated.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each in a process.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Also write everything to this file.")] = None,
+    jobs: Jobs = 1,
+    seed: Seed = 0,
+    json: JsonFile = None,
 ) -> None:
     """Hits, loads and times to first token of the placement of models, against LRU and static placement."""
-    names = policy or list(POLICIES)
-    if unknown := [name for name in names if name not in POLICIES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not a policy; choose from {', '.join(POLICIES)}.")
+    names = one_of("--policy", policy or POLICIES, POLICIES)
     scales = [
         Scale(hosts, models, exponent, load, seconds, warm_up, drift) for exponent in skew or [0.8, 1.0, 1.2]
     ]
-    runs = [(name, scale, seed) for scale in scales for name in names]
-    if jobs == 1:
-        results = [simulate(*run) for run in runs]
-    else:
-        with ProcessPoolExecutor(jobs) as pool:
-            results = list(pool.map(simulate, *zip(*runs, strict=True)))
-    report = Report(
-        date=f"{datetime.now(UTC):%Y-%m-%d}",
-        command=" ".join(["python -m benchmarks.simulation.models", *sys.argv[1:]]),
-        machine=machine(),
-        seed=seed,
-        scale=scales[0],
-        results=results,
-    )
-    show(report, Console())
-    with told_in_a_sentence():
-        write_json(json, report)
+    results = in_processes(simulate, [(name, scale, seed) for scale in scales for name in names], jobs)
+    report = PlacementReport(**about(), seed=seed, scale=scales[0], results=results)
+    publish(report, *parts(report), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.report import machine
+from benchmarks.harness import machine
 from benchmarks.training.examples import conversations
 from benchmarks.training.process import vocabulary_of
 from benchmarks.training.task import Result, Task

@@ -10,11 +10,10 @@ stack of its own is started, on the built-in model or on `--model`.
 import asyncio
 import contextlib
 import random
-import signal
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,17 +21,15 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import BenchError, told_in_a_sentence
-from benchmarks.gateway.batch import ready
-from benchmarks.report import machine
+from benchmarks.errors import BenchError
+from benchmarks.harness import Rounds, Sheet, machine, run, show, turns
 from benchmarks.serve.runner import Target, choose_model, run_round, server_measure
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, gaps, percentile
 from benchmarks.serve.workloads import WORDS, PromptSource, Workload, calibrate, sessions
-from shared.process import die_with_parent
+from benchmarks.start import stack_of
+from shared.model_store.catalog import DEFAULT_MODEL
 
 JOBS = "/v1/fine_tuning/jobs"
 PATIENCE = 300.0
@@ -152,13 +149,7 @@ def _check(answer: httpx.Response) -> None:
         )
 
 
-def order_of(rounds: int) -> list[str]:
-    """Of the phases: each round the other way round, so that what drifts meets both kinds alike."""
-    both = (BESIDE, ALONE)
-    return [kind for at in range(rounds) for kind in (both if at % 2 == 0 else reversed(both))]
-
-
-async def measure(url: str, workload: Workload, rounds: int, examples: int, say: Console) -> dict[str, Kind]:
+async def measure(url: str, workload: Workload, rounds: int, examples: int) -> dict[str, Kind]:
     """By their names. Raises `BenchError`."""
     kinds = {BESIDE: Kind(), ALONE: Kind()}
     client = Client(url, timeout=120.0)
@@ -168,7 +159,7 @@ async def measure(url: str, workload: Workload, rounds: int, examples: int, say:
         job = await Job.created(http, target.model, examples)
         try:
             await job.run()
-            for at, name in enumerate(order_of(rounds)):
+            for at, (_, name) in enumerate(turns((BESIDE, ALONE), rounds)):
                 await (job.run() if name == BESIDE else job.rest())
                 # The first requests of a phase are not counted: what the other one left in caches is gone then.
                 few = workload.resized(requests=max(2, workload.requests // 8))
@@ -180,7 +171,7 @@ async def measure(url: str, workload: Workload, rounds: int, examples: int, say:
                 kind.samples += samples
                 kind.steps += job.step - before
                 kind.seconds += time.monotonic() - began
-                say.print(f"phase {at + 1} of {2 * rounds}: {name}, {len(samples)} streams", style="dim")
+                typer.echo(f"phase {at + 1} of {2 * rounds}: {name}, {len(samples)} streams", err=True)
         finally:
             await job.cancel()
             client.close()
@@ -198,14 +189,14 @@ async def _phase(target: Target, workload: Workload, source: PromptSource, label
     return samples
 
 
-def table_of(kinds: Mapping[str, Kind]) -> Table:
-    columns = [f"{what} p{share * 100:.0f}" for what in ("first token", "gap") for share in GOALS]
-    table = Table("streams", "job", *columns)
+def sheet(kinds: Mapping[str, Kind]) -> Sheet:
+    rows = []
     for name, kind in kinds.items():
         steps = f"{kind.steps} steps in {kind.seconds:.0f} s"
         figures = [measure(share) for measure in (kind.first_token, kind.gap) for share in GOALS]
-        table.add_row(f"{len(kind.samples)} {name}", steps, *(f"{one:.2f} ms" for one in figures))
-    return table
+        rows.append((f"{len(kind.samples)} {name}", steps, *(f"{one:.2f} ms" for one in figures)))
+    columns = (f"{what} p{share * 100:.0f}" for what in ("first token", "gap") for share in GOALS)
+    return Sheet(("streams", "job", *columns), rows)
 
 
 def verdicts(kinds: Mapping[str, Kind]) -> list[str]:
@@ -220,32 +211,18 @@ def verdicts(kinds: Mapping[str, Kind]) -> list[str]:
     return lines
 
 
-@contextlib.asynccontextmanager
-async def own_stack(model: str) -> AsyncIterator[str]:
-    """The address of a local stack's gateway."""
-    options = ["--model", model] if model else []
-    with tempfile.TemporaryDirectory(prefix="ryzanstein-beside-") as directory:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.cli", "up", "--port", "0", "--no-smoke-test"),
-            *("--data-dir", directory, *options),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),
-        )
-        try:
-            yield await ready(Path(directory))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            await process.wait()
-
-
-async def _run(
-    url: str, model: str, workload: Workload, rounds: int, examples: int, say: Console
-) -> Mapping[str, Kind]:
+@contextmanager
+def gateway_of(url: str, model: str) -> Iterator[str]:
+    """The address of a gateway: `url`, or of a stack of its own."""
     if url:
-        return await measure(url, workload, rounds, examples, say)
-    async with own_stack(model) as own:
-        return await measure(own, workload, rounds, examples, say)
+        yield url
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="ryzanstein-beside-") as scratch,
+        stack_of(Path(scratch), model or DEFAULT_MODEL, None, []) as stack,
+    ):
+        stack.wait_ready()
+        yield stack.url
 
 
 def main(
@@ -255,21 +232,16 @@ def main(
     rate: Annotated[float, typer.Option(help="Of them in a second.", min=0.01)] = 1.5,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=32)] = 128,
     tokens: Annotated[int, typer.Option(help="Of an answer.", min=2)] = 32,
-    rounds: Annotated[int, typer.Option(help="Phases of each kind.", min=1)] = 3,
+    rounds: Rounds = 3,
     examples: Annotated[int, typer.Option(help="Of the job's file.", min=10)] = 500,
 ) -> None:
     """First token and gap of interactive streams, with and without a fine-tuning job on the same host."""
-    console = Console(width=120)
     workload = Workload("beside", 1, requests, prompt, tokens, rate=rate)
-    with told_in_a_sentence():
-        kinds = asyncio.run(_run(url, model, workload, rounds, examples, console))
-    console.print(
-        f"{machine()}; {rate:g} streams a second, {prompt} tokens in, {tokens} out", highlight=False
-    )
-    console.print(table_of(kinds))
-    for line in verdicts(kinds):
-        console.print(line, markup=False, highlight=False)
+    with gateway_of(url, model) as gateway:
+        kinds = asyncio.run(measure(gateway, workload, rounds, examples))
+    about = f"{machine()}; {rate:g} streams a second, {prompt} tokens in, {tokens} out"
+    show(about, sheet(kinds), *verdicts(kinds))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -16,14 +16,9 @@ from benchmarks.training.beside_serving import (
     Job,
     Kind,
     conversations,
-    order_of,
-    table_of,
+    sheet,
     verdicts,
 )
-
-
-def test_each_round_has_both_kinds_the_other_way_round() -> None:
-    assert order_of(3) == [BESIDE, ALONE, ALONE, BESIDE, BESIDE, ALONE]
 
 
 def kind(first: float, gap: float) -> Kind:
@@ -39,8 +34,8 @@ def test_verdicts_compare_the_figures_of_both_kinds() -> None:
         "not met: gap at p50 +12.0% beside a job; 5% or less",
         "met: gap at p99 +12.0% beside a job; 15% or less",
     ]
-    table = table_of(kinds)
-    assert [column.header for column in table.columns] == [
+    table = sheet(kinds)
+    assert list(table.head) == [
         "streams",
         "job",
         "first token p50",
@@ -48,7 +43,7 @@ def test_verdicts_compare_the_figures_of_both_kinds() -> None:
         "gap p50",
         "gap p99",
     ]
-    assert list(table.columns[2].cells) == ["104.00 ms", "100.00 ms"]
+    assert [row[2] for row in table.rows] == ["104.00 ms", "100.00 ms"]
 
 
 def test_lines_are_chats_with_an_answer() -> None:

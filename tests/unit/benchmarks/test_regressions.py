@@ -7,10 +7,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.errors import BenchError
+from benchmarks.harness import machine
 from benchmarks.regressions import __main__ as command
 from benchmarks.regressions import measures
 from benchmarks.regressions.measures import BETTER, Pair, Ratio, Recorded, Rounds, in_turns
-from benchmarks.report import machine
 
 NAME = "gRPC, CPU of a streamed answer against REST"
 

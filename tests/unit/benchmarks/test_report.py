@@ -1,23 +1,12 @@
-import io
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from benchmarks.errors import write_json
-from benchmarks.report import (
-    Report,
-    Setting,
-    cells,
-    machine,
-    markdown,
-    number,
-    peers_row,
-    remarks,
-    show,
-    versions,
-)
+from benchmarks.harness import machine, versions
+from benchmarks.report import ServeReport, Setting, cells, markdown, number, parts, peers_row, remarks
 from benchmarks.serve.stats import Spread, Summary, Turn
+from tests.unit.benchmarks.terminal import shown
 
 SETTING = Setting(
     date="2026-11-20",
@@ -66,8 +55,8 @@ FAILED = summary(
 )
 
 
-def report(*summaries: Summary) -> Report:
-    return Report(setting=SETTING, summaries=list(summaries), rounds=[[each] for each in summaries])
+def report(*summaries: Summary) -> ServeReport:
+    return ServeReport(setting=SETTING, summaries=list(summaries), rounds=[[each] for each in summaries])
 
 
 def test_a_row_has_a_cell_for_every_column() -> None:
@@ -112,17 +101,14 @@ def test_turns_say_what_they_had_to_compute() -> None:
 
 def test_all_workloads_give_a_row_of_the_peers_table() -> None:
     every = [summary("W1"), summary("W2"), summary("W3"), summary("W4", turns=TURNS)]
-    assert peers_row(every) == (
-        "| 614, 155, 8.3 | 614, 155/1198, 8.3/81 | 614, 155/1198, 8.3/81 | 183/71/79/12.3 |"
-    )
-    assert peers_row(every) in markdown(report(*every))
+    row = ["614, 155, 8.3", "614, 155/1198, 8.3/81", "614, 155/1198, 8.3/81", "183/71/79/12.3"]
+    assert peers_row(every) == row
+    assert f"| {' | '.join(row)} |" in markdown(report(*every))
     assert peers_row(every[:3]) is None
 
 
 def test_the_terminal_shows_the_same() -> None:
-    console = Console(file=io.StringIO(), width=160)
-    show(report(summary("W1"), FAILED), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown(*parts(report(summary("W1"), FAILED)))
     for part in ("first token p50/p99 ms", "155/1198", "HTTP 503: full", "a machine, 2 cores", "seed 7"):
         assert part in text
 
@@ -130,7 +116,7 @@ def test_the_terminal_shows_the_same() -> None:
 def test_json_reads_back_as_the_same_report(tmp_path: Path) -> None:
     whole = report(summary("W4", turns=TURNS), FAILED)
     write_json(tmp_path / "report.json", whole)
-    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == whole
+    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=ServeReport) == whole
 
 
 def test_the_machine_and_versions_are_known() -> None:

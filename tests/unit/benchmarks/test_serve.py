@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.errors import BenchError
-from benchmarks.serve.__main__ import FreeForm, _command_line, app, choose_workloads
+from benchmarks.harness import program
+from benchmarks.serve.__main__ import FreeForm, _command_line, choose_workloads, main
 from benchmarks.serve.runner import Target, run_round
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample
@@ -22,7 +23,7 @@ SMALL = ["--concurrency", "3", "--requests", "9", "--prompt-tokens", "30", "--ou
 
 async def bench(url: str, *options: str) -> Result:
     """Runs the command beside the fake server's loop."""
-    return await asyncio.to_thread(CliRunner().invoke, app, ["--url", url, *options])
+    return await asyncio.to_thread(CliRunner().invoke, program(main), ["--url", url, *options])
 
 
 def prompts(fake: FakeServer) -> list[str]:
@@ -259,7 +260,7 @@ async def test_a_small_run_of_a_named_workload() -> None:
 
 
 def test_help_explains_every_option() -> None:
-    result = CliRunner().invoke(app, ["--help"])
+    result = CliRunner().invoke(program(main), ["--help"])
     assert result.exit_code == 0
     for option in ("--url", "--workload", "--rate", "--concurrency", "--rounds", "--json", "--markdown"):
         assert option in result.output
