@@ -21,11 +21,9 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.errors import BenchError
-from benchmarks.harness import machine
+from benchmarks.harness import Sheet, machine, run, show
 from services.cli.commands.control import drain_group
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import StackSettings
@@ -94,7 +92,7 @@ async def _answering(http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.1)
 
 
-async def run(model: Path, tp: int, sessions: int, tokens: int, *, handover: bool) -> Figures:
+async def measured(model: Path, tp: int, sessions: int, tokens: int, *, handover: bool) -> Figures:
     """On a stack of its own."""
     if not handover:
         os.environ["RYZANSTEIN_HANDOVER_TIMEOUT"] = "0"
@@ -110,19 +108,17 @@ async def run(model: Path, tp: int, sessions: int, tokens: int, *, handover: boo
             await stack.stop()
 
 
-def show(with_it: Figures, without: Figures, tp: int, console: Console) -> None:
+def parts(with_it: Figures, without: Figures, tp: int) -> list[Sheet | str]:
     given = with_it.given
     bytes_moved = given.get("bytes_per_rank", 0) * tp
     rate = bytes_moved / given["seconds"] / 1e6 if given.get("seconds") else 0.0
-    console.print(machine())
     moved = f"moved: {given.get('blocks', 0)} blocks, {bytes_moved / 1e6:.1f} MB"
-    console.print(f"{moved} in {given.get('seconds', 0):.2f} s: {rate:.0f} MB/s")
-    table = Table(box=None)
-    for column in ("", "hit rate", "turn"):
-        table.add_column(column)
-    for name, figures in (("with hand-over", with_it), ("without", without)):
-        table.add_row(name, f"{figures.hit_rate:.1%}", f"{figures.turn_seconds * 1e3:.0f} ms")
-    console.print(table)
+    rows = [
+        (name, f"{one.hit_rate:.1%}", f"{one.turn_seconds * 1e3:.0f} ms")
+        for name, one in (("with hand-over", with_it), ("without", without))
+    ]
+    said = f"{moved} in {given.get('seconds', 0):.2f} s: {rate:.0f} MB/s"
+    return [machine(), said, Sheet(("", "hit rate", "turn"), rows)]
 
 
 def main(
@@ -133,11 +129,11 @@ def main(
 ) -> None:
     """Prints what a hand-over moves, and what it saves."""
     with_it, without = (
-        asyncio.run(run(model.expanduser(), tp, sessions, tokens, handover=handover))
+        asyncio.run(measured(model.expanduser(), tp, sessions, tokens, handover=handover))
         for handover in (True, False)
     )
-    show(with_it, without, tp, Console(width=110, highlight=False))
+    show(*parts(with_it, without, tp))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

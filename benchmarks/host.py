@@ -9,9 +9,8 @@ The broker and one executor run on this machine; the executor's port and data en
 """
 
 import asyncio
-import json
+import json as decoder
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -22,11 +21,10 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.random_model import shape_of, write_servable
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Rounds, Sheet, median, publish, run
+from benchmarks.random_model import shape_option, write_servable
 from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
 from shared.messages import Heartbeat, HostReply, LoadModel, ModelSettings, ModelSpec, UnloadModel
@@ -76,7 +74,7 @@ class Executor:
 
     def phases(self) -> dict[str, Any]:
         """Of the last load, as its rank has logged them."""
-        lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
+        lines = [decoder.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
         loaded = [line for line in lines if line["event"] == "rank_loaded"][-1]
         started = [line for line in lines if line["event"] == "rank_started"][-1]
         names = ("weights", "kv_cache", "warm_up")
@@ -169,32 +167,27 @@ def main(
     tokenizer: Annotated[Path, typer.Option(help="A model directory whose tokenizer the random model gets.")],
     shape: Annotated[str, typer.Option(help="Shape of a random Llama, as of benchmarks.start.")] = "1.1b",
     tp: Annotated[int, typer.Option(help="Ranks.", min=1)] = 1,
-    rounds: Annotated[int, typer.Option(help="Loads of each kind.", min=1)] = 5,
+    rounds: Rounds = 5,
     directory: Annotated[
         Path | None,
         typer.Option(help="Where the model is made; kept, and used again. Default: a temporary one."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Loads, unloads and wakes a random model on one host."""
-    with told_in_a_sentence(), TemporaryDirectory(prefix="ryzanstein-bench-") as made:
+    with TemporaryDirectory(prefix="ryzanstein-bench-") as made:
         scratch = Path(made)
         model = (directory or scratch / "models") / f"random-{shape.replace(',', '-')}"
         if not model.exists():
-            write_servable(model, shape_of(shape), tokenizer)
+            write_servable(model, shape_option(shape), tokenizer)
         spec = ModelSpec(MODEL, str(model), settings=ModelSettings(tp=tp))
         found = asyncio.run(measure(scratch, spec, rounds, scratch / "cache"))
-        table = Table("load", "total s", *[name for name in found["first"][0] if name != "total"])
-        for kind, loads in found.items():
-            for one in loads:
-                table.add_row(kind, *map(str, one.values()))
-        Console().print(table)
-        for kind in ("second", "woken"):
-            print(f"{kind}: median {statistics.median(one['total'] for one in found[kind]):.3f} s")
-        write_json(json_file, found)
+    rows = [(kind, *one.values()) for kind, loads in found.items() for one in loads]
+    middle = {kind: median([one["total"] for one in found[kind]]) for kind in ("second", "woken")}
+    said = [f"{kind}: median {seconds:.3f} s" for kind, seconds in middle.items()]
+    names = [name for name in found["first"][0] if name != "total"]
+    publish(found, Sheet(("load", "total s", *names), rows), *said, json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -29,12 +29,10 @@ import httpx
 import msgspec
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.harness import machine, versions
-from benchmarks.random_model import shape_of, write_servable
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Report, Rounds, Sheet, about, publish, run
+from benchmarks.random_model import shape_option, write_servable
 from services.cli.target import LocalSettings, read_run_file
 from shared.model_store.catalog import DEFAULT_MODEL
 from shared.models import gguf_parts
@@ -58,11 +56,7 @@ class Round(msgspec.Struct, frozen=True):
     """Of the machine in the minute before (1-minute average)."""
 
 
-class StartReport(msgspec.Struct, frozen=True):
-    date: str
-    command: str
-    machine: str
-    versions: dict[str, str]
+class StartReport(Report, frozen=True, kw_only=True):
     model: str
     model_bytes: int
     """Of its files of weights."""
@@ -145,34 +139,31 @@ def kill_phases(log: Log, killed: float, answered: float) -> dict[str, float]:
     }
 
 
+_PARTS = {
+    "kernels": "kernels proven",
+    "weights": "weights",
+    "kv_cache": "KV cache",
+    "packing": "packing",
+    "warm_up": "kernels, first step",
+    "others": "other ranks",
+}
+"""Of a rank's loading, and what they are called."""
+
+
 def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
     """Of the rank that was loaded last: others wait for it."""
-    names = {
-        "kernels": "kernels proven",
-        "weights": "weights",
-        "kv_cache": "KV cache",
-        "packing": "packing",
-        "warm_up": "kernels, first step",
-        "others": "other ranks",
-    }
-    parts = _parts(max(loaded, key=lambda line: _parts(line).get("weights", 0.0)))
-    return {name: parts.get(key, 0.0) for key, name in names.items()}
+    parts = _parts(max(loaded, key=lambda line: _parts(line)["weights"]))
+    return {name: parts[key] for key, name in _PARTS.items()}
 
 
 def _parts(line: Line) -> dict[str, float]:
-    names = ("kernels", "weights", "kv_cache", "packing", "warm_up", "others")
-    return {name: float(line.get(name, 0.0)) for name in names}
+    return {name: float(line.get(name, 0.0)) for name in _PARTS}
 
 
-def medians(rounds: Sequence[Round]) -> tuple[dict[str, float], dict[str, float]]:
-    """(medians, least) of each phase over `rounds` of one kind, their totals and CPU time included."""
+def phases_of(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """Seconds of each phase over `rounds` of one kind, their totals and CPU time included."""
     columns = [{**one.phases, "total": one.total, "CPU time": one.cpu} for one in rounds]
-    names = list(columns[0])
-    found = {name: [column[name] for column in columns] for name in names}
-    return (
-        {name: statistics.median(values) for name, values in found.items()},
-        {name: min(values) for name, values in found.items()},
-    )
+    return {name: [column[name] for column in columns] for name in columns[0]}
 
 
 class Stack:
@@ -183,18 +174,8 @@ class Stack:
     ) -> None:
         self._directory = directory
         self._output = (directory.parent / f"{directory.name}.txt").open("wb")
-        command = [
-            sys.executable,
-            "-m",
-            "services.cli",
-            "up",
-            "--model",
-            model,
-            "--no-smoke-test",
-            "--port",
-            "0",
-        ]
-        command += ["--grpc-port", "0", "--data-dir", str(directory), *options]
+        command = [sys.executable, "-m", "services.cli", "up", "--model", model, "--no-smoke-test"]
+        command += ["--port", "0", "--grpc-port", "0", "--data-dir", str(directory), *options]
         self.began = time.time()
         self._process = psutil.Popen(
             command, env={**os.environ, **variables}, stdout=self._output, stderr=self._output
@@ -229,13 +210,8 @@ class Stack:
 
     def first_token(self) -> float:
         """Asks for an answer; when its first token came, in seconds of the epoch."""
-        body = {
-            "model": self.model,
-            "prompt": "A ring of ranks",
-            "max_tokens": 2,
-            "stream": True,
-            "ignore_eos": True,
-        }
+        asked = {"prompt": "A ring of ranks", "max_tokens": 2, "stream": True, "ignore_eos": True}
+        body = {"model": self.model, **asked}
         with self._client.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
@@ -383,31 +359,25 @@ def _load() -> float:
     return os.getloadavg()[0]
 
 
-def show(report: StartReport, console: Console) -> None:
+def parts(report: StartReport) -> Iterator[Sheet | str]:
     for kind in dict.fromkeys(one.kind for one in report.rounds):
         rounds = [one for one in report.rounds if one.kind == kind]
-        median, least = medians(rounds)
-        table = Table(f"{kind}, seconds", "median", "least", title=f"{len(rounds)} rounds")
-        for name, seconds in median.items():
-            if name != "CPU time" or kind != "kill":
-                table.add_row(name, f"{seconds:.2f}", f"{least[name]:.2f}")
-        console.print(table)
-    memory = Table("memory, MB", "PSS", "USS", "peak RSS")
-    for name, sizes in report.memory.items():
-        memory.add_row(name, *(f"{size / 1e6:.0f}" for size in sizes))
-    console.print(memory)
+        rows = [
+            (name, f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f}")
+            for name, seconds in phases_of(rounds).items()
+            if name != "CPU time" or kind != "kill"
+        ]
+        yield Sheet((f"{kind}, seconds", "median", "least"), rows, f"{len(rounds)} rounds")
+    memory = [(name, *(f"{size / 1e6:.0f}" for size in sizes)) for name, sizes in report.memory.items()]
+    yield Sheet(("memory, MB", "PSS", "USS", "peak RSS"), memory)
     held = sum(sizes[0] for name, sizes in report.memory.items() if _is_executors(name))
-    console.print(
+    yield (
         f"The executor's processes hold {held / 1e6:.0f} MB (PSS): {report.model_bytes / 1e6:.0f} of weights' files "
-        f"and up to {report.kv_bytes / 1e6:.0f} of KV cache among them.",
-        soft_wrap=True,
+        f"and up to {report.kv_bytes / 1e6:.0f} of KV cache among them."
     )
     loads = [one.load for one in report.rounds]
-    console.print(
-        f"Model: {report.model}, {report.model_bytes / 1e6:.0f} MB. Machine: {report.machine}, load average "
-        f"{min(loads, default=0):.1f} to {max(loads, default=0):.1f}. {report.date}. Command: {report.command}",
-        soft_wrap=True,
-    )
+    least, most = min(loads, default=0), max(loads, default=0)
+    yield f"Model: {report.model}, {report.model_bytes / 1e6:.0f} MB. Load average {least:.1f} to {most:.1f}."
 
 
 def _is_executors(name: str) -> bool:
@@ -432,43 +402,31 @@ def main(
         ),
     ] = "",
     tp: Annotated[int, typer.Option(help="Ranks.", min=1)] = 1,
-    rounds: Annotated[int, typer.Option(help="Rounds of a cold start and a cached one.", min=1)] = 3,
+    rounds: Rounds = 3,
     kills: Annotated[int, typer.Option(help="Kills of a rank in each round.", min=0)] = 2,
-    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Start of a stack, and return of a ring whose rank was killed."""
     if model is not None and random:
         raise typer.BadParameter("Name a model, or a shape with --random, and not both.")
     if model is not None and not model.exists():
         raise typer.BadParameter(f"There is no {model}.")
-    with told_in_a_sentence(), TemporaryDirectory(prefix="ryzanstein-bench-") as scratch:
-        directory = model
-        if directory is None:
-            directory = _default_model()
+    with TemporaryDirectory(prefix="ryzanstein-bench-") as name:
+        scratch, directory = Path(name), model or _default_model()
         if random:
-            try:
-                shape = shape_of(random)
-            except ValueError as error:
-                raise typer.BadParameter(f"--random {error}.") from None
-            write_servable(Path(scratch) / "random", shape, directory)
-            directory = Path(scratch) / "random"
-        found, memory, kv_bytes = measure(
-            Path(scratch), directory.resolve(), rounds, kills, ["--tp", str(tp)], tp
-        )
+            write_servable(scratch / "random", shape_option(random), directory)
+            directory = scratch / "random"
+        found, memory, kv_bytes = measure(scratch, directory.resolve(), rounds, kills, ["--tp", str(tp)], tp)
         report = StartReport(
-            date=datetime.now(UTC).date().isoformat(),
-            command=" ".join(["python -m benchmarks.start", *sys.argv[1:]]),
-            machine=machine(),
-            versions=versions(),
+            **about(),
             model=directory.name,
             model_bytes=weight_bytes(directory),
             kv_bytes=kv_bytes,
             rounds=found,
             memory=memory,
         )
-        show(report, Console())
-        write_json(json, report)
+    publish(report, *parts(report), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

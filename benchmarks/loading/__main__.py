@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import machine
+from benchmarks.harness import CORES, Rounds, Sheet, machine, run, show
 from benchmarks.loading.rank import write_random
 
 
@@ -115,26 +113,21 @@ def measure(directory: Path, world_size: int, threads: int, dtype: str, rounds: 
     )
 
 
-def print_figures(figures: dict[str, Figures], dtype: str) -> None:
-    table = Table("", *figures)
-
-    def row(name: str, form: str, values: list[float]) -> None:
-        table.add_row(name, *(form.format(value) for value in values))
-
+def sheet(figures: dict[str, Figures]) -> Sheet:
     found = list(figures.values())
-    row("share of a rank, GB", "{:.2f}", [one.share / 1e9 for one in found])
-    row("copy to fresh huge pages, GB/s", "{:.2f}", [one.copy["huge"] / 1e9 for one in found])
-    row("copy to fresh small pages, GB/s", "{:.2f}", [one.copy["small"] / 1e9 for one in found])
-    row("loader, reading, GB/s", "{:.2f}", [one.read / 1e9 for one in found])
-    row("loader over the better copy", "{:.0%}", [one.part for one in found])
-    row("load_model in all, s", "{:.2f}", [one.load_seconds for one in found])
-    row("peak anonymous over share, reading", "{:.3f}", [one.memory["read_anonymous"] for one in found])
-    row("peak resident over share, reading", "{:.3f}", [one.memory["read_resident"] for one in found])
-    row("peak anonymous over share, in all", "{:.3f}", [one.memory["anonymous"] for one in found])
-    row("peak resident over share, in all", "{:.3f}", [one.memory["resident"] for one in found])
-    console = Console()
-    console.print(f"{machine()}; served in {dtype}")
-    console.print(table)
+    rows = [
+        ("share of a rank, GB", *(f"{one.share / 1e9:.2f}" for one in found)),
+        ("copy to fresh huge pages, GB/s", *(f"{one.copy['huge'] / 1e9:.2f}" for one in found)),
+        ("copy to fresh small pages, GB/s", *(f"{one.copy['small'] / 1e9:.2f}" for one in found)),
+        ("loader, reading, GB/s", *(f"{one.read / 1e9:.2f}" for one in found)),
+        ("loader over the better copy", *(f"{one.part:.0%}" for one in found)),
+        ("load_model in all, s", *(f"{one.load_seconds:.2f}" for one in found)),
+    ]
+    for when, prefix in (("reading", "read_"), ("in all", "")):
+        for kind in ("anonymous", "resident"):
+            cells = (f"{one.memory[prefix + kind]:.3f}" for one in found)
+            rows.append((f"peak {kind} over share, {when}", *cells))
+    return Sheet(("", *figures), rows)
 
 
 def main(
@@ -144,21 +137,20 @@ def main(
     gigabytes: Annotated[float, typer.Option(help="Size of the random model.", min=0.1)] = 1.5,
     ranks: Annotated[str, typer.Option(help="Ring sizes, with commas between them.")] = "1,2",
     dtype: Annotated[str, typer.Option(help="What the ranks serve: bf16 or fp32.")] = "bf16",
-    rounds: Annotated[int, typer.Option(help="The best of so many counts.", min=1)] = 5,
+    rounds: Rounds = 5,
 ) -> None:
     """Loading from the page cache: rate against the machine's copy bandwidth, and peak memory."""
     with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-") as scratch:
         if directory is None:
             directory = Path(scratch)
             write_random(directory, int(gigabytes * 1e9))
-        cores = len(os.sched_getaffinity(0))
         figures = {}
         for size in (int(text) for text in ranks.split(",")):
-            threads = max(1, cores // size)
+            threads = max(1, CORES // size)
             name = f"{size} rank{'s' * (size > 1)} of {threads} thread{'s' * (threads > 1)}"
             figures[name] = measure(directory, size, threads, dtype, rounds)
-        print_figures(figures, dtype)
+        show(f"{machine()}; served in {dtype}", sheet(figures))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

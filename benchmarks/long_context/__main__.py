@@ -5,22 +5,18 @@ Every question is asked in each way that `--sparse` names, the same question, on
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.harness import machine, versions
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Report, about, one_of, publish, run
 from benchmarks.long_context.asking import DENSE, Answer, Api, Endpoint, Ruler, field_of
-from benchmarks.long_context.scores import Cell, errors, markdown, table, tables
+from benchmarks.long_context.scores import Cell, errors, sheet, tables
 from benchmarks.long_context.tasks import PLACED, TASKS, Sample, make
 from benchmarks.start import stack_of
 
@@ -29,11 +25,7 @@ LEAST = 256
 """Tokens: a shorter text has no depth."""
 
 
-class LongContextReport(msgspec.Struct, frozen=True):
-    date: str
-    command: str
-    machine: str
-    versions: dict[str, str]
+class LongContextReport(Report, frozen=True, kw_only=True):
     model: str
     ruler: Ruler
     tasks: list[Cell]
@@ -114,54 +106,36 @@ def main(
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", help="Write the tables to this file.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all answers to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """Needle in a haystack and RULER's kinds of tasks, with dense attention and sparse beside each other."""
-    with told_in_a_sentence():
-        choices = list(dict.fromkeys(sparse or [DENSE, "pages", "window"]))
-        for choice in choices:
-            field_of(choice)
-        wanted = list(dict.fromkeys(task or TASKS))
-        if unknown := [name for name in wanted if name not in TASKS]:
-            raise BenchError(f"There is no task {unknown[0]!r}; there are: {', '.join(TASKS)}.")
-        if not (model or url):
-            raise BenchError("Name a model, or an endpoint with --url.")
-        sizes = lengths_of(lengths)
-        api: Api = "completions" if completions else "chat"
-        with _endpoint(model, url, api, os.environ.get("OPENAI_API_KEY", "")) as endpoint:
-            ruler = endpoint.measure()
-            asked = samples_of(wanted, sizes, depths, samples, ruler)
-            answers = endpoint.ask_all(asked, choices, concurrency, tell=choices != [DENSE])
-            served = endpoint.model
-        found = tables(answers)
-        report = LongContextReport(
-            date=datetime.now(UTC).date().isoformat(),
-            command=" ".join(["python -m benchmarks.long_context", *sys.argv[1:]]),
-            machine=machine(),
-            versions=versions(),
-            model=served,
-            ruler=ruler,
-            tasks=found.tasks,
-            depths=found.depths,
-            answers=answers,
-        )
-        _show(report, Console(), markdown_file)
-        write_json(json, report)
-
-
-def _show(report: LongContextReport, console: Console, file: Path | None) -> None:
-    parts = [(cells, name) for cells, name in ((report.tasks, "task"), (report.depths, "depth")) if cells]
-    for cells, name in parts:
-        console.print(table(cells, name))
-    for line in errors(report.answers):
-        console.print(line, markup=False, soft_wrap=True)
-    where = f"Model {report.model}, {report.date}. Command: {report.command}"
-    console.print(where, markup=False, soft_wrap=True)
-    if file is not None:
-        file.write_text(
-            "\n".join([f"`{report.command}`\n", *(markdown(cells, name) for cells, name in parts)])
-        )
+    choices = list(dict.fromkeys(sparse or [DENSE, "pages", "window"]))
+    for choice in choices:
+        field_of(choice)
+    wanted = one_of("--task", dict.fromkeys(task or TASKS), TASKS)
+    if not (model or url):
+        raise BenchError("Name a model, or an endpoint with --url.")
+    sizes = lengths_of(lengths)
+    api: Api = "completions" if completions else "chat"
+    with _endpoint(model, url, api, os.environ.get("OPENAI_API_KEY", "")) as endpoint:
+        ruler = endpoint.measure()
+        asked = samples_of(wanted, sizes, depths, samples, ruler)
+        answers = endpoint.ask_all(asked, choices, concurrency, tell=choices != [DENSE])
+        served = endpoint.model
+    found = tables(answers)
+    report = LongContextReport(
+        **about(),
+        model=served,
+        ruler=ruler,
+        tasks=found.tasks,
+        depths=found.depths,
+        answers=answers,
+    )
+    sheets = [sheet(cells, name) for cells, name in ((found.tasks, "task"), (found.depths, "depth")) if cells]
+    publish(report, *sheets, *errors(answers), f"Model {served}.", json=json)
+    if markdown_file is not None:
+        markdown_file.write_text("\n".join([f"`{report.command}`\n", *(one.markdown() for one in sheets)]))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from rich import box
-from rich.table import Table
 
+from benchmarks.harness import Sheet
 from benchmarks.long_context.asking import Answer
 
 
@@ -70,19 +69,16 @@ def _cell(row: tuple[str, int], choice: str, answers: Sequence[Answer]) -> Cell:
     )
 
 
-def table(cells: Sequence[Cell], first: str) -> Table:
+def sheet(cells: Sequence[Cell], first: str) -> Sheet:
     """A row for each task, or depth, and length; a column for each choice."""
     choices = list(dict.fromkeys(cell.choice for cell in cells))
-    rows = list(dict.fromkeys(cell.row for cell in cells))
     found = {(cell.row, cell.choice): cell for cell in cells}
-    made = Table(first, "length", "prompt tokens", box=box.SIMPLE_HEAD, pad_edge=False)
-    for choice in choices:
-        made.add_column(choice, justify="right", overflow="fold")
-    for row in rows:
+    rows = []
+    for row in dict.fromkeys(cell.row for cell in cells):
         of_row = [found[row, choice] for choice in choices]
         prompt = max(cell.prompt_tokens for cell in of_row)
-        made.add_row(row[0], length_name(row[1]), f"{prompt:.0f}", *map(_shown, of_row))
-    return made
+        rows.append((row[0], length_name(row[1]), f"{prompt:.0f}", *map(_shown, of_row)))
+    return Sheet((first, "length", "prompt tokens", *choices), rows)
 
 
 def _shown(cell: Cell) -> str:
@@ -90,15 +86,6 @@ def _shown(cell: Cell) -> str:
         return "-"
     sparse = f" ({cell.sparse:.0%} sparse)" if cell.sparse else ""
     return f"{cell.score:.0%}{sparse}"
-
-
-def markdown(cells: Sequence[Cell], first: str) -> str:
-    """The same for the documentation."""
-    made = table(cells, first)
-    columns = [[str(text) for text in column.cells] for column in made.columns]
-    head = [str(column.header) for column in made.columns]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)], *zip(*columns, strict=True)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def length_name(tokens: int) -> str:

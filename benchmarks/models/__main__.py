@@ -5,41 +5,23 @@ model has been loaded once. Times count from the moment at which a client wants 
 """
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.harness import machine
+from benchmarks.errors import BenchError
+from benchmarks.harness import JsonFile, Report, Seed, Sheet, about, publish, run
 from benchmarks.models.switching import Figures, System, alternating, mixed, play
 from benchmarks.models.systems import Served, llama_cpp, ollamas_order, ryzanstein, scratch
 
-COLUMNS = (
-    "system",
-    "schedule",
-    "requests",
-    "failed",
-    "first token p50 s",
-    "p99 s",
-    "output tok/s",
-    "whole s",
-)
 SLOTS = 8
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    date: str
-    command: str
-    machine: str
+class SwitchingReport(Report, frozen=True, kw_only=True):
     results: list[Figures]
 
 
@@ -76,19 +58,17 @@ def parse_model(text: str) -> Served:
     return Served(name, path.resolve())
 
 
-def show(results: Sequence[Figures], console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for at, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if at < 2 else "right")
+def parts(results: Sequence[Figures]) -> list[Sheet | str]:
+    rows = []
     for one in results:
         times = (one.first_token_p50, one.first_token_p99, one.tokens_per_second, one.seconds)
-        table.add_row(
-            one.system, one.schedule, str(one.requests), str(one.failed), *(f"{time:.2f}" for time in times)
-        )
-    console.print(table)
-    for one in results:
-        for error in one.errors:
-            console.print(f"{one.system}, {one.schedule}: {error}", markup=False, highlight=False)
+        rows.append((one.system, one.schedule, one.requests, one.failed, *(f"{time:.2f}" for time in times)))
+    head = (
+        *("system", "schedule", "requests", "failed", "first token p50 s", "p99 s"),
+        *("output tok/s", "whole s"),
+    )
+    said = [f"{one.system}, {one.schedule}: {error}" for one in results for error in one.errors]
+    return [Sheet(head, rows, left=("schedule",)), *said]
 
 
 def main(
@@ -106,10 +86,11 @@ def main(
         float, typer.Option(help="Probability that the next request is for another model.", min=0, max=1)
     ] = 0.3,
     tokens: Annotated[int, typer.Option(help="Output tokens of each request.", min=1)] = 32,
-    seed: Annotated[int, typer.Option(help="Of the schedules.")] = 1,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+    seed: Seed = 1,
+    json: JsonFile = None,
 ) -> None:
-    with told_in_a_sentence(), scratch() as directory:
+    """What a switch between models costs, and what a load on several does."""
+    with scratch() as directory:
         folder, models = Path(directory), [parse_model(text) for text in model]
         if len(models) < 2:
             raise BenchError("One model never switches: give --model twice or more.")
@@ -122,11 +103,8 @@ def main(
         results: list[Figures] = []
         for system in systems:
             results += asyncio.run(_measured(system, schedules, len(models)))
-        show(results, Console())
-        date = datetime.now(UTC).date().isoformat()
-        command = f"python -m benchmarks.models {' '.join(sys.argv[1:])}"
-        write_json(json, Report(date=date, command=command, machine=machine(), results=results))
+        publish(SwitchingReport(**about(), results=results), *parts(results), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

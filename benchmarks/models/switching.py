@@ -5,7 +5,6 @@ mixed         Poisson arrivals; the model changes with a set probability from on
 """
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from benchmarks.errors import BenchError
+from benchmarks.harness import nearest
 from benchmarks.serve.runner import Target
 from benchmarks.serve.sse import Answer, Client
 
@@ -111,23 +111,19 @@ def figures(system: str, schedule: str, answers: Sequence[Answer], seconds: floa
     whole = [answer for answer in answers if not answer.fault()]
     if not whole:
         raise BenchError(f"{system} answered no request of the schedule {schedule}: {faults[0]}.")
-    firsts = sorted(answer.arrivals[0] - answer.started for answer in whole)
+    firsts = [answer.arrivals[0] - answer.started for answer in whole]
     tokens = sum(answer.usage.completion_tokens for answer in whole if answer.usage is not None)
     return Figures(
         system=system,
         schedule=schedule,
         requests=len(answers),
         failed=len(faults),
-        first_token_p50=_rank(firsts, 0.5),
-        first_token_p99=_rank(firsts, 0.99),
+        first_token_p50=nearest(firsts, 0.5),
+        first_token_p99=nearest(firsts, 0.99),
         tokens_per_second=tokens / seconds,
         seconds=seconds,
         errors=sorted(set(faults))[:3],
     )
-
-
-def _rank(ordered: Sequence[float], share: float) -> float:
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 class Turns:

@@ -23,11 +23,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.harness import machine
+from benchmarks.errors import BenchError
+from benchmarks.harness import CORES, JsonFile, Rounds, Sheet, Threads, machine, one_of, publish, run, turns
 from benchmarks.training.examples import conversations
 from benchmarks.training.process import vocabulary_of
 from benchmarks.training.task import Result, Task
@@ -88,7 +86,7 @@ def tasks(model: Path, cache: Path, four: Sequence[str], **options: int) -> list
     return [msgspec.structs.replace(task, cache=str(cache), **options) for task in found]
 
 
-def run(task: Task, peak: Peak | None = None) -> Result:
+def run_task(task: Task, peak: Peak | None = None) -> Result:
     """The task in a process of its own, whose memory `peak` is of. Raises `BenchError`."""
     if task.side == "trainer":
         from benchmarks.training.with_ryzanstein import as_a_job
@@ -134,7 +132,7 @@ def _looking(peak: Peak | None) -> Iterator[Callable[[int], None]]:
             thread.join()
 
 
-def measure(compared: Sequence[Task], rounds: int, say: Console) -> list[Found]:
+def measure(compared: Sequence[Task], rounds: int) -> list[Found]:
     """A way that fails is told, and left out."""
     found = []
     for task in compared:
@@ -142,33 +140,30 @@ def measure(compared: Sequence[Task], rounds: int, say: Console) -> list[Found]:
         try:
             # What is packed once for all is not training's: the process that does it is not the one that counts.
             if task.side == "ours" and task.weights != "bf16":
-                run(msgspec.structs.replace(task, examples=1, batch=1))
-            run(task, one.peak)
+                run_task(msgspec.structs.replace(task, examples=1, batch=1))
+            run_task(task, one.peak)
         except BenchError as error:
-            say.print(str(error), style="red", markup=False)
+            typer.echo(f"error: {error}", err=True)
             continue
         found.append(one)
-    for at in range(rounds):
-        for one in found:
-            one.results.append(run(one.task))
-            say.print(f"round {at + 1}: {_name(one.task)}: {one.results[-1].rate:.0f} tokens/s", style="dim")
+    for at, one in turns(found, rounds):
+        one.results.append(run_task(one.task))
+        typer.echo(f"round {at + 1}: {_name(one.task)}: {one.results[-1].rate:.0f} tokens/s", err=True)
     return found
 
 
-def table_of(found: Sequence[Found], title: str) -> Table:
+def sheet(found: Sequence[Found], title: str) -> Sheet:
     best = max((one.rate for one in found if one.task.side == "peft"), default=0.0)
-    table = Table("way", "base", "tokens/s", "of peft's best", "anonymous MB", "PSS MB", "loss", title=title)
-    for one in found:
-        table.add_row(
-            one.task.way,
-            one.task.weights,
-            f"{one.rate:.0f}",
-            f"{one.rate / best:.2f}" if best else "-",
-            f"{one.peak.anonymous / 1e6:.0f}",
-            f"{one.peak.pss / 1e6:.0f}",
+    rows = [
+        (
+            *(one.task.way, one.task.weights, f"{one.rate:.0f}", f"{one.rate / best:.2f}" if best else "-"),
+            *(f"{one.peak.anonymous / 1e6:.0f}", f"{one.peak.pss / 1e6:.0f}"),
             f"{statistics.fmean(result.loss for result in one.results):.3f}",
         )
-    return table
+        for one in found
+    ]
+    head = ("way", "base", "tokens/s", "of peft's best", "anonymous MB", "PSS MB", "loss")
+    return Sheet(head, rows, title, left=("base",))
 
 
 def verdicts(found: Sequence[Found]) -> list[str]:
@@ -218,46 +213,32 @@ def main(
     examples: Annotated[int, typer.Option(help="Conversations of a round.", min=1)] = 32,
     batch: Annotated[int, typer.Option(help="Of them in a step.", min=1)] = 8,
     rank: Annotated[int, typer.Option(help="Of the adapter, on all linears.", min=1, max=256)] = 16,
-    rounds: Annotated[int, typer.Option(help="That are timed.", min=1)] = 3,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
-    ] = None,
+    rounds: Rounds = 3,
+    threads: Threads = CORES,
+    json: JsonFile = None,
 ) -> None:
     """Tokens a second and memory of fine-tuning, ours beside peft and transformers."""
     from benchmarks.engine.adapters import MODELS
     from benchmarks.engine.floors import write_random
 
-    console = Console(width=120)
-    if shape not in MODELS:
-        raise typer.BadParameter(f"{shape!r} is not one of {', '.join(MODELS)}")
-    with told_in_a_sentence(), tempfile.TemporaryDirectory(prefix="ryzanstein-training-") as scratch:
+    one_of("--shape", [shape], MODELS)
+    with tempfile.TemporaryDirectory(prefix="ryzanstein-training-") as scratch:
+        title = f"{model.name if model else shape}, {machine()}"
         if model is None:
             model = Path(scratch, "model")
             model.mkdir()
             write_random(model, MODELS[shape])
         options = {"examples": examples, "batch": batch, "rank": rank, "threads": threads}
-        compared = tasks(
-            model, Path(scratch, "packed"), [one for one in weights.split(",") if one], **options
-        )
-        found = measure(compared, rounds, console)
-        console.print(table_of(found, f"{model.name if model.name != 'model' else shape}, {machine()}"))
-        for line in verdicts(found):
-            console.print(line, markup=False, highlight=False)
-        write_json(
-            json_file,
-            [
-                msgspec.structs.asdict(one.task)
-                | {
-                    "tokens_per_second": one.rate,
-                    "anonymous": one.peak.anonymous,
-                    "pss": one.peak.pss,
-                    "results": one.results,
-                }
-                for one in found
-            ],
-        )
+        four = [one for one in weights.split(",") if one]
+        found = measure(tasks(model, Path(scratch, "packed"), four, **options), rounds)
+    report = [
+        msgspec.structs.asdict(one.task)
+        | {"tokens_per_second": one.rate, "anonymous": one.peak.anonymous, "pss": one.peak.pss}
+        | {"results": one.results}
+        for one in found
+    ]
+    publish(report, sheet(found, title), *verdicts(found), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -6,14 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.engine import encoders
+from benchmarks.harness import program
 from tests.unit.executor.model.encoders.tiny import make_encoder
 
 
 def test_both_ways_give_the_same_vectors(tmp_path: Path) -> None:
-    import typer
-
-    app = typer.Typer()
-    app.command()(encoders.main)
+    app = program(encoders.main)
     directory = make_encoder(tmp_path, "bert")
     done = CliRunner().invoke(app, [str(directory), "--texts", "6", "--rounds", "1", "--threads", "1"])
     assert done.exit_code == 0, done.output

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
 from benchmarks.errors import BenchError
+from benchmarks.harness import program
 from benchmarks.long_context.__main__ import lengths_of, main
 from benchmarks.long_context.asking import Endpoint
 from benchmarks.long_context.tasks import PLACED, TASKS, make
@@ -75,12 +76,8 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-app = typer.Typer()
-app.command()(main)
-
-
-def run(*arguments: str) -> typer.testing.Result:
-    return typer.testing.CliRunner().invoke(app, arguments)
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(program(main), arguments)
 
 
 @settings(max_examples=30)
@@ -142,7 +139,7 @@ def test_other_servers_are_asked_without_fields_that_they_do_not_know(url: str) 
         (["--lengths", "2k"], "Name a model, or an endpoint with --url."),
         (["m", "--lengths", "99"], "--lengths '99' is no number of tokens from 256 on"),
         (["m", "--sparse", "pages,bugdet=1"], "--sparse pages,bugdet=1: it has no 'bugdet'"),
-        (["m", "--task", "naps"], "There is no task 'naps'; there are: needle"),
+        (["m", "--task", "naps"], "'naps' is not one of needle"),
         (["m", "--url", "http://127.0.0.1:9"], "The endpoint does not answer"),
     ],
 )

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from benchmarks.engine import long_prompt
+from benchmarks.harness import program
 from tests.unit.executor.model.tiny import make_model
 
 
@@ -15,8 +15,7 @@ def test_streams_beside_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RYZANSTEIN_WEIGHT_CACHE_BYTES", "0")
     monkeypatch.setenv("RYZANSTEIN_KV_MEMORY", str(64 << 20))
     monkeypatch.setattr(long_prompt, "QUIET_STEPS", 30)
-    app = typer.Typer()
-    app.command()(long_prompt.main)
+    app = program(long_prompt.main)
     directory = make_model(tmp_path, "llama", vocab_size=512, max_position_embeddings=4096)
     done = CliRunner().invoke(app, [str(directory), "--prompt", "1200", "--streams", "2", "--threads", "1"])
     assert done.exit_code == 0, (done.output, done.exception)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
+from benchmarks.harness import program
 from benchmarks.simulation.models import POLICIES, main, simulate
 from benchmarks.simulation.virtual_hosts import Scale, Yard
 
@@ -31,8 +31,7 @@ def test_ours_serves_when_popularity_changes() -> None:
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(main)
+    app = program(main)
     options = [
         "--hosts",
         "6",

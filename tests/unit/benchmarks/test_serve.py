@@ -134,6 +134,14 @@ async def test_a_server_that_computes_nothing_ahead_is_told_of() -> None:
     assert "--prefill-ahead was refused with HTTP 404" in result.output
 
 
+async def test_figures_are_shown_where_their_file_cannot_be_written() -> None:
+    async with serving() as fake:
+        result = await bench(fake.url, *SMALL, "--json", "/nowhere/report.json")
+    assert result.exit_code == 2
+    assert "9" in result.output.partition("error: ")[0]
+    assert "The report cannot be written to /nowhere/report.json" in result.output
+
+
 async def test_failed_requests_are_in_the_report_and_the_exit_status() -> None:
     async with serving(fail_after=4, error_body=b'{"error": {"message": "queue full"}}') as fake:
         result = await bench(fake.url, *SMALL)
@@ -168,7 +176,6 @@ async def test_bundled_tokens_are_told() -> None:
         ({}, ["--workload", "W1", *SMALL], "leave out --rate and --concurrency"),
         ({}, ["--prompt-tokens", "5"], "too small: the model's chat template alone takes 10"),
         ({}, ["--extra", "[]"], "--extra is no JSON object"),
-        ({}, ["--json", "/nowhere/report.json"], "cannot be written"),
     ],
 )
 async def test_what_stops_a_run_is_one_sentence(

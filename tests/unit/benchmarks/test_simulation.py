@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
+from benchmarks.harness import program
 from benchmarks.simulation.__main__ import main, simulate
 from benchmarks.simulation.virtual_cluster import POLICIES, Cluster, Ours, Scale, variation, zipf
 
@@ -65,8 +65,7 @@ def test_zipf_and_variation() -> None:
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
-    app, out = typer.Typer(), tmp_path / "out.json"
-    app.command()(main)
+    app, out = program(main), tmp_path / "out.json"
     sizes = ["--groups", "4", "--sessions", "50", "--requests", "200", "--failures", "1", "--slots", "4"]
     found = CliRunner().invoke(app, [*sizes, "--policy", "ours", "--json", str(out)])
     assert found.exit_code == 0, found.output

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.errors import BenchError
 from benchmarks.start import (
@@ -15,11 +14,12 @@ from benchmarks.start import (
     StartReport,
     at,
     kill_phases,
-    medians,
-    show,
+    parts,
+    phases_of,
     start_phases,
     weight_bytes,
 )
+from tests.unit.benchmarks.terminal import shown
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
@@ -97,23 +97,21 @@ def test_what_is_no_json_is_left_out(tmp_path: Any) -> None:
 def test_medians_and_least_are_shown() -> None:
     rounds = [Round("kill", {"told": seconds}, 2 * seconds, 0.0, 0.1) for seconds in (3.0, 1.0, 2.0)]
     rounds.append(Round("cold", {"weights": 7.5}, 9.0, 12.25, 0.3))
-    median, least = medians(rounds[:3])
-    assert median["told"] == 2.0
-    assert least["total"] == 2.0
-    console = Console(width=200, record=True)
+    assert phases_of(rounds[:3])["told"] == [3.0, 1.0, 2.0]
     memory = {
         "rank 0, cold": [900_000_000, 900_000_000, 900_000_000],
         "rank 0": [300_000_000, 200_000_000, 400_000_000],
         "executor": [40_000_000, 30_000_000, 50_000_000],
         "gateway": [80_000_000, 70_000_000, 80_000_000],
     }
-    report = StartReport("today", "a command", "a machine", {}, "m", 269_000_000, 24_000_000, rounds, memory)
-    show(report, console)
-    text = console.export_text()
+    about = {"date": "today", "command": "a command", "machine": "a machine", "model": "m"}
+    sizes = {"model_bytes": 269_000_000, "kv_bytes": 24_000_000}
+    text = shown(*parts(StartReport(**about, **sizes, rounds=rounds, memory=memory)))  # type: ignore[arg-type]
     assert "executor's processes hold 340 MB (PSS): 269 of weights' files and up to 24 of KV cache" in text
     assert "12.25" in text
     assert "rank 0" in text
-    assert "load average 0.1 to 0.3" in text
+    assert "Load average 0.1 to 0.3" in text
+    assert ["told", "2.00", "1.00"] in [line.split() for line in text.splitlines()]
 
 
 def test_a_stack_that_ended_by_itself_is_said(tmp_path: Path) -> None:

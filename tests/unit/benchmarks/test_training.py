@@ -10,7 +10,7 @@ import pytest
 from benchmarks.errors import BenchError
 from benchmarks.random_model import SHAPES, write_checkpoint
 from benchmarks.training import __main__ as command
-from benchmarks.training.__main__ import Found, Peak, table_of, tasks, verdicts
+from benchmarks.training.__main__ import Found, Peak, sheet, tasks, verdicts
 from benchmarks.training.examples import BUDGET, conversations, packed_micro_batches, padded_micro_batches
 from benchmarks.training.process import measured
 from benchmarks.training.task import Result, Task
@@ -69,7 +69,7 @@ def test_a_job_is_measured_in_its_own_process(model: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_fails_is_told(model: Path) -> None:
     with pytest.raises(BenchError, match=r"peft with bf16 failed: .*no-such-model"):
-        command.run(msgspec.structs.replace(task_of(model, "peft"), model="/no-such-model"), Peak())
+        command.run_task(msgspec.structs.replace(task_of(model, "peft"), model="/no-such-model"), Peak())
 
 
 def test_memory_of_a_process_is_seen() -> None:
@@ -93,7 +93,7 @@ def test_verdicts_follow_the_medians_and_the_peaks() -> None:
         "met: tokens/s with a bf16 base are 1.50 of peft's in any way; 1 or more",
     ]
     assert said[2] == "not met: memory with a q4_k base is 0.60 of peft's least in bf16; 0.5 or less"
-    assert table_of(found, "").row_count == len(found)
+    assert len(sheet(found, "").rows) == len(found)
     assert verdicts([one for one in found if one.task.side != "peft"]) == []
 
 
