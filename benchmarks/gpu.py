@@ -9,15 +9,16 @@ import sys
 from benchmarks.on_gpu import wheels
 
 
-def main() -> None:
+def start() -> None:
     absent = wheels.missing(wheels.BASE) + wheels.missing(wheels.NEEDED)
     if absent:
         print(f"error: {wheels.sentence(absent)}", file=sys.stderr)
         raise SystemExit(2)
-    from benchmarks.on_gpu.command import run
+    from benchmarks.harness import run
+    from benchmarks.on_gpu.command import main
 
-    run()
+    run(main)
 
 
 if __name__ == "__main__":
-    main()
+    start()

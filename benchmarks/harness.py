@@ -193,10 +193,10 @@ def _proc(file: str, key: str) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str]:
     """Of Python and the packages that matter, as installed where this runs."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

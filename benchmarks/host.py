@@ -24,6 +24,7 @@ import typer
 
 from benchmarks.errors import BenchError
 from benchmarks.harness import JsonFile, Rounds, Sheet, median, publish, run
+from benchmarks.processes import nats_variables
 from benchmarks.random_model import shape_option, write_servable
 from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings
@@ -142,9 +143,7 @@ async def measure(
 
 def _start(settings: CommonSettings, log: Path, cache: Path) -> "subprocess.Popen[bytes]":
     variables = {
-        "RYZANSTEIN_NATS_URL": settings.nats_url,
-        "RYZANSTEIN_NATS_USER": settings.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+        **nats_variables(settings),
         "RYZANSTEIN_INSTANCE": INSTANCE,
         "RYZANSTEIN_MODEL_CACHE": str(cache),
         "RYZANSTEIN_WEIGHT_CACHE_BYTES": str(64 << 30),

@@ -32,6 +32,7 @@ import typer
 
 from benchmarks.errors import BenchError
 from benchmarks.harness import JsonFile, Report, Rounds, Sheet, about, publish, run
+from benchmarks.processes import status_bytes
 from benchmarks.random_model import shape_option, write_servable
 from services.cli.target import LocalSettings, read_run_file
 from shared.model_store.catalog import DEFAULT_MODEL
@@ -252,7 +253,7 @@ class Stack:
             found[ranks.get(process.pid, module.removeprefix("services."))] = [
                 full.pss,
                 full.uss,
-                _peak(process.pid),
+                status_bytes(process.pid, "status", "VmHWM"),
             ]
         return found
 
@@ -307,12 +308,6 @@ def measure_kill(stack: Stack) -> Round:
     stack.wait("ring again", lambda: stack.log.of("ring_ready", killed))
     answered = asked.result()
     return Round("kill", kill_phases(stack.log, killed, answered), answered - killed, 0.0, _load())
-
-
-def _peak(pid: int) -> int:
-    """Bytes (VmHWM of proc(5))."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def weight_bytes(model: Path) -> int:

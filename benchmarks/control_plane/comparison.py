@@ -4,12 +4,8 @@ Each stack is started by the checkout's own `systems.Ours`, in a process of its 
 other. Absolute figures of a shared machine change from minute to minute; ratios of neighbouring runs do not.
 """
 
-import asyncio
-import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +18,8 @@ from benchmarks.control_plane.load_client import Added, Measured
 from benchmarks.control_plane.systems import READY_SECONDS, Ours
 from benchmarks.errors import BenchError
 from benchmarks.harness import Report, Sheet
+from benchmarks.processes import Child
 from benchmarks.serve.stats import Spread
-from shared.process import die_with_parent
 
 _SERVE = """
 import asyncio, json, sys
@@ -55,34 +51,15 @@ class Checkout(Ours):
         if not (root / "benchmarks" / "control_plane" / "systems.py").is_file():
             raise BenchError(f"{root} is no checkout of this repository; name the directory of one.")
         self.name = name
-        self._root = root
-        self._arguments = [str(folder), str(model or ""), str(step_ms)]
-        self._process: subprocess.Popen[bytes] | None = None
+        arguments = [str(folder), str(model or ""), str(step_ms)]
+        self._child = Child(f"The stack of {root}", [sys.executable, "-c", _SERVE, *arguments], root=root)
         self._served: Mapping[str, list[int]] = {}
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._start)
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=self._root,
-            env={**os.environ, "PYTHONPATH": str(self._root)},
-            preexec_fn=die_with_parent(),
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"The stack of {self._root} did not start; its error stands above.")
-        self.port, self._served = json.loads(line)
+        self.port, self._served = json.loads(await self._child.start())
 
     async def stop(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.communicate, None, READY_SECONDS)
-            self._process.kill()
+        await self._child.stop(READY_SECONDS)
 
     def processes(self) -> Mapping[str, list[int]]:
         return self._served

@@ -22,17 +22,7 @@ from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, one_of, 
 
 BLOCKS = 1024
 CONTEXT = 128
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
-MODELS = {"135M": SMALL, "1.1B": SHAPES["llama"]}
+MODELS = {"135M": SHAPES["smollm2-135m"], "1.1B": SHAPES["llama"]}
 
 
 class Cost(NamedTuple):

@@ -36,69 +36,7 @@ PREFILLS = (256, 512)
 _RUNS = 3
 """Of llama.cpp's benchmark, of which the best counts."""
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3.5": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "llama": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 49152,
-    },
-    "gemma4": {
-        "model_type": "gemma4_text",
-        "hidden_size": 1536,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 15,
-        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 3,
-        "num_kv_shared_layers": 10,
-        "use_double_wide_mlp": True,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size": 49152,
-        "vocab_size_per_layer_input": 49152,
-        "final_logit_softcapping": 30.0,
-    },
-    "deepseek": {
-        "model_type": "deepseek_v2",
-        "hidden_size": 1024,
-        "intermediate_size": 5472,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 32,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 352,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-}
+SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_bytes())
 """Configurations by what they are shaped like."""
 
 

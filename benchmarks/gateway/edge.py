@@ -6,10 +6,8 @@ request's CPU time is what the API costs and what both share of it.
 """
 
 import asyncio
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -17,8 +15,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from benchmarks.control_plane.systems import HOST
-from benchmarks.errors import BenchError
 from benchmarks.peers.servers import free_port
+from benchmarks.processes import Child, python
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
 from services.gateway.api.backend import Parts as BackendParts
@@ -165,28 +163,18 @@ class Edge:
     def __init__(self) -> None:
         self.port, grpc_port = free_port(), free_port()
         self.grpc_address = f"{HOST}:{grpc_port}"
-        self._arguments = [sys.executable, "-m", "benchmarks.gateway.edge", str(self.port), str(grpc_port)]
-        self._process: subprocess.Popen[bytes] | None = None
+        command = python("benchmarks.gateway.edge", self.port, grpc_port)
+        self._child = Child("The edge", command)
 
     async def start(self) -> None:
         """Raises BenchError."""
-        await asyncio.to_thread(self._start)
-
-    def _start(self) -> None:
-        folder = Path(__file__).parents[2]
-        self._process = subprocess.Popen(self._arguments, stdout=subprocess.PIPE, cwd=folder)
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise BenchError("The edge did not start; its error stands above.")
+        await self._child.start()
 
     async def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.communicate)
+        await self._child.stop()
 
     def processes(self) -> Mapping[str, list[int]]:
-        assert self._process is not None
-        return {"gateway": [self._process.pid]}
+        return {"gateway": [self._child.pid]}
 
 
 if __name__ == "__main__":

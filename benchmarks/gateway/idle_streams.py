@@ -27,6 +27,7 @@ from benchmarks.errors import BenchError
 from benchmarks.gateway.memory import model_directory
 from benchmarks.harness import JsonFile, publish, run
 from benchmarks.peers.servers import free_port
+from benchmarks.processes import nats_variables, status_bytes
 from benchmarks.serve.workloads import WORDS
 from services.cli.supervision.nats_server import LocalNats
 from shared.errors import RyzansteinError
@@ -129,13 +130,10 @@ class Gateway:
                 self._ready.set()
 
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, on_beat)
-        settings = self._nats.settings()
         limits = {"CONNECTIONS": self._streams, "GENERATIONS": self._streams}
         environment = {
             **os.environ,
-            "RYZANSTEIN_NATS_URL": settings.nats_url,
-            "RYZANSTEIN_NATS_USER": settings.nats_user,
-            "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
+            **nats_variables(self._nats.settings()),
             "RYZANSTEIN_LOG_LEVEL": "warning",
             **{f"RYZANSTEIN_MAX_{name}": str(most) for name, most in limits.items()},
             **{f"RYZANSTEIN_{name}_TIMEOUT": "3600" for name in ("STALL", "TOKEN")},
@@ -164,9 +162,8 @@ class Gateway:
         await self._process.wait()
 
     def pss_kib(self) -> int:
-        for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
+        if size := status_bytes(self.pid, "smaps_rollup", "Pss"):
+            return size >> 10
         raise BenchError(
             "The system does not say how much memory a process has: /proc/PID/smaps_rollup has no Pss."
         )

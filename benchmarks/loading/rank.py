@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.processes import status_bytes
 from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.loading.arena import allocate
@@ -99,7 +100,7 @@ class PeakMemory:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._before = _status()
+        self._before = {key: _status(key) for key in ("RssAnon", "VmRSS")}
         self._anonymous = self._before["RssAnon"]
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -107,15 +108,14 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._over.wait(0.001):
-            self._anonymous = max(self._anonymous, _status()["RssAnon"])
+            self._anonymous = max(self._anonymous, _status("RssAnon"))
 
     def peaks(self) -> dict[str, int]:
         """Peak so far of anonymous and of all resident memory."""
-        now = _status()
-        self._anonymous = max(self._anonymous, now["RssAnon"])
+        self._anonymous = max(self._anonymous, _status("RssAnon"))
         return {
             "anonymous": self._anonymous - self._before["RssAnon"],
-            "resident": now["VmHWM"] - self._before["VmRSS"],
+            "resident": _status("VmHWM") - self._before["VmRSS"],
         }
 
     def close(self) -> None:
@@ -123,9 +123,8 @@ class PeakMemory:
         self._sampler.join()
 
 
-def _status() -> dict[str, int]:
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[-1] == "kB"}
+def _status(key: str) -> int:
+    return status_bytes("self", "status", key)
 
 
 def measured_load(directory: Path, member: Member, dtype: torch.dtype) -> dict[str, int]:

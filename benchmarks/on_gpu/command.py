@@ -1,29 +1,22 @@
 """The command line of `python -m benchmarks.gpu`."""
 
 import os
-import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from benchmarks.errors import BenchError, told_in_a_sentence
-from benchmarks.harness import machine
+from benchmarks.errors import BenchError
+from benchmarks.harness import command, machine, show, today, versions
 from benchmarks.on_gpu import wheels as wheelhouse
 from benchmarks.on_gpu.bench import Report, read_report
 from benchmarks.on_gpu.device import card, driver
 from benchmarks.on_gpu.running import Runner, command_of
 from benchmarks.on_gpu.sections import HEADLINE, SECTIONS, Section, chosen
-from benchmarks.on_gpu.table import markdown, put_into, show
-
-WIDTH = 170
+from benchmarks.on_gpu.table import markdown, parts, put_into
 
 
 def main(
@@ -55,22 +48,16 @@ def main(
     python: Annotated[str, typer.Option(help="With --wheels: that machine's Python.")] = "3.12",
 ) -> None:
     """Measure everything that only a GPU can say."""
-    with told_in_a_sentence():
-        if list_sections:
-            for section in (*SECTIONS, HEADLINE):
-                print(f"{section.name:13} {section.title} (at most {section.most:.0f} s)")
-        elif markdown_of is not None:
-            _page(markdown_of, into)
-        elif wheels is not None:
-            _download(wheels, python)
-        else:
-            sections = named(only, quick)
-            raise typer.Exit(_measure(sections, json_file or default_json(dry_run, quick), budget_s, dry_run))
-
-
-def run() -> None:
-    """The command as a program."""
-    typer.run(main)
+    if list_sections:
+        for section in (*SECTIONS, HEADLINE):
+            print(f"{section.name:13} {section.title} (at most {section.most:.0f} s)")
+    elif markdown_of is not None:
+        _page(markdown_of, into)
+    elif wheels is not None:
+        _download(wheels, python)
+    else:
+        sections = named(only, quick)
+        raise typer.Exit(_measure(sections, json_file or default_json(dry_run, quick), budget_s, dry_run))
 
 
 def named(only: str, quick: bool) -> Sequence[Section]:
@@ -93,12 +80,7 @@ def about(dry_run: bool) -> dict[str, str]:
     found = {"host": machine(), "card": "no GPU: a dry run" if dry_run else card() or ""}
     if not dry_run:
         found["driver"] = driver()
-    for name in ("torch", "triton", "transformers", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return found | versions(("torch", "triton", "transformers", "numpy"))
 
 
 def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: bool) -> int:
@@ -108,9 +90,7 @@ def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: 
             "to try the code on the CPU."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(UTC).date().isoformat()
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-    report = Report(date, command, dry_run, budget_s, about(dry_run), [])
+    report = Report(today(), command(), dry_run, budget_s, about(dry_run), [])
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -125,8 +105,7 @@ def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: 
         say("interrupted: the sections that follow are not run")
         return 130
     finally:
-        # To a file too: who reads it later has no terminal's width to go by.
-        show(report, Console(width=WIDTH if not sys.stdout.isatty() else None))
+        show(*parts(report))
         print(
             f"{path}: all figures, for --markdown {path}; {runner.log}: all that sections have said of errors"
         )

@@ -2,16 +2,14 @@
 of each optimisation on an H200. Pure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from msgspec import structs
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.on_gpu.bench import Report, Row, SectionResult, shown
+from benchmarks.harness import Sheet
+from benchmarks.on_gpu.bench import Report, Row, shown
 from benchmarks.on_gpu.shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, KvDType, WeightDType
 from benchmarks.on_gpu.training_speed import EXAMPLES, GOAL_MINUTES, QLORA
 
@@ -232,40 +230,23 @@ def _training_predictions() -> list[Prediction]:
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 """Between them stands what `--markdown` makes."""
-STYLES = {"met": "green", "not met": "red", "not measured": "dim"}
 
 
-def show(report: Report, console: Console) -> None:
+def parts(report: Report) -> Iterator[Sheet | str]:
     """Everything in one table, then the aims."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("what", overflow="fold")
-    for column in ("figure", "limit", "share"):
-        table.add_column(column, justify="right")
-    table.add_column("note", overflow="fold")
+    rows: list[tuple[tuple[str, ...], str | None]] = []
     for section in report.sections:
-        table.add_row(*_heading(section), style="bold")
-        for row in section.rows:
-            table.add_row(*cells(row), style=_style(row))
+        ended = f"{section.status}, {section.seconds:.0f} s"
+        rows.append(((section.name, "", "", "", ended), "bold"))
+        rows += [(cells(row), _style(row)) for row in section.rows]
         if section.status != "done":
-            table.add_row("", "", "", "", _plain(" ".join(section.error[-1:])), style="red")
-        table.add_section()
-    console.print(table)
+            rows.append((("", "", "", "", " ".join(section.error[-1:])), "red"))
+    yield Sheet(HEAD, [row for row, _ in rows], left=("note",), styles=[style for _, style in rows])
     for section in report.sections:
         if section.status in ("failed", "timed out"):
-            console.print(f"{section.name} {section.status}:", style="red")
-            for line in section.error:
-                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+            yield "\n  ".join((f"{section.name} {section.status}:", *section.error))
     for aim in aims(report):
-        console.print(
-            f"{aim.verdict}: {aim.what}{': ' + aim.found if aim.found else ''}",
-            style=STYLES[aim.verdict],
-            markup=False,
-            highlight=False,
-        )
-
-
-def _heading(section: SectionResult) -> tuple[str, ...]:
-    return section.name, "", "", "", f"{section.status}, {section.seconds:.0f} s"
+        yield f"{aim.verdict}: {aim.what}{': ' + aim.found if aim.found else ''}"
 
 
 def _style(row: Row) -> str | None:
@@ -274,17 +255,14 @@ def _style(row: Row) -> str | None:
     return "dim" if row.figure is None else None
 
 
+HEAD = ("what", "figure", "limit", "share", "note")
+
+
 def cells(row: Row) -> tuple[str, str, str, str, str]:
-    """One row under the columns: what, figure, limit, share, note."""
     figure = f"{shown(row.figure)} {row.unit}".rstrip() if row.figure is not None else "-"
     share = f"{row.share:.0%}" if row.share is not None else "-"
     note = row.note if row.ok else f"WRONG: {row.note}".rstrip(": ")
-    return _plain(row.what), figure, shown(row.limit), share, _plain(note)
-
-
-def _plain(text: str) -> str:
-    """Brackets of errors are no markup."""
-    return text.replace("[", "\\[")
+    return row.what, figure, shown(row.limit), share, note
 
 
 # --- docs/gpu.md ---------------------------------------------------------------------------------
@@ -292,18 +270,18 @@ def _plain(text: str) -> str:
 
 def markdown(report: Report | None) -> str:
     """The predictions with what was measured of each, and then every row; without a report: the predictions alone."""
-    lines = [BEGIN, *_predicted(report), ""]
+    card = f" ({where(report)})" if report is not None else ""
+    rows = [(one.what, one.predicted, one.why, _measured(one, report)) for one in predictions()]
+    lines = [BEGIN, _table(("", "predicted", "arithmetic", f"measured{card}"), rows)]
     if report is not None:
-        lines += [*_aims(report), "", *_all(report), ""]
+        found = [(aim.what, aim.verdict, aim.found or "-") for aim in aims(report)]
+        lines += [_table(("aim", "", ""), found), *_all(report)]
     return "\n".join([*lines, END])
 
 
-def _predicted(report: Report | None) -> Iterator[str]:
-    card = f" ({where(report)})" if report is not None else ""
-    yield f"| | predicted | arithmetic | measured{card} |"
-    yield "| --- | --- | --- | --- |"
-    for one in predictions():
-        yield _row(one.what, one.predicted, one.why, _measured(one, report))
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] | None = None) -> str:
+    safe = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return Sheet(head, safe, left=head if left is None else left).markdown().replace("|  |", "| |")
 
 
 def _measured(prediction: Prediction, report: Report | None) -> str:
@@ -314,34 +292,21 @@ def _measured(prediction: Prediction, report: Report | None) -> str:
     return f"{shown(row.figure)} {row.unit}{share}"
 
 
-def _aims(report: Report) -> Iterator[str]:
-    yield "| aim | | |"
-    yield "| --- | --- | --- |"
-    for aim in aims(report):
-        yield _row(aim.what, aim.verdict, aim.found or "-")
-
-
 def _all(report: Report) -> Iterator[str]:
-    yield f"All rows of `{report.command}`, {where(report)}, driver {report.machine.get('driver', 'unknown')}, "
-    yield f"torch {report.machine.get('torch', '?')}, Triton {report.machine.get('triton', '?')}:"
+    driver, torch, triton = (report.machine.get(name, "unknown") for name in ("driver", "torch", "triton"))
+    yield f"All rows of `{report.command}`, {where(report)}, driver {driver}, torch {torch}, Triton {triton}:"
     yield ""
-    yield "| what | figure | limit | share | note |"
-    yield "| --- | ---: | ---: | ---: | --- |"
+    rows = []
     for section in report.sections:
         for row in section.rows:
-            figure, limit, share = cells(row)[1:4]
-            note = row.note if row.ok else f"**wrong** {row.note}"
-            yield _row(row.what, figure, limit, share, note)
+            rows.append((*cells(row)[:4], row.note if row.ok else f"**wrong** {row.note}"))
         if section.status != "done":
-            yield _row(f"section {section.name}", section.status, "-", "-", " ".join(section.error[-1:]))
+            rows.append((f"section {section.name}", section.status, "-", "-", " ".join(section.error[-1:])))
+    yield _table(HEAD, rows, left=("note",))
 
 
 def where(report: Report) -> str:
     return f"{report.machine.get('card', 'unknown card')}, {report.date}"
-
-
-def _row(*values: str) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
 
 
 def put_into(page: str, table: str) -> str:

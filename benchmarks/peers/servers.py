@@ -15,6 +15,7 @@ import psutil
 
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import OFFLINE, Launch
+from benchmarks.processes import status_bytes
 from benchmarks.serve.runner import Target, choose_model
 from benchmarks.serve.sse import Client
 from shared.process import die_with_parent
@@ -100,8 +101,8 @@ class Server:
     def memory(self) -> Memory:
         processes = self.processes()
         return Memory(
-            peak_rss=sum(_status_kilobytes(each.pid, "status", "VmHWM") for each in processes) * 1024,
-            pss=sum(_status_kilobytes(each.pid, "smaps_rollup", "Pss") for each in processes) * 1024,
+            peak_rss=sum(status_bytes(each.pid, "status", "VmHWM") for each in processes),
+            pss=sum(status_bytes(each.pid, "smaps_rollup", "Pss") for each in processes),
         )
 
     def stop(self) -> None:
@@ -129,15 +130,6 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
     if alive:
         pids = ", ".join(str(each.pid) for each in alive)
         raise BenchError(f"Processes of a server cannot be ended: end {pids} before you measure on.")
-
-
-def _status_kilobytes(pid: int, file: str, key: str) -> int:
-    """A figure in kB of a file below /proc/PID; 0 for a process that has ended."""
-    try:
-        lines = Path("/proc", str(pid), file).read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), 0)
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +13,9 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.errors import BenchError, told_in_a_sentence
-from benchmarks.harness import machine
+from benchmarks.errors import BenchError
+from benchmarks.harness import Sheet, machine, one_of, run, show, today
 from benchmarks.regressions.measures import (
     BETTER,
     Finding,
@@ -112,17 +110,15 @@ def once_more(
     return judge(whole, recorded)
 
 
-def show(findings: Sequence[Finding], screen: Console) -> None:
-    table = Table("ratio", "now", "recorded", "limit", "")
+def sheet(findings: Sequence[Finding]) -> Sheet:
+    rows = []
     for one in findings:
         before = "-" if one.before is None else f"{one.before.median:.3f} ±{one.before.error:.3f}"
         limit = "-" if one.limit is None else f"{one.limit:.3f}"
-        style = {"worse": "bold red", "better": "green"}.get(one.verdict)
         now = f"{one.now.median:.3f} ±{one.now.error:.3f}"
-        table.add_row(
-            f"{one.name} ({BETTER[one.name]} is better)", now, before, limit, one.verdict, style=style
-        )
-    screen.print(table)
+        rows.append((f"{one.name} ({BETTER[one.name]} is better)", now, before, limit, one.verdict))
+    styles = [{"worse": "bold red", "better": "green"}.get(one.verdict) for one in findings]
+    return Sheet(("ratio", "now", "recorded", "limit", ""), rows, styles=styles)
 
 
 def write(found: Rounds, path: Path) -> None:
@@ -134,7 +130,7 @@ def write(found: Rounds, path: Path) -> None:
         check=False,
     ).stdout.strip()
     ratios = {name: Ratio.of(rounds) for name, rounds in found.items()}
-    recorded = Recorded(commit or "unknown", datetime.now(UTC).date().isoformat(), machine(), ratios)
+    recorded = Recorded(commit or "unknown", today(), machine(), ratios)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(msgspec.to_builtins(recorded), indent=2) + "\n")
 
@@ -173,21 +169,19 @@ def main(
         json_file.write_bytes(msgspec.json.encode(FAMILIES[family](model, rounds, effort)))
         return
     families = only.split(",") if only else list(FAMILIES)
-    if unknown := set(families) - set(FAMILIES):
-        raise typer.BadParameter(f"--only {', '.join(sorted(unknown))}: there is {', '.join(FAMILIES)}.")
-    with told_in_a_sentence():
-        if not (model / "config.json").is_file():
-            raise BenchError(
-                f"There is no model in {model}; fetch it with `ryzanstein models pull`, or name one with --model."
-            )
-        recorded = None if record else read(against)
-        again = partial(measure_all, families, model, rounds, effort, screen)
-        found = pooled(again, RECORDED_RUNS if record else 1)
-        if record:
-            write(found, against)
-            screen.print(f"{len(found)} ratios are in {against}.")
-        findings = once_more(judge(found, recorded), found, again, recorded)
-    show(findings, screen)
+    one_of("--only", families, FAMILIES)
+    if not (model / "config.json").is_file():
+        raise BenchError(
+            f"There is no model in {model}; fetch it with `ryzanstein models pull`, or name one with --model."
+        )
+    recorded = None if record else read(against)
+    again = partial(measure_all, families, model, rounds, effort, screen)
+    found = pooled(again, RECORDED_RUNS if record else 1)
+    if record:
+        write(found, against)
+        screen.print(f"{len(found)} ratios are in {against}.")
+    findings = once_more(judge(found, recorded), found, again, recorded)
+    show(sheet(findings), console=screen)
     if not record:
         raise typer.Exit(_verdict(findings, recorded, families, screen, strict=other_machines))
 
@@ -222,4 +216,4 @@ def _verdict(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

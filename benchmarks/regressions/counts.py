@@ -22,11 +22,10 @@ import msgspec
 import typer
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.bookkeeping import BLOCK
 from benchmarks.gateway.edge import edge_parts
+from benchmarks.harness import Sheet, run, show
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.leader.frames import Gathering, acknowledgements
 from services.executor.scheduler.admission import BatchSettings
@@ -306,10 +305,8 @@ def main(
     configure_logging("gateway", "counts", level="warning", fmt="json")
     found, before = measure(), load() if RECORDED.is_file() else {}
     own = {name: count for name, count in before.items() if not name.endswith("messages")}
-    table = Table("count", "now", "recorded")
-    for name, count in found.items():
-        table.add_row(name, f"{count:,}", f"{own[name]:,}" if name in own else "-")
-    Console().print(table)
+    rows = [(name, f"{count:,}", f"{own[name]:,}" if name in own else "-") for name, count in found.items()]
+    show(Sheet(("count", "now", "recorded"), rows))
     if record:
         kept = {name: count for name, count in before.items() if name.endswith("messages")}
         RECORDED.write_text(json.dumps(found | kept, indent=2) + "\n")
@@ -319,4 +316,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -23,7 +23,9 @@ import msgspec
 
 from benchmarks.control_plane.load_client import http_request
 from benchmarks.control_plane.systems import HOST, Ours
+from benchmarks.engine.in_process import set_threads
 from benchmarks.errors import BenchError
+from benchmarks.harness import CORES, in_turns, timed
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.serve.workloads import Workload
 
@@ -135,17 +137,17 @@ BETTER: dict[str, Better] = {
 """Every ratio, and whether more of it is good."""
 
 
-def in_turns(pairs: list[Pair], rounds: int) -> Rounds:
+def ratios(pairs: list[Pair], rounds: int) -> Rounds:
     """After a round that does not count."""
-    found: Rounds = {pair.name: [] for pair in pairs}
-    for at in range(rounds + 1):
-        for pair in pairs:
-            if at % 2:
-                second, first = pair.second(), pair.first()
-            else:
-                first, second = pair.first(), pair.second()
-            if at:
-                found[pair.name].append(second / first)
+    found: Rounds = {}
+    costs = in_turns(
+        {(at, name): getattr(pair, name) for at, pair in enumerate(pairs) for name in ("first", "second")},
+        rounds,
+        1,
+    )
+    for at, pair in enumerate(pairs):
+        both = zip(costs[at, "first"], costs[at, "second"], strict=True)
+        found[pair.name] = [second / first for first, second in both]
     return found
 
 
@@ -153,25 +155,13 @@ def _pair(name: str, first: Callable[[], float], second: Callable[[], float]) ->
     return Pair(name, BETTER[name], first, second)
 
 
-def timed(work: Callable[[], object], times: int) -> Callable[[], float]:
-    """Seconds of `work`, done several times."""
-
-    def run() -> float:
-        began = time.perf_counter()
-        for _ in range(times):
-            work()
-        return time.perf_counter() - began
-
-    return run
-
-
 # --- the engine ----------------------------------------------------------------------------------
 
 
 def engine(model: Path, rounds: int, effort: int) -> Rounds:
     """`effort`: steps of a round, and tokens of a text, are as many times 8."""
-    threads = len(os.sched_getaffinity(0))
-    return in_turns([*_kernels(model, threads, effort), *_blocks(model, threads, effort)], rounds) | _grammar(
+    threads = CORES
+    return ratios([*_kernels(model, threads, effort), *_blocks(model, threads, effort)], rounds) | _grammar(
         model, threads, rounds, effort
     )
 
@@ -225,7 +215,7 @@ def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
         def decode(case: str) -> Callable[[], float]:
             return lambda: bench.decode(CASES[case], 8, 8 * effort)[0]
 
-        return in_turns([_pair(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
+        return ratios([_pair(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
 
 
 # --- rings ---------------------------------------------------------------------------------------
@@ -247,7 +237,7 @@ def ring(model: Path, rounds: int, effort: int) -> Rounds:
                 lambda plan=plans[1]: sum(two.steps(plan, 2 * effort)[0]),  # type: ignore[misc]
                 lambda plan=plans[0]: sum(one.steps(plan, 2 * effort)[0]),  # type: ignore[misc]
             )
-            found |= in_turns([pair], rounds)
+            found |= ratios([pair], rounds)
         return found
     finally:
         one.close()
@@ -267,12 +257,10 @@ def served(model: Path, rounds: int, effort: int) -> Rounds:
 
 
 async def _served(model: Path, rounds: int, effort: int, scratch: Path) -> Rounds:
-    threads = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    threads = CORES
+    set_threads(threads)
     from benchmarks.inprocess import InProcess
-    from services.executor.supervisor.rank_process import SPIN_COUNT
 
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     ours = Ours(scratch / "stack", model=model, engine="torch")
     await ours.start()
     try:

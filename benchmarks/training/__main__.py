@@ -26,6 +26,7 @@ import typer
 
 from benchmarks.errors import BenchError
 from benchmarks.harness import CORES, JsonFile, Rounds, Sheet, Threads, machine, one_of, publish, run, turns
+from benchmarks.processes import status_bytes
 from benchmarks.training.examples import conversations
 from benchmarks.training.process import vocabulary_of
 from benchmarks.training.task import Result, Task
@@ -45,13 +46,8 @@ class Peak:
 
     def look(self, pid: int) -> None:
         """Once; a process that has ended has none."""
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            return
-        found = {name: int(number) << 10 for name, number, *_ in map(str.split, lines)}
-        self.anonymous = max(self.anonymous, found.get("Anonymous:", 0))
-        self.pss = max(self.pss, found.get("Pss:", 0))
+        self.anonymous = max(self.anonymous, status_bytes(pid, "smaps_rollup", "Anonymous"))
+        self.pss = max(self.pss, status_bytes(pid, "smaps_rollup", "Pss"))
 
 
 @dataclass

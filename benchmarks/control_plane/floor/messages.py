@@ -10,10 +10,7 @@ sender is this process, under uvloop; the receiver one of its own.
 
 import asyncio
 import contextlib
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,8 +23,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
 
-from benchmarks.errors import BenchError
 from benchmarks.process_cpu import cpu_seconds
+from benchmarks.processes import Child, nats_variables, python
 from services.cli.supervision.nats_server import LocalNats
 from shared.config import CommonSettings, load_settings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
@@ -84,7 +81,9 @@ class Messages:
         server = LocalNats(folder / "nats")
         await server.start(die_with_parent())
         settings = server.settings()
-        receiver = await asyncio.to_thread(_receiver, settings)
+        command = python("benchmarks.control_plane.floor.messages")
+        receiver = Child("The receiver of messages", command, variables=nats_variables(settings))
+        await receiver.start()
         bus = await Bus.connect(settings, "sender")
         bare = await _bare(settings)
         try:
@@ -93,8 +92,7 @@ class Messages:
         finally:
             await bare.close()
             await bus.close()
-            receiver.kill()
-            await asyncio.to_thread(receiver.communicate)
+            await receiver.stop()
             await server.stop()
 
     async def _settle(self) -> None:
@@ -133,25 +131,6 @@ async def _bare(settings: CommonSettings) -> Client:
 
 
 # --- the receiver --------------------------------------------------------------------------------
-
-
-def _receiver(settings: CommonSettings) -> "subprocess.Popen[bytes]":
-    variables = {
-        "RYZANSTEIN_NATS_URL": settings.nats_url,
-        "RYZANSTEIN_NATS_USER": settings.nats_user,
-        "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.control_plane.floor.messages"],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, **variables},
-        preexec_fn=die_with_parent(),
-    )
-    assert process.stdout is not None
-    if not process.stdout.readline():
-        raise BenchError("The receiver of messages did not start; its error stands above.")
-    return process
 
 
 async def receive() -> None:

@@ -7,9 +7,7 @@ The servers take turns under the load client of the closed loop; of messages see
 costs `wake_ups.py`.
 """
 
-import asyncio
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +21,9 @@ from benchmarks.control_plane.floor.messages import Cost, Messages
 from benchmarks.control_plane.floor.wake_ups import WakeUps, lines
 from benchmarks.control_plane.load_client import Measured, built, http_request, median_run
 from benchmarks.control_plane.systems import HOST, body
-from benchmarks.errors import BenchError
 from benchmarks.harness import Report, Sheet
 from benchmarks.peers.servers import free_port
-from shared.process import die_with_parent
+from benchmarks.processes import Child, python
 
 _SOURCE = Path(__file__).with_name("sse_echo.c")
 WORD = "a"
@@ -63,31 +60,16 @@ class Server:
         """`command`: PORT stands for the port; it prints a line once it listens."""
         self.name = name
         self.port = free_port()
-        self._command = [str(self.port) if word == "PORT" else word for word in command]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child = Child(name, [str(self.port) if word == "PORT" else word for word in command])
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._start)
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[3],
-            preexec_fn=die_with_parent(),
-        )
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise BenchError(f"{self.name} did not start; its error stands above.")
+        await self._child.start()
 
     async def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.communicate)
+        await self._child.stop()
 
     def processes(self) -> Mapping[str, list[int]]:
-        assert self._process is not None
-        return {"server": [self._process.pid]}
+        return {"server": [self._child.pid]}
 
     def request(self, tokens: int) -> bytes:
         return http_request(HOST, self.port, body("stub", tokens, {}))
@@ -103,9 +85,7 @@ def servers(folder: Path, tokens: int) -> list[Server]:
     return [
         Server("C, one write", [str(program), "PORT", str(whole), "0"]),
         Server("C, a write for each event", [str(program), "PORT", str(whole), "1"]),
-        Server(
-            "uvicorn", [sys.executable, "-m", "benchmarks.control_plane.floor.streams", "PORT", str(tokens)]
-        ),
+        Server("uvicorn", python("benchmarks.control_plane.floor.streams", "PORT", tokens)),
     ]
 
 

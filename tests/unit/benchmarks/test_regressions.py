@@ -7,10 +7,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.errors import BenchError
-from benchmarks.harness import machine
+from benchmarks.harness import machine, show
 from benchmarks.regressions import __main__ as command
 from benchmarks.regressions import measures
-from benchmarks.regressions.measures import BETTER, Pair, Ratio, Recorded, Rounds, in_turns
+from benchmarks.regressions.measures import BETTER, Pair, Ratio, Recorded, Rounds, ratios
 
 NAME = "gRPC, CPU of a streamed answer against REST"
 
@@ -22,7 +22,7 @@ def test_the_two_ways_take_turns_and_the_first_round_does_not_count() -> None:
         order.append(name)
         return cost + (100.0 if len(order) <= 2 else 0.0)
 
-    found = in_turns([Pair("r", "more", lambda: way("A", 2.0), lambda: way("B", 6.0))], 3)
+    found = ratios([Pair("r", "more", lambda: way("A", 2.0), lambda: way("B", 6.0))], 3)
     assert "".join(order) == "ABBAABBA"
     assert found == {"r": [3.0, 3.0, 3.0]}
 
@@ -124,7 +124,7 @@ def test_without_recorded_ratios_nothing_passes(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_table_names_every_ratio() -> None:
     screen = Console(record=True, width=140)
-    command.show(command.judge({NAME: [0.9] * 3}, recorded(0.8)), screen)
+    show(command.sheet(command.judge({NAME: [0.9] * 3}, recorded(0.8))), console=screen)
     text = screen.export_text()
     assert NAME in text
     assert "worse" in text

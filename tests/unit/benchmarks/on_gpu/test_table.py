@@ -1,14 +1,13 @@
 """What a run prints, and what becomes of it in docs/gpu.md."""
 
-import io
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from benchmarks.on_gpu.bench import Report, Row, SectionResult, data_sheet, line, shown
-from benchmarks.on_gpu.table import BEGIN, END, aims, markdown, predictions, put_into, show
+from benchmarks.on_gpu.table import BEGIN, END, aims, markdown, parts, predictions, put_into
+from tests.unit.benchmarks.terminal import shown as rendered
 
 PAGE = Path(__file__).parents[4] / "docs/gpu.md"
 BF16 = Row("decode/8b/bf16/kv-bf16/1024/1", "decode", 250.0, "tok/s", 286.0, 0.874, "4.00 ms a step")
@@ -53,9 +52,7 @@ def test_the_table_has_every_row_every_error_and_the_aims() -> None:
         BF16, Row("x", "not fitting", None, note="does not fit"), Row("y", "kernels", 0.5, ok=False)
     )
     whole.sections.append(SectionResult("late", "skipped", error=["0 s were [left]"]))
-    console = Console(width=170, record=True, file=io.StringIO())
-    show(whole, console)
-    text = console.export_text()
+    text = rendered(*parts(whole))
     for part in ("250 tok/s", "87%", "does not fit", "WRONG", "0 s were [left]", "met: 85% of the bandwidth"):
         assert part in text
 
