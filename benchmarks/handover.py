@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
-from benchmarks.errors import BenchError
 from benchmarks.harness import Sheet, machine, run, show
+from benchmarks.serve.sse import Client
 from services.cli.commands.control import drain_group
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import StackSettings
@@ -41,18 +40,16 @@ class Session:
     name: str
     prompt: list[int] = field(default_factory=list)
 
-    async def turn(self, http: httpx.AsyncClient, tokens: int) -> tuple[int, int, float]:
+    async def turn(self, client: Client, tokens: int) -> tuple[int, int, float]:
         """(tokens found in the cache, tokens that might have been, seconds)."""
         generator = random.Random(f"{self.name}{len(self.prompt)}")
         reusable = len(self.prompt) // BLOCK * BLOCK
         self.prompt += [generator.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
         body = {"model": NAME, "prompt": self.prompt, "max_tokens": 1, "temperature": 0}
         began = time.perf_counter()
-        answer = await http.post("/v1/completions", json=body, headers={"X-Session-ID": self.name})
+        answer = await client.ask("/v1/completions", body, {"X-Session-ID": self.name})
         seconds = time.perf_counter() - began
-        if answer.status_code != httpx.codes.OK:
-            raise BenchError(f"A turn was answered {answer.status_code}: {answer.text}")
-        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         return min(cached, reusable), reusable, seconds
 
 
@@ -66,28 +63,31 @@ class Figures:
 
 async def measure(stack: LocalStack, sessions: list[Session], tokens: int) -> Figures:
     """All sessions on a stack of two groups that has just started; one of them leaves."""
-    async with httpx.AsyncClient(base_url=stack.gateway_url, timeout=120, trust_env=False) as http:
-        await _answering(http)
+    client = Client(stack.gateway_url, timeout=120)
+    try:
+        await _answering(client)
         for _ in range(2):
             for session in sessions:
-                await session.turn(http, tokens)
+                await session.turn(client, tokens)
         group = stack.beats[next(c.instance for c in stack.children if c.service == "executor")].group
         assert group is not None
         await drain_group(
             stack.nats_settings, group.group, grace=10, wait=True, timeout=120, report=lambda record: None
         )
-        turns = [await session.turn(http, tokens) for session in sessions]
+        turns = [await session.turn(client, tokens) for session in sessions]
+    finally:
+        client.close()
     logged = [line for path in stack.logs.glob("executor*.log") for line in path.read_text().splitlines()]
     given = next((json.loads(line) for line in logged if '"handover_sent"' in line), {})
     found, reusable, seconds = zip(*turns, strict=True)
     return Figures(sum(found) / sum(reusable), statistics.mean(seconds), given)
 
 
-async def _answering(http: httpx.AsyncClient) -> None:
+async def _answering(client: Client) -> None:
     async with asyncio.timeout(60):
+        body = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 1}
         while True:
-            body = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 1}
-            if (await http.post("/v1/completions", json=body)).status_code == httpx.codes.OK:
+            if (await client.post("/v1/completions", body)).status == 200:
                 return
             await asyncio.sleep(0.1)
 

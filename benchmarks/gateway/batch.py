@@ -20,6 +20,8 @@ import typer
 from benchmarks.control_plane.systems import HOST, Ours
 from benchmarks.errors import BenchError
 from benchmarks.harness import nearest, run
+from benchmarks.serve.runner import choose_model
+from benchmarks.serve.sse import Client
 
 QUIET = 5.0
 """Seconds of interactive requests without a batch."""
@@ -51,13 +53,13 @@ def write_input(path: Path, lines: int, model: str, tokens: int) -> int:
         return out.tell()
 
 
-async def latencies(http: httpx.AsyncClient, model: str, end: asyncio.Event) -> list[float]:
+async def latencies(client: Client, model: str, end: asyncio.Event) -> list[float]:
     """Milliseconds of short interactive requests, one after the other, until `end`."""
     body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
     found = []
     while not end.is_set():
         began = time.perf_counter()
-        (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+        await client.ask("/v1/chat/completions", body)
         found.append((time.perf_counter() - began) * 1000)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(end.wait(), PAUSE)
@@ -68,10 +70,10 @@ def shown(found: list[float]) -> str:
     return f"p50 {nearest(found, 0.5):.1f} ms, p95 {nearest(found, 0.95):.1f} ms ({len(found)} requests)"
 
 
-async def quiet(http: httpx.AsyncClient, model: str) -> list[float]:
+async def quiet(client: Client, model: str) -> list[float]:
     end = asyncio.Event()
     asyncio.get_running_loop().call_later(QUIET, end.set)
-    return await latencies(http, model, end)
+    return await latencies(client, model, end)
 
 
 async def run_batch(http: httpx.AsyncClient, path: Path) -> dict[str, Any]:
@@ -103,17 +105,17 @@ async def check_output(http: httpx.AsyncClient, batch: dict[str, Any], lines: in
 
 
 async def measure(url: str, pid: int, lines: int, tokens: int, *, beside: bool) -> None:
-    timeout = httpx.Timeout(120.0, read=600.0)
+    timeout, client = httpx.Timeout(120.0, read=600.0), Client(url)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as http:
-        model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        idle = await quiet(http, model) if beside else []
+        model = await choose_model(client, None)
+        idle = await quiet(client, model) if beside else []
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "input.jsonl")
             size = write_input(path, lines, model, tokens)
             memory = Memory(pid)
             watching = asyncio.create_task(memory.watch())
             end = asyncio.Event()
-            loaded = asyncio.create_task(latencies(http, model, end)) if beside else None
+            loaded = asyncio.create_task(latencies(client, model, end)) if beside else None
             batch = await run_batch(http, path)
             end.set()
             during = await loaded if loaded else []

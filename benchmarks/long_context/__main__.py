@@ -3,6 +3,7 @@
 Every question is asked in each way that `--sparse` names, the same question, one way after the other.
 """
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -62,19 +63,17 @@ def samples_of(
 
 
 @contextmanager
-def _endpoint(model: str, url: str, api: Api, key: str) -> Iterator[Endpoint]:
-    """At `url`, or of a stack that is started for it, with summaries of pages."""
+def _served(model: str, url: str) -> Iterator[tuple[str, str]]:
+    """Address and model of an endpoint: `url`, or of a stack that is started for it, with summaries of pages."""
     if url:
-        with Endpoint(url, model, api, key) as endpoint:
-            yield endpoint
+        yield url, model
         return
     with (
         TemporaryDirectory(prefix="ryzanstein-bench-") as scratch,
         stack_of(Path(scratch), model, None, [], {"RYZANSTEIN_SPARSE_ATTENTION": "true"}) as stack,
     ):
         stack.wait_ready()
-        with Endpoint(stack.url, stack.model, api) as endpoint:
-            yield endpoint
+        yield stack.url, stack.model
 
 
 def main(
@@ -117,11 +116,17 @@ def main(
         raise BenchError("Name a model, or an endpoint with --url.")
     sizes = lengths_of(lengths)
     api: Api = "completions" if completions else "chat"
-    with _endpoint(model, url, api, os.environ.get("OPENAI_API_KEY", "")) as endpoint:
-        ruler = endpoint.measure()
-        asked = samples_of(wanted, sizes, depths, samples, ruler)
-        answers = endpoint.ask_all(asked, choices, concurrency, tell=choices != [DENSE])
-        served = endpoint.model
+    key = os.environ.get("OPENAI_API_KEY", "") if url else ""
+
+    async def asked(address: str, named: str) -> tuple[Ruler, list[Answer], str]:
+        async with Endpoint(address, named, api, key) as endpoint:
+            ruler = await endpoint.measure()
+            questions = samples_of(wanted, sizes, depths, samples, ruler)
+            answers = await endpoint.ask_all(questions, choices, concurrency, tell=choices != [DENSE])
+            return ruler, answers, endpoint.model
+
+    with _served(model, url) as (address, named):
+        ruler, answers, served = asyncio.run(asked(address, named))
     found = tables(answers)
     report = LongContextReport(
         **about(),

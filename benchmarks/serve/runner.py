@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from benchmarks.errors import BenchError
-from benchmarks.serve.sse import Answer, Client, Usage, error_message
+from benchmarks.serve.sse import Answer, Client, Usage
 from benchmarks.serve.stats import Sample, Summary, summarise
 from benchmarks.serve.workloads import Measure, Session, Workload, poisson_arrivals
 
@@ -67,7 +67,7 @@ async def choose_model(client: Client, wanted: str | None) -> str:
     if answer.status != 200:
         if wanted is not None and answer.status in (404, 405, 501):
             return wanted  # the server lists no models; it will say so itself if it has not this one
-        raise BenchError(f"{client.url}/v1/models answered {_http_fault(answer)}.")
+        raise BenchError(f"{client.url}/v1/models answered {answer.refusal()}.")
     try:
         names = [model.id for model in msgspec.json.decode(answer.body, type=_Models).data]
     except msgspec.MsgspecError as error:
@@ -88,17 +88,13 @@ def server_measure(target: Target) -> Measure:
         body = target.unstreamed(contents)
         answer = await target.client.post("/v1/chat/completions", body)
         if answer.status != 200:
-            raise BenchError(f"A request of one token was refused with {_http_fault(answer)}.")
+            raise BenchError(f"A request of one token was refused with {answer.refusal()}.")
         try:
             return msgspec.json.decode(answer.body, type=_Counted).usage.prompt_tokens
         except msgspec.MsgspecError as error:
             raise BenchError(f"The server's answer carries no usage.prompt_tokens: {error}.") from None
 
     return measure
-
-
-def _http_fault(answer: Answer) -> str:
-    return f"HTTP {answer.status}: {error_message(bytes(answer.body)).rstrip('.')}"
 
 
 def conversation(contents: Sequence[str]) -> list[dict[str, str]]:
@@ -215,7 +211,7 @@ class _Player:
             answer = await self.target.client.post(path, body)
             if answer.status not in (200, 202):
                 pause.cancel()
-                return f"--prefill-ahead was refused with {_http_fault(answer)}"
+                return f"--prefill-ahead was refused with {answer.refusal()}"
         await pause
         return ""
 

@@ -17,7 +17,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -117,6 +117,10 @@ class Answer:
         else:
             self.arrivals.append(now)
             self.deltas.append(1)
+
+    def refusal(self) -> str:
+        """A status that is not 200, and what was said with it."""
+        return f"HTTP {self.status}: {error_message(bytes(self.body)).rstrip('.')}"
 
     def fault(self) -> str | None:
         """Why this is no complete streamed answer, or None if it is one."""
@@ -304,9 +308,21 @@ class Client:
         """The answer to a GET. Raises BenchError if the server cannot be reached or breaks off."""
         return await self._demand("GET", path, b"", {})
 
-    async def post(self, path: str, body: Mapping[str, object]) -> Answer:
+    async def post(
+        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+    ) -> Answer:
         """The answer to a POST of JSON that is not streamed. Raises BenchError as `get` does."""
-        return await self._demand("POST", path, msgspec.json.encode(body), {})
+        return await self._demand("POST", path, msgspec.json.encode(body), headers or {})
+
+    async def ask(
+        self, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """The JSON that a POST is answered with, or a GET where there is no body. Raises BenchError where it is not
+        answered with 200."""
+        answer = await (self.get(path) if body is None else self.post(path, body, headers))
+        if answer.status != 200:
+            raise BenchError(f"{self.url}{path} answered {answer.refusal()}.")
+        return msgspec.json.decode(answer.body)
 
     async def stream(
         self, body: Mapping[str, object], headers: Mapping[str, str], *, started: float | None = None

@@ -140,7 +140,7 @@ def test_other_servers_are_asked_without_fields_that_they_do_not_know(url: str) 
         (["m", "--lengths", "99"], "--lengths '99' is no number of tokens from 256 on"),
         (["m", "--sparse", "pages,bugdet=1"], "--sparse pages,bugdet=1: it has no 'bugdet'"),
         (["m", "--task", "naps"], "'naps' is not one of needle"),
-        (["m", "--url", "http://127.0.0.1:9"], "The endpoint does not answer"),
+        (["m", "--url", "http://127.0.0.1:9"], "cannot be reached"),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_a_sentence(arguments: list[str], words: str) -> None:
@@ -149,8 +149,14 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(arguments: list[str], words:
     assert words in result.output
 
 
-def test_an_endpoint_without_usage_that_counts_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Endpoint, "_post", lambda *_: {"usage": {"prompt_tokens": 5}})
-    with Endpoint(url, "", "chat") as endpoint, pytest.raises(BenchError, match="cannot be measured"):
-        endpoint.measure()
+async def test_an_endpoint_without_usage_that_counts_is_named(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def post(*_: object) -> dict[str, Any]:
+        return {"usage": {"prompt_tokens": 5}}
+
+    monkeypatch.setattr(Endpoint, "_post", post)
+    async with Endpoint(url, "", "chat") as endpoint:
+        with pytest.raises(BenchError, match="cannot be measured"):
+            await endpoint.measure()
     assert lengths_of("2k, 300") == [2048, 300]
