@@ -119,7 +119,7 @@ def test_needles_are_asked_for_in_every_way_and_scored(url: str, tmp_path: Path)
     windowed = [depths[f"depth {depth:g}", 1024, "window,recent=100"] for depth in (0, 0.5, 1)]
     assert windowed == [0.0, 0.0, 1.0], "a window sees the end alone"
     assert "| needle | 1k |" in Path(files[0]).read_text()
-    assert "12 x The endpoint answers 400: The context has 2000 tokens." in result.output
+    assert f"12 x {url}/v1/chat/completions answered HTTP 400: The context has 2000 tokens." in result.output
     asked = {json.dumps(body.get("sparse_attention")) for body in Reader.bodies[2:]}
     assert asked == {"false", '{"kind": "pages"}', '{"kind": "window", "recent": 100}'}
 
