@@ -135,12 +135,14 @@ class Feed:
 
 @dataclass
 class Reading:
-    """What one codec made of the text."""
+    """What one codec, or way to compute, made of the text."""
 
     loss: float
-    """Sum of -log p over all tokens but the windows' first."""
+    """Sum of -log p over all tokens but the windows' first, and those that were skipped."""
     best: Tokens
     """Most likely next token at each position [windows, context]."""
+    divergence: float = 0.0
+    """Mean over all positions, in nats."""
 
 
 def read_text(model: Model, codec: str, windows: Tokens, chunk: int, batch: int) -> Reading:

@@ -35,6 +35,7 @@ from benchmarks.engine.kv_quality import (
     Context,
     Feed,
     Model,
+    Reading,
     ReadTokens,
     TextFile,
     Tokens,
@@ -106,18 +107,6 @@ WAYS = (
     Way("int8 on GPUs, activations too", INT8, partial(widened, codec=INT8)),
 )
 """What is compared with the first. The last is not served: it shows what `torch._int_mm` would cost."""
-
-
-@dataclass
-class Reading:
-    """What one way made of the text."""
-
-    loss: float
-    """Sum of -log p over all tokens but the windows' first, and those that were skipped."""
-    best: Tokens
-    """Most likely next token at each position [windows, context]."""
-    divergence: float = 0.0
-    """Mean over all positions, in nats"""
 
 
 def linears_of(model: Any, way: Way) -> Iterator[tuple[nn.Module, WeightCodec | Type]]:

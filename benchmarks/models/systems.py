@@ -109,6 +109,20 @@ async def _healthy(client: Client) -> bool:
 
 
 @asynccontextmanager
+async def one_server(
+    name: str, launch: Launch, port: int, models: Sequence[Served], log: Path
+) -> AsyncIterator[System]:
+    """What is launched, once it has answered a request of each model."""
+    with Server(launch, log, log.parent) as server:
+        system = OneServer(name, f"http://127.0.0.1:{port}", models)
+        try:
+            await system.first_answers(server)
+            yield system
+        finally:
+            system.close()
+
+
+@asynccontextmanager
 async def ryzanstein(models: Sequence[Served], host_memory: int, folder: Path) -> AsyncIterator[System]:
     """`host_memory`: bytes; at least one model must fit, and no two."""
     port = free_port()
@@ -121,15 +135,9 @@ async def ryzanstein(models: Sequence[Served], host_memory: int, folder: Path) -
         "RYZANSTEIN_DATA_DIR": str(folder / "data"),
         "PATH": os.environ["PATH"],
     }
-    with Server(
-        Launch((*command, "--data-dir", str(folder / "data")), variables), folder / "up.log", folder
-    ) as up:
-        system = OneServer("ryzanstein", f"http://127.0.0.1:{port}", models)
-        try:
-            await system.first_answers(up)
-            yield system
-        finally:
-            system.close()
+    launch = Launch((*command, "--data-dir", str(folder / "data")), variables)
+    async with one_server("ryzanstein", launch, port, models, folder / "up.log") as system:
+        yield system
 
 
 @asynccontextmanager
@@ -152,15 +160,9 @@ async def llama_cpp(
         str(port),
         *options,
     )
-    with Server(
-        Launch(command, {"LLAMA_CACHE": str(folder / "cache")}), folder / "router.log", folder
-    ) as router:
-        system = OneServer("llama.cpp's router", f"http://127.0.0.1:{port}", models)
-        try:
-            await system.first_answers(router)
-            yield system
-        finally:
-            system.close()
+    launch = Launch(command, {"LLAMA_CACHE": str(folder / "cache")})
+    async with one_server("llama.cpp's router", launch, port, models, folder / "router.log") as system:
+        yield system
 
 
 @asynccontextmanager

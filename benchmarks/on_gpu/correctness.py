@@ -21,7 +21,7 @@ from msgspec import structs
 from benchmarks.engine.steps import Row as Sequence
 from benchmarks.engine.steps import step_plan
 from benchmarks.on_gpu.bench import Bench, Row
-from benchmarks.on_gpu.kernel_shard import run_shards
+from benchmarks.on_gpu.kernel_shard import chosen, run_shards
 from benchmarks.on_gpu.served import GREEDY, Served, generate, plain_model, prefill_plan, served
 from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
 from services.executor.core.step_plan import StepPlan, to_bytes
@@ -79,9 +79,10 @@ def _kernels(bench: Bench) -> None:
     """In processes beside each other, since most of it is compiling."""
     shards = 1 if bench.tiny else min(SHARDS, len(os.sched_getaffinity(0)))
     found = run_shards(shards, bench.tiny, max(bench.left(), 1.0))
-    wrong = [f"{one.case}: {one.wrong}" for one in found.checked if one.wrong]
-    largest = max((one.error for one in found.checked if not one.wrong), default=0.0)
-    note = f"{len(found.checked)} of {found.wanted} cases" + "".join(f"; {why}" for why in found.ended)
+    wrong = [f"{one.key}: {one.note}" for one in found.checked if not one.ok]
+    largest = max((one.figure for one in found.checked if one.figure is not None), default=0.0)
+    wanted = len(chosen(bench.tiny))
+    note = f"{len(found.checked)} of {wanted} cases" + "".join(f"; {why}" for why in found.ended)
     for why in wrong:
         print(f"wrong: {why}", file=sys.stderr)
     if wrong:

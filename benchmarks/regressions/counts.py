@@ -91,13 +91,17 @@ def counting() -> Iterator[Calls]:
 # --- executor ------------------------------------------------------------------------------------
 
 
-def decode_steps(sequences: int, steps: int) -> int:
-    """Calls of that many decode steps of the batcher, and of what gathers their tokens into frames."""
+def full_batch(sequences: int, steps: int) -> tuple[ContinuousBatcher, Gathering, list[SampledToken]]:
+    """Sequences that go on for that many steps, what gathers their tokens into frames, and one token of each."""
     batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
-    gathering = Gathering()
     for number in range(sequences):
         batcher.add(request(number, prompt=4, output=steps + 8))
-    answers = [SampledToken(7)] * sequences
+    return batcher, Gathering(), [SampledToken(7)] * sequences
+
+
+def decode_steps(sequences: int, steps: int) -> int:
+    """Calls of that many decode steps of the batcher, and of what gathers their tokens into frames."""
+    batcher, gathering, answers = full_batch(sequences, steps)
     for at in range(4):
         _step(batcher, gathering, answers, float(at))
     with counting() as calls:
@@ -108,11 +112,7 @@ def decode_steps(sequences: int, steps: int) -> int:
 
 def steps_ahead(sequences: int, steps: int) -> int:
     """The same, each step planned while the one before it is under way."""
-    batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
-    gathering = Gathering()
-    for number in range(sequences):
-        batcher.add(request(number, prompt=4, output=steps + 8))
-    answers = [SampledToken(7)] * sequences
+    batcher, gathering, answers = full_batch(sequences, steps)
     assert batcher.schedule() is not None
     with counting() as calls:
         for at in range(steps):
