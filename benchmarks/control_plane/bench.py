@@ -85,7 +85,7 @@ class Bench:
         ]
 
     async def closed(self, systems: Sequence[System], rounds: int) -> dict[str, list[Measured]]:
-        """Systems take turns, every other round backwards, so that what disturbs the machine disturbs all."""
+        """Systems take turns, so that what disturbs the machine disturbs all."""
         found: dict[str, list[Measured]] = {system.name: [] for system in systems}
         for at, system in turns(systems, rounds):
             self._tell(f"{system.name}: {self._connections} at once, round {at + 1} of {rounds}")

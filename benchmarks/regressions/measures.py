@@ -25,7 +25,7 @@ from benchmarks.control_plane.load_client import http_request
 from benchmarks.control_plane.systems import HOST, Ours
 from benchmarks.engine.in_process import set_threads
 from benchmarks.errors import BenchError
-from benchmarks.harness import CORES, in_turns, timed
+from benchmarks.harness import CORES, timed
 from benchmarks.process_cpu import cpu_seconds
 from benchmarks.serve.workloads import Workload
 
@@ -139,15 +139,12 @@ BETTER: dict[str, Better] = {
 
 def ratios(pairs: list[Pair], rounds: int) -> Rounds:
     """After a round that does not count."""
-    found: Rounds = {}
-    costs = in_turns(
-        {(at, name): getattr(pair, name) for at, pair in enumerate(pairs) for name in ("first", "second")},
-        rounds,
-        1,
-    )
-    for at, pair in enumerate(pairs):
-        both = zip(costs[at, "first"], costs[at, "second"], strict=True)
-        found[pair.name] = [second / first for first, second in both]
+    found: Rounds = {pair.name: [] for pair in pairs}
+    for at in range(rounds + 1):
+        for pair in pairs:
+            costs = {way: way() for way in (pair.first, pair.second)[:: -1 if at % 2 else 1]}
+            if at:
+                found[pair.name].append(costs[pair.second] / costs[pair.first])
     return found
 
 

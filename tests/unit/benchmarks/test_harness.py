@@ -34,8 +34,9 @@ class Timing(msgspec.Struct):
     extra: float | None = None
 
 
-def test_every_other_round_goes_backwards() -> None:
-    assert [name for _, name in turns("abc", 3)] == list("abccbaabc")
+def test_each_round_begins_with_another_one() -> None:
+    assert [name for _, name in turns("ab", 3)] == list("abbaab")
+    assert [name for _, name in turns("abc", 4)] == list("abcbcacababc")
     assert [at for at, _ in turns("ab", 2)] == [0, 0, 1, 1]
 
 
