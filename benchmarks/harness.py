@@ -254,7 +254,7 @@ def show(*parts: Sheet | Table | str, console: Console | None = None) -> None:
     for part in parts:
         made = part.table() if isinstance(part, Sheet) else part
         if isinstance(made, str):
-            console.print(made, markup=False, highlight=False, soft_wrap=True)
+            console.print(made, markup=False, emoji=False, highlight=False, soft_wrap=True)
         elif made.row_count:
             console.print(made)
 
