@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import Sheet, machine, run, show
+from benchmarks.serve.runner import wait_answered
 from benchmarks.serve.sse import Client
 from services.cli.commands.control import drain_group
 from services.cli.supervision.stack import LocalStack, StackPlan
@@ -65,7 +66,8 @@ async def measure(stack: LocalStack, sessions: list[Session], tokens: int) -> Fi
     """All sessions on a stack of two groups that has just started; one of them leaves."""
     client = Client(stack.gateway_url, timeout=120)
     try:
-        await _answering(client)
+        first = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 1}
+        await wait_answered(lambda: client.post("/v1/completions", first), 60)
         for _ in range(2):
             for session in sessions:
                 await session.turn(client, tokens)
@@ -81,15 +83,6 @@ async def measure(stack: LocalStack, sessions: list[Session], tokens: int) -> Fi
     given = next((json.loads(line) for line in logged if '"handover_sent"' in line), {})
     found, reusable, seconds = zip(*turns, strict=True)
     return Figures(sum(found) / sum(reusable), statistics.mean(seconds), given)
-
-
-async def _answering(client: Client) -> None:
-    async with asyncio.timeout(60):
-        body = {"model": NAME, "prompt": [FIRST_TOKEN], "max_tokens": 1}
-        while True:
-            if (await client.post("/v1/completions", body)).status == 200:
-                return
-            await asyncio.sleep(0.1)
 
 
 async def measured(model: Path, tp: int, sessions: int, tokens: int, *, handover: bool) -> Figures:

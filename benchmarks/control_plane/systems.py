@@ -9,13 +9,11 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 import psutil
 from tokenizers import Tokenizer
@@ -24,6 +22,8 @@ from benchmarks.control_plane.load_client import MARK, http_request
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import pip
 from benchmarks.peers.servers import free_port
+from benchmarks.serve.runner import wait_answered
+from benchmarks.serve.sse import Client
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import StackSettings
 from services.executor.rank import FIRST_WORD
@@ -262,22 +262,9 @@ _EXACTLY = {"ignore_eos": True}
 
 async def _wait_answered(port: int, content: bytes, check: Callable[[], None] = lambda: None) -> None:
     """Returns when a request is answered with 200."""
-    give_up = time.monotonic() + READY_SECONDS
-    reason = "nobody listens"
-    async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-        while time.monotonic() < give_up:
-            check()
-            try:
-                answer = await client.post(
-                    f"http://{HOST}:{port}/v1/chat/completions",
-                    content=content.replace(MARK.encode(), b"0"),
-                    headers={"content-type": "application/json"},
-                )
-            except httpx.HTTPError as error:
-                reason = str(error) or type(error).__name__
-            else:
-                if answer.status_code == 200:
-                    return
-                reason = f"HTTP {answer.status_code}: {answer.text[:200]}"
-            await asyncio.sleep(0.2)
-    raise BenchError(f"The server on port {port} was not ready after {READY_SECONDS:g} s: {reason}.")
+    client = Client(f"http://{HOST}:{port}", timeout=5)
+    asked = msgspec.json.decode(content.replace(MARK.encode(), b"0"))
+    try:
+        await wait_answered(lambda: client.post("/v1/chat/completions", asked), READY_SECONDS, check)
+    finally:
+        client.close()

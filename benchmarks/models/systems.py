@@ -7,12 +7,12 @@
 Ollama itself computes with llama.cpp: its order of requests and its one process a model are what is compared.
 """
 
-import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -21,7 +21,7 @@ from benchmarks.errors import BenchError
 from benchmarks.models.switching import System, Turns, target_of
 from benchmarks.peers.catalog import Launch
 from benchmarks.peers.servers import Server, free_port, wait_ready
-from benchmarks.serve.runner import Target
+from benchmarks.serve.runner import Target, wait_answered
 from benchmarks.serve.sse import Client
 
 READY_SECONDS = 300.0
@@ -86,10 +86,8 @@ class OllamasOrder:
         self._server = Server(Launch(command, {}), self._folder / "ollama.log", self._folder)
         self._server.__enter__()
         client = Client(f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS)
-        while not await _healthy(client):
-            if (end := self._server.ended()) is not None:
-                raise BenchError(f"llama-server could not serve {model.name}: {end}.")
-            await asyncio.sleep(0.02)
+        alive = partial(_alive, self._server, model)
+        await wait_answered(lambda: client.get("/health"), READY_SECONDS, alive, poll=0.02)
         self._target = Target(client, model.name, {})
 
     def close(self) -> None:
@@ -101,11 +99,9 @@ class OllamasOrder:
             self._server = None
 
 
-async def _healthy(client: Client) -> bool:
-    try:
-        return (await client.get("/health")).status == 200
-    except BenchError:
-        return False
+def _alive(server: Server, model: Served) -> None:
+    if (end := server.ended()) is not None:
+        raise BenchError(f"llama-server could not serve {model.name}: {end}.")
 
 
 @asynccontextmanager

@@ -16,12 +16,11 @@ import psutil
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import OFFLINE, Launch
 from benchmarks.processes import status_bytes
-from benchmarks.serve.runner import Target, choose_model
-from benchmarks.serve.sse import Client
+from benchmarks.serve.runner import Target, choose_model, wait_answered
+from benchmarks.serve.sse import Answer, Client
 from shared.process import die_with_parent
 
 _GRACE_SECONDS = 30.0
-_POLL_SECONDS = 0.1
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -148,26 +147,16 @@ async def wait_ready(
     So that the time to ready means the same for a server that listens at once and loads later. Raises
     BenchError if the server ends, refuses the request for good, or takes longer than `timeout` seconds.
     """
-    deadline = time.perf_counter() + timeout
-    reason = ""
-    while time.perf_counter() < deadline:
+    name = ""
+
+    def check() -> None:
         if (end := server.ended()) is not None:
             raise BenchError(f"It did not become ready: {end}.")
-        try:
-            name = await choose_model(client, model)
-            answer = await client.post("/v1/chat/completions", _probe(client, name, extra))
-        except BenchError as error:
-            reason = str(error)
-        else:
-            if answer.status == 200:
-                return name
-            reason = f"HTTP {answer.status}: {bytes(answer.body[:300]).decode(errors='replace')}"
-            if answer.status in (400, 422):
-                raise BenchError(f"It refused a request of one token: {reason}.")
-        time.sleep(_POLL_SECONDS)  # noqa: ASYNC251  # nothing else runs in this loop
-    raise BenchError(f"It was not ready after {timeout:g} s: {reason}")
 
+    async def ask() -> Answer:
+        nonlocal name
+        name = await choose_model(client, model)
+        return await client.post("/v1/chat/completions", Target(client, name, extra).unstreamed(["x"]))
 
-def _probe(client: Client, model: str, extra: Mapping[str, object]) -> dict[str, object]:
-    body = Target(client, model, extra).body([{"role": "user", "content": "x"}], 1)
-    return {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    await wait_answered(ask, timeout, check)
+    return name

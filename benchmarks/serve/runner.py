@@ -7,7 +7,7 @@ planned arrival, so that a server that falls behind cannot hide its queue.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -79,6 +79,31 @@ async def choose_model(client: Client, wanted: str | None) -> str:
     if wanted is not None and wanted not in names:
         raise BenchError(f"{client.url} does not serve {wanted!r}; it serves {', '.join(names)}.")
     return wanted or names[0]
+
+
+async def wait_answered(
+    ask: Callable[[], Awaitable[Answer]],
+    timeout: float,
+    check: Callable[[], None] = lambda: None,
+    poll: float = 0.1,
+) -> None:
+    """Until `ask` is answered with 200. Raises BenchError where `check` does before it asks again, where the request is
+    refused for good, and after `timeout` seconds."""
+    deadline, reason = time.perf_counter() + timeout, "nobody answers"
+    while time.perf_counter() < deadline:
+        check()
+        try:
+            answer = await ask()
+        except BenchError as error:
+            reason = str(error)
+        else:
+            if answer.status == 200:
+                return
+            reason = answer.refusal()
+            if answer.status in (400, 422):
+                raise BenchError(f"It refused a request of one token: {reason}.")
+        await asyncio.sleep(poll)
+    raise BenchError(f"It was not ready after {timeout:g} s: {reason}")
 
 
 def server_measure(target: Target) -> Measure:
