@@ -9,7 +9,6 @@ The broker and one executor run on this machine; the executor's port and data en
 """
 
 import asyncio
-import json as decoder
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from benchmarks.errors import BenchError
@@ -75,7 +75,9 @@ class Executor:
 
     def phases(self) -> dict[str, Any]:
         """Of the last load, as its rank has logged them."""
-        lines = [decoder.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
+        lines = [
+            msgspec.json.decode(line) for line in self._log.read_text().splitlines() if line.startswith("{")
+        ]
         loaded = [line for line in lines if line["event"] == "rank_loaded"][-1]
         started = [line for line in lines if line["event"] == "rank_started"][-1]
         names = ("weights", "kv_cache", "warm_up")
