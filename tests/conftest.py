@@ -22,9 +22,12 @@ from services.executor.native import library
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
-from tests.durations import Durations
+from tests.covered import FastAlone
+from tests.durations import Durations, is_whole
 from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 
+# Thousands of tests come, and nothing goes before they run: see pytest_collection_finish.
+gc.disable()
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
 choose()
 # How long an example takes says something about the machine, and no test is about the machine.
@@ -43,8 +46,9 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FastAlone())
     if not hasattr(config, "workerinput"):  # those report to this one
-        config.pluginmanager.register(Durations())
+        config.pluginmanager.register(Durations(whole=is_whole(config)))
 
 
 def pytest_sessionstart() -> None:
@@ -56,6 +60,7 @@ def pytest_collection_finish() -> None:
     """What is there for good, PyTorch and thousands of tests, the garbage collector need not walk again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from shared.process import die_with_parent
+from tests.covered import follow_environment
 
 MODULES = [
     "services.executor.supervisor.multinode.node",
@@ -79,5 +80,6 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
     os.close(output)
     os.environ.clear()
     os.environ.update(environment)
+    follow_environment()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
