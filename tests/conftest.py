@@ -1,12 +1,15 @@
 """What all tests share: settings of the libraries, and a real NATS server."""
 
+import functools
 import gc
 import os
+import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 import structlog
@@ -24,6 +27,7 @@ from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
 from tests.covered import FastAlone
 from tests.durations import Durations, is_whole
+from tests.order import pytest_collection_modifyitems  # noqa: F401 (a hook)
 from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 
 # Thousands of tests come, and nothing goes before they run: see pytest_collection_finish.
@@ -35,6 +39,25 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+
+
+_make_context = httpx._transports.default.create_ssl_context
+
+
+@functools.cache
+def _context_of_authorities(*, trust_env: bool) -> ssl.SSLContext:
+    return _make_context(trust_env=trust_env)
+
+
+def _shared_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    """One for all of httpx's clients that name no certificates: to read those of all authorities takes 20 ms, most of
+    what a test of a few requests takes."""
+    if verify is True and cert is None:
+        return _context_of_authorities(trust_env=trust_env)
+    return _make_context(verify=verify, cert=cert, trust_env=trust_env)
+
+
+httpx._transports.default.create_ssl_context = _shared_context
 
 
 def pytest_report_header() -> list[str]:
