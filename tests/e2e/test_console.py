@@ -16,6 +16,7 @@ from tests.e2e.stack import Stack
 CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None,
         reason="THE CONSOLE IS NOT TESTED: no chromium here; install it (Debian: chromium) or name one in "

@@ -78,6 +78,7 @@ def test_a_killed_gateway_comes_back_where_it_was(tmp_path: Path) -> None:
         assert stack.pid_of("services.gateway") != pid
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None:
     """The others have its connections at once, and it has some again when it is ready."""
 
@@ -102,6 +103,7 @@ def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None
         assert {states[f"gateway-{number}"] for number in range(3)} == {"ready"}
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_of_two_is_missed_by_nobody(tmp_path: Path) -> None:
     """The other takes what comes, and what the killed one had not handed out; and it is started again."""
     with Stack(tmp_path, *STUB, "--schedulers", "2") as stack:

@@ -11,7 +11,7 @@ import pytest
 from tests.adapters import make_adapter
 from tests.e2e.stack import Stack, run_cli
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FILE = """\
 models:

@@ -18,7 +18,7 @@ from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 from tests.monitoring.observed import targets_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 PROMPTS = [
@@ -150,7 +150,6 @@ async def test_requests_at_the_same_time_are_spread_over_the_groups(two_groups: 
     assert set.union(*groups) == {"executor-0", "executor-1"}
 
 
-@pytest.mark.slow
 async def test_concurrent_requests_say_what_they_say_alone(two_groups: Stack) -> None:
     client = connect_async(two_groups)
 
@@ -170,7 +169,6 @@ async def test_concurrent_requests_say_what_they_say_alone(two_groups: Stack) ->
     assert together == alone
 
 
-@pytest.mark.slow
 def test_one_rank_two_ranks_and_transformers_say_the_same(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
 ) -> None:
@@ -180,7 +178,6 @@ def test_one_rank_two_ranks_and_transformers_say_the_same(
     assert [answer(two, prompt) for prompt in PROMPTS[:4]] == expected
 
 
-@pytest.mark.slow
 async def test_a_ring_tells_how_much_of_a_step_is_communication(one_ring_of_two: Stack) -> None:
     (target,) = (await targets_of(one_ring_of_two))["ryzanstein-executor"]
     async with connect_async(one_ring_of_two) as client, httpx.AsyncClient(trust_env=False) as http:
@@ -197,7 +194,6 @@ async def test_a_ring_tells_how_much_of_a_step_is_communication(one_ring_of_two:
     assert values["steps_total"] == values["step_duration_seconds_count"] == values["batch_size_count"] > 0
 
 
-@pytest.mark.slow
 def test_vectors_are_those_of_transformers(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
 ) -> None:
@@ -217,7 +213,6 @@ def test_vectors_are_those_of_transformers(
             assert (torch.tensor(item.embedding) - last).abs().max() < 1e-4
 
 
-@pytest.mark.slow
 def test_no_text_ends_before_it_may(connect: Connect, two_groups: Stack) -> None:
     client = connect(two_groups)
     short = client.chat.completions.create(
@@ -238,7 +233,6 @@ def test_no_text_ends_before_it_may(connect: Connect, two_groups: Stack) -> None
     assert (longer.choices[0].message.content or "").startswith(short.choices[0].message.content or "?")
 
 
-@pytest.mark.slow
 def test_a_repeated_text_comes_several_tokens_at_a_time(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
 ) -> None:
@@ -267,7 +261,6 @@ def test_a_repeated_text_comes_several_tokens_at_a_time(
         assert len(pieces) < 0.8 * len(scored)
 
 
-@pytest.mark.slow
 def test_seeded_sampling_does_not_depend_on_the_ring(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack
 ) -> None:
@@ -280,7 +273,6 @@ def test_seeded_sampling_does_not_depend_on_the_ring(
     assert len(texts) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.9, 7)])
 def test_a_killed_rank_comes_back_and_the_answer_is_whole(
     connect: Connect, one_ring_of_two: Stack, temperature: float, seed: int | None
@@ -317,7 +309,6 @@ def test_long_prompts_are_refused_and_short_ones_go_on(connect: Connect, two_gro
     assert answer(client, PROMPTS[0], max_tokens=4)
 
 
-@pytest.mark.slow
 def test_gone_client_frees_its_place(connect: Connect, two_groups: Stack) -> None:
     client = connect(two_groups)
     stream = client.chat.completions.create(

@@ -12,7 +12,7 @@ import pytest
 from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris for the next two days?"}]
 

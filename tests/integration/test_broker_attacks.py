@@ -211,7 +211,13 @@ async def listening(server: LocalNats, attacker: User) -> tuple[list[Client], di
     return clients, heard
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["streams there", "no streams yet"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(False, id="streams there"),
+        pytest.param(True, id="no streams yet", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("user", ATTACKERS)
 async def test_who_takes_a_service_over_makes_no_key_and_says_nothing_that_it_may_not(
     server: LocalNats, user: User, before: bool

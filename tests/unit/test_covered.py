@@ -28,6 +28,7 @@ PROJECT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tests", ["here", "processes", "forks"])
 def test_lines_of_slow_tests_do_not_count(tmp_path: Path, tests: str) -> None:
     for name, text in PROJECT.items():

@@ -38,7 +38,8 @@ def asked(turn: str, digests: list[str]) -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("kernels", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["fp32", "bf16"])
 async def test_texts_depend_on_their_adapter_alone(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, kernels: str
 ) -> None:

@@ -76,6 +76,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_no_prompt_is_in_any_log(house: House, received: Collector) -> None:
     """Whatever becomes of it, whichever way it came."""
     url = house.url("gateway-0")

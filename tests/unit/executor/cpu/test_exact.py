@@ -13,6 +13,7 @@ from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.native.library import why_not
 from shared.messages import GenerationRequest, SamplingParams, SparseAttention
 from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks, Said, needs_disk
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -124,17 +125,13 @@ class Ring:
     said: dict[str, list[Said]]
 
 
-TAKE_LONG = (
-    *("three ranks", "two ranks", "recurrent on two ranks", "latent on two ranks"),
-    *("keys of other layers on two ranks", "long", "sparse on three ranks", "sparse over parts"),
-    *("mapped", "sparse and mapped as written on two ranks"),
-)
-"""Seven seconds and more. `make test` has the codecs, windows and families on one rank."""
+FAST = {"mixed", "windows", "latent", "recurrent", "state space", "keys of other layers", "sparse and mapped"}
+"""What `make test` has: all codecs, each kind of state, sparse attention over mapped blocks, on one rank."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, marks=[pytest.mark.slow] if case in TAKE_LONG else []) for case in CASES],
+    params=in_lanes(CASES, FAST.__contains__),
 )
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     case = CASES[request.param]

@@ -13,6 +13,7 @@ from services.executor.model.catalogue import SERVED, TEXT_ALONE
 from services.executor.model.parallel.layers import piece_of
 from tests.docs.models import PROVEN_ERROR, PROVEN_RANKS
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, precise_logits_of, save_as_part
 
@@ -101,19 +102,8 @@ def whole(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def runs_shared_code(name: str) -> bool:
-    """Whether it is another form of a type, or a whole whose text model is a type: float32 shows what they add."""
-    return "/" in name or "text_config" in settings_of(name)
-
-
-in_bfloat16 = pytest.mark.parametrize(
-    "proof",
-    [
-        pytest.param(name, marks=pytest.mark.slow if runs_shared_code(name) else ())
-        for name in sorted(ARCHITECTURES)
-    ],
-    indirect=True,
-)
+in_bfloat16 = pytest.mark.parametrize("proof", in_lanes(sorted(ARCHITECTURES)), indirect=True)
+"""What a type's own code computes shows in float32; what all share, in one type of each style."""
 
 
 @pytest.fixture(scope="module")

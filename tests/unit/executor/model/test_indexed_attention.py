@@ -357,10 +357,10 @@ MIXED = (13, 1, 4)
     ("sizes", "ranks", "kv_dtype"),
     [
         pytest.param(PIECES, 1, "bf16", id="in_one_piece"),
-        pytest.param((7, 16, 5), 1, "bf16", id="in_chunks"),
+        pytest.param((7, 16, 5), 1, "bf16", id="in_chunks", marks=pytest.mark.slow),
         pytest.param((1, 1, 1), 1, "bf16", id="by_decodes"),
         pytest.param(MIXED, 2, "bf16", id="on_two_ranks"),
-        pytest.param(MIXED, 1, "int8", id="in_int8"),
+        pytest.param(MIXED, 1, "int8", id="in_int8", marks=pytest.mark.slow),
         pytest.param(PIECES, 1, "fp8", id="in_fp8"),
     ],
 )

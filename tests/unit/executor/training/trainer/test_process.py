@@ -338,6 +338,7 @@ def test_it_ends_with_its_supervisor(ends: str) -> None:
     process.stdin.close()
 
 
+@pytest.mark.slow
 def test_a_pause_before_it_is_loaded_is_its_first_step(tmp_path: Path, model: Path) -> None:
     process = Process(spec_of(tmp_path / "job", model))
     process.write(PAUSE)
