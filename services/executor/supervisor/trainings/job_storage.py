@@ -1,6 +1,6 @@
 """Stores what a trainer has written, in order, as long as it takes: of several states that wait the newest.
 
-    state ──▶ object ──▶ record ──▶ the older object goes
+    state ──▶ events of its steps ──▶ object ──▶ record ──▶ the older object goes
     adapter ─▶ its files by digest ──▶ record
     metrics ─▶ object
 
@@ -12,7 +12,7 @@ import contextlib
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,16 @@ class OverReserved(InvalidRequest):
 
 
 class JobStorage:
-    def __init__(self, record: JobRecord, files: JobFiles, directory: Path) -> None:
-        """`directory`: where the trainer writes."""
+    def __init__(
+        self, record: JobRecord, files: JobFiles, directory: Path, tell: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`directory`: where the trainer writes; `tell` publishes the events that are not published yet, and returns
+        once the broker has stored them: who goes on from a state says nothing of the steps before it. It raises
+        `BrokerUnavailable`."""
         self._record = record
         self._files = files
         self._directory = directory
+        self._tell = tell
         self._waiting: deque[Written] = deque()
         self._come = asyncio.Event()
         self._closed = False
@@ -127,6 +132,7 @@ class JobStorage:
     async def _store_state(self, written: StateWritten) -> None:
         before = self._record.job.state
         self._check(written.bytes)
+        await self._tell()
         state = await self._files.put_state(written)
         try:
             await self._record.write(lambda job: job_changes.state_written(job, state))

@@ -132,6 +132,8 @@ class Training:
         self._loading: asyncio.Task[None] | None = None
         self._untold: deque[tuple[TrainingEvent, int]] = deque(maxlen=TRAINING_EVENTS.value)
         """With the attempt, where others say it too."""
+        self._telling = asyncio.Lock()
+        """Of who publishes them, so that each is published once."""
         self._metrics: TrainingMetrics | None = None
         self._expected_at = 0.0
         self._first: tuple[int, float] | None = None
@@ -270,7 +272,7 @@ class Training:
         process = await self._loaded(files, directory) if self._halt is None else None
         if process is None:
             return ""
-        self._storage = storage = JobStorage(self._record, files, directory)
+        self._storage = storage = JobStorage(self._record, files, directory, self._tell_events)
         storing = asyncio.create_task(storage.run())
         telling = asyncio.create_task(self._tell_always())
         hearing = asyncio.create_task(self._hear(process, storage))
@@ -347,16 +349,23 @@ class Training:
         await patiently(lambda: files.clear_earlier(job))
         now, threads, runner = time.time(), self._host.threads, self._host.instance
         secret = secrets.token_hex() if job.hyperparameters.replicas > 1 else ""
+        if before.runner:
+            await self._tell_of_loss(job)
         job = await patiently(
             lambda: self._record.write(
                 lambda known: job_changes.begun(known, runner, before, threads, now, secret)
             )
         )
         self._say("training_started", "Fine-tuning job started", attempt=self.attempt)
-        if before.runner:
-            text = f"Executor {before.runner} lost, resumed at step {job.resumed_from} on {runner}"
-            self._say("executor_lost", text, attempt=job.losses)
         return job
+
+    async def _tell_of_loss(self, job: TrainingJob) -> None:
+        """Before the record counts it: whoever goes on where we are lost too finds a loss that was told of, or one that
+        is not counted and is told again as the same event."""
+        at = job_changes.state_step(job)
+        text = f"Executor {job.runner} lost, resumed at step {at} on {self._host.instance}"
+        self._say("executor_lost", text, attempt=job.losses + 1)
+        await patiently(self._tell_events)
 
     async def _joined(self, files: JobFiles) -> TrainingJob:
         """As a further replica: once the first one waits for it, what that goes on from is decided. Raises as
@@ -435,11 +444,13 @@ class Training:
         await self._tell_events()
 
     async def _tell_events(self) -> None:
-        while self._untold:
-            first = self._untold[0]
-            await self._events.add(self.tenant, *first)
-            if self._untold and self._untold[0] is first:  # else so many came that it has gone
-                self._untold.popleft()
+        """Returns once the broker has stored all of them. Raises `BrokerUnavailable`."""
+        async with self._telling:
+            while self._untold:
+                first = self._untold[0]
+                await self._events.add(self.tenant, *first)
+                if self._untold and self._untold[0] is first:  # else so many came that it has gone
+                    self._untold.popleft()
 
     # --- what comes of it ------------------------------------------------------------------------
 

@@ -80,8 +80,20 @@ class World:
         self.bucket, self.files = FakeBucket(), FakeFiles()
         bucket = cast("TenantBucket[TrainingJob]", self.bucket)
         self.record = JobRecord(bucket, "h", "t", "job", 1)
-        self.storage = JobStorage(self.record, cast("JobFiles", self.files), directory)
+        self.storage = JobStorage(self.record, cast("JobFiles", self.files), directory, self.tell)
         self.directory = directory
+        self.untold: list[int] = []
+        """Steps of which no event was published yet."""
+        self.told: list[int] = []
+        self.away = 0
+        """Times that no event can be published."""
+
+    async def tell(self) -> None:
+        while self.untold:
+            if self.away:
+                self.away -= 1
+                raise BrokerUnavailable("It is away.")
+            self.told.append(self.untold.pop(0))
 
     async def begin(self) -> None:
         await self.record.read()
@@ -145,6 +157,23 @@ async def test_a_broker_that_is_away_is_waited_for(world: World) -> None:
     world.files.failures = [BrokerUnavailable("It is away.")] * 3
     world.state(1)
     await world.run()
+    assert world.bucket.job.state is not None
+
+
+async def test_events_are_published_before_the_state_that_covers_them(world: World) -> None:
+    """Who goes on from a state publishes no event of the steps before it."""
+    world.untold, world.away = [1, 2, 3], 2
+    named: list[list[int]] = []
+    update = world.bucket.update
+
+    async def watched(key: str, job: TrainingJob, revision: int) -> int | None:
+        named.append(list(world.told))
+        return await update(key, job, revision)
+
+    world.bucket.update = watched  # type: ignore[method-assign]
+    world.state(3)
+    await world.run()
+    assert named == [[1, 2, 3]]
     assert world.bucket.job.state is not None
 
 
