@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from services.gateway.core.errors import RouteError
+from services.gateway.core.registry import LookUps
 from shared.errors import RyzansteinError, Unavailable
 from shared.messages.registry import MAX_ADAPTERS, AdapterHolders, AdapterRecord
 from shared.nats import subjects
@@ -62,6 +63,7 @@ class AdapterRegistry:
         self.changed = asyncio.Event()
         """Set when another name may be listed than before."""
         self._caught_up = asyncio.Event()
+        self._look_ups = LookUps()
 
     def of_model(self, model: str) -> list[AdapterRecord]:
         """By name."""
@@ -79,6 +81,13 @@ class AdapterRegistry:
         """The adapter of that name, if the tenant may use it; to others it is as if there were none."""
         record = self.records.get(name)
         return record if record is not None and is_seen(record, tenant) else None
+
+    async def look_up(self, name: str) -> bool:
+        """Reads the entry of `name` itself. Whether there is one; False also where that cannot be said."""
+        entry = await self._look_ups.entry(self._bucket, name)
+        if entry is not None:
+            self._set(name, entry.value)
+        return entry is not None
 
     def near(self, name: str, tenant: str | None) -> list[str]:
         """Names that begin as `name` does, for somebody who has mistyped it; not all of very many."""

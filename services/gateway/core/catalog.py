@@ -139,6 +139,15 @@ class Catalog:
         defaults, sparse = self._defaults(record.model, name), self._sparse(record.model)
         return Resolved(record.model, record.digest, name, defaults, sparse)
 
+    async def resolve_surely(self, name: str, tenant: str | None = None) -> Resolved:
+        """As `resolve`. Before anybody is told that there is no such model, the registries themselves are asked."""
+        try:
+            return self.resolve(name, tenant)
+        except UnknownModel:
+            if not (await self.registry.look_up(name) or await self.adapters.look_up(name)):
+                raise
+        return self.resolve(name, tenant)
+
     def _defaults(self, model: str, name: str) -> Mapping[str, float]:
         spec = self.registry.specs.get(model)
         return spec.defaults.get(name, {}) if spec is not None else {}

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import structlog
 from prometheus_client import Gauge
 
-from services.gateway.core.catalog import Catalog, Resolved
+from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.core.settings import GatewaySettings
 from shared import limits
@@ -25,7 +25,6 @@ from shared.errors import (
     NoGroupAvailable,
     QueueFull,
     RyzansteinError,
-    UnknownModel,
     error_from_code,
 )
 from shared.messages import ModelCard, ModelDemand
@@ -92,7 +91,7 @@ class ColdStarts:
 
         Raises `UnknownModel`, `QueueFull`, `NoGroupAvailable`, `ModelLoadFailed`, `ModelDoesNotFit`, `ClientGone`.
         """
-        model = (await self._resolve(name, tenant)).model
+        model = (await self._catalog.resolve_surely(name, tenant)).model
         card = self._catalog.known_card(model)
         if card is not None:
             return card
@@ -113,15 +112,6 @@ class ColdStarts:
             self._forget(model, held)
 
     # --- inside ----------------------------------------------------------------------------------
-
-    async def _resolve(self, name: str, tenant: str | None) -> Resolved:
-        """As the catalog. Before anybody is told that there is no such model, the registry itself is asked."""
-        try:
-            return self._catalog.resolve(name, tenant)
-        except UnknownModel:
-            if not await self._catalog.registry.look_up(name):
-                raise
-        return self._catalog.resolve(name, tenant)
 
     async def _wait(
         self,

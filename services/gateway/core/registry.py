@@ -7,7 +7,7 @@ KV `placements`  what is planned  ──▶ placements
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
 
 T = TypeVar("T")
-
+E = TypeVar("E", bound=msgspec.Struct)
 
 MOST_LOOK_UPS = 8
 """At a time; names beyond that are as the watch has them. So names that nobody knows cost the broker little."""
@@ -40,6 +40,26 @@ class Changed(RouteError):
         )
 
 
+class LookUps:
+    """Entries of names that are not known here, read from their bucket: the watch may not have told of them yet, for
+    another gateway has just written them, or the broker was away."""
+
+    def __init__(self) -> None:
+        self._running = 0
+
+    async def entry(self, opened: Callable[[], Awaitable[Bucket[E]]], name: str) -> Entry[E] | None:
+        """The entry of `name`; None also where that cannot be said."""
+        if self._running >= MOST_LOOK_UPS or len(name) > LONGEST_LOOKED_UP:
+            return None
+        self._running += 1
+        try:
+            return await (await opened()).get(name)
+        except BrokerUnavailable:
+            return None
+        finally:
+            self._running -= 1
+
+
 class ModelRegistry:
     """A live copy of what is registered, and the writes to it. Writes raise `BrokerUnavailable`."""
 
@@ -55,7 +75,7 @@ class ModelRegistry:
         self._news = asyncio.Event()
         self._caught_up = tuple(asyncio.Event() for _ in range(3))
         self._listeners: list[Callable[[str], None]] = []
-        self._looking_up = 0
+        self._look_ups = LookUps()
 
     # --- what is known ---------------------------------------------------------------------------
 
@@ -123,17 +143,8 @@ class ModelRegistry:
         self.tell()
 
     async def look_up(self, name: str) -> bool:
-        """Reads the entry of `name` itself, of which the watch may not have told yet: another gateway has just taken
-        it, or the broker was away. Whether there is one; False also where that cannot be said."""
-        if self._looking_up >= MOST_LOOK_UPS or len(name) > LONGEST_LOOKED_UP:
-            return False
-        self._looking_up += 1
-        try:
-            entry = await (await self._bucket()).get(name)
-        except BrokerUnavailable:
-            return False
-        finally:
-            self._looking_up -= 1
+        """Reads the entry of `name` itself. Whether there is one; False also where that cannot be said."""
+        entry = await self._look_ups.entry(self._bucket, name)
         if entry is not None:
             self.spec_changed(name, entry.value, entry.revision)
         return entry is not None

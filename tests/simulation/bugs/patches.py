@@ -9,7 +9,7 @@ from typing import Any
 
 from services.executor.supervisor.trainings.job_storage import JobStorage
 from services.gateway.batches import line_runner, states
-from services.gateway.core.cold_starts import ColdStarts
+from services.gateway.core.catalog import Catalog
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.cancellation import Cancellations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
@@ -86,10 +86,10 @@ def records_given_up() -> None:
 def models_unknown_elsewhere() -> None:
     """As before 9f597b4d: a gateway whose watch of the registry is behind says that a model does not exist."""
 
-    async def resolve(self: ColdStarts, name: str, tenant: str | None) -> Any:
-        return self._catalog.resolve(name, tenant)
+    async def resolve(self: Catalog, name: str, tenant: str | None = None) -> Any:
+        return self.resolve(name, tenant)
 
-    ColdStarts._resolve = resolve  # type: ignore[method-assign]
+    Catalog.resolve_surely = resolve  # type: ignore[method-assign]
 
 
 def one_turn_for_all() -> None:

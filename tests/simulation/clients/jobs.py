@@ -17,6 +17,9 @@ from tests.simulation.clients.client import Client, take_whole
 from tests.simulation.clients.history import Acknowledged, BatchSeen, JobSeen, Wanted
 
 FILES, BATCHES, JOBS = "/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"
+ADAPTERS = "/v1/loras"
+LISTED_WITHIN = 5.0
+"""Seconds after which a gateway that was cut off lists what others have made (docs/reliability.md)."""
 OVER = ("completed", "failed", "expired", "cancelled", "succeeded")
 WRONG, HURRIED = 0.1, 0.15
 """Of batches, the shares of those with a line that is no request, and of those that may run out of time."""
@@ -186,15 +189,19 @@ class Training(Long):
         return [str(one["message"]) for one in found], steps
 
     async def _use(self, job: JobSeen) -> None:
-        """The adapter is there, once, and answers."""
+        """The adapter is there at once for who names it, is listed soon, once, and answers."""
         for file in job.results:
             await self.content(file)
-        shown = await self.look("/v1/loras")
-        ours = [one for one in shown["data"] if one["id"] == job.model]
-        job.names_of_adapters = [one["id"] for one in ours]
-        if not ours:
+        try:
+            job.digest = (await self.look(f"{ADAPTERS}/{job.model}"))["digest"]
+        except Refused as error:
+            self.wrong(f"{job.model} was refused: {error}")
             return
-        job.digest = ours[0]["digest"]
+        until = self.around.now + LISTED_WITHIN
+        while not job.names_of_adapters and self.around.now < until:
+            listed = (await self.look(ADAPTERS))["data"]
+            job.names_of_adapters = [one["id"] for one in listed if one["id"] == job.model]
+            await asyncio.sleep(0 if job.names_of_adapters else LISTED_WITHIN / 10)
         await self._ask(job)
 
     async def _ask(self, job: JobSeen) -> None:

@@ -153,8 +153,10 @@ async def list_adapters(ask: Ask) -> AdapterList:
 async def retrieve(ask: Ask) -> Adapter:
     adapters, name = ask.backend.started.catalog.adapters, ask.named("adapter")
     record = adapters.find(name, ask.tenant) or adapters.wanted.get(name)
+    if record is None and await adapters.look_up(name):
+        record = adapters.find(name, ask.tenant) or adapters.wanted.get(name)
     if record is None:
-        raise not_found(ask.named("adapter"))
+        raise not_found(name)
     return _shown(ask, record)
 
 

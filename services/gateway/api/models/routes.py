@@ -180,7 +180,9 @@ async def router_models(ask: Ask) -> ModelList:
 
 async def retrieve_model(ask: Ask) -> Model | ModelInfo:
     """Names may have slashes."""
-    found = Models(ask.backend.started.catalog, time.time(), ask.tenant).one(ask.named("model"))
+    catalog, name = ask.backend.started.catalog, ask.named("model")
+    await catalog.resolve_surely(name, ask.tenant)
+    found = Models(catalog, time.time(), ask.tenant).one(name)
     return ModelInfo.of(found) if anthropic_models(ask.scope) else found
 
 

@@ -270,6 +270,29 @@ async def used(gateway: RunningGateway, http: httpx.AsyncClient, ring: FakeRing,
     assert {one.adapter for one in ring.requests[-50:]} == set(digests[::20])
 
 
+async def test_an_adapter_of_which_no_watch_has_told_yet_is_there_for_who_names_it(
+    nats_settings: CommonSettings, bus: Bus, hosts: FakeHosts, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gateway has registered it, while this one's watch is behind."""
+
+    async def deaf(registry: AdapterRegistry) -> None:
+        registry._caught_up.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AdapterRegistry, "watch", deaf)
+    bucket = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+    async with run_gateway(nats_settings) as gateway, gateway.http() as http:
+        for name, path in (("a", "/v1/loras/a"), ("b", "/v1/models/b")):
+            assert (await http.get(path)).status_code == 404
+            await bucket.put(name, AdapterRecord(name, MODEL, "org/a", "d1", 8, 400))
+            assert (await http.get(path)).json()["id"] == name
+        await bucket.put("c", AdapterRecord("c", MODEL, "org/a", "d3", 8, 400))
+        assert (await complete(http, "c")).status_code == 200
+        assert ring.requests[-1].adapter == "d3"
+        await bucket.put("d", AdapterRecord("d", MODEL, "org/a", "d4", 8, 400, tenant="acme"))
+        assert (await complete(http, "d")).status_code == 404
+
+
 async def test_files_stay_as_long_as_a_generation_may_need_them(bus: Bus, tmp_path: Path) -> None:
     holder = name_holder("sql")
     old, new = [await store_adapter(bus, tmp_path, number, holder=holder) for number in range(2)]
