@@ -37,8 +37,9 @@ from benchmarks.engine.weight_quality import rounded
 from benchmarks.harness import CORES, Sheet, Threads, run, show
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
-from services.executor.model.card import end_tokens, read_json
+from services.executor.model.card import end_tokens
 from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.model.tokenizer_files import read_json
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher

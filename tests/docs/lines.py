@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 CEILINGS = {
-    ("services", "shared"): 133_400,  # to come: 112,000
+    ("services", "shared"): 133_600,  # to come: 112,000
     ("benchmarks",): 24_400,  # to come: 13,000
-    ("tests",): 145_300,  # to come: 120,000
+    ("tests",): 145_600,  # to come: 120,000
 }
 """By the folders that are counted together."""
 

@@ -199,7 +199,7 @@ def test_a_corrupt_tokenizer_is_said_and_nothing_is_left(tmp_path: Path, model_d
     (broken / "tokenizer.json").write_text('{"a":')
     result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(broken))
     assert result.returncode == 1
-    assert "tokenizer.json cannot be used" in result.stderr
+    assert "tokenizer.json is not JSON" in result.stderr
     assert "Serving." not in result.stdout
     assert read_run_file(tmp_path / "data") is None
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from benchmarks.engine.answers import Asked, by_engine, by_transformers, load_float32, read_questions
-from services.executor.model.card import read_json
+from services.executor.model.tokenizer_files import read_json
 from shared.messages import SamplingParams
 from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack

@@ -1,8 +1,6 @@
-"""What the files of a model directory tell beside the weights: the card that the others get, and the tokenizer's files
-for the gateways."""
+"""What the files of a model directory tell beside the weights: the card that the others get."""
 
 import hashlib
-import json
 import re
 import time
 from pathlib import Path
@@ -11,20 +9,13 @@ from typing import Any
 from services.executor.core.engine import EngineSpec, with_tasks
 from services.executor.model.adapters.widths import adapter_widths
 from services.executor.model.catalogue import check_supported, is_encoder
+from services.executor.model.loading.gguf_metadata import check_sampling
 from services.executor.model.pooling import matryoshka_dimensions, read_prompts
+from services.executor.model.tokenizer_files import read_bundle, read_json
 from shared.errors import ModelLoadError
-from shared.messages import ModelCard, TokenizerBundle
+from shared.messages import ModelCard
 from shared.models import GGUF, linked_gguf
-from shared.nats.bus import encode
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "config.json",
-    "generation_config.json",
-)
 _SAMPLE = 1 << 16
 """Bytes of the end of each weights file that are looked at, beside its name and size."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -49,11 +40,11 @@ def read_card(
         model=model,
         context_length=spec.context_length,
         vocab_size=spec.vocab_size,
-        eos_token_ids=end_tokens(config, generation),
+        eos_token_ids=_checked_ends(directory, end_tokens(config, generation), spec),
         tokenizer=hashlib.sha256(bundle).hexdigest(),
         created=int(time.time()),
         fingerprint=files_digest(directory),
-        defaults={name: generation[name] for name in DEFAULTS if generation.get(name) is not None},
+        defaults=_defaults(directory / "generation_config.json", generation),
         matryoshka_dimensions=matryoshka_dimensions(config),
         prompts=prompts,
         default_prompt=default_prompt,
@@ -70,6 +61,25 @@ def end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
     if eos is None:
         eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def _checked_ends(directory: Path, ends: list[Any], spec: EngineSpec) -> list[int]:
+    """Raises `ModelLoadError` for what no token can be: a text would never end."""
+    for end in ends if spec.generates else ():
+        if not isinstance(end, int) or isinstance(end, bool) or not 0 <= end < spec.vocab_size:
+            raise ModelLoadError(
+                f"The configuration in {directory} says eos_token_id {end!r:.40}, which is no token of the model; "
+                "fetch it again."
+            )
+    return ends
+
+
+def _defaults(path: Path, generation: dict[str, Any]) -> dict[str, float]:
+    """Raises `ModelLoadError` for what cannot be."""
+    found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
+    for name, value in found.items():
+        check_sampling(path, name, value)
+    return found
 
 
 def stored_as(directory: Path, config: dict[str, Any]) -> str:
@@ -97,44 +107,6 @@ def encoder_config(directory: Path) -> Any:
     config = load_config(directory)
     check_supported(config)
     return config
-
-
-def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
-    """The tokenizer's files, as they travel. `checked`: they can be used, which takes seconds to find out."""
-    files = {
-        name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()
-    }
-    if "tokenizer.json" not in files:
-        raise ModelLoadError(
-            f"The directory {directory} has no tokenizer.json, which gateways need; save the model's fast "
-            "tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))."
-        )
-    if not checked:
-        _check_tokenizer(directory / "tokenizer.json")
-    for name in set(files) - {"tokenizer.json", "chat_template.jinja"}:
-        read_json(directory / name)
-    return encode(TokenizerBundle(files))
-
-
-def _check_tokenizer(path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast  # takes seconds
-
-    try:
-        PreTrainedTokenizerFast(tokenizer_file=str(path))
-    except Exception as error:  # the library raises bare exceptions
-        raise ModelLoadError(f"The file {path} cannot be used ({error}); fetch the model again.") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelLoadError(f"The file {path} is not JSON ({error}); fetch the model again.") from None
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"The file {path} is not a JSON object; fetch the model again.")
-    return content
 
 
 def files_digest(directory: Path) -> str:

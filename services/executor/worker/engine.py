@@ -43,9 +43,10 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
-from services.executor.model.card import encoder_config, read_card, read_json
+from services.executor.model.card import encoder_config, read_card
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier, read_vectors
+from services.executor.model.tokenizer_files import read_json
 from services.executor.native.library import ARITHMETIC, choose_level
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of

@@ -36,6 +36,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """What it looks at beyond messages and tools, such as `enable_thinking`."""
 
 
+_TEMPLATE = "chat_template.jinja"
 _AROUND = 8
 """Bytes around a member of a JSON object, at most."""
 _NAMED = 16
@@ -110,10 +111,15 @@ class Renderer(Protocol):
 
 def templates_of(files: Mapping[str, bytes]) -> Templates | None:
     """None: there are none. Raises ValueError where a file is none of its kind."""
-    config = _read(files, "special_tokens_map.json") | _read(files, "tokenizer_config.json")
+    config = _read(files, "tokenizer_config.json")
     source, with_tools = _source(files, config), _source(files, config, "tool_use")
-    either = source or with_tools
-    return Templates(either, with_tools or either, _special_tokens(config)) if either else None
+    if not source:
+        return None
+    if (
+        "added_tokens_decoder" not in config
+    ):  # the map is of versions that did not write that, as transformers has it
+        config |= _read(files, "special_tokens_map.json")
+    return Templates(source, with_tools or source, _special_tokens(config))
 
 
 _OF_ITS_PLACE = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "auto_map")
@@ -126,7 +132,7 @@ def tokenizer_info(files: Mapping[str, bytes]) -> bytes:
     config = _read(files, "tokenizer_config.json")
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     info |= {name: value for name, value in config.items() if name not in _OF_ITS_PLACE and value is not None}
-    if (source := _source(files, config)) is not None and "chat_template.jinja" in files:
+    if (source := _source(files, config)) is not None and _TEMPLATE in files:
         info["chat_template"] = source
     sizes = {name: len(msgspec.json.encode(value)) + len(name) for name, value in info.items()}
     size, omitted = sum(sizes.values()), list[str]()
@@ -154,14 +160,16 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _source(files: Mapping[str, bytes], config: Mapping[str, Any], name: str = "default") -> str | None:
-    """The template of `name`, or None: chat_template.jinja, else in tokenizer_config.json.
+    """The template of `name`, or None: in files of their own where chat_template.jinja is there, else in
+    tokenizer_config.json.
 
     Where there are several by `name`, the one for conversations with tools is `tool_use`."""
-    if name == "default" and "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+    if _TEMPLATE in files:
+        own = files.get(_TEMPLATE if name == "default" else f"additional_chat_templates/{name}.jinja")
+        return None if own is None else own.decode()
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get(name)
+        source = {entry.get("name"): entry.get("template") for entry in source}.get(name)
     elif name != "default":
         source = None
     return source if isinstance(source, str) else None

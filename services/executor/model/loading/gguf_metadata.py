@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import ModelLoadError
 
@@ -77,11 +77,11 @@ _ENDS = (
 """Control tokens that end a text, then those that end a turn, by the names that models give them. Source: llama.cpp,
 llama-vocab.cpp."""
 _RANGES = {
-    "temp": (0.0, 100.0),
+    "temperature": (0.0, 100.0),
     "top_k": (-1, 1 << 31),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "penalty_repeat": (1e-6, 1e6),
+    "repetition_penalty": (1e-6, 1e6),
 }
 _DIGITS = 6
 """Behind the point that are kept of a number of 32 bits."""
@@ -149,11 +149,21 @@ def sampling_of(header: "Mapping[str, Value]") -> dict[str, float]:
         value = header.get(f"general.sampling.{key}")
         if value is None:
             continue
-        least, most = _RANGES[key]
-        if not isinstance(value, int | float) or not least <= value <= most:
+        if not _is_possible(name, value):
             raise _cannot_be(f"general.sampling.{key}", value)
         found[name] = max(0, int(value)) if key == "top_k" else round(value, _DIGITS)
     return found
+
+
+def check_sampling(path: Path, name: str, value: Any) -> None:
+    """Of generation_config.json. Raises `ModelLoadError` for what cannot be."""
+    if not _is_possible(name, value):
+        raise ModelLoadError(f"The file {path} says {name} {value!r:.40}, which cannot be; fetch it again.")
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    least, most = _RANGES[name]
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _cannot_be(key: str, value: "Value") -> ModelLoadError:

@@ -10,10 +10,11 @@ import msgspec
 import structlog
 
 from services.executor.core.settings import MTP, ExecutorSettings
-from services.executor.model.card import end_tokens, read_json
+from services.executor.model.card import end_tokens
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier
+from services.executor.model.tokenizer_files import read_json
 from services.executor.worker.drafting.translation import NONE, TokenTexts, Translation
 from shared.errors import ModelLoadError
 from shared.model_store.locks import hold_model

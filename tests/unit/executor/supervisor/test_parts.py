@@ -307,8 +307,8 @@ def test_the_card_says_how_weights_are_stored(
         ({}, "has no tokenizer.json, which gateways need"),
         ({"tokenizer.json": TOKENIZER, "generation_config.json": "{"}, "is not JSON"),
         ({"tokenizer.json": TOKENIZER, "generation_config.json": "[]"}, "is not a JSON object"),
-        ({"tokenizer.json": TOKENIZER[:-9]}, "tokenizer.json cannot be used"),
-        ({"tokenizer.json": "{}"}, "tokenizer.json cannot be used"),
+        ({"tokenizer.json": TOKENIZER[:-9]}, "tokenizer.json is not JSON"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json does not say 'added_tokens'"),
     ],
 )
 def test_a_directory_without_its_files_is_said(tmp_path: Path, files: dict[str, str], message: str) -> None:
