@@ -149,7 +149,7 @@ def sampling_of(header: "Mapping[str, Value]") -> dict[str, float]:
         value = header.get(f"general.sampling.{key}")
         if value is None:
             continue
-        if not _is_possible(name, value):
+        if not isinstance(value, int | float) or not _is_possible(name, value):
             raise _cannot_be(f"general.sampling.{key}", value)
         found[name] = max(0, int(value)) if key == "top_k" else round(value, _DIGITS)
     return found
