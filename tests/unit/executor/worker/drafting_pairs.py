@@ -34,6 +34,7 @@ def tokenizer_in(directory: Path, names: Sequence[str], **config: object) -> Pat
     added = [{"id": len(names) + at, "content": text, **flags} for at, text in enumerate(SPECIAL)]
     vocab = {name: token for token, name in enumerate(names)}
     file = {
+        **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor")),
         "version": "1.0",
         "added_tokens": added,
         "decoder": of_pieces if is_pieces else of_bytes,

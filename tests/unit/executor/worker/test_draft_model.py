@@ -44,9 +44,9 @@ def model_in(
 def tokenizer_of(tokens: list[str], added: Sequence[str] = ()) -> str:
     more = [{"id": len(tokens) + at, "content": token, "special": True} for at, token in enumerate(added)]
     vocab = {token: number for number, token in enumerate(tokens)}
-    return json.dumps(
-        {"version": "1.0", "added_tokens": more, "model": {"type": "BPE", "vocab": vocab, "merges": []}}
-    )
+    none = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return json.dumps({**none, "version": "1.0", "added_tokens": more, "model": model})
 
 
 @pytest.fixture(scope="module")
