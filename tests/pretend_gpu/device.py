@@ -23,16 +23,14 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tests.interpreter import make_cheap
+from tests.interpreter import prepare
 from tests.pretend_gpu import graphs
 from tests.pretend_gpu.streams import HOST, Event, Host, Stream
-from tests.pretend_gpu.tensors import DeviceTensor, Placing
+from tests.pretend_gpu.tensors import DeviceTensor, Placing, held
 
-make_cheap()
+prepare()
 MEMORY = 1 << 30
 """Bytes of the device."""
-FOR_INTERPRETER = {"WIDE": True, "HALF": False}
-"""Constants of kernels that say what multiplies: the interpreter knows no bf16 products."""
 
 
 @contextmanager
@@ -114,9 +112,7 @@ def _launch_kernel(executor: Any, *args: Any, **kwargs: Any) -> None:
     if any(isinstance(one, Tensor) and not isinstance(one, DeviceTensor) for one in values):
         raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
     given = [one for one in values if isinstance(one, DeviceTensor)]
-    inner = [_interpreted(one) for one in args]
-    changed = FOR_INTERPRETER if "WIDE" in kwargs else {}
-    named = {name: changed.get(name, _interpreted(one)) for name, one in kwargs.items()}
+    inner, named = [held(one) for one in args], {name: held(one) for name, one in kwargs.items()}
 
     def again() -> list[Tensor]:
         with torch._C.DisableTorchFunction():
@@ -129,9 +125,3 @@ def _launch_kernel(executor: Any, *args: Any, **kwargs: Any) -> None:
     if HOST.recording is not None:
         HOST.recording.add(again, [])
     again()
-
-
-def _interpreted(value: Any) -> Any:
-    if not isinstance(value, DeviceTensor):
-        return value
-    return value.held.view(torch.int8) if value.dtype == torch.float8_e4m3fn else value.held

@@ -1,6 +1,8 @@
 """Kernels are decorated when they are imported: the interpreter is chosen before that, unless there is a GPU."""
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.interpreter import make_cheap
-from tests.unit.executor.gpu.kernels.rounding import round_as_gpus_do
+from tests.interpreter import prepare
+from tests.pretend_gpu.streams import Host
 
-make_cheap()
+prepare()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(unread)
 
 
-@pytest.fixture(autouse=True)
-def bf16_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_as_gpus_do(monkeypatch)
+@pytest.fixture
+def gpu() -> Iterator[Host]:
+    """A simulated one."""
+    from tests.pretend_gpu.device import pretend_gpu
+
+    with pretend_gpu() as host:
+        yield host
+
+
+@pytest.fixture
+def cuda() -> Iterator[torch.device]:
+    """A GPU, if only a simulated one, on which kernels run with the constants that they are compiled with."""
+    from tests.pretend_gpu.device import pretend_gpu
+
+    with nullcontext() if torch.cuda.is_available() else pretend_gpu():
+        yield torch.device("cuda", 0)

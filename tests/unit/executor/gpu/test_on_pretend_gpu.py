@@ -3,7 +3,7 @@
 import ctypes
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,9 @@ from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 
 GPU = torch.device("cuda", 0)
 LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
-NEW = 6
+NEW = 4
 STEPS = (({0: 4}, GREEDY), ({0: 1, 1: 3}, GREEDY), ({0: 1, 1: 1}, GREEDY), ({1: 1, 0: 1}, DRAWN))
 """Tokens of each sequence, and how all of them are sampled."""
-
-
-@pytest.fixture
-def gpu() -> Iterator[Host]:
-    with pretend_gpu() as host:
-        yield host
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -104,10 +98,10 @@ def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectiv
 @pytest.mark.parametrize(
     ("model_type", "codec", "ranks"),
     [
-        pytest.param("llama", None, 1, marks=pytest.mark.slow),
         ("gemma3_text", INT8, 1),
-        pytest.param("qwen2", FP8, 2, marks=pytest.mark.slow),
         ("qwen2", None, 2),
+        pytest.param("granite", None, 1, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", FP8, 2, marks=pytest.mark.slow),
     ],
 )
 def test_graphs_and_sampling_give_the_host_s_tokens(
@@ -159,9 +153,8 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt2",
         "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "opt", "phimoe/longrope")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "gpt2", "phimoe/longrope")),
     ],
 )
 def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> None:
@@ -314,22 +307,22 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
         tmp_path / "head", 144, eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)}
     )
     with ring_of(tmp_path, model, **ON_GPU) as ring:
-        plain = Generated(ring, PROMPT, GREEDY).run(6)
+        plain = Generated(ring, PROMPT, GREEDY).run(4)
     with ring_of(tmp_path, model, head, **ON_GPU) as ring:
         assert ring.spec.drafts, ring.spec.draft_left_out
         assert ring.spec.draft_reads_states
         assert computes_in_graphs(ring)
         steps_seen.clear()
-        followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(8, 2)
+        followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(6, 2)
         launched.clear()
-        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(8, 2, followed=False)
+        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(6, 2, followed=False)
     assert steps_seen["rows, replayed"] > 0
     assert steps_seen["one row, replayed"] > 0
     assert steps_seen["one row, launched"] == 0
     assert len(launched) > 4
     check(followed, Eagle3Reference(head, model, layers))
     check(behind, Eagle3Reference(head, model, layers))
-    assert followed.text[:6] == behind.text[:6] == plain.text
+    assert followed.text[:4] == behind.text[:4] == plain.text
 
 
 @pytest.mark.parametrize(
@@ -344,8 +337,8 @@ def test_a_models_own_head_computes_what_its_checkpoint_means(
     with ring_of(tmp_path, model, "mtp", **ON_GPU) as ring:
         assert ring.spec.drafts, ring.spec.draft_left_out
         assert computes_in_graphs(ring) == (model_type in ("mellum", "glm4_moe"))
-        found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(8, 2)
-        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(8, 2, followed=False)
+        found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(6, 2)
+        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(6, 2, followed=False)
     check(found, MtpReference(model, names))
     check(behind, MtpReference(model, names))
     assert behind.text == found.text

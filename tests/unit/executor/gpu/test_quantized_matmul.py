@@ -1,11 +1,11 @@
-"""Products with quantised weights against float64, on a GPU where there is one, else in Triton's interpreter."""
+"""Products with quantised weights against float64, on a GPU, if only a simulated one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
@@ -20,22 +20,21 @@ from services.executor.gpu.kernels.matmul import (
     multiply_one,
     tiles_of,
 )
-from services.executor.gpu.linear import PlainProduct, make_product, use_products
+from services.executor.gpu.linear import use_products
 from services.executor.gpu.quantized_matmul import (
-    CodedProduct,
     coded_product,
     multiply_widened,
-    scaled_by_rows,
 )
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.loading.loader import load_config, load_model
-from services.executor.model.weight_formats import Quantized, joined, quantize
+from services.executor.model.weight_formats import Quantized, quantize
 from tests.unit.executor.model.tiny import make_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0)
 NAN = float("nan")
-BF16_TOLERANCE = 2**-7
-"""Of a row's largest: Triton's interpreter cuts bf16 off, where a GPU rounds it."""
+BF16_TOLERANCE = 2**-8 * 1.01
+"""Of a row's largest: what rounding takes."""
+pytestmark = pytest.mark.usefixtures("cuda")
 CODECS = pytest.mark.parametrize("codec", [FP8, INT8], ids=lambda codec: codec.name)
 
 
@@ -79,9 +78,6 @@ def test_few_rows(codec: Codec, rows: int, outputs: int, inputs: int) -> None:
         found = few(x, weight, addend)
         assert found.dtype == torch.bfloat16
         assert_near(found, exact(x, decoded(weight, codec), addend), BF16_TOLERANCE)
-        if DEVICE.type == "cpu":  # where kernels take float32 too, nothing but sums is rounded
-            found = few(x.float(), weight, addend)
-            assert_near(found, exact(x, decoded(weight, codec), addend), 1e-6)
 
 
 @CODECS
@@ -94,6 +90,34 @@ def test_splits_add_up_to_the_same_however_often(codec: Codec) -> None:
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert_near(found[0], few(x, weight, processors=1).cpu().double(), BF16_TOLERANCE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
+def test_parts_are_handed_over_behind_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX ISA, "Memory Consistency Model": the barrier of a program orders the stores of all its threads before the
+    arrival of one, which releases them to the GPU; the last to arrive acquires them, and a barrier hands them on. What
+    others have stored is then read from the cache that they share (.cg), not from one's own."""
+    from triton.runtime import interpreter
+
+    done: list[str] = []
+    builder = interpreter.InterpreterBuilder
+
+    def noted(name: str, what: Any) -> None:
+        original = getattr(builder, name)
+
+        def call(self: object, *given: Any) -> Any:
+            done.extend(what(*given))
+            return original(self, *given)
+
+        monkeypatch.setattr(builder, name, call)
+
+    noted("create_barrier", lambda: ["barrier"])
+    noted("create_masked_store", lambda *given: ["store"])
+    noted("create_masked_load", lambda *given: ["shared load"] if "CG" in str(given[3]) else [])
+    noted("create_atomic_rmw", lambda *given: ["arrival" if "ACQUIRE_RELEASE" in str(given[4]) else "add"])
+    few(numbers(3, 2100, seed=2), quantize(numbers(70, 2100), INT8))
+    part = ["store", "barrier", "arrival"]
+    assert done == 2 * [*4 * part, "barrier", *4 * ["shared load"], "store", "store"]
 
 
 @CODECS
@@ -158,7 +182,7 @@ def test_many_rows_by_widened_weights(codec: Codec, biased: bool, monkeypatch: p
     monkeypatch.setattr(quantized_matmul, "SCRATCH", 30 * 2 * 50)
     weight = quantize(numbers(77, 50), codec)
     x, bias = numbers(9, 50, seed=2), numbers(77, seed=3) if biased else None
-    assert_near(multiply_widened(x, weight, bias), exact(x, decoded(weight, codec), bias), BF16_TOLERANCE)
+    assert_near(multiply_widened(x, weight, bias), exact(x, decoded(weight, codec), bias), 2 * BF16_TOLERANCE)
 
 
 def scaled_on_cpu(
@@ -193,37 +217,6 @@ def test_the_way_is_chosen_by_rows_and_sizes(monkeypatch: pytest.MonkeyPatch) ->
         many = "encode_rows" if name == "fp8" else "multiply_widened"
         assert ways == ["multiply_few", "multiply_few", many]
         ways.clear()
-
-
-def test_the_librarys_product_takes_what_it_is_given() -> None:
-    """Its own checks of types, sizes and layouts on a GPU, which run without one."""
-    with FakeTensorMode():
-        device = torch.device("cuda")
-        codes = torch.empty((33, 64), dtype=torch.float8_e4m3fn, device=device)
-        weight = torch.empty((48, 64), dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(33, device=device), torch.empty(48, device=device)
-        bias = torch.empty(48, dtype=torch.bfloat16, device=device)
-        for addend in (None, bias):
-            found = scaled_by_rows(codes, scales[0], weight, scales[1], addend)
-            assert found.dtype == torch.bfloat16
-            assert found.shape == (33, 48)
-        uneven = torch.empty((40, 64), dtype=torch.float8_e4m3fn, device=device)
-        with pytest.raises(RuntimeError, match="divisible by 16"):
-            scaled_by_rows(codes, scales[0], uneven, torch.empty(40, device=device), None)
-
-
-@CODECS
-def test_joined_weights_multiply_as_apart(codec: Codec) -> None:
-    parts = [numbers(rows, 64, seed=rows) for rows in (32, 16, 48)]
-    together = joined([quantize(part, codec) for part in parts])
-    assert isinstance(together, Quantized)
-    x = numbers(2, 64, seed=2)
-    product = make_product(together, None)
-    assert isinstance(product, CodedProduct)
-    expected = torch.cat([few(x, quantize(part, codec)) for part in parts], dim=1)
-    assert torch.equal(product(x), expected)
-    plain = joined(parts)
-    assert isinstance(make_product(plain, None), PlainProduct)
 
 
 def test_a_model_multiplies_by_its_quantised_weights(tmp_path: Path) -> None:

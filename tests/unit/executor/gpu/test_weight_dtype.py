@@ -3,6 +3,7 @@ from typing import cast
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from services.executor.core.settings import ExecutorSettings, WeightDType
 from services.executor.gpu.linear import weight_codec
@@ -59,3 +60,23 @@ def test_settings_know_four_kinds_and_rings_of_another_continue_nothing() -> Non
         for kind in ("auto", "bf16", "fp8", "int8")
     }
     assert len(prints) == 4
+
+
+def test_the_librarys_product_takes_what_it_is_given() -> None:
+    """`_scaled_mm`: its own checks of types, sizes and layouts on a GPU, which run without one."""
+    pytest.importorskip("triton", reason="its module has kernels of Triton's (Linux on x86-64)")
+    from services.executor.gpu.quantized_matmul import scaled_by_rows
+
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        codes = torch.empty((33, 64), dtype=torch.float8_e4m3fn, device=device)
+        weight = torch.empty((48, 64), dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(33, device=device), torch.empty(48, device=device)
+        bias = torch.empty(48, dtype=torch.bfloat16, device=device)
+        for addend in (None, bias):
+            found = scaled_by_rows(codes, scales[0], weight, scales[1], addend)
+            assert found.dtype == torch.bfloat16
+            assert found.shape == (33, 48)
+        uneven = torch.empty((40, 64), dtype=torch.float8_e4m3fn, device=device)
+        with pytest.raises(RuntimeError, match="divisible by 16"):
+            scaled_by_rows(codes, scales[0], uneven, torch.empty(40, device=device), None)

@@ -1,5 +1,6 @@
 """The kernels against attention in float64, and against PyTorch's way through the same store."""
 
+import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 
 from benchmarks.on_gpu.device import interprets
 from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, check
+from services.executor.core.settings import BlockDType
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.kernels import attention_launch
@@ -32,6 +34,61 @@ DEVICE = torch.device("cpu" if interprets() else "cuda")
 @pytest.mark.parametrize("case", list(cases(large=False)), ids=str)
 def test_attention_is_what_float64_says(case: Case) -> None:
     check(case, DEVICE)
+
+
+@pytest.mark.parametrize("cold", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("width", [20, 64])
+def test_as_it_is_compiled(cuda: torch.device, cold: BlockDType, width: int) -> None:
+    """Products of bf16 and float16; decodes whose codes are read four by four, behind enough of them for a turn."""
+    check(Case((1, 1, 5), (300, 3, 45), width=width, dtype=torch.bfloat16, cold=cold), cuda)
+
+
+HOT, COLD = 20_000_000, 12_000_000
+"""Blocks of a layer, 164 and 49 GB: what counts them in 32 bits finds nothing."""
+
+
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which the module has from Python 3.12 on
+
+
+def virtual(count: int, part: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """Memory, most of which is nowhere, for `count` blocks along `axis`; those of `part` are the last, backwards."""
+    size = [count if at == axis else length for at, length in enumerate(part.shape)]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = mmap.mmap(-1, torch.Size(size).numel() * part.itemsize, flags=flags)
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(part.dtype).view(size)
+    whole.narrow(axis, count - part.shape[axis], part.shape[axis]).copy_(part.flip(axis))
+    return whole
+
+
+@pytest.mark.skipif(not interprets(), reason="a GPU has not so much memory to be empty")
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_store_as_large_as_a_card_is_read_and_compressed(codec: BlockDType) -> None:
+    case = Case((1, 20), (70, 50), width=64, dtype=torch.bfloat16, cold=codec, order="mixed")
+    problem = Problem(case, DEVICE)
+    near, num_hot = problem.layer, problem.store.num_hot
+    assert near.scales is not None
+    far = near._replace(
+        hot=virtual(HOT, near.hot), codes=virtual(COLD, near.codes), scales=virtual(COLD, near.scales)
+    )
+    out = torch.zeros_like(problem.query)
+    for batch in problem.batches():
+        tables, slots = batch.tables, batch.slots
+        tables = torch.where(tables < num_hot, HOT - 1 - tables, HOT + COLD - 1 - (tables - num_hot))
+        slots = (HOT - 1 - slots // 16) * 16 + slots % 16
+        batch = batch._replace(tables=tables, slots=slots)
+        attention_launch.attend(problem.query, far, batch, problem.scores, out)
+    assert torch.equal(out, problem.attended())
+
+    layers = torch.tensor([1], device=DEVICE)
+    hot, codes, scales = (part.unsqueeze(0) for part in (near.hot, near.codes, near.scales))
+    far_hot = virtual(HOT, torch.cat((hot, hot)), 1)
+    far_codes, far_scales = virtual(COLD, codes, 1), virtual(COLD, scales, 1)
+    pairs = torch.tensor([(0, 1), (3, 2)], device=DEVICE)
+    attention_launch.compress(torch.cat((hot, hot)), layers, codes, scales, near.codec, pairs)
+    pairs = torch.tensor((HOT - 1, COLD - 1), device=DEVICE) - pairs
+    attention_launch.compress(far_hot, layers, far_codes, far_scales, near.codec, pairs)
+    for mine, other in ((far_codes, codes), (far_scales, scales)):
+        assert torch.equal(mine[:, -3:-1].flip(1).view(torch.uint8), other[:, 1:3].view(torch.uint8))
 
 
 def test_a_check_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,12 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 
 from services.executor.gpu.kernels import elementwise
 from services.executor.gpu.kernels.elementwise import Norms, Rotation
-from tests.unit.executor.gpu.kernels.rounding import round_as_gpus_do
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
 ULP = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 """Half a unit in the last place, relative; of float32 some more, for sums in another order."""
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-
-@pytest.fixture(autouse=True)
-def bf16_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_as_gpus_do(monkeypatch)
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
