@@ -68,8 +68,10 @@ class capture(AbstractContextManager[None]):  # noqa: N801  # as torch.cuda.grap
         self._stream.wait_stream(self._before)  # synchronised, as torch does
         HOST.recording = self._graph
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         HOST.recording = None
+        if failed:
+            return  # as torch's, whose end raises before the stream is changed back
         HOST.stream = self._before
         self._before.wait_stream(self._stream)
         self._graph.pool.append(self._graph)

@@ -45,10 +45,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "mellum": {"num_hidden_layers": 3},
 }
 """Of other numbers than `SMALL`."""
-STEPS = ({0: 6, 1: 3}, {1: 1, 0: 3, 2: 2})
+STEPS = ({0: 4, 1: 2}, {1: 1, 0: 2, 2: 1})
 """Prefill, in chunks, and a decode beside them; few tokens, for interpreted kernels take a second for some thousands
 of programs."""
-RING_STEPS = ({0: 5, 1: 1},)
+RING_STEPS = ({0: 3, 1: 1},)
 """A chunk and a decode: every rank interprets as many programs as one alone."""
 
 

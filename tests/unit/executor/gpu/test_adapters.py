@@ -20,7 +20,7 @@ from tests.unit.executor.model.tiny import logits_of
 
 SLOTS = (1, -1, 0)
 """Of each sequence of `small_script`."""
-STEPS = ({0: 5, 1: 3}, {1: 1, 0: 1, 2: 2}, {0: 1, 1: 1, 2: 1})
+STEPS = ({0: 3, 1: 2}, {1: 1, 0: 1, 2: 1})
 
 
 class Adapted:

@@ -3,14 +3,12 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from msgspec import structs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
@@ -18,7 +16,7 @@ from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.progress import Progress
 from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.model.lowering import FAMILIES
 from services.executor.sampling.candidates import WANT, RowLogits
 from services.executor.worker import backend
@@ -35,7 +33,6 @@ from tests.unit.executor.gpu.gpu_runners import (
 )
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import Script
-from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import build, reference_logits
 
 NATIVE = {
@@ -107,25 +104,6 @@ def test_experts_of_models_that_pytorch_computes(tmp_path: Path, name: str, worl
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
 
-@pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.slow)], ids=["int8", "fp8"])
-def test_compressed_blocks_give_what_pytorch_gives(tmp_path: Path, codec: Codec) -> None:
-    directory = small_model(tmp_path, "llama")
-
-    def logits_of(*, gpu: bool, compressed: bool = True) -> Tensor:
-        runner = runner_of(directory, SingleRank(), codec=codec, gpu=gpu)
-        script = small_script()
-        runner.forward(script.step({0: 9, 1: 4})[0])
-        if compressed:
-            seal(script, runner._store, dict(enumerate(script._done)))
-        logits = runner.forward(script.step({1: 1, 0: 2})[0])
-        assert isinstance(logits, Tensor)
-        return logits
-
-    ours, theirs = logits_of(gpu=True), logits_of(gpu=False)
-    assert (ours - theirs).abs().max() < 1e-4
-    assert (ours - logits_of(gpu=True, compressed=False)).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_in_bf16_it_is_about_as_near_to_the_truth_as_pytorch(tmp_path: Path, model_type: str) -> None:
     """Of the same rounded weights, which float32 holds as they are."""
@@ -189,46 +167,6 @@ def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(runner._store.hot_layers(), written)
 
 
-def test_decodes_follow_decodes(tmp_path: Path) -> None:
-    """Logits of a batch of decodes, whose keys the steps before have written."""
-    directory = small_model(tmp_path, "gemma3_text")
-    script = small_script()
-    expected = reference_logits(directory, script.sequences)
-    runner = runner_of(directory, SingleRank())
-    runner.forward(script.step({0: 9, 1: 3})[0])
-    for _ in range(2):
-        plan, sampled = script.step({0: 1, 1: 1})
-        logits = runner.forward(plan)
-        assert isinstance(logits, Tensor)
-        for row, (sequence, position) in zip(logits, sampled, strict=True):
-            assert (row - expected[sequence][position]).abs().max() < 1e-4
-
-
-class _NoAnswers(TorchDispatchMode):
-    """Fails where the host would wait for what a tensor holds."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(name in str(func) for name in self.WAITING), f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("model_type", ["gemma3_text", "granite", "qwen2_moe"])
-def test_computing_waits_for_nothing(tmp_path: Path, model_type: str) -> None:
-    directory = small_model(tmp_path, model_type)
-
-    def compute(collectives: Collectives) -> bool:
-        decoder = runner_of(directory, collectives)._decoder
-        assert isinstance(decoder, GpuDecoder)
-        inputs = decoder.inputs_of(small_script().step({0: 3})[0])
-        with torch.inference_mode(), _NoAnswers():
-            logits = decoder.logits(decoder.compute(inputs), inputs.sample_rows)
-        return bool(logits.isfinite().all())
-
-    assert all(on_gpu_ring(2, compute))
-
-
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
     progress = Progress.unread()
@@ -266,18 +204,6 @@ def test_frequencies_beyond_the_first_length(tmp_path: Path) -> None:
         assert isinstance(logits, Tensor)
         found.append(logits)
     assert (found[0] - found[1]).abs().max() < 1e-4
-
-
-def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
-    directory = small_model(tmp_path, "llama", hidden_act="relu")
-    runner = runner_of(directory, SingleRank())
-    assert runner._decoder is None
-    assert runner._attention is not None
-    plan, _ = small_script().step({0: 5})
-    ours, theirs = runner.forward(plan), runner_of(directory, SingleRank(), gpu=False).forward(plan)
-    assert isinstance(ours, Tensor)
-    assert isinstance(theirs, Tensor)
-    assert (ours - theirs).abs().max() < 1e-4
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.unit.executor.worker.draft_heads import DEEPSEEK, NEXT, add_mtp_head,
 from tests.unit.executor.worker.test_draft_model import model_in
 
 LIMITS = StepLimits(max_sequences=2, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
-STEPS = ({0: 6}, {0: 1, 1: 3}, {0: 1, 1: 1})
+STEPS = ({0: 4}, {0: 1, 1: 2}, {0: 1, 1: 1})
 KINDS = ("eagle3", "eagle3 of normed states", "glm4_moe", "mellum")
 
 

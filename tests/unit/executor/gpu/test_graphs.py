@@ -129,7 +129,7 @@ class Sequences:
     st.integers(0, 99),
     st.sampled_from([None, (), (1,), (0, 1, 1)]),
 )
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_replays_give_what_kernels_one_by_one_give(
     steps: list[tuple[int, list[int]]], seed: int, reads: tuple[int, ...] | None
 ) -> None:
@@ -160,7 +160,7 @@ def test_replays_give_what_kernels_one_by_one_give(
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_tokens_of_the_step_before_are_taken_where_they_lie(sizes: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     sequences = Sequences(random)
