@@ -11,8 +11,8 @@ from tests.docs.pages import ROOT
 
 CEILINGS = {
     ("services", "shared"): 133_600,  # to come: 112,000
-    ("benchmarks",): 24_400,  # to come: 13,000
-    ("tests",): 145_600,  # to come: 120,000
+    ("benchmarks",): 23_300,  # to come: 13,000
+    ("tests",): 144_500,  # to come: 120,000
 }
 """By the folders that are counted together."""
 
