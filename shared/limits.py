@@ -558,8 +558,8 @@ def limit_of(refusal: str) -> "Limit | None":
 
 
 LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
-_BY_NAME = {limit.name: limit for limit in LIMITS}
 """All of them."""
+_BY_NAME = {limit.name: limit for limit in LIMITS}
 
 
 # --- the table in docs/security.md -----------------------------------------------------------------

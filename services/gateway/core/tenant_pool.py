@@ -49,6 +49,10 @@ class TenantPool:
     def take(self, tenant: str, size: int, held: int = 0) -> None:
         """Raises as `check`."""
         self.check(tenant, size, held)
+        self.hold(tenant, size)
+
+    def hold(self, tenant: str, size: int) -> None:
+        """As `take`, of what was admitted elsewhere: it is never refused."""
         self._held[tenant] += size
         self._total += size
 

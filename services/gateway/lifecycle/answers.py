@@ -260,10 +260,11 @@ class Answers:
         return answer
 
     async def inherit(self, record: GenerationRecord, *, keep: float) -> Answer:
-        """As `find`, for a record that is at hand; kept for `keep` seconds at least, though nobody reads it."""
+        """As `find`, for a record of a lost gateway, which had admitted it: no place is refused. Kept for `keep`
+        seconds at least, though nobody reads it."""
 
         async def follow() -> Answer:
-            return await self._follow(record, await self.owners.of(record.identity), keep)
+            return await self._follow(record, await self.owners.of(record.identity), keep, admitted=True)
 
         return await self._once(record.identity, follow)
 
@@ -305,12 +306,17 @@ class Answers:
         return await self._once(identity, follow)
 
     async def _follow(
-        self, record: GenerationRecord, ownership: Ownership | None, keep: float = 0.0
+        self,
+        record: GenerationRecord,
+        ownership: Ownership | None,
+        keep: float = 0.0,
+        *,
+        admitted: bool = False,
     ) -> Answer:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now, bounds = time.monotonic(), limits_of(self._settings)
         answer = followed_answer(record, bounds, ownership, now=now, now_unix=time.time(), keep=keep)
-        self._generations.add(answer.generations)
+        self._generations.add(answer.generations, admitted=admitted)
         self._some.set()
         self._by_identity[answer.identity] = answer
         try:

@@ -165,9 +165,10 @@ class Generations:
         if self._queued.add(generation):
             self._background.spawn(self._queued.look())
 
-    def add(self, generations: Sequence[Generation]) -> None:
-        """From now on they get what is said of them. Raises `QueueFull`."""
-        self.places.take(generations[0].request.tenant, len(generations))
+    def add(self, generations: Sequence[Generation], *, admitted: bool = False) -> None:
+        """From now on they get what is said of them. `admitted`: by a gateway that is lost. Raises `QueueFull`."""
+        take = self.places.hold if admitted else self.places.take
+        take(generations[0].request.tenant, len(generations))
         if not self._by_id:
             self._some.set()
         for generation in generations:

@@ -249,6 +249,33 @@ async def test_the_next_gateway_to_start_looks_after_what_nobody_was_left_for(
         await until(lambda: ring.requests[0].generation_id in ring.commanded)
 
 
+async def test_an_heir_takes_over_what_it_would_not_have_admitted(
+    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
+) -> None:
+    """The lost gateway had admitted it, by places of its own."""
+    ring.behave = paced = Paced(TEXT, 12)
+    background = {"X-Ryzanstein-Background": "60"}
+    async with (
+        gateway_process(bus, nats_settings, tmp_path) as doomed,
+        run_gateway(nats_settings, max_generations=1, max_tenant_generations=1) as gateway,
+    ):
+        streams: list[list[Event]] = []
+        for _ in range(3):
+            async with doomed.http.stream("POST", CHAT, json=body(), headers=background) as response:
+                streams.append(await read_events(response, 4))
+        await doomed.kill()
+        await mourn(bus, "doomed")
+        answers = gateway.service.work.answers
+        assert answers is not None
+        await until(lambda: sum(answer.owned for answer in answers.all()) == 3)
+        async with gateway.http() as http:
+            refused = await http.post(CHAT, json=body(stream=False))
+        assert (refused.status_code, "limit generations" in refused.text) == (429, True)
+        paced.allow()
+        for events in streams:
+            assert text_of(events) + text_of(await go_on(gateway, events)) == TEXT.decode("latin-1")
+
+
 async def test_a_gateway_that_begins_anew_under_its_name(
     bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
 ) -> None:
