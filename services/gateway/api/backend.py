@@ -24,7 +24,6 @@ from services.gateway.batches.uploads import Uploads
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
-from services.gateway.core.large_requests import LargeRequests
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
@@ -93,7 +92,6 @@ class Backend:
 
     def __init__(self, authenticator: Authenticator) -> None:
         self.authenticator = authenticator
-        self.large = LargeRequests()
         self._parts: Parts | None = None
         self._draining = self._closed = False
         self._active = _Active()
@@ -175,10 +173,14 @@ class Ask:
         """Its query. Raises `InvalidParameter`."""
         return read_query(self.scope["query_string"], kind)
 
+    async def received(self, limit: int) -> bytes:
+        """Its body. Raises as `read_body`."""
+        return await read_body(self.scope, self.receive, limit, self.settings.body_timeout)
+
     async def body(self, limit: int) -> bytes:
-        """In its turn, where it is a large one. Raises as `read_body`; `QueueFull`."""
-        body = await read_body(self.scope, self.receive, limit, self.settings.body_timeout)
-        await self.backend.large.turn(self.tenant, len(body))
+        """Its body, to be decoded at once: a large one in its turn. Raises as `read_body`; `QueueFull`, `Unavailable`."""
+        body = await self.received(limit)
+        await self.parts.intake.large.turn(self.tenant, len(body))
         return body
 
     async def counted(self) -> Intake:

@@ -86,7 +86,7 @@ async def prefill(ask: Ask) -> None:
         answer_headers=ask.answer_headers,
     )
     intake = ask.parts.intake
-    begun = await intake.prefill(await ask.body(ask.settings.body_limit), context)
+    begun = await intake.prefill(await ask.received(ask.settings.body_limit), context)
     ask.of_model(begun.run.model)
     told = await intake.prefills.wait(begun, seconds)
     await send_json(ask.send, 202 if told.status == "in_progress" else 200, told)

@@ -36,7 +36,7 @@ Every message is one JSON object in a text frame (binary frames with the same co
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
@@ -147,7 +147,6 @@ class _Connection(Session[ClientMessage]):
 
     async def _handle(self, text: str | bytes) -> None:
         try:
-            await self._backend.large.turn(self._context.tenant, len(text))
             message = decode(text.encode() if isinstance(text, str) else text, _decoder)
             if message.type == "ping":
                 await self.send(b'{"type":"pong"}')
@@ -345,7 +344,12 @@ def _check(message: ClientMessage) -> None:
 def _id_in(text: str | bytes) -> str | None:
     """The id in a message that is wrong otherwise: its sender waits for an answer under it."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError):
-        match msgspec.json.decode(text):
-            case {"id": str(identity)} if 1 <= len(identity) <= 64:
-                return identity
+        return _named.decode(text).id
     return None
+
+
+class _Named(msgspec.Struct):
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+_named = msgspec.json.Decoder(_Named)

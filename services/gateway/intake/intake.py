@@ -13,6 +13,7 @@ from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.anthropic.intake import MessagesIntake
 from services.gateway.intake.anthropic.schemas import MessagesRequest
@@ -108,6 +109,7 @@ class Intake:
             "classify": msgspec.json.Decoder(ClassifyRequest),
             "pooling": msgspec.json.Decoder(PoolingRequest),
         }
+        self.large = LargeRequests()
         self.prefills = Prefills()
         self.responses = ResponseIntake(self, history, parts.settings, parts.answers.writer)
         """It comes back here with the chat that a response is inside."""
@@ -122,7 +124,8 @@ class Intake:
         *,
         always_streamed: bool = False,
     ) -> Run:
-        """`always_streamed`: the connection knows no other way, so `stream` need not be given.
+        """A large one is decoded in its turn. `always_streamed`: the connection knows no other way, so `stream` need not
+        be given.
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
@@ -139,6 +142,8 @@ class Intake:
     ) -> Run:
         with tracing.stage("prepare"):
             context = await self._admitted(context)
+            if type(body) is not bytes or len(body) > LARGE_REQUEST:
+                await self.large.turn(context.tenant, memoryview(body).nbytes)
             try:
                 return await self._prepared_admitted(endpoint, body, always_streamed, context)
             except InvalidParameter as error:
@@ -360,6 +365,7 @@ class Intake:
         `body`: of a chat completion, or of a response with its `input`. Raises as `prepare`, and `ModelNotLoaded`."""
         self._authenticator.check(context.principal)
         context = await self._admitted(context)
+        await self.large.turn(context.tenant, len(body))
         if decode(body, self._kind).input is not msgspec.UNSET:
             with self.responses.history.budget(context.tenant) as budget:
                 request = await self.responses.chat_of(body, context.tenant, budget)

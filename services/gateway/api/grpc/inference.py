@@ -64,7 +64,7 @@ class Inference:
 
         async def answered(call: Call) -> None:
             if call.waiting > LARGE_REQUEST:
-                await self._backend.large.turn(call.principal.tenant, call.waiting)
+                await self._backend.parts.intake.large.turn(call.principal.tenant, call.waiting)
             await answer(call)
 
         return answered

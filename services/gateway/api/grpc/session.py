@@ -122,7 +122,6 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         self._call.watch(self.end)
         try:
             while (data := await self._call.receive()) is not None:
-                await self._backend.large.turn(self._call.principal.tenant, len(data))
                 await self._handle(decode(pb.ChatSessionRequest, data))
             await self.finished()
         finally:
@@ -154,6 +153,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
                 given.generation_id, after, how="grpc", view=view, tenant=self._context.tenant
             )
         context = msgspec.structs.replace(self._context_of(message), view=view)
+        await self._backend.parts.intake.large.turn(context.tenant, message.ByteSize())
         chat = message.HasField("chat")
         asked = message.chat if chat else message.generate
         print_ = requests.fingerprint(asked) if context.key else ""

@@ -27,7 +27,6 @@ from services.gateway.core.asgi import (
     send_json,
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
-from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.endpoints import Endpoint
 from services.gateway.intake.headers import (
@@ -73,8 +72,6 @@ class CompletionsRoute:
         settings = self._settings
         context = context_of(scope, settings, gone=partial(disconnected, receive))
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
-        if len(body) > LARGE_REQUEST:
-            await self._backend.large.turn(context.tenant, len(body))
         forget_headers(scope)
         return await self._backend.parts.intake.prepare(self._endpoint, body, context)
 

@@ -6,8 +6,10 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
+from tests.integration.gateway.turns import no_room
 
 
 async def until_end(connection: Any) -> list[Any]:
@@ -118,3 +120,13 @@ async def test_both_kinds_of_frames_are_read(client: openai.AsyncOpenAI, ring: F
     async with client.responses.connect() as connection:
         await getattr(connection, method)(json.dumps(body).encode() if method == "send_raw" else body)
         assert (await until_end(connection))[-1].type == "response.completed"
+
+
+async def test_a_large_request_waits_for_its_turn(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LargeRequests, "turn", no_room)
+    async with client.responses.connect() as connection:
+        await connection.response.create(model=MODEL, input="x" * LARGE_REQUEST, stream_id="lane")
+        (event,) = await until_end(connection)
+        assert (event.status, event.error.code, event.stream_id) == (429, "queue_full", "lane")

@@ -9,12 +9,14 @@ import pytest
 import websockets
 from websockets.asyncio.client import ClientConnection, connect
 
+from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from services.gateway.intake.sampling import session_of
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
 from tests.integration.gateway.resuming import Paced
+from tests.integration.gateway.turns import no_room
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -300,3 +302,18 @@ async def test_wrong_resumptions_are_refused(socket: Socket, message: dict[str, 
     await socket.send(id="a", **message)
     (refused,) = (await socket.until_end())["a"]
     assert refused["error"]["code"] == code
+
+
+async def test_a_large_request_that_may_not_wait_is_refused_under_its_id(
+    socket: Socket, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.behave = paced = Paced(b"Hello.", 3)
+    await socket.send(type="generate", id="a", request=CHAT)
+    await until(lambda: ring.requests)
+    monkeypatch.setattr(LargeRequests, "turn", no_room)
+    chat = CHAT | {"messages": [{"role": "user", "content": "x" * LARGE_REQUEST}]}
+    await socket.send(type="generate", id="b", request=chat)
+    refused = (await socket.until_end())["b"][-1]
+    assert refused["error"]["code"] == "queue_full"
+    paced.allow()
+    assert (await socket.until_end())["a"][-1]["type"] == "done"

@@ -9,10 +9,12 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from services.gateway.intake.sampling import session_of
 from tests.integration.gateway.api.grpc.conftest import MODEL, PROMPT, QUESTION, Client
 from tests.integration.gateway.fake_ring import FakeRing, silence, until
 from tests.integration.gateway.resuming import Paced
+from tests.integration.gateway.turns import no_room
 
 TEXT = b"Several at once."
 
@@ -131,6 +133,21 @@ async def test_wrong_messages_are_answered_and_the_others_go_on(session: Session
         "e": "GENERATION_NOT_FOUND",
         "f": "INVALID_VALUE",
     }
+    paced.allow()
+    await session.until(lambda: "a" in session.ends)
+    assert session.text["a"] == TEXT.decode()
+
+
+async def test_a_large_request_that_may_not_wait_is_refused_alone(
+    session: Session, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.behave = paced = Paced(TEXT, 3)
+    await session.send("a", chat=QUESTION)
+    await until(lambda: ring.requests)
+    monkeypatch.setattr(LargeRequests, "turn", no_room)
+    await session.send("b", generate=pb.GenerateRequest(model=MODEL, text="x" * LARGE_REQUEST))
+    await session.until(lambda: "b" in session.ends)
+    assert session.ends["b"].error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
     paced.allow()
     await session.until(lambda: "a" in session.ends)
     assert session.text["a"] == TEXT.decode()
