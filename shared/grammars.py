@@ -26,6 +26,8 @@ from shared.child_environment import environment_without_settings
 from shared.messages import Grammar
 
 LARGEST_EXACT = 2**53
+_LONG_NUMBER = re.compile(rb"[0-9]{16}")
+"""In the JSON of each number beyond that."""
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 _MOST_OF_REASON = 300
 _PICTURE = re.compile(r"^\s*(\^+|\d+ \|.*)$", re.MULTILINE)
@@ -56,6 +58,8 @@ def source_of(grammar: Grammar) -> str:
 def inexact(schema: Any) -> int | None:
     """A number under `const` or `enum` that llguidance, which keeps numbers as doubles, would take for its
     neighbour; None: there is none."""
+    if _LONG_NUMBER.search(msgspec.json.encode(schema)) is None:  # nearly always, and in milliseconds
+        return None
     level: list[tuple[Any, bool]] = [(schema, False)]
     while level:
         inner: list[tuple[Any, bool]] = []

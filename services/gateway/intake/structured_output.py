@@ -100,7 +100,7 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> Wanted | Non
         wanted = _of_outputs(value, name, closes)
     else:
         wanted = _of_kind(name.removeprefix("guided_"), value, name)
-    _check_size(wanted)
+    _check_size(len(wanted.grammar.text.encode()), wanted.param, wanted.subject)
     return _closed(wanted) if closes else wanted
 
 
@@ -120,7 +120,7 @@ def _closed(wanted: Wanted) -> Wanted:
     if (narrower := closed(schema)) == schema:
         return wanted
     wanted = msgspec.structs.replace(wanted, grammar=grammar_of_schema(narrower))
-    _check_size(wanted)
+    _check_size(len(wanted.grammar.text.encode()), wanted.param, wanted.subject)
     return wanted
 
 
@@ -133,8 +133,7 @@ def _asks(request: GenerationFields, name: str) -> bool:
 
 def _of_format(value: ResponseFormat, param: str, closes: bool) -> Wanted:
     if value.type == "structural_tag":
-        grammar = grammar_of_tags(msgspec.structs.asdict(value), param, closes=closes)
-        return Wanted(grammar, param, f"Invalid '{param}'")
+        return _of_tags(msgspec.structs.asdict(value), param, closes)
     if value.type == "json_object":
         return Wanted(ANY_OBJECT, param, f"Invalid '{param}'")
     if value.json_schema is None:
@@ -164,9 +163,15 @@ def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Wanted:
     [(kind, item)] = fields.items()
     if kind == "structural_tag":
         param = f"{param}.{kind}"
-        item = item if isinstance(item, dict) else _object_in(item, param)
-        return Wanted(grammar_of_tags(item, param, closes=closes), param, f"Invalid '{param}'")
+        return _of_tags(item if isinstance(item, dict) else _object_in(item, param), param, closes)
     return _of_kind(kind, item, f"{param}.{kind}")
+
+
+def _of_tags(given: dict[str, Any], param: str, closes: bool) -> Wanted:
+    """The grammar's size is bounded too, but one of megabytes takes long to make."""
+    subject = f"Invalid '{param}'"
+    _check_size(len(msgspec.json.encode(given)), param, subject)
+    return Wanted(grammar_of_tags(given, param, closes=closes), param, subject)
 
 
 def _object_in(text: str, param: str) -> dict[str, Any]:
@@ -208,12 +213,11 @@ def _checked_choices(choices: list[str], param: str) -> list[str]:
     return choices
 
 
-def _check_size(wanted: Wanted) -> None:
-    size = len(wanted.grammar.text.encode())
+def _check_size(size: int, param: str, subject: str) -> None:
     if size > limits.GRAMMAR_BYTES.value:
         raise InvalidParameter(
-            f"{wanted.subject}: it has {size} bytes; make it smaller ({limits.GRAMMAR_BYTES.cited()}).",
-            param=wanted.param,
+            f"{subject}: it has {size} bytes; make it smaller ({limits.GRAMMAR_BYTES.cited()}).",
+            param=param,
             reason="string_above_max_length",
         )
 

@@ -91,6 +91,19 @@ def test_vllms_newer_and_older_fields(wrap: Any) -> None:
     assert grammar(**wrap(choice=["a", "b"])) == Grammar("regex", "a|b")
 
 
+def test_a_large_structural_tag_is_refused_before_its_grammar_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(structured_output, "grammar_of_tags")
+    tags = {"format": {"type": "or", "elements": [{"type": "json_schema", "json_schema": {}}] * 10_000}}
+    for given in (tags, json.dumps(tags)):
+        with pytest.raises(InvalidParameter, match="grammar_bytes") as caught:
+            grammar(structured_outputs={"structural_tag": given})
+        assert caught.value.param == "structured_outputs.structural_tag"
+    with pytest.raises(InvalidParameter, match="grammar_bytes"):
+        grammar(response_format={"type": "structural_tag"} | tags)
+
+
 def test_structural_tags_in_vllms_forms() -> None:
     schema = {"type": "json_schema", "json_schema": OPEN}
     tag = {"type": "tag", "begin": "<f=a>", "content": schema, "end": "</f>"}
