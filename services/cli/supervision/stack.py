@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,9 @@ from services.cli.serve import MODULES
 from services.cli.supervision import early_executor
 from services.cli.supervision.early_executor import EarlyExecutor
 from services.cli.supervision.nats_server import LocalNats, StoreWatch, stop_process
-from services.cli.supervision.ops_ports import reserve_ops_ports
 from services.cli.target import StackSettings
 from shared.config import CommonSettings
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, PortInUse
 from shared.messages import Heartbeat, ModelSettings, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -533,3 +532,25 @@ def reachable(address: str) -> str:
     if not listens_on.is_unspecified:
         return address
     return f"127.0.0.1:{port}" if listens_on.version == 4 else f"[::1]:{port}"
+
+
+def reserve_ops_ports(
+    host: str, names: Iterable[str], remembered: Path
+) -> tuple[list[socket.socket], dict[str, int]]:
+    """Sockets that keep a port for each of the services `names`, and which: the one in the file `remembered` where that
+    is free, else one that the system chooses. The file has them afterwards."""
+    known: dict[str, int] = {}
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        known = msgspec.json.decode(remembered.read_bytes(), type=dict[str, int])
+    kept = {name: _reserved(host, known.get(name, 0)) for name in names}
+    ports = {name: sock.getsockname()[1] for name, sock in kept.items()}
+    with contextlib.suppress(OSError):  # a stack that remembers nothing serves all the same
+        remembered.write_bytes(msgspec.json.encode({**known, **ports}))
+    return list(kept.values()), ports
+
+
+def _reserved(host: str, port: int) -> socket.socket:
+    if 0 < port < 1 << 16:
+        with contextlib.suppress(PortInUse):
+            return reserve(host, port)
+    return reserve(host, 0)

@@ -178,7 +178,7 @@ class Ask:
         return await read_body(self.scope, self.receive, limit, self.settings.body_timeout)
 
     async def body(self, limit: int) -> bytes:
-        """Its body, to be decoded at once: a large one in its turn. Raises as `read_body`; `QueueFull`, `Unavailable`."""
+        """Its body, to be decoded at once: a large one in its turn. Raises as `read_body`, `QueueFull`."""
         body = await self.received(limit)
         await self.parts.intake.large.turn(self.tenant, len(body))
         return body

@@ -50,6 +50,11 @@ def invoked(body: bytes | msgspec.Raw) -> Endpoint:
     raise missing("messages", "the body of a chat, or another with one of: " + ", ".join(_INVOKED))
 
 
+def is_response(body: bytes) -> bool:
+    """Whether it is a response's and not a chat's. Raises `InvalidParameter`."""
+    return "input" in decode(body, _fields)
+
+
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 

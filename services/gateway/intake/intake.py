@@ -26,11 +26,11 @@ from services.gateway.intake.endpoints import (
     Pooled,
     check_pooled,
     invoked,
+    is_response,
     streamed,
 )
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
-from services.gateway.intake.pooling import PoolingRequest, classes_wanted
 from services.gateway.intake.prefill import Prefill, Prefills, ahead, next_prompt, without_answer
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.history import History
@@ -46,9 +46,11 @@ from services.gateway.intake.schemas import (
 from services.gateway.intake.scoring.records import scoring_record
 from services.gateway.intake.scoring.schemas import (
     ClassifyRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
     ScoringRequest,
+    classes_wanted,
 )
 from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
@@ -101,7 +103,6 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
-        self._kind = msgspec.json.Decoder(_Kind)
         self._pooled: dict[str, msgspec.json.Decoder[Pooled]] = {
             "embeddings": msgspec.json.Decoder(embeddings.EmbeddingRequest),
             "rerank": msgspec.json.Decoder(RerankRequest),
@@ -124,8 +125,8 @@ class Intake:
         *,
         always_streamed: bool = False,
     ) -> Run:
-        """A large one is decoded in its turn. `always_streamed`: the connection knows no other way, so `stream` need not
-        be given.
+        """A large one is decoded in its turn. `always_streamed`: the connection knows no other way, so `stream` need
+        not be given.
 
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
@@ -366,7 +367,7 @@ class Intake:
         self._authenticator.check(context.principal)
         context = await self._admitted(context)
         await self.large.turn(context.tenant, len(body))
-        if decode(body, self._kind).input is not msgspec.UNSET:
+        if is_response(body):
             with self.responses.history.budget(context.tenant) as budget:
                 request = await self.responses.chat_of(body, context.tenant, budget)
         else:
@@ -576,12 +577,6 @@ class Intake:
             prompts, request, card, context, self._parts, session=session, grammar=grammar, extras=extras
         )
         return self._run(record, request, card, tokenizer, context)
-
-
-class _Kind(msgspec.Struct):
-    """By which a response's body is told from a chat's."""
-
-    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 async def _prompt_ids(

@@ -229,17 +229,21 @@ _BROKER = (
     ),
     Kind("slow_consumer", "closes a connection whose client reads too slowly", SERVICES, _operate),
 )
+
+
+def _asked(name: str, story: str, parameters: dict[str, Range], refuses: Refuses = "nothing") -> Kind:
+    """What somebody does to the deployment as a whole."""
+    return Kind(name, story, (), _operate, parameters=parameters, refuses=refuses)
+
+
 _OPERATOR = (
     Kind("drain", "is asked to end (SIGTERM), and is started again", SERVICES, _operate),
     Kind("rolling_restart", "is restarted one instance after another", (), _operate),
     Kind("upgrade", "gets the next version one instance after another", (), _operate),
-    Kind(
+    _asked(
         "new_key",
         "gives the clients of a tenant another key, and the one that they had is revoked",
-        (),
-        _operate,
-        parameters={"tenant": (0.0, 1.0)},
-        refuses="nothing",
+        {"tenant": (0.0, 1.0)},
     ),
     Kind(
         "lower_limits",
@@ -253,29 +257,18 @@ _OPERATOR = (
     ),
 )
 _TENANTS = (
-    Kind(
+    _asked(
         "flood",
         "is sent many requests with large prompts at once by a tenant",
-        (),
-        _operate,
-        parameters={"tenant": (0.0, 1.0), "requests": (40.0, 80.0)},
-        refuses="nothing",
+        {"tenant": (0.0, 1.0), "requests": (40.0, 80.0)},
     ),
-    Kind(
+    _asked(
         "poison_line",
         "is sent a batch with a line that ends every gateway that computes it",
-        (),
-        _operate,
-        parameters={"tenant": (0.0, 1.0), "lines": (2.0, 40.0)},
+        {"tenant": (0.0, 1.0), "lines": (2.0, 40.0)},
+        refuses="anything",
     ),
-    Kind(
-        "full_quotas",
-        "has a tenant that fills its quotas",
-        (),
-        _operate,
-        parameters={"tenant": (0.0, 1.0)},
-        refuses="nothing",
-    ),
+    _asked("full_quotas", "has a tenant that fills its quotas", {"tenant": (0.0, 1.0)}),
 )
 _ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_BROKER, *_OPERATOR, *_TENANTS)
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}

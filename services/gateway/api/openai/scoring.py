@@ -6,11 +6,16 @@ import msgspec
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.openai.completions import CompletionsRoute
+from services.gateway.api.openai.operations import EMBEDDINGS
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.pooling import PoolingRequest
-from services.gateway.intake.scoring.schemas import ClassifyRequest, RerankRequest, ScoreRequest
+from services.gateway.intake.scoring.schemas import (
+    ClassifyRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 
 
 class ScoringUsage(msgspec.Struct):
@@ -150,7 +155,7 @@ CLASSIFY = tuple(
         "Texts in, the probabilities of their classes out, as in vLLM.",
         "Scores",
         request=ClassifyRequest,
-        example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+        example=EMBEDDINGS.example,
         response=Classes,
         parameters=operation.GENERATING_HEADERS,
         errors=GENERATING,
@@ -163,7 +168,7 @@ POOLING = Operation(
     "What a model makes of texts, vectors or the probabilities of classes, as in vLLM.",
     "Scores",
     request=PoolingRequest,
-    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+    example=EMBEDDINGS.example,
     response=PooledInputs,
     response_content=operation.OCTETS,
     parameters=operation.GENERATING_HEADERS,

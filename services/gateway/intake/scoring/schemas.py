@@ -1,11 +1,13 @@
-"""Bodies of rerank requests as Jina and Cohere have them, and of score and classify requests as vLLM has them."""
+"""Bodies of rerank requests as Jina and Cohere have them, and of score, classify and pooling requests as vLLM has
+them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, check_range, missing
+from services.gateway.core.errors import InvalidParameter, check_range, missing, unsupported
+from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.rules import check_neutral, check_truncation
 from services.gateway.intake.schemas import (
     Count,
@@ -74,6 +76,38 @@ class ClassifyRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=
     """POST /v1/classify and /classify. `input`: a string, strings, token ids, or lists of token ids."""
 
     input: str | list[str | int | list[int]]
+
+
+class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /pooling: what a model makes of an input, whether that is a vector or the probabilities of classes."""
+
+    task: Literal["embed", "classify"] | None = None
+    """Left out: what the model does."""
+    use_activation: Annotated[Any, neutral(True, why="/v1/classify shows logits")] = None
+
+
+OF_VECTORS = (
+    *("messages", "add_generation_prompt", "chat_template_kwargs"),
+    *("dimensions", "prompt_name", "truncation_side"),
+)
+"""Fields of a pooling request that have no meaning for classes."""
+
+
+def classes_wanted(request: PoolingRequest, card: ModelCard) -> ClassifyRequest | None:
+    """As what `request` is served; None: vectors are wanted. Raises `InvalidParameter`."""
+    check_neutral(request)
+    alone = card.does("classify") and not card.does("embed")
+    if (request.task or ("classify" if alone else "embed")) == "embed":
+        return None
+    for name in OF_VECTORS:
+        if getattr(request, name) is not None:
+            raise unsupported(name, f"{card.model} gives the probabilities of classes; leave it out")
+    return ClassifyRequest(
+        model=request.model,
+        input=request.input or "",
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        user=request.user,
+    )
 
 
 Scored = RerankRequest | ScoreRequest

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.supervision.ops_ports import reserve_ops_ports
+from services.cli.supervision.stack import reserve_ops_ports
 
 HOST = "127.0.0.1"
 
