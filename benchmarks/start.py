@@ -345,7 +345,7 @@ def measure(
 
 def _is_kept(log: Log, ranks: int) -> bool:
     """Whether every rank's weights are, or will not be."""
-    return len(log.of("weights_kept") + log.of("weights_not_kept")) >= ranks or bool(
+    return len(log.of("weights_kept") + log.of("weight_cache_write_failed")) >= ranks or bool(
         log.of("computing_with_pytorch")
     )
 

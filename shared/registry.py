@@ -367,7 +367,7 @@ def _convert(
         )
     except sparse_attention.WrongChoice as error:
         path = f"{key}.{error.field}" if error.field else key
-        found.append(Problem(path, f"`{path}` cannot be so: {error}."))
+        found.append(Problem(path, f"Invalid `{path}`: {error}."))
     except msgspec.ValidationError:
         found.append(Problem(f"{within}{key}", f"`{within}{key}` is {_wanted(kind)}, not {_told(value)}."))
 

@@ -26,7 +26,7 @@ _SWITCH = {"on": True, "true": True, "off": False, "false": False}
 
 
 class WrongChoice(ValueError):
-    """`field` (empty: the whole) cannot be so; the text is a phrase that says why, and what to do."""
+    """`field` (empty: the whole) is invalid; the text is a phrase that says why, and what to do."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)

@@ -219,7 +219,7 @@ class ClusterModels:
         if known is not None and known.declared() == spec.declared():
             return False
         raise ConfigurationError(
-            f"The model {spec.name} is in the registry already, with other fields; change it with `ryzanstein models "
+            f"The model {spec.name} is already registered with different settings; change it with `ryzanstein models "
             f"set {spec.name}`, or remove it first."
         )
 

@@ -60,5 +60,5 @@ async def test_a_fatal_request_ends_two_rings_and_gets_an_error(fault: str, tmp_
             assert failed.status_code == 400, failed.text
             error = failed.json()["error"]
             assert (error["code"], error["type"]) == ("fatal_request", "invalid_request_error")
-            assert "ended two executor groups" in error["message"]
+            assert "crashed two executor groups" in error["message"]
         assert sorted(downs.values()) == [CAUSES[fault]] * 2, house.logs()

@@ -236,7 +236,7 @@ async def test_errors_are_one_sentence(command: Command, cluster: Cluster) -> No
     ):
         await command.run("set", "large", "--sparse-attention", "much")
     with pytest.raises(
-        ConfigurationError, match=r"`sparse_attention\.threshold` cannot be so: it is 9, below"
+        ConfigurationError, match=r"Invalid `sparse_attention\.threshold`: it is 9, below"
     ):
         await command.run("set", "large", "--sparse-attention", "threshold=9")
     with pytest.raises(ConfigurationError, match="KEY=VALUE"):

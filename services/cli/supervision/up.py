@@ -425,8 +425,8 @@ class Up:
             self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
         except RyzansteinError as error:
             raise ConfigurationError(
-                f"The stack is up and could not answer ({error}); the reason stands in the logs in "
-                f"{self._plan.data_dir / 'logs'}. To serve all the same, use --no-smoke-test."
+                f"The stack started, but the smoke test failed ({error}); see the logs in "
+                f"{self._plan.data_dir / 'logs'}, or serve anyway with --no-smoke-test."
             ) from None
         self._say("")
         return path

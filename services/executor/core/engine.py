@@ -202,7 +202,7 @@ class RestoreFailed(InternalError):
 
     def __init__(self, slots: list[int]) -> None:
         super().__init__(
-            f"The spilled KV blocks in slots {slots} cannot be read; what they held is computed again. If it "
+            f"The spilled KV blocks in slots {slots} cannot be read; their contents will be recomputed. If it "
             "happens again, check the disk that --kv-disk-directory names."
         )
         self.slots = slots

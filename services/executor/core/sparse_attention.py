@@ -87,5 +87,5 @@ def problem_with(wanted: SparseAttention, block_size: int, kinds: Sequence[str])
     try:
         check(wanted, block_size)
     except WrongChoice as error:
-        return InvalidRequest(f"sparse_attention's {error.field} cannot be so: {error}.")
+        return InvalidRequest(f"Invalid sparse_attention.{error.field}: {error}.")
     return None

@@ -139,7 +139,7 @@ class WeightCache:
                     return
                 size = _size_of(model)
                 if reason := self._make_room(size):
-                    log.info("weights_not_kept", reason=reason, bytes=size)
+                    log.info("weight_cache_write_failed", reason=reason, bytes=size)
                     partial.unlink(missing_ok=True)
                     return
                 os.ftruncate(fd, 0)
@@ -150,7 +150,7 @@ class WeightCache:
             log.info("weights_kept", file=str(self._path), bytes=size)
         except OSError as error:
             log.warning(
-                "weights_not_kept", reason=error.strerror or str(error), directory=str(self._directory)
+                "weight_cache_write_failed", reason=error.strerror or str(error), directory=str(self._directory)
             )
 
     @property

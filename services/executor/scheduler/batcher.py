@@ -501,7 +501,7 @@ class ContinuousBatcher:
     # --- admission -------------------------------------------------------------------------------
 
     def _queue_full(self, request: GenerationRequest) -> RyzansteinError | None:
-        """Whether as many wait before the request as may: what makes way keeps no other out."""
+        """Whether as many wait before the request as may: preemptible requests never block others."""
         waiting = (*self._planner.waiting, *self._held.values()) if self._held else self._planner.waiting
         ahead = len(waiting)
         if ahead < self._settings.max_waiting:

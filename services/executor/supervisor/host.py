@@ -508,7 +508,7 @@ class ModelHost:
         try:
             await self._service.beat_now()
         except RyzansteinError as error:
-            log.debug("beat_not_sent", error=str(error))
+            log.debug("heartbeat_send_failed", error=str(error))
 
     # --- sleep -----------------------------------------------------------------------------------
 

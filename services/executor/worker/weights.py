@@ -151,7 +151,7 @@ def _kept_at_once(
     if found is None:
         raise ConfigurationError(
             "--weights-memory reads weights from the weight cache, and this model's could not be kept there (the log "
-            "says why: weights_not_kept); raise RYZANSTEIN_WEIGHT_CACHE_BYTES, or leave --weights-memory out."
+            "says why: weight_cache_write_failed); raise RYZANSTEIN_WEIGHT_CACHE_BYTES, or leave --weights-memory out."
         )
     return found
 

@@ -202,8 +202,7 @@ class Ask:
             )
         if not self.principal.manages_models:
             raise RouteError(
-                "This API key may not manage models; use one that was made with `ryzanstein keys create "
-                "--manage-models`.",
+                "This API key cannot manage models; use one made with `ryzanstein keys create --manage-models`.",
                 status=403,
                 reason="insufficient_permissions",
             )
@@ -212,8 +211,7 @@ class Ask:
         """Raises `RouteError`."""
         if not self.principal.views_keys:
             raise RouteError(
-                "This API key may not see who has keys; use one that was made with `ryzanstein keys create "
-                "--view-keys`.",
+                "This API key cannot list keys; use one made with `ryzanstein keys create --view-keys`.",
                 status=403,
                 reason="insufficient_permissions",
             )

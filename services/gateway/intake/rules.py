@@ -272,8 +272,8 @@ def check_completion(request: CompletionRequest) -> None:
         )
     if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
         raise InvalidParameter(
-            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; 0 goes with "
-            "'echo' or 'prompt_logprobs', which have something to say of the prompt.",
+            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; "
+            "max_tokens=0 requires 'echo' or 'prompt_logprobs'.",
             param="max_tokens",
             reason="integer_below_min_value",
         )

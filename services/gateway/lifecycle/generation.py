@@ -473,7 +473,7 @@ _WORDS = {"out_of_memory": "ran out of memory", "crashed": "crashed", "hung": "h
 def _guilty_of(first: str, second: str) -> FatalRequest:
     """What is told of a request that was computed when two rings died, the second time alone."""
     return FatalRequest(
-        f"Computing this request has ended two executor groups (one {_WORDS.get(first, first)}, and the next "
-        f"{_WORDS.get(second, second)} while it computed nothing else), so it is not tried again; change or shorten "
-        "the request, or give the operator its id to look into."
+        f"This request crashed two executor groups (the first {_WORDS.get(first, first)}, the second "
+        f"{_WORDS.get(second, second)} while computing nothing else), so it will not be retried; change or shorten "
+        "it, or send its id to the operator."
     )

@@ -67,7 +67,7 @@ class Door:
     def sentence(self) -> str:
         """Why there is no place, and what to do."""
         return (
-            "The gateway has as many connections as it takes; try again in a moment, or at another one "
+            "Connection limit reached; retry shortly, or use another gateway "
             f"({limits.CONNECTIONS.cited(self.limit)})."
         )
 
@@ -145,9 +145,7 @@ VERSION = Refusal(
     "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
     505,
 )
-EXPECTATION = Refusal(
-    "The request's Expect header is none that is known here; 100-continue is, and leaving it out.", 417
-)
+EXPECTATION = Refusal("Unsupported Expect header; only 100-continue is supported.", 417)
 
 
 def slow(found: Limits) -> Refusal:

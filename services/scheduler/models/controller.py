@@ -350,7 +350,7 @@ class ModelController:
                 await self._placements.delete(model)
                 self._note(model, None)
         except RyzansteinError as error:
-            log.warning("placement_not_written", error=str(error))
+            log.warning("placement_write_failed", error=str(error))
 
 
 def _differs(said: ModelPlacement | None, new: ModelPlacement) -> bool:

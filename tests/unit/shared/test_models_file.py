@@ -59,8 +59,8 @@ TOLD = [
     (21, "`name` stands in line 19 already"),
     (22, "`idle` is a number of seconds"),
     (24, "no 'bugdet'; there are: kind, threshold"),
-    (28, "`sparse_attention.budget` cannot be so: it is 0, below one token"),
-    (30, "`sparse_attention` cannot be so: it is true, false, or a mapping of kind"),
+    (28, "Invalid `sparse_attention.budget`: it is 0, below one token"),
+    (30, "Invalid `sparse_attention`: it is true, false, or a mapping of kind"),
     (31, "There is no `other`; there are: models"),
 ]
 

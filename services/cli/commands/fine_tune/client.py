@@ -113,7 +113,7 @@ class FineTuning:
                 if checkpoint["fine_tuned_model_checkpoint"] == name:
                     return job, int(checkpoint["step_number"])
         raise UnknownModel(
-            f"No job of yours has made the model {name!r}; `ryzanstein fine-tune list` shows your jobs."
+            f"None of your jobs produced the model {name!r}; `ryzanstein fine-tune list` shows your jobs."
         )
 
 

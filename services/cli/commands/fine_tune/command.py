@@ -230,7 +230,7 @@ async def _status(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
 
 @_command("follow")
 async def _follow(jobs: FineTuning, job: Id) -> None:
-    """Show how a job goes until it is over: steps, loss as a curve, tokens a second, time left. It may be left with
+    """Follow a job until it finishes: steps, loss as a curve, tokens a second, time left. It may be left with
     Ctrl-C and followed again; a gateway that restarts meanwhile is waited for."""
     await _followed(jobs, await jobs.get(job))
 

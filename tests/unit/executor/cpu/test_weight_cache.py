@@ -295,7 +295,7 @@ def test_more_than_there_may_be_is_not_kept(tmp_path: Path) -> None:
     assert runner.packed is not None
     with capture_logs() as log:
         cache_of(tmp_path, model, limit=1000).keep(facts, runner.packed)
-    [line] = [line for line in log if line["event"] == "weights_not_kept"]
+    [line] = [line for line in log if line["event"] == "weight_cache_write_failed"]
     assert "RYZANSTEIN_WEIGHT_CACHE_BYTES (1000)" in line["reason"]
     assert not [*(tmp_path / "cache").iterdir()]
 
@@ -307,7 +307,7 @@ def test_a_full_disk_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(packed_file, "_write_all", _no_room)
     with capture_logs() as log:
         cache_of(tmp_path, model).keep(facts, runner.packed)
-    assert [line["event"] for line in log] == ["weights_not_kept"]
+    assert [line["event"] for line in log] == ["weight_cache_write_failed"]
     assert cache_of(tmp_path, model).find() is None
     monkeypatch.undo()
     cache_of(tmp_path, model).keep(facts, runner.packed)  # what was begun is in nobody's way

@@ -321,7 +321,7 @@ def test_an_adapter_is_exported_by_job_or_model(gateway: FakeGateway, tmp_path: 
             "adapter_model.safetensors",
         ]
     assert not list((tmp_path / "some").glob(".*")), "nothing is left beside them"
-    with pytest.raises(UnknownModel, match="No job of yours has made the model 'ft:base::c:3'"):
+    with pytest.raises(UnknownModel, match="None of your jobs produced the model 'ft:base::c:3'"):
         run(gateway, "export", "ft:base::c:3", "--output", str(tmp_path / "out"))
 
 
