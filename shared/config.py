@@ -133,8 +133,8 @@ def _refuse_secrets(kind: type[CommonSettings], arguments: Sequence[str]) -> Non
         option = f"--{name.replace('_', '-')}"
         if _is_secret(kind, name) and any(given.partition("=")[0] == option for given in arguments):
             raise ConfigurationError(
-                f"{option} is not an option, since everybody on the machine can read a command line; "
-                f"set {ENV_PREFIX}{name.upper()}, or {name} in the settings file."
+                f"{option} is not an option, because any user of the machine can read a command line; set "
+                f"{ENV_PREFIX}{name.upper()}, or {name} in the settings file."
             )
 
 
@@ -188,7 +188,7 @@ def _wrong_value(kind: type[CommonSettings], error: ValidationError) -> Configur
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     if name not in kind.model_fields:
-        return ConfigurationError(f"The settings are wrong: {first['msg']}.")
+        return ConfigurationError(f"Invalid settings: {first['msg']}.")
     option = "" if _is_secret(kind, name) else f" (or --{name.replace('_', '-')})"
     # An address may hold a user's password.
     given = "" if not option or name == "nats_url" else f"; it was {first['input']!r}"

@@ -213,7 +213,7 @@ def _from_gbnf(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # a converter of few checks
-        raise ValueError(f"it is no GBNF grammar: {error}") from None
+        raise ValueError(f"it is not a GBNF grammar: {error}") from None
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _instances(groups: Iterable[GroupRecord]) -> list[str]:
 
 def _why_unloaded(spec: ModelSpec | None, groups: list[GroupRecord]) -> str:
     if any(record.state == "draining" for record in groups):
-        return "Its last group finishes what it runs."
+        return "Its last group is finishing its requests."
     if spec is not None and spec.action == "unload":
         return "It was unloaded on demand; a request loads it again."
     return ""

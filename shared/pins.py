@@ -43,9 +43,7 @@ def pins_of(
     there = [host for host in hosts if host.state != "gone"]
     memory = [host.host.memory for host in there if host.host.takes_models and host.host.memory]
     if not memory:
-        return Pins(
-            warning="No host that loads models is there, so nobody knows whether all that is pinned fits."
-        )
+        return Pins(warning="No host loads models now, so it is unknown whether all pinned models fit.")
     sizes = _sizes(groups, there)
     for name, spec in pinned.items():
         if name in before and _is_other(spec, before[name]):
@@ -66,8 +64,8 @@ def pins_of(
     if unknown := sorted(pinned.keys() - taken.keys()):
         more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
         return Pins(
-            warning=f"Nobody knows yet what {', '.join(unknown[:NAMED])}{more} will take in memory, nor so whether all "
-            "that is pinned fits."
+            warning=f"It is not known yet how much memory {', '.join(unknown[:NAMED])}{more} will take, nor whether "
+            "all pinned models fit."
         )
     return Pins()
 

@@ -262,7 +262,9 @@ def _replica_problems(spec: ModelSpec) -> Iterable[Problem]:
             "idle", f"The idle time of {name} is 0 to {MAX_IDLE:.0f} seconds (366 days), not {spec.idle:g}."
         )
     if spec.pinned and spec.action == "unload":
-        yield Problem("pinned", f"{name} is pinned and to be unloaded; unpin it first, or leave it loaded.")
+        yield Problem(
+            "pinned", f"{name} is both pinned and to be unloaded; unpin it first, or leave it loaded."
+        )
 
 
 def _clashes(spec: ModelSpec, beside: list[ModelSpec], adapters: Collection[str]) -> Iterable[Problem]:
@@ -297,7 +299,7 @@ def check_all(specs: Iterable[ModelSpec], adapters: Collection[str] = ()) -> lis
     for position, spec in enumerate(every):
         found += check(spec, every[:position], adapters)
         if any(earlier.name == spec.name for earlier in every[:position]):
-            found.append(f"The model {_short(spec.name)} is there twice.")
+            found.append(f"The model {_short(spec.name)} is declared twice.")
     return found
 
 

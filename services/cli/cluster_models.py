@@ -287,7 +287,7 @@ class ClusterModels:
                 "loaded",
             )
 
-        return await self.wait(done, timeout, report, f"{model} has not finished what it runs")
+        return await self.wait(done, timeout, report, f"{model} is still finishing its requests")
 
     async def wait_adapters(self, names: Sequence[str], timeout: float, report: Watch) -> Snapshot:
         """Returns when a host has read each of them. Raises why one could not, and `DeadlineExceeded`."""

@@ -168,7 +168,7 @@ async def apply(
         except AdapterRefused as refused:
             if refused.reason != "missing":
                 raise ConfigurationError(
-                    f"The adapter {name!r} was replaced too often within hours; wait, and apply again."
+                    f"The adapter {name!r} was replaced too often in the last hours; wait, and apply again."
                 ) from None
     return applied
 

@@ -100,7 +100,7 @@ class _Bytes:
         return list(text)
 
 
-_NO_FURTHER = "The answer's form can be followed no further: {}."
+_NO_FURTHER = "The grammar of the answer allows no next token: {}."
 _NOTHING_FITS = "no token of this model fits"
 
 
@@ -408,7 +408,9 @@ class GrammarCompiler:
         """Where the grammar is one that takes minutes, gigabytes or the whole stack, another process is told so
         by its end (`shared.grammars`); then here."""
         if len(grammar.text) > GRAMMAR_BYTES.value:
-            raise InvalidGrammar(f"The answer's form is too long; make it smaller ({GRAMMAR_BYTES.cited()}).")
+            raise InvalidGrammar(
+                f"The answer's format is too long; make it smaller ({GRAMMAR_BYTES.cited()})."
+            )
         problem = self._check.check(grammar).problem
         if not problem:
             matcher = LLMatcher(self._vocabulary.tokenizer, source_of(grammar), limits=limits(), log_level=0)
@@ -416,7 +418,7 @@ class GrammarCompiler:
                 matcher.compute_bitmask()  # what is learnt of the tokens at the beginning goes to all copies
             problem = shortened(matcher.get_error())
         if problem:
-            raise InvalidGrammar(f"The answer's form cannot be held: {problem}.")
+            raise InvalidGrammar(f"The answer's format cannot be enforced: {problem}.")
         self.compiled += 1
         self._keep(grammar, matcher)
         return matcher
@@ -515,7 +517,7 @@ class GrammarWork:
                 attempt=request.attempt,
             )
             return InternalError(
-                "The answer's form could not be compiled by a fault of the executor; report it."
+                "The answer's format could not be compiled because of an executor bug; report it."
             )
 
 

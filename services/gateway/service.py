@@ -158,8 +158,7 @@ class GatewayService(Service):
         if not settings.tls_certificate:
             if settings.tls_key or settings.tls_client_ca:
                 raise ConfigurationError(
-                    "RYZANSTEIN_TLS_KEY and RYZANSTEIN_TLS_CLIENT_CA are of no use without "
-                    "RYZANSTEIN_TLS_CERTIFICATE; set that too."
+                    "RYZANSTEIN_TLS_KEY and RYZANSTEIN_TLS_CLIENT_CA require RYZANSTEIN_TLS_CERTIFICATE; set that too."
                 )
             return {}
         context = server_context(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
@@ -207,7 +206,7 @@ class GatewayService(Service):
             log.warning(
                 "open_to_the_network",
                 host=settings.host,
-                advice="Whoever reaches this address may use it: create an API key (`ryzanstein keys create`), set "
+                advice="Anyone who reaches this address can use it: create an API key (`ryzanstein keys create`), set "
                 "RYZANSTEIN_REQUIRE_KEY=true, or listen on 127.0.0.1.",
             )
 

@@ -185,8 +185,8 @@ class Router:
             return False
         elif self._is_full(item):
             error = QueueFull(
-                f"{self._settings.max_waiting:,} requests for the model {item.model} wait already; "
-                "try again in a few seconds."
+                f"{self._settings.max_waiting:,} requests are already waiting for the model {item.model}; try again "
+                f"in a few seconds."
             )
             self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
         else:

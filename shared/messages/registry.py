@@ -65,9 +65,9 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a hub name: branch, tag or commit; empty: the main branch."""
     settings: ModelSettings = ModelSettings()
     least: int = 0
-    """Replicas that are there at all times."""
+    """Minimum of replicas, kept at all times."""
     most: int = 1
-    """Replicas at most, however much is asked of it."""
+    """Maximum of replicas, whatever the load."""
     pinned: bool = False
     """Never unloaded to make room for others."""
     idle: float = 0.0

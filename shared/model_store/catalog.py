@@ -317,6 +317,6 @@ def _whole_adapter(directory: Path) -> Path:
 def _not_taken(name: str, store: Store, error: OSError) -> ConfigurationError:
     where = f": {error.filename}" if error.filename else ""
     return ConfigurationError(
-        f"The model cache {store.cache} cannot take the model {name} ({error.strerror or error}{where}); make room or "
-        "give permission there, or name another directory with RYZANSTEIN_MODEL_CACHE."
+        f"The model cache {store.cache} cannot store the model {name} ({error.strerror or error}{where}); free space "
+        f"or grant access there, or choose another directory with RYZANSTEIN_MODEL_CACHE."
     )

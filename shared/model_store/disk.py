@@ -260,7 +260,7 @@ def _no_room(
     )
     return (
         f"The model {name} needs {_size(needed)} more; the cache {store.cache} holds {_size(held)}{limit}, and its "
-        f"disk has {_size(free)} free, of which {_size(RESERVE)} stay so; {remedy}, or give it more room "
+        f"disk has {_size(free)} free, of which {_size(RESERVE)} are reserved; {remedy}, or give it more room "
         "(RYZANSTEIN_MODEL_CACHE_BYTES, RYZANSTEIN_MODEL_CACHE)."
     )
 

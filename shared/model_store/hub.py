@@ -74,8 +74,8 @@ class Repository:
         for file in files:
             if file.size > constants.MAX_HTTP_DOWNLOAD_SIZE and self._endpoint == _HUB:
                 raise ModelLoadError(
-                    f"{file.path} of {self.name} has {file.size} bytes, and the hub gives out files over "
-                    f"{constants.MAX_HTTP_DOWNLOAD_SIZE} bytes through Xet alone; fetch it with `hf download` into a "
+                    f"{file.path} of {self.name} has {file.size} bytes, and the hub serves files over "
+                    f"{constants.MAX_HTTP_DOWNLOAD_SIZE} bytes only through Xet; fetch it with `hf download` into a "
                     "directory, and name that."
                 )
         self._make_room(self._transfer.missing(files))

@@ -98,7 +98,7 @@ def check_revision(revision: str) -> None:
         not plain or len(revision) > _MAX_NAME or any(sign in revision for sign in " \\:~^?*[@")
     ):
         raise ModelLoadError(
-            f"The revision {revision[:80]!r} is no name of a branch, tag or commit; give one as the hub shows it."
+            f"The revision {revision[:80]!r} is not a branch, tag or commit; use one that the hub shows."
         )
 
 
@@ -117,7 +117,8 @@ def choose_adapter(files: Sequence[RemoteFile], repository: str) -> list[RemoteF
     lacking = [name for name in ADAPTER_FILES if name not in held]
     if lacking:
         raise ModelLoadError(
-            f"The repository {repository} holds no {' and no '.join(lacking)}; it is no LoRA adapter as peft saves it."
+            f"The repository {repository} holds no {' and no '.join(lacking)}; it is not a LoRA adapter as peft saves "
+            f"it."
         )
     return checked([held[name] for name in ADAPTER_FILES], repository)
 

@@ -354,7 +354,9 @@ class Bus:
         try:
             await self._client.publish(subject, payload)
         except nats.errors.Error as error:
-            raise BrokerUnavailable(f"NATS took no message on {subject} ({error}); try again.") from error
+            raise BrokerUnavailable(
+                f"NATS did not accept a message on {subject} ({error}); try again."
+            ) from error
 
     async def publish_durable(self, subject: str, message: object, *, timeout: float = 5.0) -> int:
         """Publishes into a stream and waits until it is stored; returns its sequence number.

@@ -69,7 +69,7 @@ class Contention:
         """Others were first. Raises `BrokerUnavailable` where they were `TRIES` times."""
         self._lost += 1
         if self._lost >= TRIES:
-            raise BrokerUnavailable(f"Others change {self._what} all the time; try again.", retry_after=1)
+            raise BrokerUnavailable(f"Others change {self._what} too often; try again.", retry_after=1)
 
 
 class Change(msgspec.Struct, Generic[T], frozen=True):

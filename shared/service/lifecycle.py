@@ -315,7 +315,7 @@ def main(
         return 130
     except Exception as error:
         log.exception("unexpected_error")
-        fault = f"`{command}` ended by a fault of its own ({type(error).__name__})"
-        print(f"error: {fault}; the log above says where: please report it.", file=sys.stderr)  # noqa: T201
+        fault = f"`{command}` failed with an internal error ({type(error).__name__})"
+        print(f"error: {fault}; see the log above, and please report it.", file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -177,7 +177,7 @@ async def test_a_change_that_is_overtaken_each_time_ends(bus: Bus, monkeypatch: 
         return None
 
     monkeypatch.setattr(pins, "create", overtaken)
-    with pytest.raises(BrokerUnavailable, match="change 'count' in the bucket sessions all the time"):
+    with pytest.raises(BrokerUnavailable, match="change 'count' in the bucket sessions too often"):
         await pins.change("count", lambda known: SessionPin("g", 1))
 
 
@@ -293,7 +293,7 @@ async def test_a_stream_in_the_way_is_named(nats_settings: CommonSettings, strea
     connection = await Bus.connect(nats_settings, "test")
     try:
         await connection.jetstream().add_stream(stream)
-        with pytest.raises(ConfigurationError, match=r"the stream INTAKE as it must be \(.+\); delete"):
+        with pytest.raises(ConfigurationError, match=r"the stream INTAKE as required \(.+\); delete"):
             await ensure_streams(connection)
     finally:
         await connection.close()
@@ -551,5 +551,5 @@ async def test_what_nats_forbids_is_an_error_in_the_log(bus: Bus) -> None:
 async def test_nothing_is_published_on_a_connection_that_is_closed(nats_settings: CommonSettings) -> None:
     connection = await Bus.connect(nats_settings, "test")
     await connection.close()
-    with pytest.raises(BrokerUnavailable, match="NATS took no message on tokens"):
+    with pytest.raises(BrokerUnavailable, match="NATS did not accept a message on tokens"):
         await connection.publish("tokens.x", Drain())

@@ -53,7 +53,7 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
 
     other = (await command.run("create", "nightly evaluation", "--view-keys")).stdout.strip()
     twice = await command.run("create", "one", "--name", "two")
-    assert "named twice" in str(twice.exception)
+    assert "has two names" in str(twice.exception)
     table = (await command.run("list")).stdout
     assert [line.split()[0] for line in table.splitlines()] == ["id", identity, (parse(other) or "")[0]]
     assert [line.split()[-2:] for line in table.splitlines()] == [

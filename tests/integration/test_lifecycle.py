@@ -222,8 +222,8 @@ def test_a_fault_of_its_own_is_logged_and_one_sentence(capsys: pytest.CaptureFix
     (line,) = logs
     assert (line["event"], line["exc_info"]) == ("unexpected_error", True)
     assert capsys.readouterr().err == (
-        "error: `ryzanstein serve example` ended by a fault of its own (KeyError); "
-        "the log above says where: please report it.\n"
+        "error: `ryzanstein serve example` failed with an internal error (KeyError); see the log above, and please "
+        "report it.\n"
     )
 
 

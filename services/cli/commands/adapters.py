@@ -91,13 +91,13 @@ def load(
     ] = "",
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Also where there is one of that name; what runs ends as it began."),
+        typer.Option("--replace", help="Replace one of that name; running requests finish with the old one."),
     ] = False,
     revision: Annotated[
         str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
     ] = "",
     wait: Annotated[
-        bool, typer.Option(help="Where no host has the files of the base yet: wait until one has read it.")
+        bool, typer.Option(help="If no host has the files of the base yet, wait until one has read it.")
     ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for that; 0: no limit.", min=0)] = 0,
     json: AsJson = False,
@@ -199,7 +199,9 @@ def _check_declared(cluster: Cluster, adapter: DeclaredAdapter, *, replace: bool
                 f"There is an adapter {adapter.name!r} already; replace it with --replace."
             )
     elif len(now.adapters) >= MAX_ADAPTERS:
-        raise ConfigurationError(f"There are {MAX_ADAPTERS:,} adapters and may be no more; unload one first.")
+        raise ConfigurationError(
+            f"There are {MAX_ADAPTERS:,} adapters, the most there may be; unload one first."
+        )
 
 
 @contextlib.contextmanager
@@ -212,7 +214,7 @@ def _told(name: str) -> Iterator[None]:
             "exists": f"There is an adapter {name!r} already; replace it with --replace.",
             "missing": f"There is no adapter {name!r} any more.",
         }
-        often = f"The adapter {name!r} was replaced too often within hours; wait, or use another name."
+        often = f"The adapter {name!r} was replaced too often in the last hours; wait, or use another name."
         raise ConfigurationError(said.get(refused.reason, often)) from None
 
 

@@ -177,7 +177,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
             **given: Any,
         ) -> None:
             if nats and url:
-                raise ConfigurationError("--url and --nats are two ways; name one.")
+                raise ConfigurationError("--url and --nats exclude each other; give one.")
             if nats or nats_url:
                 way = by_nats(nats_of_stack(data_dir, nats_url))
             else:

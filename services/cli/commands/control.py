@@ -196,7 +196,7 @@ def log_level(
     if level and level not in (*LEVELS, "usual"):
         raise ConfigurationError(f"There is no level {level!r}; it is one of {', '.join(LEVELS)}, usual.")
     if duration and not level:
-        raise ConfigurationError("--for goes with a level: ryzanstein log-level all debug --for 10m.")
+        raise ConfigurationError("--for needs a level: ryzanstein log-level all debug --for 10m.")
     seconds = seconds_of(duration) if duration else 0.0
     if seconds is None:
         raise ConfigurationError(f"--for cannot be {duration!r}; say 30s, 10m, 2h or 1d.")

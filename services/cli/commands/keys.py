@@ -43,7 +43,7 @@ keys_app = typer.Typer(
 )
 
 Identity = Annotated[
-    str, typer.Argument(metavar="ID", help="The key's id: what stands between rz- and the next -.")
+    str, typer.Argument(metavar="ID", help="The key's id: the part between rz- and the next -.")
 ]
 
 
@@ -73,7 +73,7 @@ def create(
     requests_per_minute: Annotated[int, typer.Option(help="0: the gateways' default.", min=0)] = 0,
     tokens_per_minute: Annotated[int, typer.Option(help="0: the gateways' default.", min=0)] = 0,
     concurrent: Annotated[
-        int, typer.Option(help="Generations at the same time. 0: the gateways' default.", min=0)
+        int, typer.Option(help="Concurrent generations. 0: the gateways' default.", min=0)
     ] = 0,
     expires: Annotated[
         str, typer.Option(help="After 90s, 30m, 12h, 30d or 4w, or on a date (ISO 8601).", metavar="WHEN")
@@ -91,7 +91,7 @@ def create(
 ) -> None:
     """Create a key and print it, once: only its hash is stored."""
     if what_for and name and what_for != name:
-        raise ConfigurationError(f"The key is named twice, {what_for!r} and --name {name!r}; name it once.")
+        raise ConfigurationError(f"The key has two names, {what_for!r} and --name {name!r}; give one.")
     if not 1 <= len(tenant) <= 64 or not tenant.isprintable():
         raise ConfigurationError("--tenant must have 1 to 64 printable characters.")
     now = time.time()
@@ -160,7 +160,7 @@ def when(text: str, now: float) -> float:
         ) from None
     moment = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     if moment <= now:
-        raise ConfigurationError(f"--expires {text} has passed already; name a time to come.")
+        raise ConfigurationError(f"--expires {text} is in the past; name a time in the future.")
     return moment
 
 

@@ -38,7 +38,7 @@ def up(
     served_model_name: Annotated[
         str,
         typer.Option(
-            help="What requests call the first --model.",
+            help="The name by which requests ask for the first --model.",
             metavar="NAME",
             show_default="its own name",
         ),
@@ -46,7 +46,7 @@ def up(
     models_file: Annotated[
         str,
         typer.Option(
-            help="models.yaml: models that are served too; without --model they alone.", metavar="FILE"
+            help="models.yaml: further models to serve; without --model, only these.", metavar="FILE"
         ),
     ] = "",
     tp: Annotated[
@@ -56,7 +56,7 @@ def up(
     gateways: Annotated[
         int | None,
         typer.Option(
-            help="Gateway processes on the API's port; each needs a core of its own to bring more requests.",
+            help="Gateway processes on the API's port; each needs a core of its own to add throughput.",
             min=1,
             max=64,
             show_default="1",
@@ -65,7 +65,7 @@ def up(
     schedulers: Annotated[
         int | None,
         typer.Option(
-            help="Scheduler processes; with 2 requests go on while one is started again.",
+            help="Scheduler processes; with 2, requests continue while one restarts.",
             min=1,
             max=16,
             show_default="1",

@@ -30,14 +30,16 @@ MISSED = 2
 def sla(
     begin: Annotated[
         str,
-        typer.Option("--from", help=f"Begin of the period: {EXAMPLES}. Default: 24 hours before its end."),
+        typer.Option("--from", help=f"Start of the period: {EXAMPLES}. Default: 24 hours before its end."),
     ] = "",
-    end: Annotated[str, typer.Option("--to", help="Its end, likewise. Default: now.")] = "",
-    last: Annotated[str, typer.Option(help="Instead of --from: how long it is, like 90m, 24h or 30d.")] = "",
+    end: Annotated[str, typer.Option("--to", help="End of the period, likewise. Default: now.")] = "",
+    last: Annotated[
+        str, typer.Option(help="Length of the period, instead of --from, like 90m, 24h or 30d.")
+    ] = "",
     timezone: Annotated[
         str,
         typer.Option(
-            help="Of times without an offset, and of those that are shown, like UTC or Europe/Zurich.",
+            help="Time zone of the report and of times without an offset, like UTC or Europe/Zurich.",
             show_default="this machine's",
         ),
     ] = "",

@@ -156,7 +156,7 @@ def period_of(begin: str, end: str, last: str, now: float, zone: tzinfo) -> Inte
             f"The period is empty: it would begin at {shown(since, zone)} and end at {shown(to, zone)}."
         )
     if since >= now:
-        raise ConfigurationError(f"The period has not begun yet: it begins at {shown(since, zone)}.")
+        raise ConfigurationError(f"The period is in the future: it starts at {shown(since, zone)}.")
     return Interval(since, min(to, now))
 
 

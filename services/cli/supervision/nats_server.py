@@ -350,7 +350,7 @@ class StoreWatch:
                     "Running answers continue, new requests are refused; NATS is started again when there is room."
                 )
             if full and shutil.disk_usage(self._directory).free >= ROOM:
-                self._tell("There is room for the store of NATS again.")
+                self._tell("NATS' store has room again.")
                 await self._nats.stop()
                 full, self._read = False, self._size()
 

@@ -455,7 +455,7 @@ class Up:
 
     async def _stop(self, stack: LocalStack) -> None:
         """Stops in order; a second Ctrl-C stops at once."""
-        self._say("Stopping; what runs may finish. Press Ctrl-C again to stop at once.")
+        self._say("Stopping; running requests may finish. Press Ctrl-C again to stop at once.")
         self._signal.clear()
         stopping = asyncio.create_task(stack.stop())
         hurry = asyncio.create_task(self._signal.wait())

@@ -62,8 +62,7 @@ def layer_dtypes(
             )
         if layer % num_layers in named:
             raise ConfigurationError(
-                f"--kv-dtype-layers names layer {layer % num_layers} twice, once counted from the last; "
-                "name it once."
+                f"--kv-dtype-layers names layer {layer % num_layers} twice, once counted from the last; name it once."
             )
         named.add(layer % num_layers)
         dtypes[layer] = dtype

@@ -150,7 +150,9 @@ class WeightCache:
             log.info("weights_kept", file=str(self._path), bytes=size)
         except OSError as error:
             log.warning(
-                "weight_cache_write_failed", reason=error.strerror or str(error), directory=str(self._directory)
+                "weight_cache_write_failed",
+                reason=error.strerror or str(error),
+                directory=str(self._directory),
             )
 
     @property

@@ -187,7 +187,7 @@ def check_configuration(config: Any) -> None:
 def _raise_first(problems: Iterable[str]) -> None:
     for problem in problems:
         raise ModelLoadError(
-            f"The model's config.json cannot be right: {problem}; it is damaged or of another model, fetch it again."
+            f"The model's config.json is invalid: {problem}; it is damaged or of another model, fetch it again."
         )
 
 

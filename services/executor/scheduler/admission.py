@@ -100,7 +100,7 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
         request.grammar is not None
         and token_bans_of(request.sampling, request.stop_token_ids, ()) is not None
     ):
-        return InvalidRequest("A grammar does not go with min_tokens, allowed_token_ids or bad_words.")
+        return InvalidRequest("A grammar cannot be combined with min_tokens, allowed_token_ids or bad_words.")
     problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bans(
         request.sampling, request.stop_token_ids, spec.vocab_size
     )
@@ -113,7 +113,7 @@ def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidReques
         return None  # nearly always
     tasks = spec.tasks
     if request.embed and "embed" not in tasks:
-        return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
+        return InvalidRequest("This model makes no vectors; choose one whose pooling is mean, last or cls.")
     if request.classify and "classify" not in tasks:
         return InvalidRequest("This model has no classification head; choose one that has.")
     if not request.embed and not request.classify and "generate" not in tasks:
@@ -121,11 +121,9 @@ def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidReques
             f"This model generates no text (it does {' and '.join(tasks)}); choose a language model."
         )
     if request.embed + request.classify + bool(request.logprob_token_ids) > 1:
-        return InvalidRequest(
-            "A request asks for one of embed, classify and logprob_token_ids; leave out the others."
-        )
+        return InvalidRequest("embed, classify and logprob_token_ids exclude each other; send one.")
     if request.pools and request.prompt_logprobs >= 0:
-        return InvalidRequest("prompt_logprobs does not go with embed, classify or logprob_token_ids.")
+        return InvalidRequest("prompt_logprobs cannot be combined with embed, classify or logprob_token_ids.")
     if not 0 <= request.second_segment <= len(request.prompt):
         return InvalidRequest(
             f"second_segment is {request.second_segment} and must be between 0 and the prompt's "
@@ -142,7 +140,7 @@ def _sparse_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidRequ
 def _adapter_problem(adapter: str, spec: EngineSpec) -> InvalidRequest | None:
     if not is_digest(adapter):
         return InvalidRequest(
-            f"The request's adapter is no digest; it has {DIGEST_DIGITS} hexadecimal digits in lower case."
+            f"The request's adapter is not a digest of {DIGEST_DIGITS} hexadecimal digits in lower case."
         )
     if not spec.max_adapters:
         return InvalidRequest(

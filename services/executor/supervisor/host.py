@@ -257,7 +257,7 @@ class ModelHost:
                     settings = self._settings if own else self.settings_of(command.spec)
                     record = await self._adapters.pull(command, settings, self._service.bus)
                     return HostReply(ok=True, adapter=record)
-            raise InvalidRequest(f"The executor {self._service.instance} does not know this command.")
+            raise InvalidRequest(f"The executor {self._service.instance} does not support this command.")
         except RyzansteinError as error:
             return HostReply(ok=False, code=error.code, error=error.message)
 

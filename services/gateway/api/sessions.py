@@ -72,7 +72,7 @@ CANCEL = Operation(
 async def prefill(ask: Ask) -> None:
     if not ask.settings.prefill_ahead:
         raise RouteError(
-            "Nothing is computed ahead here (RYZANSTEIN_PREFILL_AHEAD is off); send the request itself.",
+            "Preparing prompts ahead is off (RYZANSTEIN_PREFILL_AHEAD); send the request itself.",
             status=403,
             reason="prefill_off",
         )

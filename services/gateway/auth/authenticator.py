@@ -135,7 +135,7 @@ class Authenticator:
             return
         record = self._records.get(principal.key)
         if record is None:
-            raise AuthenticationFailed("The API key does not exist any more; use another.")
+            raise AuthenticationFailed("The API key no longer exists; use another.")
         self._check_state(record)
 
     def vouched(self, key: str, tenant: str) -> Principal:

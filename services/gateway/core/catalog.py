@@ -189,7 +189,7 @@ class Catalog:
         if card is None:
             expected = self.expected_seconds(model)
             raise ModelNotLoaded(
-                f"The model '{model[:128]}' is not loaded, and never was: nothing is known of its tokens; send it a "
+                f"The model '{model[:128]}' has never been loaded, so its tokenizer is unknown; send it a "
                 "request for text, or load it (POST /models/load).",
                 param="model",
                 retry_after=expected or None,

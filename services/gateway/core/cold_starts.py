@@ -161,7 +161,7 @@ class ColdStarts:
         """Why the model will not be loaded for those who have waited `since`."""
         if not self._catalog.is_model(model):
             return NoGroupAvailable(
-                f"The model '{model[:128]}' is there no longer: it was removed from the registry, or the group that "
+                f"The model '{model[:128]}' is gone: it was removed from the registry, or the group that "
                 "was loading it has gone."
             )
         status = self._catalog.status(model)
@@ -179,7 +179,7 @@ class ColdStarts:
         expected = status.expected_seconds
         why = f" ({status.reason.rstrip('.')})" if status.reason else ""
         soon = f"; it is expected in {expected:.0f} s" if expected else ""
-        ahead = f"; {before} requests wait that came before it" if before else ""
+        ahead = f"; {before} requests are ahead of it" if before else ""
         return NoGroupAvailable(
             f"The model '{model[:128]}' is {status.state}{why} and could not take the request in time{soon}{ahead}.",
             retry_after=expected or 5,

@@ -215,8 +215,8 @@ def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]
     for name in given:
         if name in _RESERVED:
             raise InvalidParameter(
-                f"Unsupported parameter: 'chat_template_kwargs.{name}' is made of other fields of the request; leave "
-                "it out.",
+                f"Unsupported parameter: 'chat_template_kwargs.{name}' is set by other fields of the request; leave "
+                f"it out.",
                 param="chat_template_kwargs",
                 reason="unsupported_parameter",
             )

@@ -77,7 +77,7 @@ def _check_prediction(tokens: int, card: ModelCard) -> None:
     """An answer has no more tokens than the context, and nothing is expected behind its end."""
     if tokens > card.context_length:
         raise ContextLengthExceeded(
-            f"Invalid 'prediction': it has {tokens} tokens or more, and no answer has so many; shorten it "
+            f"Invalid 'prediction': it has {tokens} tokens or more, more than any answer can have; shorten it "
             f"({limits.PREDICTION.cited(card.context_length)}).",
             param="prediction",
         )
@@ -187,8 +187,8 @@ def with_chosen(
     min_tokens = request.min_tokens or 0
     if min_tokens and allowed and not set(allowed) - set(stops):
         raise InvalidParameter(
-            "Invalid 'allowed_token_ids': all of them end the text, and min_tokens says that it does not end; allow "
-            "others too, or leave min_tokens out.",
+            "Invalid 'allowed_token_ids': all of them end the text, which min_tokens forbids; allow others too, or "
+            "leave min_tokens out.",
             param="allowed_token_ids",
             reason="invalid_value",
         )
@@ -267,7 +267,7 @@ def check_beside_grammar(request: GenerationFields) -> None:
     `InvalidParameter`."""
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if getattr(request, name):
-            raise unsupported(name, "it does not go with an output that follows a grammar; leave one out")
+            raise unsupported(name, "it cannot be combined with a grammar; leave one out")
 
 
 def checked_fields(given: msgspec.Struct | None, path: str = "") -> list[str]:

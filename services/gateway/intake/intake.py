@@ -379,8 +379,8 @@ class Intake:
         card = self._catalog.card(request.model, context.tenant)
         if not self._catalog.has_ready_group(card.model):
             raise ModelNotLoaded(
-                f"The model '{card.model[:128]}' is not loaded now, and nothing is computed ahead that would have it "
-                "loaded; send the request itself.",
+                f"The model '{card.model[:128]}' is not loaded now, and preparing a prompt ahead loads no model; send "
+                f"the request itself.",
                 param="model",
             )
         card, context = self._as_named(request.model, card, context)

@@ -87,8 +87,8 @@ def check_text(
         if len(text) > room:
             shown = _shown(param)
             raise ContextLengthExceeded(
-                f"Of {shown} at most {most} tokens are read, and it has {len(text):,} characters where {room:,} may be "
-                f"truncated; shorten it ({TRUNCATED_TEXT.cited()}).",
+                f"Of {shown} at most {most} tokens are read, and it has {len(text):,} characters, more than the "
+                f"{room:,} that may be truncated; shorten it ({TRUNCATED_TEXT.cited()}).",
                 param=param,
             )
     elif len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
@@ -107,7 +107,7 @@ def check_messages(characters: int, card: ModelCard) -> None:
     if characters > room:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {card.context_length} tokens, and your messages have "
-            f"{characters:,} characters where {room:,} may be; shorten them ({TRUNCATED_TEXT.cited()}).",
+            f"{characters:,} characters, more than the {room:,} that can fit; shorten them ({TRUNCATED_TEXT.cited()}).",
             param="messages",
         )
 

@@ -45,7 +45,7 @@ def ignored(*values: Any) -> Meta:
     """Of a field that changes nothing here: any value but `values` and null is named to the client, or refused where
     the settings say so."""
     return Meta(
-        description="Changes nothing here, and is named in x-ryzanstein-ignored-fields.",
+        description="Has no effect here; named in x-ryzanstein-ignored-fields.",
         extra={"ignored": values},
     )
 
@@ -370,7 +370,7 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         Any,
         neutral(
             False,
-            why="beams are no stream of tokens that another ring could go on with; use 'best_of' or 'n'",
+            why="beams cannot be continued by another ring; use 'best_of' or 'n'",
         ),
     ] = None
     vllm_xargs: Annotated[Any, ignored({})] = None

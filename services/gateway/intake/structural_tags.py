@@ -195,7 +195,7 @@ class _Maker:
         if any(map(_is_open, before)):
             raise _wrong(
                 self._param,
-                "nothing tells where any text ends that more follows in a sequence; put it last, or in a tag",
+                "any text that more follows in a sequence has no end; put it last, or in a tag",
             )
         return joined(*(self.of(element) for element in before), self.of(last, end))
 

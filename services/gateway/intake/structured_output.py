@@ -80,7 +80,7 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> Wanted | Non
         return None
     if len(given) > 1:
         raise InvalidParameter(
-            f"Invalid '{given[1]}': the answer's form is given by '{given[0]}' already; send one of the two.",
+            f"Invalid '{given[1]}': '{given[0]}' already sets the answer's form; send one of the two.",
             param=given[1],
             reason="invalid_value",
         )
@@ -179,7 +179,7 @@ def _object_in(text: str, param: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         raise InvalidParameter(
-            f"Invalid '{param}': it is no JSON object; send one, or its text.",
+            f"Invalid '{param}': it is not a JSON object; send one, or its text.",
             param=param,
             reason="invalid_json",
         ) from None

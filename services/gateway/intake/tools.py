@@ -100,7 +100,7 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
         if function.name in seen:
             raise InvalidParameter(
                 f"Invalid '{place}.name': '{function.name}' is the name of "
-                f"'{path.format(seen[function.name])}' already; give each function a name of its own.",
+                f"'{path.format(seen[function.name])}' already; use a different name for each function.",
                 param=f"{place}.name",
                 reason="invalid_value",
             )
@@ -195,7 +195,7 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
     for name in ("tools", "tool_choice"):
         if getattr(request, name):
             raise InvalidParameter(
-                f"Invalid value for '{name}': it may not be sent together with 'functions' or 'function_call'; "
+                f"Invalid value for '{name}': it cannot be combined with 'functions' or 'function_call'; "
                 "use 'tools' and 'tool_choice' alone.",
                 param=name,
                 reason="invalid_value",

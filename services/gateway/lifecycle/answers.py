@@ -286,7 +286,7 @@ class Answers:
     async def _find(self, public_id: str, identity: str, tenant: str) -> Answer:
         if wait := self._misses.wait(tenant, time.monotonic()):
             raise RateLimited(
-                f"Too many ids were looked up that do not exist ({limits.UNKNOWN_IDS.cited()}); try again in "
+                f"Too many lookups of unknown ids ({limits.UNKNOWN_IDS.cited()}); try again in "
                 f"{math.ceil(wait)} s.",
                 kind="requests",
                 wait=wait,
@@ -357,7 +357,7 @@ class Answers:
         self._generations.forget(answer.generations)
         if answer.watched and not answer.ended:  # another gateway's by now
             for generation in answer.generations:
-                generation.dismiss(Unavailable("Another gateway looks after the generation."))
+                generation.dismiss(Unavailable("Another gateway owns the generation."))
         for name in answer.generations[0].sources:
             self._generations.sources.release(name)
         for generation in answer.generations:

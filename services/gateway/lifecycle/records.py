@@ -266,7 +266,7 @@ def _parts(record: GenerationRecord, limit: int) -> list[bytes]:
     half = len(record.requests) // 2
     if not half:
         raise PayloadTooLarge(
-            f"The request has {len(payload):,} bytes on the way and NATS takes at most {limit:,}; "
+            f"The request has {len(payload):,} bytes as a message, and NATS takes at most {limit:,}; "
             "shorten it, or raise max_payload of the NATS server."
         )
     first, texts = record.first_prompt, record.texts

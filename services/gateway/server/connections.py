@@ -134,13 +134,13 @@ class Refusal(msgspec.Struct, frozen=True):
         return "\r\n".join([*head, "", ""]).encode() + body
 
 
-INVALID = Refusal("This is not HTTP/1.1 as RFC 9112 has it; look at the request's head.")
+INVALID = Refusal("Malformed HTTP/1.1 (RFC 9112); check the request's head.")
 PIPELINED = Refusal(
-    "Too many requests wait on this connection; wait for answers, or use more connections "
+    "Too many pipelined requests on this connection; wait for answers, or use more connections "
     f"({limits.PIPELINED.cited()})."
 )
-NO_HANDSHAKE = Refusal("This is not a WebSocket's handshake as RFC 6455 has it; see its headers.")
-HOST = Refusal("The request has no Host header, or several; HTTP/1.1 wants exactly one (RFC 9112, 3.2).")
+NO_HANDSHAKE = Refusal("Malformed WebSocket handshake (RFC 6455); check its headers.")
+HOST = Refusal("The request has no Host header, or several; HTTP/1.1 requires exactly one (RFC 9112, 3.2).")
 VERSION = Refusal(
     "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
     505,

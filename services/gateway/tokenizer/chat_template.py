@@ -129,7 +129,7 @@ class ChatTemplate:
             text = self._render(messages, tools, options)
         except _REFUSALS as error:
             raise InvalidParameter(
-                f"The chat template of the model does not take these messages: {str(error)[:_MOST_OF_REASON]}.",
+                f"The chat template of the model rejects these messages: {str(error)[:_MOST_OF_REASON]}.",
                 param="messages",
                 reason="invalid_messages",
             ) from None
@@ -183,8 +183,8 @@ def _cut_behind(last: object, text: str) -> str:
     start = text.rfind(last.strip()) if isinstance(last, str) else -1
     if not isinstance(last, str) or start < 0 or not last.strip():
         raise InvalidParameter(
-            "Invalid value for 'continue_final_message': the chat template of the model does not show the last message "
-            "as it is; leave it out.",
+            "Invalid value for 'continue_final_message': the chat template of the model does not render the last "
+            "message verbatim; leave it out.",
             param="continue_final_message",
             reason="invalid_messages",
         )

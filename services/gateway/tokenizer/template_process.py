@@ -54,7 +54,7 @@ _TOGETHER_BYTES = 32 << 10
 _NO_MEMORY = limits.TEMPLATE_MEMORY.cited()
 _NO_TIME = limits.TEMPLATE_SECONDS.cited()
 _TOO_LONG = limits.TEMPLATE_TEXT.cited()
-_NO_TEXT = "The chat template of the model makes these messages a text that has no UTF-8; send other ones."
+_NO_TEXT = "The chat template of the model renders these messages as text that is not UTF-8; send others."
 _ENDED = "what a process may do that renders it"
 
 
@@ -258,7 +258,7 @@ class TemplateProcess:
 
 def _passed(limit: str, with_what: str) -> InvalidParameter:
     return InvalidParameter(
-        f"The chat template of the model passed a limit with {with_what} ({limit}).",
+        f"The chat template of the model exceeded a limit with {with_what} ({limit}).",
         param="messages",
         reason="chat_template_limit",
     )

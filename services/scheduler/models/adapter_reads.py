@@ -105,14 +105,14 @@ class AdapterReads:
             if isinstance(error, Unavailable):
                 raise error
             if not isinstance(error, ModelNotStored):
-                return reply.error[:MAX_ERROR] or "The host that read it has said nothing of it."
+                return reply.error[:MAX_ERROR] or "The host that read it reported nothing about it."
         return None
 
     async def _settle(self, reading: Reading, found: AdapterRecord | str) -> None:
         try:
             done = await settle(self._bucket, reading.name, reading.wanted, found)
         except AdapterRefused:
-            found = "The name was replaced too often within hours; wait, or use another name."
+            found = "The name was replaced too often in the last hours; wait, or use another name."
             done = await settle(self._bucket, reading.name, reading.wanted, found)
         told = {"adapter": reading.name, "model": reading.wanted.model}
         if isinstance(found, str):

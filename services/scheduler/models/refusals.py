@@ -27,7 +27,7 @@ def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, 
     """Why no host takes the model now."""
     hosts = [host for host in cluster.hosts.values() if host.takes]
     if not hosts:
-        return Refused("", f"No executor that loads models at run time is there; {model} waits for one.")
+        return Refused("", f"There is no executor that loads models at run time; {model} waits for one.")
     blocked = failures.blocked(model, now)
     able = [host for host in hosts if host.name not in blocked]
     if not able:

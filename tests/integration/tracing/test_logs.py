@@ -259,7 +259,7 @@ async def test_it_comes_back_by_itself(house: House, nats: LocalNats) -> None:
             ("all", "loud"),
             "error: There is no level 'loud'; it is one of debug, info, warning, error, usual.",
         ),
-        (("all", "--for", "10m"), "error: --for goes with a level"),
+        (("all", "--for", "10m"), "error: --for needs a level"),
         (("all", "debug", "--for", "soon"), "error: --for cannot be 'soon'; say 30s, 10m, 2h or 1d."),
     ],
 )

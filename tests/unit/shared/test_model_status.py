@@ -90,7 +90,7 @@ def test_why_a_model_is_not_loaded() -> None:
     unloaded = ModelSpec("m", "hub/m", action="unload", action_at=NOW)
     assert "unloaded on demand" in status(spec=unloaded).reason
     draining = status(spec=unloaded, groups=[group("draining")])
-    assert (draining.state, draining.reason) == ("unloaded", "Its last group finishes what it runs.")
+    assert (draining.state, draining.reason) == ("unloaded", "Its last group is finishing its requests.")
     assert status(groups=[group("gone")]).reason == ""
 
 

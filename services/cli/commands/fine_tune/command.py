@@ -33,7 +33,7 @@ from shared.messages.training import Optimizer, Schedule, TrainingMethod
 T = TypeVar("T")
 
 fine_tune_app = typer.Typer(
-    help="Jobs that train a LoRA adapter of a served model, which is served when they are done.",
+    help="Fine-tuning jobs, which train a LoRA adapter of a served model and then serve it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -97,19 +97,17 @@ async def _create(
         typer.Argument(metavar="FILE", help="JSON lines, an example each; or the id of an uploaded file."),
     ],
     model: Annotated[str, typer.Option(help="The base: a model that is served.")],
-    validation: Annotated[
-        str, typer.Option(metavar="FILE", help="Examples that are not learnt from, to judge by.")
-    ] = "",
+    validation: Annotated[str, typer.Option(metavar="FILE", help="Validation examples.")] = "",
     method: Annotated[TrainingMethod, typer.Option(help="dpo: FILE holds pairs of answers.")] = "supervised",
     suffix: Annotated[str, typer.Option(help="Part of the new model's name, up to 64 characters.")] = "",
     seed: Annotated[
         int | None, typer.Option(help="The same job with the same seed makes the same adapter.")
     ] = None,
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
-    epochs: Annotated[str, typer.Option(help="Times that all examples are learnt from.")] = Auto,
+    epochs: Annotated[str, typer.Option(help="Passes over all examples.")] = Auto,
     batch_size: Annotated[str, typer.Option(help="Examples of one step.")] = Auto,
     learning_rate_multiplier: Annotated[
-        str, typer.Option(help="Of 2e-4, or with --method dpo of 5e-6.")
+        str, typer.Option(help="Multiplies 2e-4, or 5e-6 with --method dpo.")
     ] = Auto,
     beta: Annotated[str, typer.Option(help="With --method dpo: how close to stay to the base.")] = Auto,
     rank: Annotated[int | None, typer.Option(help="Of the adapter.", show_default="16")] = None,
@@ -132,7 +130,7 @@ async def _create(
     ] = None,
     warmup_ratio: Annotated[
         float | None,
-        typer.Option(help="Share of the steps in which it rises.", show_default="0.03"),
+        typer.Option(help="Share of the steps for warm-up.", show_default="0.03"),
     ] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(show_default="adamw")] = None,
     max_tokens: Annotated[
@@ -143,19 +141,19 @@ async def _create(
         bool,
         typer.Option(
             "--truncate",
-            help="Cut longer examples at their end; else they are a fault of the file.",
+            help="Truncate longer examples; without it they are an error.",
         ),
     ] = False,
     replicas: Annotated[
         int | None,
         typer.Option(help="Hosts that train it together.", show_default="1"),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Show how it goes until it is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Follow it until it finishes.")] = False,
     json: AsJson = False,
 ) -> None:
     """Upload FILE and create a job; prints its id."""
     if follow and json:
-        raise ConfigurationError("--follow shows a job to people, --json is for programs; name one.")
+        raise ConfigurationError("--follow and --json exclude each other; give one.")
     _check_finite({"--alpha": alpha, "--dropout": dropout, "--warmup-ratio": warmup_ratio})
     hyperparameters = {
         "n_epochs": _number("--epochs", epochs, int),
@@ -256,9 +254,7 @@ async def _followed(jobs: FineTuning, job: Job) -> None:
             await asyncio.wait({reader}, timeout=LAST_EVENTS_WITHIN)
             view.update(job, _taken(events), time.time())
     except asyncio.CancelledError:
-        say(
-            console(), f"The job is not touched by this; `ryzanstein fine-tune follow {name}` shows it again."
-        )
+        say(console(), f"The job goes on; `ryzanstein fine-tune follow {name}` follows it again.")
         raise
     finally:
         reader.cancel()
@@ -304,9 +300,9 @@ def _action(name: str, about: str) -> None:
     _command(name)(act)
 
 
-_action("cancel", "End a job; the checkpoints that it has made are kept.")
-_action("pause", "Have a job stop, and keep the steps that are done.")
-_action("resume", "Have a paused job go on where it was.")
+_action("cancel", "Cancel a job; its checkpoints are kept.")
+_action("pause", "Pause a job; its finished steps are kept.")
+_action("resume", "Resume a paused job.")
 
 
 @_command("checkpoints")
@@ -317,7 +313,7 @@ async def _checkpoints(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
         _print_json(found)
         return
     if not found:
-        say(console(), f"{job} has made no checkpoint; one is made at the end of each epoch.")
+        say(console(), f"{job} has no checkpoint yet; one is made at the end of each epoch.")
         return
     rows = [("step", "loss", "validation", "created", "model")]
     for one in found:

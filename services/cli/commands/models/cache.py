@@ -27,11 +27,13 @@ def gc(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Instead this one alone, as `models list --cached` names it, unless it is being served.",
+            help="Remove this model only, as `models list --cached` names it, unless it is being served.",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
+    ] = False,
     to: Annotated[
         str | None,
         typer.Option(
@@ -42,9 +44,9 @@ def gc(
     ] = None,
     any_model: Annotated[
         bool,
-        typer.Option("--unregistered", help="Ask no registry: only models that are being served stay."),
+        typer.Option("--unregistered", help="Do without a registry: keep only models that are being served."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:

@@ -43,7 +43,7 @@ def models_pull(
         bool,
         typer.Option(
             "--hosts",
-            help="Have the hosts of a cluster fetch it, instead of this machine. With --nats-url the default.",
+            help="Have the hosts of a cluster fetch it instead of this machine; the default with --nats-url.",
         ),
     ] = False,
     revision: Annotated[
@@ -71,17 +71,17 @@ def models_pull(
 @models_app.command("list")
 def models_list(
     supported: Annotated[
-        bool, typer.Option("--supported", help="Instead the architectures that are served.")
+        bool, typer.Option("--supported", help="List the served architectures instead.")
     ] = False,
     cached: Annotated[
         bool,
-        typer.Option("--cached", help="Instead the models in this machine's cache, though a stack runs."),
+        typer.Option("--cached", help="List the models in this machine's cache, even if a stack runs."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_yaml: Annotated[
         bool,
         typer.Option(
-            "--yaml", help="Instead the registry of the running stack, as a models file for `models apply`."
+            "--yaml", help="Print the registry of the running stack as a models file for `models apply`."
         ),
     ] = False,
     data_dir: DataDir = None,
@@ -150,7 +150,7 @@ def _model_of(file: Packed) -> str:
 
 def _list_supported(*, as_json: bool) -> None:
     found = run_module(
-        ["services.executor.model.supported"], lambda *step: None, "The architectures cannot be told"
+        ["services.executor.model.supported"], lambda *step: None, "The architectures cannot be listed"
     )
     if as_json:
         print(json.dumps(found))  # noqa: T201
@@ -179,9 +179,7 @@ _Name = Annotated[
 @models_app.command("inspect")
 def models_inspect(
     model: _Name,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="For programs: all facts as one JSON object.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all facts as one JSON object.")] = False,
 ) -> None:
     """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU. Of a name
     of the hub that is not pulled, whether it is served, by its config.json alone."""
@@ -250,9 +248,7 @@ def models_convert(
     ] = "bf16",
     calibrate: Annotated[
         Path | None,
-        typer.Option(
-            help="A text, such as the model will read: codes of int4 are chosen by what it makes of that."
-        ),
+        typer.Option(help="Calibration text, such as the model will read, by which int4 codes are chosen."),
     ] = None,
     check: Annotated[
         bool,

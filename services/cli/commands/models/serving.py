@@ -42,7 +42,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait; 0: no limit.", mi
 Force = Annotated[
     bool, typer.Option("--force", help="End running generations at once; they fail with an error.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Source = Annotated[
     str | None,
     typer.Option(
@@ -53,13 +53,11 @@ Source = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
 ]
-Least = Annotated[int | None, typer.Option(help="Replicas that are there at all times.", show_default="0")]
-Most = Annotated[
-    int | None, typer.Option(help="Replicas at most, however much is asked of it.", show_default="1")
-]
+Least = Annotated[int | None, typer.Option(help="Minimum of replicas, kept at all times.", show_default="0")]
+Most = Annotated[int | None, typer.Option(help="Maximum of replicas, whatever the load.", show_default="1")]
 Pin = Annotated[
     bool | None,
-    typer.Option("--pin/--no-pin", help="Never unload it to make room for others.", show_default="no-pin"),
+    typer.Option("--pin/--no-pin", help="Never unload it for other models.", show_default="no-pin"),
 ]
 Idle = Annotated[
     str | None,
@@ -80,8 +78,8 @@ Setting = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help=f"How it is run, where that differs from its host's own settings; '': as there. May be given several "
-        f"times. Keys: {', '.join(SETTINGS)}.",
+        help="Settings that differ from its host's own; '': the host's. May be given several times. "
+        f"Keys: {', '.join(SETTINGS)}.",
     ),
 ]
 
@@ -89,7 +87,7 @@ Sparse = Annotated[
     str | None,
     typer.Option(
         "--sparse-attention",
-        help="How its requests attend that do not say it: on, off, or pages or window and FIELD=VALUE with commas "
+        help="How requests attend that do not say so: on, off, or pages or window and FIELD=VALUE with commas "
         f"(window,recent=4096); '': as without. Fields: {', '.join(sparse_attention.FIELDS[1:])}.",
         metavar="CHOICE",
         show_default="off",
@@ -147,7 +145,7 @@ def set_(
     """Change a model's entry in the registry. What is not given stays as it is."""
     fields = _fields(source, revision, least, most, pin, idle, alias, setting, sparse)
     if not fields:
-        raise ConfigurationError("Nothing is to be changed; see `ryzanstein models set --help`.")
+        raise ConfigurationError("Nothing to change; see `ryzanstein models set --help`.")
     if "source" in fields:
         fields["source"] = _absolute(fields["source"])
     if least is not None and most is None:
@@ -311,7 +309,7 @@ def apply_(
         bool, typer.Option(help="Remove models that an earlier file declared and this one does not.")
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")
     ] = False,
     wait: Annotated[
         bool,
@@ -536,7 +534,9 @@ async def _remove_files(models: ClusterModels, spec: ModelSpec) -> None:
     replies = await asyncio.gather(*(models.tell(host, RemoveModel(spec)) for host in hosts))
     failed = [f"{host}: {reply.error}" for host, reply in zip(hosts, replies, strict=True) if not reply.ok]
     if failed:
-        raise ConfigurationError(f"{spec.name} is removed, and files of it are left on {'; '.join(failed)}")
+        raise ConfigurationError(
+            f"{spec.name} was removed, but some of its files remain on {'; '.join(failed)}"
+        )
 
 
 # --- showing -------------------------------------------------------------------------------------

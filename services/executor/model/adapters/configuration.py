@@ -82,13 +82,13 @@ def read_config(directory: Path) -> AdapterConfig:
         described = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelLoadError(
-            f"The directory {directory} has no {CONFIG_FILE}, so it is no adapter; give one that peft's "
-            "save_pretrained made, or a hub name."
+            f"The directory {directory} has no {CONFIG_FILE}, so it is not an adapter; give one made by peft's "
+            f"save_pretrained, or a hub name."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"The adapter's {path} cannot be read ({reason_of(error)}).") from error
     if not isinstance(described, dict):
-        raise ModelLoadError(f"The adapter's {path} is no JSON object.")
+        raise ModelLoadError(f"The adapter's {path} is not a JSON object.")
     return _Reader(path, described).config()
 
 
@@ -118,10 +118,10 @@ class _Reader:
     def _refuse_others(self) -> None:
         kind = self._described.get("peft_type")
         if kind != "LORA":
-            raise self._wrong(f"is of peft_type {kind!r}, and LORA alone is served")
+            raise self._wrong(f"is of peft_type {kind!r}, and only LORA is supported")
         for key, meaning in _REFUSED.items():
             if self._described.get(key):
-                raise self._wrong(f"asks for {meaning}, which is not served; train the adapter without")
+                raise self._wrong(f"uses {meaning}, which is not supported; train the adapter without")
         bias = self._described.get("bias", "none")
         if bias != "none":
             raise self._wrong(
@@ -150,7 +150,7 @@ class _Reader:
 
     def _number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(f"has {name} {value!r}, which is no number")
+            raise self._wrong(f"has {name} {value!r}, which is not a number")
         return float(value)
 
     def _patterns(self, name: str) -> dict[str, Any]:

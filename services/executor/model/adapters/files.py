@@ -344,7 +344,7 @@ def _opened(directory: Path) -> Any:
                 "safetensors (save_pretrained of peft)."
             ) from None
         raise ModelLoadError(
-            f"The directory {directory} has no {WEIGHTS_FILE}, so it is no whole adapter; fetch it again."
+            f"The directory {directory} has no {WEIGHTS_FILE}, so the adapter is incomplete; fetch it again."
         ) from None
     if size > MAX_BYTES:
         raise ModelLoadError(
@@ -354,7 +354,7 @@ def _opened(directory: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
-            f"The adapter's {path} is no safetensors file ({reason_of(error)}); fetch it again."
+            f"The adapter's {path} is not a safetensors file ({reason_of(error)}); fetch it again."
         ) from error
 
 

@@ -97,8 +97,8 @@ def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress,
     if path is not None and path.is_dir():
         if gone := next((link for link in linked_gguf(path) if not link.exists()), None):
             raise ModelLoadError(
-                f"The file {gone.resolve()}, which holds the weights of the model in {path}, is not there any more; "
-                "give the GGUF file by its own path, where it is now."
+                f"The file {gone.resolve()}, which holds the weights of the model in {path}, no longer exists; give "
+                f"the GGUF file by its present path."
             )
         return path
     file = path or Path(name_or_path)

@@ -24,7 +24,7 @@ def load_config(directory: Path) -> Any:
     try:
         described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if not isinstance(described, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         check_sizes(described)
         served = _may_be_served(described.get("model_type"))
         if served:  # others are refused with a reason of their own

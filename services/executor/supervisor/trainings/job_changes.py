@@ -140,10 +140,10 @@ def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:
     `reason`: one sentence, with its last words after it."""
     crashes = job.crashes + 1
     if crashes >= MOST_CRASHES:
-        message = f"The trainer has ended by a fault {crashes} times after step {state_step(job)}. {reason}"
+        message = f"The trainer has crashed {crashes} times after step {state_step(job)}. {reason}"
         return failed(job, InternalError.code, message, now)
     pause = min(FIRST_PAUSE * 2.0 ** (crashes - 1), LONGEST_PAUSE)
-    waiting = f"It is tried again in {pause:g} s. {reason}"
+    waiting = f"It will be retried in {pause:g} s. {reason}"
     return _replace(given_back(job, waiting, now + pause), crashes=crashes)
 
 

@@ -249,7 +249,9 @@ class Training:
         except NotMine:
             raise
         except StorageFull as error:
-            reason = f"There was no room for what it has learned for {STORE_PATIENCE:g} s: {error.message}"
+            reason = (
+                f"There was no room to store what it has learned for {STORE_PATIENCE:g} s: {error.message}"
+            )
             return End("failed", reason, StorageFull.code)
         except OverReserved as error:
             return End("failed", error.message, error.code)
@@ -257,7 +259,9 @@ class Training:
             return End("crashed", str(error))
         except Exception as error:
             log.exception("training_fault", job=self.job)
-            return End("crashed", f"A fault of the executor ({type(error).__name__}); its log says where.")
+            return End(
+                "crashed", f"Internal error of the executor ({type(error).__name__}); its log says where."
+            )
         finally:
             self._state = "ending"
             self.gone.set()
@@ -373,7 +377,7 @@ class Training:
         job = await self._record_until(lambda job: job.meeting != "")
         await files.fetch_examples(job)
         if job.state is not None and not await files.fetch_state(job):
-            raise InternalError("A host that trains a part of the job could not read the job's state.")
+            raise InternalError("A host that trains part of the job could not read the job's state.")
         return job
 
     # --- what the trainer says -------------------------------------------------------------------

@@ -63,7 +63,7 @@ class MessageReader:
         if flag and self._encoding != "gzip":
             raise RouteError(
                 f"The request message is compressed with {(self._encoding or 'nothing that is named')[:64]!r}; "
-                f"taken are {ENCODINGS}.",
+                f"supported are {ENCODINGS}.",
                 status=501,
                 reason="unsupported_encoding",
             )

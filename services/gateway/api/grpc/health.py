@@ -44,7 +44,7 @@ class HealthService:
         asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         if asked not in self._known:
             raise RouteError(
-                f"There is no service '{asked[:128]}' here; ask for the empty name, which means the server.",
+                f"Unknown service '{asked[:128]}'; use the empty name for the server itself.",
                 status=404,
                 reason="unknown_service",
             )

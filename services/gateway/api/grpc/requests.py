@@ -35,7 +35,7 @@ def decode(kind: type[MessageT], data: bytes) -> MessageT:
         return kind.FromString(data)
     except DecodeError:
         raise InvalidParameter(
-            f"The request is no {kind.DESCRIPTOR.full_name} ({len(data)} bytes); build the client from the server's "
+            f"The request is not a {kind.DESCRIPTOR.full_name} ({len(data)} bytes); build the client from the server's "
             "protobuf definitions.",
             param=None,
             reason="invalid_protobuf",
@@ -103,7 +103,8 @@ def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
     off = fields.pop("off", False)
     if off and fields:
         raise InvalidParameter(
-            f"Invalid 'sparse_attention.off': it does not go with '{next(iter(fields))}'; leave out one of the two.",
+            f"Invalid 'sparse_attention.off': it cannot be combined with '{next(iter(fields))}'; leave out one of the "
+            f"two.",
             param="sparse_attention.off",
             reason="invalid_value",
         )

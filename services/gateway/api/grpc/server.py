@@ -315,7 +315,7 @@ class Peer(asyncio.Protocol):
         owners = (stream.owner for stream in self.connection.streams.values())
         if sum(1 for owner in owners if isinstance(owner, Call) and owner.public) >= limit.value:
             raise QueueFull(
-                "This connection has as many calls under way that need no key as it may have; wait for one to end "
+                "This connection has reached its limit of calls without a key; wait for one to end "
                 f"({limit.cited()})."
             )
 
@@ -323,7 +323,7 @@ class Peer(asyncio.Protocol):
         method = self._server.methods.get(path)
         if method is None:
             raise RouteError(
-                f"Unknown method: {path[:256]}; ask the server's reflection for what is here.",
+                f"Unknown method: {path[:256]}; server reflection lists what there is.",
                 status=501,
                 reason="unknown_method",
             )
@@ -480,7 +480,7 @@ class Peer(asyncio.Protocol):
         if now - self._sent_away > self._server.options.keepalive_timeout:
             limit = limits.GRPC_KEEPALIVE.cited(math.ceil(self._server.options.keepalive))
             self._end_all(
-                Unavailable(f"No call of this connection was let in; call again on another ({limit}).")
+                Unavailable(f"No call of this connection was admitted; retry on a new one ({limit}).")
             )
 
     def _is_stuck(self, transport: asyncio.Transport, now: float) -> bool:

@@ -24,7 +24,7 @@ def object_in(text: str, name: str, wanted: str) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidParameter(
-            f"Invalid '{name}': it is no JSON object ({why}); send {wanted} as JSON text.",
+            f"Invalid '{name}': it is not a JSON object ({why}); send {wanted} as JSON text.",
             param=name,
             reason="invalid_json",
         ) from None
@@ -76,7 +76,7 @@ def choice_of(given: pb.ToolChoice) -> str | Fields:
 def _mode(path: str, mode: pb.ToolMode) -> str:
     if mode not in _MODES:
         raise InvalidParameter(
-            f"Invalid value for '{path}': {mode} is no ToolMode.", param=path, reason="invalid_value"
+            f"Invalid value for '{path}': {mode} is not a ToolMode.", param=path, reason="invalid_value"
         )
     return _MODES[mode]
 

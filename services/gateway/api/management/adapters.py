@@ -94,7 +94,7 @@ class AdapterManagement:
             )
         if name.startswith(FINE_TUNED):
             raise InvalidParameter(
-                f"Names that begin with '{FINE_TUNED}' are those of fine-tuning jobs; give the adapter another one.",
+                f"Names that begin with '{FINE_TUNED}' are reserved for fine-tuning jobs; choose another.",
                 param="lora_name",
                 reason="invalid_value",
             )
@@ -180,7 +180,7 @@ def _refused(command: PullAdapter, reply: HostReply) -> Exception:
     if isinstance(error, (Unavailable, UnknownModel)):
         return error
     if isinstance(error, InternalError):
-        return InternalError(reply.error or "The host that reads the adapter has said nothing of it.")
+        return InternalError(reply.error or "The host that reads the adapter reported nothing about it.")
     missing = "no adapter" in reply.error.lower() or "does not exist" in reply.error
     return RouteError(
         reply.error,

@@ -121,7 +121,7 @@ class Management:
         removed = await self._registry.delete(spec.name, revision=revision)
         log.info("model_removed", model=spec.name, files=files)
         if held:
-            done = f"The model '{spec.name}' is removed, and files of it are left: "
+            done = f"The model '{spec.name}' was removed, but some of its files remain: "
             await self._command(held, RemoveModel(removed), done)
         return spec.name
 
@@ -319,7 +319,7 @@ class Management:
 def _object(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         raise InvalidParameter(
-            "The body is an object with the fields of a model.", param=None, reason="invalid_type"
+            "The body must be an object with the fields of a model.", param=None, reason="invalid_type"
         )
     return dict(fields)
 

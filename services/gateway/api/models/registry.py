@@ -34,7 +34,7 @@ class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a hub name: branch, tag or commit."""
     settings: ModelSettings = ModelSettings()
     least: int = 0
-    """Replicas that are there at all times."""
+    """Minimum of replicas, kept at all times."""
     most: int = 1
     """Replicas at most."""
     pinned: bool = False

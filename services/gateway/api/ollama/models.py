@@ -278,7 +278,7 @@ async def _creation(
 
 
 async def push(ask: Ask) -> None:
-    raise _refused("/api/push", "models are not sent anywhere from here")
+    raise _refused("/api/push", "models cannot be pushed from here")
 
 
 async def blob(ask: Ask) -> None:

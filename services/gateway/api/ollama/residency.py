@@ -104,8 +104,8 @@ async def _loaded(ask: Ask, model: str) -> None:
             if time.monotonic() >= give_up:
                 break
     raise DeadlineExceeded(
-        f"The model '{model[:128]}' was not loaded within {ask.settings.token_timeout:g} s; it is still on its way, "
-        "GET /models tells how far it is."
+        f"The model '{model[:128]}' was not loaded within {ask.settings.token_timeout:g} s; it is still loading; GET "
+        f"/models shows its progress."
     )
 
 

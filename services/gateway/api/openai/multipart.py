@@ -109,7 +109,7 @@ class MultipartForm:
                 message = await self._receive()
         except TimeoutError:
             raise RequestTimeout(
-                f"Nothing more of the request came within {self._timeout:g} s; send it again."
+                f"No more of the request arrived within {self._timeout:g} s; send it again."
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone

@@ -73,7 +73,7 @@ EMBEDDINGS = Operation(
 INVOCATIONS = Operation(
     "POST /invocations",
     "invoke",
-    "What the body is for is seen by its fields, as SageMaker and vLLM have it.",
+    "Dispatches by the fields of the body, as in SageMaker and vLLM.",
     "Chat",
     "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
     "embeddings. Each as at its own path.",
@@ -190,7 +190,7 @@ KEYS = Operation(
     errors=(404,),
 )
 SERVER_VERSION = Operation(
-    "GET /version", "version", "Which Ryzanstein this is, as in vLLM.", "Operations", response=Version
+    "GET /version", "version", "The version of Ryzanstein, as in vLLM.", "Operations", response=Version
 )
 PINGS = tuple(
     Operation(f"{method} {PING}", name, "200 while the process lives.", "Operations", response=Pong)

@@ -81,7 +81,9 @@ def reasoning_fields(
     thinking = request.thinking.type if request.thinking else None
     effort = request.output_config.effort if request.output_config else None
     if thinking == "enabled" and not reasoning_of(card, traits):
-        raise unsupported("thinking", "this model does not think; leave it out, or send 'adaptive'")
+        raise unsupported(
+            "thinking", "this model does not support thinking; leave it out, or send 'adaptive'"
+        )
     fields = switched(traits, on=thinking != "disabled") if thinking else {}
     always = thinking == "disabled" and not fields and reasoning_of(card, traits)
     ignored = ["thinking.type"] if always else []
@@ -175,7 +177,7 @@ def _blocks(index: int, message: MessageParam) -> list[Placed]:
     for place, block in placed:
         kind = str(block.__struct_config__.tag)
         if (whose := _ROLES.get(kind, message.role)) != message.role:
-            why = f"a {kind} block belongs into a message of the role '{whose}', not '{message.role}'."
+            why = f"a {kind} block belongs in a message with the role '{whose}', not '{message.role}'."
             raise _wrong(place, why)
     return placed
 

@@ -119,7 +119,7 @@ def _check_method(method: TrainingMethod, *, is_pair: bool, is_other: bool) -> N
         )
     if method == "dpo" and is_other and not is_pair:
         raise InvalidParameter(
-            "This line is no preference pair, and the job's method is dpo: send 'input', 'preferred_output' and "
+            "This line is not a preference pair, and the job's method is dpo: send 'input', 'preferred_output' and "
             "'non_preferred_output', or create it with the method supervised.",
             param="messages",
             reason="invalid_value",

@@ -73,8 +73,8 @@ def read_input(
         last = param == "input" and index == len(items) - 1
         if not last and isinstance(item, dict) and item["type"] == compaction.TRIGGER:
             raise InvalidParameter(
-                f"Invalid '{param}[{index}].type': a '{compaction.TRIGGER}' is the last item of the 'input' of a "
-                "response, and stands nowhere else.",
+                f"Invalid '{param}[{index}].type': a '{compaction.TRIGGER}' must be the last item of a response's "
+                f"'input'.",
                 param=f"{param}[{index}].type",
                 reason="invalid_value",
             )

@@ -227,7 +227,7 @@ def check_input_fields(request: InputFields) -> None:
         raise empty_array("input")
     if request.previous_response_id is not None and request.conversation is not None:
         raise InvalidParameter(
-            "Invalid 'conversation': 'previous_response_id' says already what comes before; send one of the two.",
+            "Invalid 'conversation': 'previous_response_id' already says what comes before; send one of the two.",
             param="conversation",
             reason="invalid_value",
         )

@@ -164,7 +164,7 @@ def _scored(request: ScoreRequest) -> Pairs:
     if request.text_1 is not None or request.text_2 is not None:
         if (other := next((name for name in names if getattr(request, name) is not None), "")) != "":
             raise InvalidParameter(
-                f"Invalid '{other}': it says what 'text_1' and 'text_2' say; send one of both ways.",
+                f"Invalid '{other}': it repeats 'text_1' and 'text_2'; send one of the two pairs.",
                 param=other,
                 reason="invalid_value",
             )

@@ -62,6 +62,6 @@ async def test_what_is_wrong_is_said_and_in_the_exit_code(
         (["submit", str(tmp_path / "none"), "--url", gateway.url], "cannot be read"),
         (["submit", str(source), "--metadata", "x", "--url", gateway.url], "KEY=VALUE"),
         (["list", "--url", "http://127.0.0.1:1"], "did not answer"),
-        (["list", "--url", "x", "--nats"], "name one"),
+        (["list", "--url", "x", "--nats"], "give one"),
     ):
         assert words in await batch(*arguments, code=1)

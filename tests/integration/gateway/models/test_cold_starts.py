@@ -136,7 +136,7 @@ async def test_who_waited_in_vain_is_told_how_many_came_before(
     await until(lambda: held(gateway) == 2)
     figure = partial(gateway.service.registry.get_sample_value, "ryzanstein_gateway_held_requests")
     assert figure({"model": "cold"}) == 2
-    with pytest.raises(NoGroupAvailable, match=r"in time; 2 requests wait that came before it\."):
+    with pytest.raises(NoGroupAvailable, match=r"in time; 2 requests are ahead of it\."):
         await gateway.service.work._cold_starts.card("cold", size=lambda: 1, deadline=time.time())
     for one in waiting:
         one.cancel()

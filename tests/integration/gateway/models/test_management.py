@@ -273,7 +273,7 @@ async def test_downloads_and_files_are_the_hosts(
     replies["host-2"] = HostReply(ok=False, code="invalid_request", error="They are not mine.")
     await until(lambda: "one" not in gateway.service.work.catalog.registry.specs)
     left = await http.delete(f"{REGISTRY}/two", params={"files": "true"})
-    told = "The model 'two' is removed, and files of it are left: They are not mine."
+    told = "The model 'two' was removed, but some of its files remain: They are not mine."
     assert (left.status_code, left.json()["error"]["message"]) == (409, told)
     await hosts.say(instance="nobody")
     await until(lambda: len(gateway.service.work.catalog.registry.hosts) == 3)
@@ -375,7 +375,7 @@ async def test_pins_that_the_hosts_cannot_keep_are_refused(
     http: httpx.AsyncClient, gateway: RunningGateway, hosts: FakeHosts
 ) -> None:
     answer = await http.put(f"{REGISTRY}/first", json={"source": "org/first", "pinned": True})
-    assert "No host that loads models is there" in answer.json()["warning"]
+    assert "No host loads models now" in answer.json()["warning"]
     size = 1 << 50  # more than any host has
     await hosts.say(HostModel("cold", "stored", memory=size))
     known = gateway.service.work.catalog.registry.hosts
@@ -387,4 +387,4 @@ async def test_pins_that_the_hosts_cannot_keep_are_refused(
     assert (await http.put(f"{REGISTRY}/cold", json=body | {"pinned": False})).json()["warning"] is None
     assert code(await http.patch(f"{REGISTRY}/cold", json={"pinned": True})) == (409, "model_does_not_fit")
     patched = await http.patch(f"{REGISTRY}/first", json={"aliases": ["one"]})
-    assert "what first will take" in patched.json()["warning"]
+    assert "how much memory first will take" in patched.json()["warning"]

@@ -88,6 +88,6 @@ async def test_a_change_that_is_overtaken_each_time_ends(
     monkeypatch.setattr(Bucket, "create", created)
     change = await made(bus)
     overtaking = True
-    with pytest.raises(BrokerUnavailable, match=f"Others change {what} all the time"):
+    with pytest.raises(BrokerUnavailable, match=f"Others change {what} too often"):
         async with asyncio.timeout(WITHIN):
             await change()

@@ -210,7 +210,7 @@ async def test_thinking_is_a_block_of_its_own(
         USER,
     ]
     await claude.messages.create(**(asked | {"messages": turns}))
-    with pytest.raises(anthropic.BadRequestError, match="this model does not think"):
+    with pytest.raises(anthropic.BadRequestError, match="this model does not support thinking"):
         await claude.messages.create(model=MODEL, max_tokens=2000, messages=[USER], thinking=thinking)
     few: Any = {"type": "enabled", "budget_tokens": 1000}
     with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens"):

@@ -13,12 +13,12 @@ def batch(status: str, *errors: dict[str, Any], completed: int = 0, failed: int 
 
 
 def test_a_file_that_was_refused_is_told_by_what_is_wrong_with_it() -> None:
-    first = {"line": 3, "message": "The line is no JSON object.", "code": "invalid_json_line"}
-    second = {"line": 4, "message": "The line is no JSON object.", "code": "invalid_json_line"}
+    first = {"line": 3, "message": "The line is not a JSON object.", "code": "invalid_json_line"}
+    second = {"line": 4, "message": "The line is not a JSON object.", "code": "invalid_json_line"}
     with pytest.raises(BatchUnfinished) as told:
         _judge(batch("failed", first, second))
     assert str(told.value) == (
-        "No line was run: line 3: The line is no JSON object. (1 more above) Correct the file and submit it again."
+        "No line was run: line 3: The line is not a JSON object. (1 more above) Correct the file and submit it again."
     )
     with pytest.raises(BatchUnfinished, match="without a reason"):
         _judge(batch("failed"))

@@ -52,7 +52,10 @@ def test_what_is_wrong_with_its_options_is_told_in_a_sentence(option: str, choic
     ("options", "reason"),
     [
         (["--served-model-name", "x" * 1000], "--served-model-name: "),
-        (["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"], "org/b.* is there twice"),
+        (
+            ["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"],
+            "org/b.* is declared twice",
+        ),
         (["--models-file", "FILE", "--served-model-name", "mine"], "for the executors' own model"),
     ],
 )
@@ -90,5 +93,5 @@ def test_models_beside_the_first_are_told_from_their_names(tmp_path: Path) -> No
     assert adapters == [DeclaredAdapter("sql", "a", "org/s")]
     with pytest.raises(ConfigurationError, match="'nothing' is not a model"):
         _models(["org/name", "nothing"], "")
-    with pytest.raises(ConfigurationError, match="The model 'two' is there twice"):
+    with pytest.raises(ConfigurationError, match="The model 'two' is declared twice"):
         _models(["org/name", str(tmp_path / "two"), str(tmp_path / "two")], "")

@@ -73,7 +73,7 @@ def test_periods() -> None:
     [
         ("-1h", "-2h", "", "is empty"),
         ("-1h", "", "1h", "name one"),
-        ("2027-01-01", "2027-01-02", "", "has not begun"),
+        ("2027-01-01", "2027-01-02", "", "is in the future"),
     ],
 )
 def test_periods_that_are_none(begin: str, end: str, last: str, said: str) -> None:

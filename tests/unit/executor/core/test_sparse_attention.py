@@ -69,7 +69,11 @@ def test_without_a_choice_all_is_read() -> None:
         (SparseAttention(sinks=-1), ["pages", "window"], "Invalid sparse_attention.sinks: it is -1"),
         (SparseAttention(threshold=1 << 31), ["pages", "window"], "Invalid sparse_attention.threshold:"),
         (SparseAttention(share=1.5), ["pages", "window"], "Invalid sparse_attention.share: it is 1.5"),
-        (SparseAttention(share=float("nan")), ["pages", "window"], "Invalid sparse_attention.share: it is nan"),
+        (
+            SparseAttention(share=float("nan")),
+            ["pages", "window"],
+            "Invalid sparse_attention.share: it is nan",
+        ),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(

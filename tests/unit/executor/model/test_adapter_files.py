@@ -46,8 +46,8 @@ def write(directory: Path, tensors: Tensors, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"peft_type": "IA3"}, "is of peft_type 'IA3', and LORA alone is served"),
-        ({"use_dora": True}, "asks for DoRA"),
+        ({"peft_type": "IA3"}, "is of peft_type 'IA3', and only LORA is supported"),
+        ({"use_dora": True}, "uses DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "has trained biases (bias 'all')"),
         ({"lora_bias": True}, "biases of its own"),
@@ -56,7 +56,7 @@ def write(directory: Path, tensors: Tensors, **settings: Any) -> None:
         ({"r": 0}, "has r 0, and ranks from 1 to 256 are served"),
         ({"r": 257}, "has r 257, and ranks from 1 to 256 are served"),
         ({"r": True}, "has r True"),
-        ({"lora_alpha": "8"}, "has lora_alpha '8', which is no number"),
+        ({"lora_alpha": "8"}, "has lora_alpha '8', which is not a number"),
         ({"use_rslora": "yes"}, "neither true nor false"),
         ({"rank_pattern": {"q_proj": 300}}, "has rank_pattern of q_proj 300"),
         ({"rank_pattern": []}, ""),
@@ -139,19 +139,19 @@ def test_files_that_are_no_adapter_are_refused(
     monkeypatch.undo()
     weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
     weights.write_bytes(weights.read_bytes()[:-8])
-    refused("is no safetensors file")
+    refused("is not a safetensors file")
     weights.rename(adapter / "adapter_model.bin")
     refused("is pickled, which may hold code and is not read")
     (adapter / "adapter_model.bin").unlink()
-    refused("has no adapter_model.safetensors, so it is no whole adapter")
+    refused("has no adapter_model.safetensors, so the adapter is incomplete")
     config.write_text("[1]")
-    refused("is no JSON object")
+    refused("is not a JSON object")
     config.write_text("{")
     refused("cannot be read")
     config.write_text(" " * (1 << 20) + "{}")
     refused("is larger than 1 MiB")
     config.unlink()
-    refused("has no adapter_config.json, so it is no adapter")
+    refused("has no adapter_config.json, so it is not an adapter")
 
 
 def test_a_digest_is_of_what_is_computed(adapter: Path, targets: list[AdapterTarget]) -> None:

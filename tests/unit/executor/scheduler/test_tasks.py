@@ -92,10 +92,13 @@ def test_the_logits_of_named_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch)
     ("fields", "message"),
     [
         ({"classify": True}, "no classification head"),
-        ({"embed": True, "logprob_token_ids": [1]}, "one of embed, classify"),
+        (
+            {"embed": True, "logprob_token_ids": [1]},
+            "embed, classify and logprob_token_ids exclude each other",
+        ),
         ({"logprob_token_ids": [99]}, "logprob_token_ids has a token outside"),
         ({"logprob_token_ids": [1] * 65}, "logprob_token_ids has 65 entries"),
-        ({"embed": True, "prompt_logprobs": 0}, "prompt_logprobs does not go with"),
+        ({"embed": True, "prompt_logprobs": 0}, "prompt_logprobs cannot be combined with"),
         ({"second_segment": 6}, "second_segment is 6"),
         ({"second_segment": -1}, "second_segment is -1"),
     ],
@@ -114,7 +117,7 @@ def test_an_encoder_generates_nothing() -> None:
     for request in (ask("t", 5), ask("n", 5, 1, logprob_token_ids=[1]), ask("e", 5, 1, embed=True)):
         refusal = batcher.add(request)
         assert refusal is not None
-        assert ("gives no vectors" if request.embed else "it does classify") in refusal.message
+        assert ("makes no vectors" if request.embed else "it does classify") in refusal.message
 
 
 @settings(max_examples=60, deadline=None)

@@ -65,7 +65,7 @@ def test_a_continuation_stands_where_the_first_attempt_stood(compiler: GrammarCo
 def test_a_token_that_does_not_fit_ends_in_an_error(compiler: GrammarCompiler) -> None:
     state = state_of(compiler, NUMBER, ord("x"))
     for _ in range(2):
-        with pytest.raises(InvalidGrammar, match=r"no further: .*doesn't satisfy the grammar"):
+        with pytest.raises(InvalidGrammar, match=r"no next token: .*doesn't satisfy the grammar"):
             state.allowed()
     state.advance(ord("1"))
     assert not state.complete

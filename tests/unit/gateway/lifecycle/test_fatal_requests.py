@@ -106,7 +106,7 @@ def test_the_error_says_which_ring_died_of_what() -> None:
     on_ring(made, "b", 1)
     made.on_group_lost("b", 1, RingDeath(1, "hung", ["g"]))
     assert made.next_attempt(1.0, 0.0) is None
-    assert "one ran out of memory, and the next hung while it computed nothing else" in str(made.error)
+    assert "the first ran out of memory, the second hung while computing nothing else" in str(made.error)
 
 
 def test_who_waited_or_ran_beside_a_suspect_is_not_suspected() -> None:

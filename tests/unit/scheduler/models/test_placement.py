@@ -382,7 +382,7 @@ def test_no_host_is_no_refusal() -> None:
     assert said.placements["a"].code == ""
     beat = HostBeat(GB, 0, takes_models=False)
     cluster.view.host(HostRecord("old", beat, "ready"))
-    assert "No executor" in cluster.step().placements["a"].reason
+    assert "no executor" in cluster.step().placements["a"].reason
 
 
 @given(

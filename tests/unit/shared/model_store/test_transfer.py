@@ -268,6 +268,6 @@ def test_a_full_disk_is_said(served: Hub, store: Store, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(transfer._Part, "write", full)
     with pytest.raises(
-        ConfigurationError, match=r"cannot take the model org/name \(No space left on device: part\)"
+        ConfigurationError, match=r"cannot store the model org/name \(No space left on device: part\)"
     ):
         fetch(msgspec.structs.replace(store, downloads=1))

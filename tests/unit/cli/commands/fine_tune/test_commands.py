@@ -117,7 +117,7 @@ def test_what_is_wrong_is_one_sentence(gateway: FakeGateway, tmp_path: Path) -> 
         (["~nobody-of-this-name/file"], r"neither a file here"),
         ([file, "--learning-rate-multiplier", "nan"], r"--learning-rate-multiplier takes a finite number"),
         ([file, "--alpha", "inf"], r"--alpha takes a finite number, not inf"),
-        ([file, "--follow", "--json"], r"name one"),
+        ([file, "--follow", "--json"], r"give one"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             run(gateway, "create", *words, "--model", "base")
@@ -220,7 +220,7 @@ async def test_who_stops_following_is_told_that_the_job_goes_on(
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
-    assert "`ryzanstein fine-tune follow ftjob-1` shows it again" in capsys.readouterr().out
+    assert "`ryzanstein fine-tune follow ftjob-1` follows it again" in capsys.readouterr().out
 
 
 def test_jobs_are_shown(gateway: FakeGateway) -> None:
@@ -284,7 +284,7 @@ def test_checkpoints_are_shown_in_their_order(gateway: FakeGateway) -> None:
     assert second[:3] == ["4", "0.5", "0.75"]
     assert len(json.loads(run(gateway, "checkpoints", "ftjob-1", "--json"))) == 2
     gateway.answer(path, page())
-    assert "ftjob-1 has made no checkpoint" in run(gateway, "checkpoints", "ftjob-1")
+    assert "ftjob-1 has no checkpoint yet" in run(gateway, "checkpoints", "ftjob-1")
 
 
 def test_an_adapter_is_exported_by_job_or_model(gateway: FakeGateway, tmp_path: Path) -> None:

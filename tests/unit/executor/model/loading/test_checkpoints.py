@@ -119,7 +119,7 @@ def test_a_directory_leads_to_the_file_wherever_it_is_moved(file: Path, tmp_path
     assert resolve_model(str(directory), Store.at(tmp_path / "cache"), ignore) == directory
     (tmp_path / "new").mkdir()
     newer = moved.rename(tmp_path / "new" / "moved.gguf")
-    with pytest.raises(ModelLoadError, match=r"moved.gguf, which holds the weights .* is not there any more"):
+    with pytest.raises(ModelLoadError, match=r"moved.gguf, which holds the weights .* no longer exists"):
         resolve_model(str(directory), Store.at(tmp_path / "cache"), ignore)
     assert resolve_model(str(newer), Store.at(tmp_path / "cache"), ignore) == directory
     assert (directory / "model.gguf").resolve() == newer
