@@ -158,7 +158,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"response_format": named(extra=1)}, "response_format.json_schema.extra", "unknown_parameter", "extra"),
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value", "exactly one"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "invalid_value", "but got 2"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "invalid_json", "not a JSON"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "invalid_json", "JSON"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.format", "missing_required_parameter", ""),
     ({"guided_regex": ""}, "guided_regex", "empty_string", "empty"),
     ({"guided_grammar": " \n"}, "guided_grammar", "empty_string", "empty"),
