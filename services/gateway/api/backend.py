@@ -24,6 +24,7 @@ from services.gateway.batches.uploads import Uploads
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
+from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
@@ -180,7 +181,8 @@ class Ask:
     async def body(self, limit: int) -> bytes:
         """Its body, to be decoded at once: a large one in its turn. Raises as `read_body`, `QueueFull`."""
         body = await self.received(limit)
-        await self.parts.intake.large.turn(self.tenant, len(body))
+        if len(body) > LARGE_REQUEST:
+            await self.parts.intake.large.turn(self.tenant, len(body))
         return body
 
     async def counted(self) -> Intake:

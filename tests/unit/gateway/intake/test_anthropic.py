@@ -210,7 +210,7 @@ def test_the_thinking_of_each_kind_of_model() -> None:
     assert fields(effort, output_config={"effort": "low"}) == ({"reasoning_effort": "low"}, [])
     assert fields(plain, output_config={"effort": "low"}, **on) == ({}, ["output_config.effort"])
     assert fields(plain, **off) == ({}, [])
-    with pytest.raises(InvalidParameter, match="does not think"):
+    with pytest.raises(InvalidParameter, match="does not support thinking"):
         fields(plain, thinking={"type": "enabled", "budget_tokens": 1024})
 
 
