@@ -166,7 +166,7 @@ async def test_each_generation_has_its_own_key_session_and_delivery(session: Ses
 async def test_nonsense_ends_the_stream_with_a_status(client: Client) -> None:
     call = client.channel.stream_stream("/ryzanstein.v1.InferenceService/ChatSession")()
     await call.write(b"\xff\xff")
-    with pytest.raises(grpc.aio.AioRpcError, match=r"no ryzanstein\.v1\.ChatSessionRequest"):
+    with pytest.raises(grpc.aio.AioRpcError, match=r"not a ryzanstein\.v1\.ChatSessionRequest"):
         await call.read()
     assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 
