@@ -487,6 +487,7 @@ class Training:
             text = job.error.message if job.error is not None else f"Fine-tuning job {job.status}"
             self._say(f"job_{job.status}", text, attempt=self.attempt)
             with contextlib.suppress(Unavailable):  # the record says it too
+                await self._events.ensure()  # it may have ended before its start had come so far
                 await self._tell_events()
         if end.kind == "left":
             await self._stay()
