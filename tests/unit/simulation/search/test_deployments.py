@@ -43,6 +43,13 @@ def test_a_split_brain_is_found_where_it_is_put_back_and_only_there() -> None:
     assert mended.broken == []
 
 
+@pytest.mark.parametrize("name", ["training-ends-early"])
+def test_what_a_seed_has_found_is_mended(name: str) -> None:
+    schedule = load(FOUND / f"{name}.yaml")
+    with Worker() as worker:
+        assert one(worker, scenarios.load(schedule.scenario), schedule).broken == []
+
+
 def test_operators_and_brokers_that_repeat_themselves_break_nothing() -> None:
     """A key that is replaced while its clients ask, limits that are lowered, acknowledgements that are lost, a stream
     that is full."""
