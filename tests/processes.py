@@ -8,6 +8,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from shared.config import CommonSettings
 from shared.messages import Heartbeat
 from shared.nats import subjects
@@ -148,3 +150,16 @@ async def service_process(
     finally:
         await subscription.unsubscribe()
         await running.leave()
+
+
+async def until_status(pid: int, *wanted: str) -> None:
+    """Waits until the process is in one of these states, as psutil says them; none: it has ended."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                found = psutil.Process(pid).status()
+            except psutil.NoSuchProcess:
+                found = psutil.STATUS_ZOMBIE
+            if found in (wanted or (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)):
+                return
+            await asyncio.sleep(0.01)

@@ -186,7 +186,7 @@ class Router:
         elif self._is_full(item):
             error = QueueFull(
                 f"{self._settings.max_waiting:,} requests are already waiting for the model {item.model}; try again "
-                f"in a few seconds."
+                "in a few seconds."
             )
             self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
         else:

@@ -318,5 +318,5 @@ def _not_taken(name: str, store: Store, error: OSError) -> ConfigurationError:
     where = f": {error.filename}" if error.filename else ""
     return ConfigurationError(
         f"The model cache {store.cache} cannot store the model {name} ({error.strerror or error}{where}); free space "
-        f"or grant access there, or choose another directory with RYZANSTEIN_MODEL_CACHE."
+        "or grant access there, or choose another directory with RYZANSTEIN_MODEL_CACHE."
     )

@@ -118,7 +118,7 @@ def choose_adapter(files: Sequence[RemoteFile], repository: str) -> list[RemoteF
     if lacking:
         raise ModelLoadError(
             f"The repository {repository} holds no {' and no '.join(lacking)}; it is not a LoRA adapter as peft saves "
-            f"it."
+            "it."
         )
     return checked([held[name] for name in ADAPTER_FILES], repository)
 

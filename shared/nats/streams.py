@@ -183,7 +183,7 @@ async def _update(bus: Bus, config: StreamConfig, refusal: APIError, change: boo
 def _other_stream(bus: Bus, config: StreamConfig, error: APIError) -> ConfigurationError:
     return ConfigurationError(
         f"NATS at {bus.where} cannot create the stream {config.name} as required ({error.description}); delete the "
-        f"existing stream, or use another server."
+        "existing stream, or use another server."
     )
 
 

@@ -51,17 +51,17 @@ def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
             f"The directory {directory} has no tokenizer.json, which gateways need; save the model's fast "
             "tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))."
         )
-    for name in files:
-        if name.endswith(".json") and name != TOKENIZER:
-            read_json(directory / name)
+    parsed = {
+        name: read_json(directory / name) for name in files if name.endswith(".json") and name != TOKENIZER
+    }
     if TOOL_TEMPLATE in files and TEMPLATE not in files:
         raise ModelLoadError(
             f"The directory {directory} has {TOOL_TEMPLATE} and no {TEMPLATE}; fetch the model again, or add the file."
         )
-    config = read_json(directory / CONFIG)
+    config = parsed.get(CONFIG, {})
     inner = list(_templates(directory / CONFIG, config.get("chat_template")))
     sources = [files[name].decode(errors="replace") for name in (TEMPLATE, TOOL_TEMPLATE) if name in files]
-    special = _special_tokens(directory, config)
+    special = _special_tokens(directory, config, parsed.get(SPECIAL_TOKENS, {}))
     added = list(_added_tokens(directory, config))
     if not checked:
         _check_tokenizer(directory / TOKENIZER, special, added, sources or inner)
@@ -112,11 +112,13 @@ def _templates(path: Path, given: Any) -> Iterable[str]:
         raise _unusable(path, "chat_template", "has no template that is called 'default'")
 
 
-def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(
+    directory: Path, config: Mapping[str, Any], special_map: Mapping[str, Any]
+) -> dict[str, str]:
     """The texts of special tokens, by their fields; from where transformers has them."""
     files = {CONFIG: config}
     if "added_tokens_decoder" not in config:
-        files[SPECIAL_TOKENS] = read_json(directory / SPECIAL_TOKENS)
+        files[SPECIAL_TOKENS] = special_map
     found: dict[str, str] = {}
     for file, fields in files.items():
         for name in _SPECIAL:

@@ -139,7 +139,7 @@ class Catalog:
         defaults, sparse = self._defaults(record.model, name), self._sparse(record.model)
         return Resolved(record.model, record.digest, name, defaults, sparse)
 
-    async def resolve_surely(self, name: str, tenant: str | None = None) -> Resolved:
+    async def resolve_or_look_up(self, name: str, tenant: str | None = None) -> Resolved:
         """As `resolve`. Before anybody is told that there is no such model, the registries themselves are asked."""
         try:
             return self.resolve(name, tenant)

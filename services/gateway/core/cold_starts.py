@@ -91,7 +91,7 @@ class ColdStarts:
 
         Raises `UnknownModel`, `QueueFull`, `NoGroupAvailable`, `ModelLoadFailed`, `ModelDoesNotFit`, `ClientGone`.
         """
-        model = (await self._catalog.resolve_surely(name, tenant)).model
+        model = (await self._catalog.resolve_or_look_up(name, tenant)).model
         card = self._catalog.known_card(model)
         if card is not None:
             return card

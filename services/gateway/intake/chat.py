@@ -216,7 +216,7 @@ def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]
         if name in _RESERVED:
             raise InvalidParameter(
                 f"Unsupported parameter: 'chat_template_kwargs.{name}' is set by other fields of the request; leave "
-                f"it out.",
+                "it out.",
                 param="chat_template_kwargs",
                 reason="unsupported_parameter",
             )

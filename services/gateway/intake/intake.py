@@ -380,7 +380,7 @@ class Intake:
         if not self._catalog.has_ready_group(card.model):
             raise ModelNotLoaded(
                 f"The model '{card.model[:128]}' is not loaded now, and preparing a prompt ahead loads no model; send "
-                f"the request itself.",
+                "the request itself.",
                 param="model",
             )
         card, context = self._as_named(request.model, card, context)

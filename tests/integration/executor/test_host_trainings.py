@@ -1,10 +1,8 @@
 """What a host does with fine-tuning jobs, seen from inside: a real NATS, real stub trainers, no scheduler."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -36,6 +34,7 @@ from shared.nats.bus import Bus
 from shared.nats.tenants import tenant_key
 from shared.nats.training import training_jobs, training_objects
 from tests.integration.executor.training_cluster import data_of
+from tests.processes import until_status
 
 STEPS = 20
 
@@ -166,19 +165,6 @@ class Host:
         process = self.trainings._trainings[tenant_key("t", name)]._process
         assert process is not None
         return process.pid
-
-
-async def until_status(pid: int, *wanted: str) -> None:
-    """Waits until the process is in one of these states, as psutil says them; none: it has ended."""
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                found = psutil.Process(pid).status()
-            except psutil.NoSuchProcess:
-                found = psutil.STATUS_ZOMBIE
-            if found in (wanted or (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)):
-                return
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -527,84 +513,3 @@ async def test_what_nobody_needs_any_more_is_killed_while_it_is_suspended(host: 
         assert (job.status, job.state, job.crashes) == (name, None, 0), (
             "it had not begun: there is nothing to write"
         )
-
-
-SUSPENDED_AND_KILLED = """
-import asyncio, ctypes, os, signal, sys
-from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor.trainings import trainer_process
-from services.executor.ipc.trainer_pipe import TrainerSpec
-from shared.messages.training import TrainingJob
-
-if "posix" in sys.argv:
-    trainer_process._die_with_parent = None
-if "first" in sys.argv:
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, as an executor with a fork server
-trainer_process.STUB = "tests.integration.executor.idle_trainer"
-
-async def main():
-    settings = ExecutorSettings(engine="stub")
-    job = TrainingJob("job", "t", "base", "supervised", "f", "f", 0.0, 3)
-    spec = TrainerSpec(job, "", "", settings.model_dump(mode="json"), 1)
-    process = await trainer_process.TrainerProcess.start(spec, settings, {})
-    pids = [process.pid] + [event.step async for event in first(process)]
-    process.suspend()
-    print(*pids, flush=True)
-    if "first" in sys.argv:
-        os.kill(process.pid, signal.SIGKILL)
-        async for event in process.events():
-            print("unexpected", event)
-        print(await process.end(), flush=True)
-    await asyncio.Event().wait()
-
-async def first(process):
-    async for event in process.events():
-        yield event
-        return
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("how", ["linux", "posix"])
-async def test_suspended_ones_end_with_their_executor(how: str) -> None:
-    """All processes of it; by the kernel's signal for a parent's death, and without it."""
-    executor = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-c", SUSPENDED_AND_KILLED, how),
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # whoever gets its children is then in another one
-    )
-    assert executor.stdout is not None
-    pids = [int(word) for word in (await executor.stdout.readline()).split()]
-    assert len(pids) == 2
-    for pid in pids:
-        await until_status(pid, psutil.STATUS_STOPPED)
-    executor.kill()
-    await executor.wait()
-    for pid in pids:
-        await until_status(pid)
-
-
-async def test_of_ranks_whose_first_was_killed_while_they_stood_still_none_is_left() -> None:
-    """The others have not asked the kernel yet to end with it, and hold its pipe open."""
-    executor = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SUSPENDED_AND_KILLED,
-        "first",
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert executor.stdout is not None
-    pids = [int(word) for word in (await executor.stdout.readline()).split()]
-    try:
-        assert await asyncio.wait_for(executor.stdout.readline(), 30) == b"signal SIGKILL\n"
-        for pid in pids:
-            await until_status(pid)
-    finally:
-        executor.kill()
-        await executor.wait()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

@@ -89,7 +89,7 @@ def models_unknown_elsewhere() -> None:
     async def resolve(self: Catalog, name: str, tenant: str | None = None) -> Any:
         return self.resolve(name, tenant)
 
-    Catalog.resolve_surely = resolve  # type: ignore[method-assign]
+    Catalog.resolve_or_look_up = resolve  # type: ignore[method-assign]
 
 
 def one_turn_for_all() -> None:

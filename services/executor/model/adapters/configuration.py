@@ -83,7 +83,7 @@ def read_config(directory: Path) -> AdapterConfig:
     except FileNotFoundError:
         raise ModelLoadError(
             f"The directory {directory} has no {CONFIG_FILE}, so it is not an adapter; give one made by peft's "
-            f"save_pretrained, or a hub name."
+            "save_pretrained, or a hub name."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"The adapter's {path} cannot be read ({reason_of(error)}).") from error

@@ -98,7 +98,7 @@ def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress,
         if gone := next((link for link in linked_gguf(path) if not link.exists()), None):
             raise ModelLoadError(
                 f"The file {gone.resolve()}, which holds the weights of the model in {path}, no longer exists; give "
-                f"the GGUF file by its present path."
+                "the GGUF file by its present path."
             )
         return path
     file = path or Path(name_or_path)

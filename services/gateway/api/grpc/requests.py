@@ -104,7 +104,7 @@ def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
     if off and fields:
         raise InvalidParameter(
             f"Invalid 'sparse_attention.off': it cannot be combined with '{next(iter(fields))}'; leave out one of the "
-            f"two.",
+            "two.",
             param="sparse_attention.off",
             reason="invalid_value",
         )

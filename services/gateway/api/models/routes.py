@@ -181,7 +181,7 @@ async def router_models(ask: Ask) -> ModelList:
 async def retrieve_model(ask: Ask) -> Model | ModelInfo:
     """Names may have slashes."""
     catalog, name = ask.backend.started.catalog, ask.named("model")
-    await catalog.resolve_surely(name, ask.tenant)
+    await catalog.resolve_or_look_up(name, ask.tenant)
     found = Models(catalog, time.time(), ask.tenant).one(name)
     return ModelInfo.of(found) if anthropic_models(ask.scope) else found
 

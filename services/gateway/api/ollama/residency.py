@@ -105,7 +105,7 @@ async def _loaded(ask: Ask, model: str) -> None:
                 break
     raise DeadlineExceeded(
         f"The model '{model[:128]}' was not loaded within {ask.settings.token_timeout:g} s; it is still loading; GET "
-        f"/models shows its progress."
+        "/models shows its progress."
     )
 
 

@@ -74,7 +74,7 @@ def read_input(
         if not last and isinstance(item, dict) and item["type"] == compaction.TRIGGER:
             raise InvalidParameter(
                 f"Invalid '{param}[{index}].type': a '{compaction.TRIGGER}' must be the last item of a response's "
-                f"'input'.",
+                "'input'.",
                 param=f"{param}[{index}].type",
                 reason="invalid_value",
             )
