@@ -171,11 +171,11 @@ class Service(abc.ABC):
             if not self.shares_port():
                 await self._http.start()
             if await self._until_ended(asyncio.create_task(self._start_up(), name="start")):
-                if self.shares_port():
-                    await self._http.start()
-                self.state = "ready"
                 if self.owns_process:
                     freeze_gc_after_startup()
+                self.state = "ready"  # before the first connection that a shared port brings
+                if self.shares_port():
+                    await self._http.start()
                 log.info("ready", address=self.address)
                 await self.beat_if_heard()
                 await self._ended.wait()

@@ -41,7 +41,8 @@ _BLOCKS = 'ryzanstein_executor_kv_blocks{model!=""}'
 
 def queries(period: Interval, step: float, gateway_job: str) -> dict[str, str]:
     """What is asked, by name. `step`: seconds between two looks at what was up."""
-    p, every = f"{math.ceil(period.seconds)}s", f"[{math.ceil(period.seconds)}s:{math.ceil(step)}s]"
+    p = f"{math.ceil(period.seconds * 1000)}ms"
+    every = f"[{p}:{math.ceil(step)}s]"
 
     def grown(metric: str, by: str) -> str:
         last_less_first = f"({metric} - {metric} offset {p}) and resets({metric}[{p}]) == 0"

@@ -21,8 +21,11 @@ from tests.prometheus import PROMETHEUS, scraping, serving
 TOKENS = 12
 SCRAPE = 1.0
 """Seconds between two samples of Prometheus here."""
-DETECTION = 3.0
+DETECTION = 5.0
 """Seconds from a death to its being known, and some for a busy machine."""
+SILENCE = "3s"
+"""More than a busy machine takes over a token, and less than gateways wait for one."""
+TOKEN_TIMEOUT = "5"
 
 
 def body(tokens: int = TOKENS, **changes: object) -> dict[str, object]:
@@ -94,7 +97,7 @@ async def start(house: House) -> None:
     await house.begin("scheduler-0", "services.scheduler", "--ack-wait", "2")
     await house.begin("executor-0", "services.executor", "--group", "group-0", *EXECUTOR)
     await house.begin(
-        "gateway-0", "services.gateway", "--port", "0", "--token-timeout", "3", "--resume-grace", "0.2"
+        "gateway-0", "services.gateway", "--port", "0", "--token-timeout", TOKEN_TIMEOUT, "--resume-grace", "0.2"
     )
     for process in house.processes.values():
         await process.wait_ready()
@@ -180,7 +183,7 @@ async def test_the_journal_and_prometheus_report_the_same_faults(
             if address:
                 await until_scraped(address)
             period = begin, time.time()
-            nats = "--silence", "1s", "--nats-url", nats_settings.nats_url
+            nats = "--silence", SILENCE, "--nats-url", nats_settings.nats_url
             journal = await asyncio.to_thread(report, nats_settings, *period, *nats)
             check_journal(journal, died, back)
             if not address:
