@@ -164,6 +164,10 @@ STALL = 1.0
 SAME = 0.5
 """Seconds by which two monitors may have heard the same heartbeat at different times."""
 
+NOTICE = 2.0
+"""Seconds after which a leader whose connection has closed knows it, and its executor's heartbeats say so: one that
+says it is connected then has connected anew, while this monitor was not connected itself and did not hear of it."""
+
 _SERVING = ("ready", "busy")
 _CUT_OFF = "its leader has lost its connection to NATS"
 
@@ -187,8 +191,8 @@ class _Group:
     progress: ProgressWatch
     announced: Literal["", "up", "draining"] = ""
     """The last event about this ring, unless it was a loss."""
-    cut_off: bool = False
-    """Whether its leader's connection to the broker is gone."""
+    cut_off: float | None = None
+    """When its leader's connection to the broker closed; None: it stands."""
     lost: bool = False
     """Whether it is gone without having left: it was in service, and nobody had it drained."""
     death: RingDeath | None = None
@@ -257,7 +261,7 @@ class Detector:
         for group in self._groups.values():
             if group.record.state != "gone":
                 group.heard = now
-                group.cut_off = False
+                group.cut_off = None
         self._presence.restart_timeouts(now)
 
     # --- other monitors --------------------------------------------------------------------------
@@ -321,13 +325,13 @@ class Detector:
         self._presence.opened(event)
         for group in self._groups.values():
             if _leader_of(group) == event.client.name:
-                group.cut_off = False
+                group.cut_off = None
 
     def closed(self, event: ConnectionEvent, now: float) -> None:
         """A connection to the broker has closed; `tick` says what comes of it."""
         self._presence.closed(event, now)
 
-    def _cut(self, name: str) -> list[GroupEvent]:
+    def _cut(self, name: str, now: float) -> list[GroupEvent]:
         """The process that had the connection `name` is gone, or cannot reach the broker."""
         events: list[GroupEvent] = []
         for instance in self._instances.values():
@@ -337,7 +341,7 @@ class Detector:
                 events += self._lose_groups(record.instance, "its executor has lost its connection to NATS")
         for group in self._groups.values():
             if name == _leader_of(group) and group.record.state != "gone":
-                group.cut_off = True
+                group.cut_off = now
                 events += self._set_state(group, "gone", message=_CUT_OFF)
         return events
 
@@ -383,6 +387,8 @@ class Detector:
             record = GroupRecord(said.group, said.model, "starting", said.epoch, said.ranks, said.load)
             entry = self._groups[said.group] = _Group(record, now, ProgressWatch(self._hung_after))
         entry.heard = now
+        if said.connected and entry.cut_off is not None and now - entry.cut_off >= NOTICE:
+            entry.cut_off = None
         _note_death(entry, said)
         hung = _hung_ranks(entry.progress, said, now)
         state, message = self._judge(beat, said, entry, hung)
@@ -410,7 +416,7 @@ class Detector:
         """The state that a beat shows, and what there is to say of it."""
         if said.state == "starting":
             return "starting", ""
-        if entry.cut_off:
+        if entry.cut_off is not None or not said.connected:
             return "hung", _CUT_OFF
         if hung:
             ranks = ", ".join(map(str, hung))
@@ -428,7 +434,7 @@ class Detector:
         self._ticked = now
         events: list[GroupEvent] = []
         for name in self._presence.cut(now):
-            events += self._cut(name)
+            events += self._cut(name, now)
         for instance in self._instances.values():
             if instance.record.state != "gone" and now - instance.heard >= self._gone_after:
                 instance.record = replace(instance.record, state="gone")

@@ -119,6 +119,8 @@ class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: all of its weights are in memory."""
     traits: GroupTraits | None = None
     """None: not known yet, or to an earlier version of the executor."""
+    connected: bool = True
+    """Whether its leader's own connection to NATS stands, as far as the leader knows."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):

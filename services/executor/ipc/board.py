@@ -98,6 +98,8 @@ class Totals(ctypes.Structure):
 class _Header(ctypes.Structure):
     state: int
     loop_beats: int
+    disconnected: int
+    """Whether the leader has no connection to NATS."""
     log_level: int
     log_until: int
     load: Annotated[Any, _Load]
@@ -244,9 +246,10 @@ class RingBoard:
         for name, _ in _Load._fields_:
             setattr(self._load, name, getattr(load, name))
 
-    def loop_beat(self) -> None:
-        """The leader's event loop turns."""
+    def loop_beat(self, *, connected: bool) -> None:
+        """The leader's event loop turns. `connected`: to NATS."""
         self._header.loop_beats += 1
+        self._header.disconnected = not connected
 
     def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int, sequences: int = 0) -> None:
         seconds, totals = nanoseconds / 1e9, self.totals
@@ -302,6 +305,11 @@ class RingBoard:
     @property
     def loop_beats(self) -> int:
         return int(self._header.loop_beats)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the leader's connection to NATS stands, as far as the leader knows."""
+        return not self._header.disconnected
 
     @property
     def loaded(self) -> float:

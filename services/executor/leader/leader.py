@@ -501,7 +501,7 @@ class Leader:
         with contextlib.suppress(asyncio.CancelledError):
             interval = max(LOOP_BEAT, min(self._settings.beat_interval / 2, self._settings.hung_after / 6))
             while True:
-                self._board.loop_beat()
+                self._board.loop_beat(connected=self._bus.connected)
                 self._debug.beat(self._thread)
                 if self._batcher.expire(time.time()):
                     self._wake.set()

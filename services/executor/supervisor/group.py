@@ -371,6 +371,7 @@ class GroupSupervisor:
             adapters=ring.adapters,
             streamed=ring.streamed,
             traits=ring.traits,
+            connected=ring.board.connected,
         )
 
     def _death_of(self, ring: Ring, ranks: list[RankBeat]) -> RingDeath | None:

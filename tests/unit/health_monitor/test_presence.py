@@ -4,7 +4,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from services.health_monitor.detector import GRACE, STALL, ConnectedClient, ConnectionEvent, Detector
+from services.health_monitor.detector import (
+    GRACE,
+    NOTICE,
+    STALL,
+    ConnectedClient,
+    ConnectionEvent,
+    Detector,
+)
 from shared.messages import GroupBeat, GroupEvent, GroupLoad, GroupStatus, Heartbeat, RankBeat
 from shared.nats import subjects
 
@@ -13,9 +20,11 @@ LEADER = subjects.leader_connection("executor-1", "g")
 SOON, DUE = GRACE / 2, GRACE + 0.01
 
 
-def beat(epoch: int = 1, state: str = "ready") -> Heartbeat:
+def beat(epoch: int = 1, state: str = "ready", *, connected: bool = True) -> Heartbeat:
     ranks = [RankBeat(0, 11, 1, 1, False)]
-    said = GroupBeat("g", "m", epoch, state, ranks, GroupLoad(total_blocks=9, free_blocks=9))  # type: ignore[arg-type]
+    said = GroupBeat(
+        "g", "m", epoch, state, ranks, GroupLoad(total_blocks=9, free_blocks=9), connected=connected
+    )  # type: ignore[arg-type]
     return Heartbeat("executor", "executor-1", 10, "ready", "", said)
 
 
@@ -103,6 +112,19 @@ def test_a_ring_whose_leader_is_cut_off_does_not_serve_whatever_its_orchestrator
     assert state(seen) == "hung"
     seen.opened(event(LEADER, start=1))
     assert kinds(seen.observe(beat(), 1.2)) == [(1, "up")]
+
+
+def test_a_leader_that_reconnected_unheard_serves_once_it_says_so(seen: Detector) -> None:
+    """This monitor was not connected itself when the leader's new connection was opened."""
+    seen.closed(event(LEADER), 0.1)
+    cut = 0.1 + DUE
+    seen.tick(cut)
+    assert seen.observe(beat(), cut + NOTICE / 2) == []
+    assert state(seen) == "hung", "the heartbeat may be older than the loss"
+    assert seen.observe(beat(connected=False), cut + NOTICE) == []
+    assert state(seen) == "hung"
+    assert kinds(seen.observe(beat(), cut + NOTICE + 0.5)) == [(1, "up")]
+    assert kinds(seen.observe(beat(connected=False), cut + NOTICE + 1.0)) == [(1, "down")]
 
 
 def test_the_next_ring_is_not_held_to_account(seen: Detector) -> None:

@@ -43,7 +43,7 @@ def test_a_split_brain_is_found_where_it_is_put_back_and_only_there() -> None:
     assert mended.broken == []
 
 
-@pytest.mark.parametrize("name", ["training-ends-early"])
+@pytest.mark.parametrize("name", ["training-ends-early", "leader-reconnects-unheard"])
 def test_what_a_seed_has_found_is_mended(name: str) -> None:
     schedule = load(FOUND / f"{name}.yaml")
     with Worker() as worker:
