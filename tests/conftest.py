@@ -25,7 +25,7 @@ from services.executor.native import library
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
-from tests.covered import FastAlone
+from tests.covered import CHOSEN, Traced
 from tests.durations import Durations, is_whole
 from tests.order import pytest_collection_modifyitems  # noqa: F401 (a hook)
 from tests.unit.executor.cpu.emulation import compilers, emulate_amx
@@ -69,7 +69,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(FastAlone())
+    config.pluginmanager.register(Traced(os.environ.get(CHOSEN, "")))
     if not hasattr(config, "workerinput"):  # those report to this one
         config.pluginmanager.register(Durations(whole=is_whole(config)))
 

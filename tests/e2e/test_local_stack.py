@@ -99,7 +99,9 @@ def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None
         deadline = time.monotonic() + 60
         while answered() != "gateway-1":
             assert time.monotonic() < deadline, stack.logs("gateway*")
-        while {one["state"] for one in stack.status()["services"] if "gateway" in one["instance"]} != {"ready"}:
+        while {one["state"] for one in stack.status()["services"] if "gateway" in one["instance"]} != {
+            "ready"
+        }:
             assert time.monotonic() < deadline, stack.status()
 
 

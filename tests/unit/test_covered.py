@@ -11,9 +11,9 @@ from coverage import CoverageData
 ROOT = Path(__file__).parents[2]
 PROJECT = {
     ".coveragerc": "[run]\nparallel = true\npatch = subprocess, _exit\nsource = .\n",
-    "conftest.py": "from tests.covered import FastAlone\n\ndef pytest_configure(config):\n"
+    "conftest.py": "from tests.covered import Traced\n\ndef pytest_configure(config):\n"
     "    config.addinivalue_line('markers', 'slow: of the other lane')\n"
-    "    config.pluginmanager.register(FastAlone())\n",
+    "    config.pluginmanager.register(Traced(''))\n",
     "product.py": "def fast():\n    return 2\n\ndef slow():\n    return 5\n\ndef fast_after():\n    return 8\n\n"
     "if __name__ == '__main__':\n    import sys\n    globals()[sys.argv[1]]()\n",
     "here.py": "import pytest\nimport product\n\ndef test_fast():\n    product.fast()\n\n@pytest.mark.slow\n"

@@ -97,7 +97,14 @@ async def start(house: House) -> None:
     await house.begin("scheduler-0", "services.scheduler", "--ack-wait", "2")
     await house.begin("executor-0", "services.executor", "--group", "group-0", *EXECUTOR)
     await house.begin(
-        "gateway-0", "services.gateway", "--port", "0", "--token-timeout", TOKEN_TIMEOUT, "--resume-grace", "0.2"
+        "gateway-0",
+        "services.gateway",
+        "--port",
+        "0",
+        "--token-timeout",
+        TOKEN_TIMEOUT,
+        "--resume-grace",
+        "0.2",
     )
     for process in house.processes.values():
         await process.wait_ready()
