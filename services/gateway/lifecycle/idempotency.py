@@ -9,12 +9,14 @@ The entry is created by compare-and-set before the request is handed in, so of s
 one generates and the others read.
 """
 
+import contextlib
 import hashlib
 import time
 
 import msgspec
 
 from services.gateway.core.errors import KeyReused
+from shared.errors import BrokerUnavailable
 from shared.messages.records import GenerationRecord, Idempotency
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -44,7 +46,7 @@ def fingerprint(body: bytes | msgspec.Raw) -> str:
 
 
 class IdempotencyKeys:
-    """Methods raise `BrokerUnavailable`."""
+    """`get` and `take` raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, ttl: float) -> None:
         """`ttl`: seconds that a key is known."""
@@ -69,7 +71,9 @@ class IdempotencyKeys:
         return await self.bucket.update(name, value, stale.revision) is not None
 
     async def free(self, record: GenerationRecord) -> None:
-        """The generation of `record` has failed: a repeat is a new request."""
-        entry = await self.bucket.get(record.idempotency)
-        if entry is not None and entry.value.identity == record.identity:
-            await self.bucket.delete(record.idempotency)
+        """The generation of `record` has failed: a repeat is a new request. Without the broker the entry stays: whoever
+        repeats the request finds that its generation has failed, or was never recorded, and takes the key."""
+        with contextlib.suppress(BrokerUnavailable):
+            entry = await self.bucket.get(record.idempotency)
+            if entry is not None and entry.value.identity == record.identity:
+                await self.bucket.delete(record.idempotency)

@@ -8,9 +8,11 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from shared.config import CommonSettings
-from shared.messages.records import Idempotency
+from shared.messages.records import GenerationRecord, Idempotency
 from shared.nats import subjects
+from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
@@ -211,3 +213,10 @@ async def test_a_generation_that_a_stop_string_ended_is_a_finished_one(
     assert answers[0] == answers[1] == answers[2]
     assert answers[0]["choices"][0]["message"]["content"] == "Hello, world"
     assert len(ring.requests) == 1
+
+
+async def test_a_key_that_cannot_be_freed_is_left_to_the_next_repeat(bus: Bus) -> None:
+    """A refused request frees its key in the background: the broker that could not take it may not answer that either."""
+    keys = IdempotencyKeys(bus, 60.0)
+    await bus.close()
+    await keys.free(GenerationRecord("f" * 32, "chat.completions", 0.0, [], idempotency="key"))
