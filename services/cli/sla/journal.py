@@ -11,21 +11,32 @@ A model is *silent* while requests wait for it and nothing of it comes:
 """
 
 import contextlib
+import re
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
-from typing import Literal, NamedTuple
+from statistics import fmean
+from typing import Literal
 
 import msgspec
 from nats.aio.msg import Msg
-from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
 
-from services.cli.sla.periods import FailingRuns, Interval, shown
-from services.cli.sla.report import Failovers, Latencies, Reason, Requests, Scope, Tokens, scope_of
+from services.cli.sla.periods import Interval, shown
+from services.cli.sla.report import (
+    Latencies,
+    NoData,
+    Reason,
+    Report,
+    Requests,
+    Scope,
+    outages_of,
+    scope_of,
+)
 from shared.config import CommonSettings
-from shared.errors import ConfigurationError, RyzansteinError
+from shared.errors import ConfigurationError
 from shared.messages import TokenEntry, TokenFrame
 from shared.messages.records import GenerationRecord, GenerationRecords
 from shared.nats import subjects
@@ -35,19 +46,18 @@ from shared.nats.journal import from_moment, read_messages
 
 End = Literal["completed", "failed", "refused", "cancelled"]
 
-CLIENTS_FAULT = frozenset(
-    (
-        "invalid_request",
-        "model_not_found",
-        "model_does_not_fit",
-        "context_length_exceeded",
-        "invalid_grammar",
-        "payload_too_large",
-        "rate_limit_exceeded",
-        "queue_full",
-    )
+CLIENTS_FAULT = re.compile(
+    "invalid_request|invalid_grammar|model_not_found|model_does_not_fit|context_length_exceeded|payload_too_large"
+    "|rate_limit_exceeded|queue_full"
 )
 """Codes (`shared.errors`) that a gateway answers with 4xx: nothing of ours failed."""
+PATIENCE = 600.0
+"""Seconds after which a request that says nothing has failed: a gateway gives up by then (token_timeout), unless it
+was lost and nobody took its place."""
+LATE = 60.0
+"""Seconds for which what is said of a request that has ended is known to be late."""
+IN_A_ROW = 3
+"""Failures without a success between them that make an outage: fewer are errors, and stand in the error rate."""
 
 
 @dataclass(slots=True)
@@ -65,35 +75,29 @@ class Choice:
     end: End | None = None
 
     def take(self, group: str, entry: TokenEntry) -> bool:
-        """Whether the entry is news: tokens behind those that are known, or the end."""
+        """Whether the entry brings something: tokens behind those that are known, or a vector."""
         if self.end is not None or entry.attempt < self.attempt:
             return False
         if entry.attempt > self.attempt:
             self.attempt, self.moved = entry.attempt, bool(self.position)
         self.cached = max(self.cached, entry.cached_tokens)
-        reached = entry.position + len(entry.tokens)
-        fresh = reached > self.position or bool(entry.vector)
-        self.position = max(self.position, reached)
         if entry.finish and not (entry.finish == "error" and entry.retryable and group):
             self.end = _end(entry)  # else another ring goes on with it
-            return True
-        return fresh
+        known, self.position = self.position, max(self.position, entry.position + len(entry.tokens))
+        return self.position > known or bool(entry.vector)
 
 
 def _end(entry: TokenEntry) -> End:
     if entry.finish == "error":
-        return "refused" if entry.error_code in CLIENTS_FAULT else "failed"
+        return "refused" if CLIENTS_FAULT.fullmatch(entry.error_code) else "failed"
     return "cancelled" if entry.finish == "cancelled" else "completed"
 
 
 @dataclass(slots=True)
 class Request:
-    """One client's request as the journal shows it: its record and the entries of its choices.
+    """One client's request: its record and the entries of its choices, of which either may come first."""
 
-    record ─────────────┐  either may come first
-    entry, entry, ... ──┴▶ first token, gaps, failovers ──▶ an end of every choice ──▶ how the request ended
-    """
-
+    identity: str
     began: float
     heard_at: float
     model: str = ""
@@ -105,33 +109,19 @@ class Request:
     expected: int = 0
     """Choices in all; 0: not known yet."""
     first_at: float | None = None
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: defaultdict[str, Choice] = field(default_factory=lambda: defaultdict(Choice))
 
     def describe(self, record: GenerationRecord, at: float) -> None:
-        """The record, or a part of it, was stored at `at`.
-
-        It began when the gateway took it; a gateway whose clock is ahead of the broker's does not shorten it.
-        """
+        """The record, or a part of it, was stored at `at`: a gateway whose clock is ahead does not shorten it."""
         self.began = min(record.created, at, self.began)
         first = record.outline or record.requests[0]
-        self.model, self.batch = first.model, first.lane == "batch"
-        self.stops = bool(record.stop)
+        self.model, self.batch, self.stops = first.model, first.lane == "batch", bool(record.stop)
         self.prompt += record.prompt_tokens + sum(len(request.prompt) for request in record.requests)
         self.expected = record.prompts * record.choices
-
-    def choice(self, number: str) -> Choice:
-        known = self.choices.get(number)
-        if known is None:
-            known = self.choices[number] = Choice()
-        return known
 
     @property
     def output(self) -> int:
         return sum(choice.position for choice in self.choices.values())
-
-    @property
-    def cached(self) -> int:
-        return max((choice.cached for choice in self.choices.values()), default=0)
 
     @property
     def end(self) -> End | None:
@@ -139,32 +129,26 @@ class Request:
         ends = [choice.end for choice in self.choices.values() if choice.end is not None]
         if not self.expected or len(ends) < self.expected:
             return None
-        if "failed" in ends:
-            return "failed"
-        if "refused" in ends:
-            return "refused"
-        if "cancelled" in ends and not (self.stops and self.output):
-            return "cancelled"
-        return "completed"
+        if self.stops and self.output:
+            ends = ["completed" if end == "cancelled" else end for end in ends]
+        return min(ends, key=("failed", "refused", "cancelled", "completed").index)
 
 
-PATIENCE = 600.0
-"""Seconds after which a request that says nothing has failed: a gateway gives up by then (token_timeout), unless
-it was lost and nobody took its place."""
-LATE = 60.0
-"""Seconds for which what is said of a request that has ended is known to be late."""
-
-
-class Watch:
-    """Whether a model answers those who wait for it."""
+class Account:
+    """What one model did within the period, and when it did not answer those who waited."""
 
     def __init__(self, silence: float) -> None:
+        self.counts: Counter[str] = Counter()
+        """By the fields of `Requests` and `Tokens`."""
+        self.times: defaultdict[str, Latencies] = defaultdict(Latencies)
         self._silence = silence
         self._waiting = 0
         self._since = 0.0
         """When something came last, or the first of those who wait began."""
-        self._silent: list[Interval] = []
-        self.failing = FailingRuns()
+        self._failures = 0
+        """In a row, the first of them at:"""
+        self._failing_since = 0.0
+        self._causes: list[tuple[Interval, Reason]] = []
 
     def begin(self, at: float) -> None:
         """A request waits."""
@@ -174,68 +158,31 @@ class Watch:
 
     def news(self, at: float) -> None:
         """Something came for it."""
-        self._close(at)
+        self._causes += self._silent(at)
         self._since = max(self._since, at)
 
     def end(self, at: float, end: End) -> None:
         """A request waits no more."""
-        self._close(at)
+        self.news(at)
         self._waiting = max(0, self._waiting - 1)
-        self._since = max(self._since, at)
         if end == "failed":
-            self.failing.bad(at)
+            self._failing_since = self._failing_since if self._failures else at
+            self._failures += 1
         elif end == "completed":
-            self.failing.good(at)
+            self._causes += self._failing(at)
+            self._failures = 0
 
-    def outages(self, until: float) -> Iterator[tuple[Reason, Interval]]:
-        for one in self._silent:
-            yield "silent", one
-        if self._waiting and until - self._since >= self._silence:
-            yield "silent", Interval(self._since, until)
-        for one in self.failing.outages(until):
-            yield "failing", one
+    def causes(self, until: float) -> list[tuple[Interval, Reason]]:
+        """Of outages so far, at `until`."""
+        return [*self._causes, *self._silent(until), *self._failing(until)]
 
-    def _close(self, at: float) -> None:
+    def _silent(self, at: float) -> Iterator[tuple[Interval, Reason]]:
         if self._waiting and at - self._since >= self._silence:
-            self._silent.append(Interval(self._since, at))
+            yield Interval(self._since, at), "silent"
 
-
-class Account:
-    """What one model did within the period."""
-
-    def __init__(self, silence: float) -> None:
-        self.watch = Watch(silence)
-        self.ends: dict[End, int] = {"completed": 0, "failed": 0, "refused": 0, "cancelled": 0}
-        self.batch_lines = 0
-        self.first_token, self.between_tokens, self.end_to_end = Latencies(), Latencies(), Latencies()
-        self.interruption = Latencies()
-        self.prompt = self.cached = self.output = 0
-
-    def add(self, other: "Account") -> None:
-        """Its figures; not its outages."""
-        for end, count in other.ends.items():
-            self.ends[end] += count
-        self.batch_lines += other.batch_lines
-        for name in ("first_token", "between_tokens", "end_to_end", "interruption"):
-            getattr(self, name).merge(getattr(other, name))
-        self.prompt += other.prompt
-        self.cached += other.cached
-        self.output += other.output
-
-    def scope(
-        self, model: str, causes: Sequence[tuple[Reason, Interval]], covered: Sequence[Interval]
-    ) -> Scope:
-        return scope_of(
-            model,
-            Requests(**self.ends, batch_lines=self.batch_lines),
-            causes,
-            covered,
-            first_token=self.first_token.percentiles(),
-            between_tokens=self.between_tokens.percentiles(),
-            end_to_end=self.end_to_end.percentiles(),
-            tokens=Tokens(self.prompt, self.cached, self.output),
-            failovers=Failovers(self.interruption.count, self.interruption.percentiles()),
-        )
+    def _failing(self, at: float) -> Iterator[tuple[Interval, Reason]]:
+        if self._failures >= IN_A_ROW:
+            yield Interval(self._failing_since, at), "failing"
 
 
 class Ledger:
@@ -244,12 +191,9 @@ class Ledger:
     def __init__(self, period: Interval, *, silence: float) -> None:
         """`silence`: seconds without news from which on a model that is waited for is down."""
         self._period = period
-        self._silence = silence
-        self._accounts: dict[str, Account] = {}
-        self._open: dict[str, Request] = {}
+        self._accounts: defaultdict[str, Account] = defaultdict(lambda: Account(silence))
+        self._requests: dict[str, Request] = {}
         """In the order in which they were heard of last: those who are silent come first."""
-        self._lines: dict[str, Request] = {}
-        """Lines of batches, which may wait for long."""
         self._ended: dict[str, float] = {}
         """Those that ended lately, and when: another ring may still speak of them."""
         self.without_record = 0
@@ -258,233 +202,214 @@ class Ledger:
     def on_records(self, at: float, records: Sequence[GenerationRecord]) -> None:
         self._give_up(at)
         for record in records:
-            request = self._request(record.identity, at)
-            if not request.model:
-                request.describe(record, at)
-                if request.batch:
-                    self._lines[record.identity] = self._open.pop(record.identity)
-                else:
-                    self._account(request.model).watch.begin(at)
-                if request.first_at is not None:
-                    self._on_first_token(request, request.first_at)
-                self._settle(record.identity, request, at)
-            else:
-                request.describe(record, at)  # a further part
+            request = self._heard_of(record.identity, at)
+            if request is None:
+                continue
+            further = bool(request.model)
+            request.describe(record, at)
+            if further:
+                continue
+            if not request.batch:
+                self._accounts[request.model].begin(at)
+            if request.first_at is not None:
+                self._time("first_token", request, request.first_at, request.began)
+            self._end(request, at, request.end)
 
     def on_frame(self, at: float, frame: TokenFrame) -> None:
         self._give_up(at)
         for entry in frame.entries:
             identity, _, number = entry.generation_id.rpartition("-")
-            if identity in self._ended:
+            request = self._heard_of(identity, at)
+            if request is None:
                 continue
-            request = self._request(identity, at)
-            choice = request.choice(number)
-            known, was = choice.position, choice.last_at
-            if not choice.take(frame.group, entry):
-                continue
-            if choice.position > known or entry.vector:
-                self._on_tokens(request, at, was, moved=choice.moved)
-                choice.last_at, choice.moved = at, False
-            self._settle(identity, request, at)
+            choice = request.choices[number]
+            if choice.take(frame.group, entry):
+                self._on_tokens(request, choice, at)
+            self._end(request, at, request.end)
 
-    def scopes(self, until: float, covered: Sequence[Interval]) -> list[Scope]:
-        """All models together, then each, as they stand at `until`."""
-        self._give_up(until)
-        whole = Account(self._silence)
-        causes: list[tuple[Reason, Interval]] = []
+    def scopes(self, covered: Interval) -> list[Scope]:
+        """All models together, then each, as they stand at the end of `covered`."""
+        self._give_up(covered.end)
+        whole = Account(0.0)
+        causes: list[tuple[Interval, Reason]] = []
         single = []
         for model, account in sorted(self._accounts.items()):
-            outages = list(account.watch.outages(until))
-            causes += outages
-            whole.add(account)
-            single.append(account.scope(model, outages, covered))
-        return [whole.scope("", causes, covered), *single]
+            own = account.causes(covered.end)
+            causes += own
+            whole.counts += account.counts
+            for name, times in account.times.items():
+                whole.times[name].update(times)
+            single.append(_scope(model, account, own, covered))
+        return [_scope("", whole, causes, covered), *single]
 
     @property
     def under_way(self) -> int:
         """Requests that have not ended."""
-        return sum(bool(request.model) for request in self._open.values())
+        return sum(bool(one.model) and not one.batch for one in self._requests.values())
 
-    def _account(self, model: str) -> Account:
-        known = self._accounts.get(model)
-        if known is None:
-            known = self._accounts[model] = Account(self._silence)
-        return known
-
-    def _request(self, identity: str, at: float) -> Request:
-        """Heard of at `at`."""
-        if identity in self._lines:
-            return self._lines[identity]
-        request = self._open.pop(identity, None) or Request(at, at)
+    def _heard_of(self, identity: str, at: float) -> Request | None:
+        """None: it has ended."""
+        if identity in self._ended:
+            return None
+        request = self._requests.pop(identity, None) or Request(identity, at, at)
         request.heard_at = at
-        self._open[identity] = request
+        self._requests[identity] = request
         return request
 
-    def _on_tokens(self, request: Request, at: float, was: float, *, moved: bool) -> None:
-        if request.first_at is None:
+    def _on_tokens(self, request: Request, choice: Choice, at: float) -> None:
+        first, was, moved = request.first_at is None, choice.last_at, choice.moved
+        choice.last_at, choice.moved = at, False
+        if first:
             request.first_at = at
-            if request.model:  # else with its record
-                self._on_first_token(request, at)
-        if not request.model:
+        if not request.model or request.batch:
             return
-        account = self._account(request.model)
-        if request.batch:
-            return
-        account.watch.news(at)
-        if was and self._period.holds(at):
-            account.between_tokens.add(at - was)
-            if moved:
-                account.interruption.add(at - was)
+        self._accounts[request.model].news(at)
+        if first:  # else with its record
+            self._time("first_token", request, at, request.began)
+        if was:
+            self._time("between_tokens", request, at, was)
+        if was and moved:
+            self._time("interruption", request, at, was)
 
-    def _on_first_token(self, request: Request, at: float) -> None:
+    def _time(self, name: str, request: Request, at: float, since: float) -> None:
         if not request.batch and self._period.holds(at):
-            self._account(request.model).first_token.add(at - request.began)
+            self._accounts[request.model].times[name].add(at - since)
 
-    def _settle(self, identity: str, request: Request, at: float) -> None:
-        """Where it has ended, it is counted and forgotten."""
-        if request.model and request.end is not None:
-            del (self._lines if request.batch else self._open)[identity]
-            self._ended[identity] = at
-            self._close(request, at, request.end)
-
-    def _close(self, request: Request, at: float, end: End) -> None:
-        account = self._account(request.model)
+    def _end(self, request: Request, at: float, end: End | None) -> None:
+        """Where it has ended, it is counted."""
+        if end is None:
+            return
+        del self._requests[request.identity]
+        self._ended[request.identity] = at
+        account = self._accounts[request.model]
         if not request.batch:
-            account.watch.end(at, end)
-        if not self._period.holds(at):
-            return
-        account.prompt += request.prompt
-        account.cached += request.cached
-        account.output += request.output
-        if request.batch:
-            account.batch_lines += 1
-            return
-        account.ends[end] += 1
+            account.end(at, end)
+        if self._period.holds(at):
+            account.counts["batch_lines" if request.batch else end] += 1
+            account.counts["prompt"] += request.prompt
+            account.counts["cached"] += max((one.cached for one in request.choices.values()), default=0)
+            account.counts["output"] += request.output
         if end == "completed":
-            account.end_to_end.add(at - request.began)
+            self._time("end_to_end", request, at, request.began)
 
     def _give_up(self, at: float) -> None:
         while self._ended and at - next(iter(self._ended.values())) > LATE:
             del self._ended[next(iter(self._ended))]
-        while self._open:
-            identity, request = next(iter(self._open.items()))
-            if at - request.heard_at < PATIENCE:
-                return
-            del self._open[identity]
-            if not request.model:
-                self.without_record += 1
+        while self._requests and at - (request := next(iter(self._requests.values()))).heard_at >= PATIENCE:
+            if request.batch:  # lines of batches may wait for long
+                self._heard_of(request.identity, at)
+            elif request.model:
+                self._end(request, request.heard_at + PATIENCE, "failed")
             else:
-                self._close(request, request.heard_at + PATIENCE, "failed")
+                del self._requests[request.identity]
+                self.without_record += 1
 
 
-Progress = Callable[[float], None]
-"""Told the share of the reading that is done."""
+def _scope(model: str, account: Account, causes: list[tuple[Interval, Reason]], covered: Interval) -> Scope:
+    outages = outages_of(causes, covered)
+    downtime = sum(one.end - one.begin for one in outages)
+    # Of one that reaches over an edge of what was recorded nobody knows how long it was.
+    repaired = [one.end - one.begin for one in outages if covered.begin < one.begin and not one.ongoing]
+    return scope_of(
+        model,
+        account.counts,
+        {name: times.percentiles() for name, times in account.times.items()},
+        availability=1 - downtime / covered.seconds,
+        downtime=downtime,
+        outages=outages,
+        repaired=len(repaired),
+        mttr=fmean(repaired) if repaired else None,
+    )
 
+
+# --- reading it ----------------------------------------------------------------------------------
+
+_TOKENS = subjects.ALL_TOKENS.partition("*")[0]
 _frames = msgspec.msgpack.Decoder(TokenFrame)
 _records = msgspec.msgpack.Decoder(GenerationRecords)
-_TOKENS = subjects.ALL_TOKENS.partition("*")[0]
-
-
-class NoData(RyzansteinError):
-    """The source knows nothing of the period."""
-
-
-class Findings(NamedTuple):
-    """What a source says of a period."""
-
-    source: str
-    covered: list[Interval]
-    scopes: list[Scope]
-    notes: list[str]
 
 
 async def from_journal(
-    settings: CommonSettings, period: Interval, *, silence: float, zone: tzinfo, progress: Progress
-) -> Findings:
-    """Reads the journal from a while before the period to its end.
+    settings: CommonSettings,
+    period: Interval,
+    *,
+    silence: float,
+    zone: tzinfo,
+    progress: Callable[[float], None],
+) -> Report:
+    """Reads the journal from a while before the period to its end; `progress` is told the share that is done.
 
     Raises `BrokerUnavailable`, `NoData`, and `ConfigurationError` where NATS has no journal.
     """
+    ledger = Ledger(period, silence=silence)
     async with Bus.session(settings, "ryzanstein sla") as bus:
         with translated("read the journal"):
-            info = await _journal(bus)
-            first = await _first(bus, info)
-            covered = _covered(info, first, period, bus.max_payload)
-            if covered is None:
-                raise NoData(_nothing(first, period, zone))
-            ledger = Ledger(period, silence=silence)
+            covered = await _covered(bus, period, zone)
             await _read(bus, ledger, period, progress)
-    scopes = ledger.scopes(covered.end, [covered])
-    return Findings(f"journal in NATS at {bus.where}", [covered], scopes, _notes(ledger, scopes))
+    scopes = ledger.scopes(covered)
+    source = f"journal in NATS at {bus.where}"
+    return Report(source, *period, [covered], scopes, list(_notes(ledger, scopes[0].requests)))
 
 
-async def _journal(bus: Bus) -> StreamInfo:
+async def _covered(bus: Bus, period: Interval, zone: tzinfo) -> Interval:
+    """The part of the period of which the journal has everything.
+
+    Messages go for their age, or because there are too many bytes; in the latter case the journal is full.
+    """
     try:
-        return await bus.jetstream().stream_info(subjects.JOURNAL_STREAM)
+        info = await bus.jetstream().stream_info(subjects.JOURNAL_STREAM)
     except NotFoundError:
         raise ConfigurationError(
             f"NATS at {bus.where} has no journal (stream {subjects.JOURNAL_STREAM}); no gateway has used it yet. "
             "Name another server with --nats-url, or a Prometheus with --prometheus."
         ) from None
+    first = await _first(bus) if info.state.messages else None
+    now, config, state = time.time(), info.config, info.state
+    begin = max(period.begin, now - (config.max_age or float("inf")))
+    if (
+        state.first_seq > 1
+        and first is not None
+        and 0 < (config.max_bytes or 0) <= state.bytes + bus.max_payload
+    ):
+        begin = max(begin, first)
+    if state.first_seq <= 1 and info.created is not None:
+        begin = max(begin, info.created.timestamp())
+    covered = Interval(begin, min(now, period.end))
+    if covered.seconds > 0:
+        return covered
+    has = "it is empty" if first is None else f"it begins at {shown(first, zone)}"
+    raise NoData(
+        f"The journal has nothing of the period from {shown(period.begin, zone)} to {shown(period.end, zone)}; {has}. "
+        "Keep it for longer with RYZANSTEIN_JOURNAL_MAX_AGE and RYZANSTEIN_JOURNAL_MAX_BYTES, or name a Prometheus "
+        "with --prometheus."
+    )
 
 
-async def _first(bus: Bus, info: StreamInfo) -> float | None:
+async def _first(bus: Bus) -> float | None:
     """When the oldest message was stored; None: there is none."""
-    if not info.state.messages:
-        return None
     async with contextlib.aclosing(read_messages(bus, ">", from_moment(0))) as messages:
         async for message in messages:
             return _stamp(message)
     return None
 
 
-def _covered(info: StreamInfo, first: float | None, period: Interval, margin: int) -> Interval | None:
-    """The part of the period of which the journal has everything; None: no part.
-
-    Messages go for their age, or because there are too many bytes; in the latter case the journal is full.
-    """
-    now, config, state = time.time(), info.config, info.state
-    begin = now - (config.max_age or float("inf"))
-    full = 0 < (config.max_bytes or 0) <= state.bytes + margin
-    if state.first_seq > 1 and full and first is not None:
-        begin = max(begin, first)
-    if state.first_seq <= 1 and info.created is not None:
-        begin = max(begin, info.created.timestamp())
-    known = Interval(max(begin, period.begin), min(now, period.end))
-    return known if known.end > known.begin else None
-
-
-def _nothing(first: float | None, period: Interval, zone: tzinfo) -> str:
-    has = f"it begins at {shown(first, zone)}" if first is not None else "it is empty"
-    return (
-        f"The journal has nothing of the period from {shown(period.begin, zone)} to {shown(period.end, zone)}; "
-        f"{has}. Keep it for longer with RYZANSTEIN_JOURNAL_MAX_AGE and RYZANSTEIN_JOURNAL_MAX_BYTES, or name a "
-        "Prometheus with --prometheus."
-    )
-
-
-async def _read(bus: Bus, ledger: Ledger, period: Interval, progress: Progress) -> None:
-    read = 0
+async def _read(bus: Bus, ledger: Ledger, period: Interval, progress: Callable[[float], None]) -> None:
     begin = from_moment(max(1.0, period.begin - PATIENCE))
     async with contextlib.aclosing(read_messages(bus, ">", begin)) as messages:
         async for message in messages:
             at = _stamp(message)
             if at >= period.end:
-                break
-            _take(ledger, message, at)
-            read += 1
-            if not read % 256:
-                progress(read / (read + message.metadata.num_pending))
-    progress(1.0)
-
-
-def _take(ledger: Ledger, message: Msg, at: float) -> None:
-    """What cannot be decoded is of another version, and no reason to say nothing of the rest."""
-    with contextlib.suppress(msgspec.DecodeError):
-        if message.subject.startswith(_TOKENS):
-            ledger.on_frame(at, _frames.decode(message.data))
-        else:
-            ledger.on_records(at, _records.decode(message.data).records)
+                return
+            with contextlib.suppress(
+                msgspec.DecodeError
+            ):  # of another version: no reason to say nothing of the rest
+                if message.subject.startswith(_TOKENS):
+                    ledger.on_frame(at, _frames.decode(message.data))
+                else:
+                    ledger.on_records(at, _records.decode(message.data).records)
+            number = message.metadata.sequence.consumer
+            if not number % 256:
+                progress(number / (number + message.metadata.num_pending))
 
 
 def _stamp(message: Msg) -> float:
@@ -492,19 +417,17 @@ def _stamp(message: Msg) -> float:
     return message.metadata.timestamp.replace(tzinfo=UTC).timestamp()
 
 
-def _notes(ledger: Ledger, scopes: Sequence[Scope]) -> list[str]:
-    notes = [
+def _notes(ledger: Ledger, requests: Requests) -> Iterator[str]:
+    yield (
         "The journal has no requests that were refused at once (4xx), nor those that NATS did not take: a gateway "
         "that answered 503 while the broker was away shows in Prometheus alone."
-    ]
+    )
     if ledger.under_way:
-        notes.append(f"{ledger.under_way} requests were under way at the end and are not counted.")
+        yield f"{ledger.under_way} requests were under way at the end and are not counted."
     if ledger.without_record:
-        notes.append(
-            f"{ledger.without_record} generations have tokens and no record, which was older than the journal; "
-            "they are not counted."
+        yield (
+            f"{ledger.without_record} generations have tokens and no record, which was older than the journal; they "
+            "are not counted."
         )
-    requests = scopes[0].requests
     if not requests.completed + requests.failed:
-        notes.append("No request ended in the period.")
-    return notes
+        yield "No request ended in the period."

@@ -5,18 +5,17 @@ not see a first value, and an error that happens once is just that); of a proces
 Up is a model while one of its groups is ready or busy and a gateway answers its scrapes.
 """
 
+import base64
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import httpx
-import msgspec
 
-from services.cli.sla.journal import Findings, NoData
 from services.cli.sla.periods import Interval
-from services.cli.sla.report import Percentiles, Requests, Scope, Tokens, bucket_percentiles
+from services.cli.sla.report import TIMES, NoData, Report, Scope, percentiles, scope_of
 from services.cli.target import trust_of
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
@@ -25,8 +24,8 @@ SMALLEST_STEP = 5.0
 MOMENTS = 20_000
 """Of the period, at which Prometheus looks whether a model was up."""
 TIMEOUT = 60.0
-CLIENT_GONE = "499"
-"""The gateway's status for a request that its client gave up."""
+ENDS = {"499": "cancelled", "4": "refused", "5": "failed"}
+"""By status or its first digit; the gateway's 499: the client gave the request up."""
 
 _ROUTES = (
     r"/v1/(chat/completions|completions|responses|embeddings|stream)"
@@ -82,92 +81,66 @@ class Sample(NamedTuple):
 
 
 Answers = dict[str, list[Sample]]
-"""By the names of `queries`."""
 
 
 def from_prometheus(
-    prometheus: "Prometheus",
+    client: httpx.Client,
     period: Interval,
     *,
     step: float,
     gateway_job: str,
     progress: Callable[[float], None],
-) -> Findings:
+) -> Report:
     """Asks for everything that a report needs; `step`: 0 for as fine as the period allows. Raises `NoData`, and what
-    `Prometheus.query` raises."""
+    `ask` raises."""
     step = step or max(SMALLEST_STEP, period.seconds / MOMENTS)
     asked = queries(period, step, gateway_job)
     answers: Answers = {}
     for number, (name, query) in enumerate(asked.items()):
         progress(number / len(asked))
-        answers[name] = prometheus.query(query, period.end)
+        answers[name] = ask(client, query, period.end)
         if name == "present" and not answers[name]:
             raise NoData(
-                f"Prometheus at {prometheus.where} has nothing of the gateways (metric {_PRESENT}) in the period; have "
-                "it scrape their /metrics, or ask for a period that it has."
+                f"{_where(client)} has nothing of the gateways (metric {_PRESENT}) in the period; have it scrape their "
+                "/metrics, or ask for a period that it has."
             )
-    seconds = min(period.seconds, _sum(answers["covered"]) * math.ceil(step))
-    covered = Interval(period.end - seconds, period.end)
+    seconds = min(period.seconds, sum(one.value for one in answers["covered"]) * math.ceil(step))
     models = {
-        sample.labels.get("model", "") for name in ("requests", "output", "up_of") for sample in answers[name]
+        one.labels.get("model", "") for name in ("requests", "output", "up_of") for one in answers[name]
     }
-    scopes = [
-        _scope(answers, "", covered),
-        *(_scope(answers, model, covered) for model in sorted(models) if model),
-    ]
-    return Findings(f"Prometheus at {prometheus.where}", [covered], scopes, _notes(answers, scopes))
+    scopes = [_scope(answers, model, seconds) for model in sorted({"", *models})]
+    covered = Interval(period.end - seconds, period.end)
+    return Report(_where(client), *period, [covered], scopes, _notes(answers, scopes))
 
 
-def _scope(answers: Answers, model: str, covered: Interval) -> Scope:
-    """Of one model; empty: of all."""
+def _scope(answers: Answers, model: str, covered: float) -> Scope:
+    """Of one model; empty: of all. `covered`: seconds."""
 
-    def of(name: str) -> list[Sample]:
-        return [sample for sample in answers[name] if not model or sample.labels.get("model", "") == model]
+    def of(name: str, label: str) -> dict[str, float]:
+        """Sums by the values of that label."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for one in answers[name]:
+            if not model or one.labels.get("model") == model:
+                sums[one.labels.get(label, "")] += one.value
+        return sums
 
-    requests = _requests(of("requests"))
-    up, repaired = (answers[name] if not model else of(f"{name}_of") for name in ("up", "repaired"))
-    availability = min(1.0, up[0].value) if up else None
-    downtime = 0.0 if availability is None else (1 - availability) * covered.seconds
-    repairs = round(_sum(repaired))
-    return Scope(
-        model=model,
-        requests=requests,
-        error_rate=requests.error_rate,
+    counts = {name: sum(of(name, "model").values()) for name in ("prompt", "cached", "output")}
+    for status, count in of("requests", "status").items():
+        end = ENDS.get(status) or ENDS.get(status[:1], "completed")
+        counts[end] = counts.get(end, 0.0) + count
+    up, repaired = (of(f"{name}_of" if model else name, "model").values() for name in ("up", "repaired"))
+    availability = min(1.0, *up) if up else None
+    downtime = 0.0 if availability is None else (1 - availability) * covered
+    repairs = round(sum(repaired))
+    return scope_of(
+        model,
+        counts,
+        {name: percentiles({float(le): count for le, count in of(name, "le").items()}) for name in TIMES[:3]},
         availability=availability,
         downtime=downtime,
-        outages=[],
         repaired=repairs,
         mttr=downtime / max(1, repairs) if downtime else None,
-        first_token=_percentiles(of("first_token")),
-        between_tokens=_percentiles(of("between_tokens")),
-        end_to_end=_percentiles(of("end_to_end")),
-        tokens=Tokens(*(round(_sum(of(name))) for name in ("prompt", "cached", "output"))),
     )
-
-
-def _requests(samples: Iterable[Sample]) -> Requests:
-    ends = {"completed": 0.0, "failed": 0.0, "refused": 0.0, "cancelled": 0.0}
-    for sample in samples:
-        ends[_end(sample.labels.get("status", ""))] += sample.value
-    return Requests(**{end: round(count) for end, count in ends.items()})
-
-
-def _end(status: str) -> str:
-    if status == CLIENT_GONE:
-        return "cancelled"
-    return {"4": "refused", "5": "failed"}.get(status[:1], "completed")
-
-
-def _percentiles(samples: Iterable[Sample]) -> Percentiles:
-    counts: dict[float, float] = {}
-    for sample in samples:
-        bound = float(sample.labels.get("le", "nan"))
-        counts[bound] = counts.get(bound, 0.0) + sample.value
-    return bucket_percentiles(counts)
-
-
-def _sum(samples: Iterable[Sample]) -> float:
-    return sum(sample.value for sample in samples)
 
 
 def _notes(answers: Answers, scopes: list[Scope]) -> list[str]:
@@ -184,42 +157,39 @@ def _notes(answers: Answers, scopes: list[Scope]) -> list[str]:
 # --- its HTTP API --------------------------------------------------------------------------------
 
 
-class _Result(msgspec.Struct, frozen=True):
-    metric: dict[str, str]
-    value: tuple[float, str]
-
-
-class _Data(msgspec.Struct, frozen=True):
-    result: list[_Result] = []
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    status: str
-    data: _Data | None = None
-    error: str = ""
-
-
-_decoder = msgspec.json.Decoder(_Answer)
-
-
 class PrometheusError(RyzansteinError):
     """Prometheus refused a query, or is none."""
 
 
-def auth_of(token_file: Path | None, basic_auth_file: Path | None) -> httpx.Auth | dict[str, str] | None:
-    """How a Prometheus behind a lock is asked: headers, or user and password. Raises `ConfigurationError`."""
+def client_of(
+    url: str, token_file: Path | None = None, basic_auth_file: Path | None = None, ca: str = ""
+) -> httpx.Client:
+    """`ca`: file of the authorities to trust. Raises `ConfigurationError`."""
+    parts = httpx.URL(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ConfigurationError(f"--prometheus cannot be {url!r}; it is like http://prometheus:9090.")
+    if parts.userinfo:
+        raise ConfigurationError(
+            "--prometheus must not hold a password, which everybody on the machine can read; name a file with "
+            "--prometheus-basic-auth-file."
+        )
+    headers = _credentials(token_file, basic_auth_file)
+    return httpx.Client(base_url=parts, timeout=TIMEOUT, verify=trust_of("", ca), headers=headers)
+
+
+def _credentials(token_file: Path | None, basic_auth_file: Path | None) -> dict[str, str]:
     if token_file and basic_auth_file:
         raise ConfigurationError(
             "A Prometheus takes a bearer token or a user's password; name one of the files."
         )
     if token_file:
         return {"authorization": f"Bearer {_secret(token_file)}"}
-    if basic_auth_file:
-        user, colon, password = _secret(basic_auth_file).partition(":")
-        if not colon:
-            raise ConfigurationError(f"{basic_auth_file} must have one line, user:password.")
-        return httpx.BasicAuth(user, password)
-    return None
+    if not basic_auth_file:
+        return {}
+    secret = _secret(basic_auth_file)
+    if ":" not in secret:
+        raise ConfigurationError(f"{basic_auth_file} must have one line, user:password.")
+    return {"authorization": f"Basic {base64.b64encode(secret.encode()).decode()}"}
 
 
 def _secret(path: Path) -> str:
@@ -232,67 +202,36 @@ def _secret(path: Path) -> str:
     return text
 
 
-class Prometheus:
-    """Asks it. Use as a context manager."""
+def _where(client: httpx.Client) -> str:
+    return f"Prometheus at {str(client.base_url).rstrip('/')}"
 
-    def __init__(self, url: str, *, auth: httpx.Auth | dict[str, str] | None = None, ca: str = "") -> None:
-        """`ca`: file of the authorities to trust."""
-        parts = httpx.URL(url) if "://" in url else httpx.URL(f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.host:
-            raise ConfigurationError(f"--prometheus cannot be {url!r}; it is like http://prometheus:9090.")
-        if parts.password or parts.userinfo:
-            raise ConfigurationError(
-                "--prometheus must not hold a password, which everybody on the machine can read; name a file "
-                "with --prometheus-basic-auth-file."
-            )
-        self.where = str(parts).rstrip("/")
-        self._client = httpx.Client(
-            base_url=self.where,
-            timeout=TIMEOUT,
-            verify=trust_of("", ca),
-            headers=auth if isinstance(auth, dict) else None,
-            auth=None if isinstance(auth, dict) else auth,
+
+def ask(client: httpx.Client, query: str, at: float) -> list[Sample]:
+    """Values of `query` at `at` (unix seconds). Raises `Unavailable`, `PrometheusError`, `ConfigurationError`."""
+    where = _where(client)
+    try:
+        response = client.post("api/v1/query", data={"query": query, "time": at})
+    except httpx.TimeoutException:
+        raise Unavailable(
+            f"{where} did not answer within {TIMEOUT:g} s; ask for a shorter period or a larger --step."
+        ) from None
+    except httpx.HTTPError as error:
+        raise Unavailable(
+            f"{where} cannot be reached ({error or type(error).__name__}); start it, or name another with "
+            "--prometheus. Without one the journal is read."
+        ) from None
+    if response.status_code in (401, 403):
+        raise ConfigurationError(
+            f"{where} asks for credentials ({response.status_code}); name a file with --prometheus-token-file or "
+            "--prometheus-basic-auth-file."
         )
-
-    def __enter__(self) -> "Prometheus":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.close()
-
-    def query(self, query: str, at: float) -> list[Sample]:
-        """Values of `query` at `at` (unix seconds). Raises `Unavailable`, `PrometheusError`, `ConfigurationError`."""
-        try:
-            response = self._client.post("/api/v1/query", data={"query": query, "time": at})
-        except httpx.TimeoutException:
-            raise Unavailable(
-                f"Prometheus at {self.where} did not answer within {TIMEOUT:g} s; ask for a shorter period or a "
-                "larger --step."
-            ) from None
-        except httpx.HTTPError as error:
-            raise Unavailable(
-                f"Prometheus at {self.where} cannot be reached ({error or type(error).__name__}); start it, or name "
-                "another with --prometheus. Without one the journal is read."
-            ) from None
-        if response.status_code in (401, 403):
-            raise ConfigurationError(
-                f"Prometheus at {self.where} asks for credentials ({response.status_code}); name a file with "
-                "--prometheus-token-file or --prometheus-basic-auth-file."
-            )
-        return [Sample(one.metric, float(one.value[1])) for one in self._results(response)]
-
-    def _results(self, response: httpx.Response) -> list[_Result]:
-        try:
-            answer = _decoder.decode(response.content)
-        except msgspec.DecodeError:
-            raise PrometheusError(
-                f"{self.where} answered {response.status_code} with what is not Prometheus' API; name the address "
-                "under which /api/v1/query is."
-            ) from None
-        if answer.status != "success" or answer.data is None:
-            raise PrometheusError(
-                f"Prometheus at {self.where} refused a query: {answer.error or response.status_code}."
-            )
-        return answer.data.result
+    try:
+        answer = response.json()
+        if answer["status"] == "success":
+            return [Sample(one["metric"], float(one["value"][1])) for one in answer["data"]["result"]]
+    except (ValueError, LookupError, TypeError):
+        raise PrometheusError(
+            f"{where} answered {response.status_code} with what is not Prometheus' API; name the address under which "
+            "/api/v1/query is."
+        ) from None
+    raise PrometheusError(f"{where} refused a query: {answer.get('error') or response.status_code}.")

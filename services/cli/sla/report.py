@@ -1,109 +1,29 @@
 """What a report says, whether its targets are met, and how it is shown: a table, Markdown, or JSON, whose shape
 (`ryzanstein sla --format json`) scripts rely on.
 
-Shares are between 0 and 1, times in seconds, moments in unix seconds; null: not known, or there was nothing. Of
-latencies, a `Quantile` says between which bounds the exact value lies:
-
-    journal      each value falls into a bucket that is 1% wide: known within 1%, whatever the number of values
-    Prometheus   counts of a few wide buckets: known within its bucket, interpolated as histogram_quantile does
+Shares are between 0 and 1, times in seconds, moments in unix seconds; null: not known, or there was nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import tzinfo
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
 
-from services.cli.sla.periods import Interval, length_of, merged, repairs, shown
+from services.cli.sla.periods import Interval, shown
 from services.cli.ui import print_columns, say
+from shared.errors import RyzansteinError
 
 GROWTH = 1.01
-"""Upper over lower bound of a bucket."""
+"""Upper over lower bound of a bucket of the journal's latencies: each is known within 1%."""
 SMALLEST = 1e-6
 """Seconds; what is shorter counts as this."""
-PERCENTILES = (50, 95, 99)
-
-_LOG = math.log(GROWTH)
-
-
-class Quantile(msgspec.Struct, frozen=True):
-    """A percentile of latencies, in seconds."""
-
-    value: float
-    at_least: float
-    """The exact one is not less."""
-    at_most: float | None
-    """Nor more; None: it was longer than the source tells."""
-
-
-class Percentiles(msgspec.Struct, frozen=True):
-    """Of so many values; without values there are none."""
-
-    count: int
-    p50: Quantile | None = None
-    p95: Quantile | None = None
-    p99: Quantile | None = None
-
-
-class Latencies:
-    """Values in buckets of 1% each: the memory that it takes does not grow with their number."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.buckets: dict[int, int] = {}
-        """How many values are at most GROWTH to the power of the key, and more than to that of the one before."""
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        bucket = math.ceil(math.log(max(seconds, SMALLEST)) / _LOG)
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
-
-    def merge(self, other: "Latencies") -> None:
-        self.count += other.count
-        for bucket, count in other.buckets.items():
-            self.buckets[bucket] = self.buckets.get(bucket, 0) + count
-
-    def quantile(self, percent: float) -> Quantile | None:
-        """The nearest rank: the smallest value that `percent` of all values do not exceed."""
-        rank, seen = max(1, math.ceil(self.count * percent / 100)), 0
-        for bucket in sorted(self.buckets):
-            seen += self.buckets[bucket]
-            if seen >= rank:
-                low, high = GROWTH ** (bucket - 1), GROWTH**bucket
-                return Quantile((low + high) / 2, low, high)
-        return None
-
-    def percentiles(self) -> Percentiles:
-        return Percentiles(self.count, *map(self.quantile, PERCENTILES))
-
-
-def bucket_quantile(counts: Mapping[float, float], percent: float) -> Quantile | None:
-    """From how many values were at most as long as each bound (cumulative; one bound is infinity).
-
-    As Prometheus' `histogram_quantile`: linear within the bucket, the last finite bound for what lies behind it.
-    """
-    bounds = sorted(counts)
-    if not bounds or not math.isinf(bounds[-1]) or counts[bounds[-1]] <= 0:
-        return None
-    rank, below, lower = counts[bounds[-1]] * percent / 100, 0.0, 0.0
-    for bound in bounds:
-        count = max(counts[bound], below)  # increases of different buckets need not be of the same moment
-        if count >= rank and count > below:
-            if math.isinf(bound):
-                return Quantile(lower, lower, None)
-            value = lower + (bound - lower) * max(0.0, rank - below) / (count - below)
-            return Quantile(value, lower, bound)
-        below, lower = count, bound
-    return Quantile(lower, lower, None)
-
-
-def bucket_percentiles(counts: Mapping[float, float]) -> Percentiles:
-    """All percentiles of a histogram's counts."""
-    count = round(max(counts.values(), default=0.0))
-    return Percentiles(count, *(bucket_quantile(counts, percent) for percent in PERCENTILES))
-
+TIMES = ("first_token", "between_tokens", "end_to_end", "interruption")
+OUTAGES = 20
+"""That are listed one by one; JSON has all."""
 
 Reason = Literal["silent", "failing"]
 Indicator = Literal[
@@ -111,18 +31,33 @@ Indicator = Literal[
 ]
 
 
+class NoData(RyzansteinError):
+    """The source knows nothing of the period."""
+
+
+class Quantile(msgspec.Struct, frozen=True):
+    """A percentile of latencies; the exact one lies between the bounds. None: longer than the source tells."""
+
+    value: float
+    at_least: float
+    at_most: float | None
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    count: int = 0
+    p50: Quantile | None = None
+    p95: Quantile | None = None
+    p99: Quantile | None = None
+
+
 class Requests(msgspec.Struct, frozen=True):
-    """How requests ended. `completed` and `failed` are what rates are of."""
+    """How requests ended (docs/sla.md); the journal alone counts lines of batches, apart from the rest."""
 
     completed: int = 0
     failed: int = 0
-    """By a fault of ours: 5xx, an error within a stream, no end at all."""
     refused: int = 0
-    """What the client must change, and limits: 4xx. Counted by Prometheus alone."""
     cancelled: int = 0
-    """By their clients."""
     batch_lines: int = 0
-    """Of batches, whose times and errors are no part of the rest; counted by the journal alone."""
 
     @property
     def error_rate(self) -> float | None:
@@ -131,42 +66,41 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
+    """`cached`: of the prompts' tokens, those found in the KV cache."""
+
     prompt: int = 0
     cached: int = 0
-    """Of the prompts' tokens, those found in the KV cache."""
     output: int = 0
 
 
-class Outage(msgspec.Struct, frozen=True):
+class Outage(msgspec.Struct):
+    """`ongoing`: it had not ended when what the source covers did."""
+
     begin: float
     end: float
     reasons: list[Reason]
-    ongoing: bool
-    """Whether it had not ended when the recording did."""
+    ongoing: bool = False
 
 
 class Failovers(msgspec.Struct, frozen=True):
     """Generations that went on in another ring, or in a ring's next life; of the journal alone."""
 
     count: int = 0
-    interruption: Percentiles = Percentiles(0)
-    """From the last tokens before to the first behind it."""
+    interruption: Percentiles = Percentiles()
 
 
-class Scope(msgspec.Struct, frozen=True):
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
+    """One model, or all (an empty name). The journal alone has `outages` one by one; its `mttr` is of those whose
+    beginning and end are both covered, Prometheus' the downtime for each recovery."""
+
     model: str
-    """Empty: all."""
     requests: Requests
     error_rate: float | None
     availability: float | None
-    """Share of the covered time in which there was no outage."""
     downtime: float
-    outages: list[Outage]
-    """Of the journal alone."""
+    outages: list[Outage] = []
     repaired: int
     mttr: float | None
-    """Mean time to recovery: of the journal over outages whose beginning and end are both covered, of Prometheus the
-    downtime for each recovery; null: there was none."""
     first_token: Percentiles
     between_tokens: Percentiles
     end_to_end: Percentiles
@@ -175,103 +109,122 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """An indicator against its target, in the worst of the scopes that know it."""
+    """An indicator against its target, in the worst of the scopes that know it. What no source shows is not met."""
 
     indicator: Indicator
     target: float
-    """At least so much availability; at most so much of the others."""
     actual: float | None
     model: str
-    """The worst scope's; empty: all models together."""
     met: bool
-    """False too where the source tells nothing of it: what is not shown is not met."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct):
+    """`covered`: the parts of the period that the source knows. `scopes`: all models together, then each."""
+
     source: str
     begin: float
-    """Of the period that was asked for."""
     end: float
-    covered: list[tuple[float, float]]
-    """The parts of it that the source knows."""
+    covered: list[Interval]
     scopes: list[Scope]
-    """All models together, then each."""
-    verdicts: list[Verdict]
     notes: list[str]
-    """What a reader must know to judge the figures."""
+    verdicts: list[Verdict] = []
 
     @property
-    def met(self) -> bool:
-        return all(verdict.met for verdict in self.verdicts)
+    def share_covered(self) -> float:
+        return sum(one.seconds for one in self.covered) / (self.end - self.begin)
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def percentiles(counts: Mapping[float, float]) -> Percentiles:
+    """Of a histogram: how many values were at most as long as each bound (cumulative; one bound is infinity)."""
+    count = round(max(counts.values(), default=0.0))
+    return Percentiles(count, *(quantile(counts, percent) for percent in (50, 95, 99)))
+
+
+def quantile(counts: Mapping[float, float], percent: float) -> Quantile | None:
+    """As Prometheus' `histogram_quantile`: linear within a bucket, the last finite bound for what lies behind it."""
+    if not counts.get(math.inf):
+        return None
+    rank, below, lower = counts[math.inf] * percent / 100, 0.0, 0.0
+    for bound in sorted(counts):
+        count = max(counts[bound], below)  # increases of different buckets need not be of the same moment
+        if count >= rank and count > below:
+            if math.isinf(bound):
+                return Quantile(lower, lower, None)
+            value = lower + (bound - lower) * max(0.0, rank - below) / (count - below)
+            return Quantile(value, lower, bound)
+        below, lower = count, bound
+    return None
+
+
+class Latencies(Counter[int]):
+    """Values in buckets of 1% each, of which the key is the exponent: memory does not grow with their number."""
+
+    def add(self, seconds: float) -> None:
+        self[math.ceil(math.log(max(seconds, SMALLEST), GROWTH))] += 1
+
+    def percentiles(self) -> Percentiles:
+        counts: dict[float, float] = {}
+        below = 0
+        for bucket, count in sorted(self.items()):
+            counts |= {GROWTH ** (bucket - 1): below, GROWTH**bucket: below + count}
+            below += count
+        return percentiles(counts | {math.inf: below})
+
+
+def outages_of(causes: Iterable[tuple[Interval, Reason]], covered: Interval) -> list[Outage]:
+    """In order; causes that overlap are one outage, and what is not covered is none."""
+    found: list[Outage] = []
+    for cause, reason in sorted(causes):
+        begin, end = max(cause.begin, covered.begin), min(cause.end, covered.end)
+        if begin >= end:
+            continue
+        if found and begin <= found[-1].end:
+            last = found[-1]
+            last.end, last.reasons = max(last.end, end), sorted({*last.reasons, reason})
+        else:
+            found.append(Outage(begin, end, [reason]))
+    for outage in found:
+        outage.ongoing = outage.end >= covered.end
+    return found
 
 
 def scope_of(
-    model: str,
-    requests: Requests,
-    causes: Iterable[tuple[Reason, Interval]],
-    covered: Sequence[Interval],
-    **figures: Any,
+    model: str, counts: Mapping[str, float], times: Mapping[str, Percentiles], **figures: Any
 ) -> Scope:
-    """With what follows from `requests` and from `causes` of downtime; `figures`: the other fields.
-
-    Causes that overlap are one outage. What is not covered is neither up nor down.
-    """
-    causes = [
-        (reason, Interval(max(one.begin, edge.begin), min(one.end, edge.end)))
-        for reason, one in causes
-        for edge in covered
-        if one.begin < edge.end and edge.begin < one.end
-    ]
-    union = merged(interval for _, interval in causes)
-    last = max((edge.end for edge in covered), default=0.0)
-    outages = [
-        Outage(
-            whole.begin,
-            whole.end,
-            sorted({reason for reason, one in causes if one.begin < whole.end and whole.begin < one.end}),
-            whole.end >= last,
-        )
-        for whole in union
-    ]
-    known, down, repaired = length_of(covered), length_of(union), repairs(union, covered)
+    """`counts` by the fields of `Requests` and `Tokens`, `times` by those of latencies; `figures`: other fields."""
+    whole = {name: round(count) for name, count in counts.items()}
+    requests = msgspec.convert(whole, Requests)
+    first_token, between_tokens, end_to_end, interruption = (times.get(name, Percentiles()) for name in TIMES)
     return Scope(
         model=model,
         requests=requests,
         error_rate=requests.error_rate,
-        availability=1 - down / known if known else None,
-        downtime=down,
-        outages=outages,
-        repaired=repaired.number,
-        mttr=repaired.mean,
+        first_token=first_token,
+        between_tokens=between_tokens,
+        end_to_end=end_to_end,
+        tokens=msgspec.convert(whole, Tokens),
+        failovers=Failovers(interruption.count, interruption),
         **figures,
     )
 
 
 def judge(targets: Mapping[Indicator, float], scopes: Sequence[Scope]) -> list[Verdict]:
-    """Each target against the worst scope that knows its indicator: a model that fails must not vanish among
-    others that are asked for more often."""
+    """Each target against the worst scope: a model that fails must not vanish among others that are busier."""
     return [_verdict(indicator, target, scopes) for indicator, target in targets.items()]
 
 
 def _verdict(indicator: Indicator, target: float, scopes: Sequence[Scope]) -> Verdict:
-    if indicator == "mttr":
-        # Nothing to repair is repaired at once; an outage that goes on has not been repaired so far.
-        known = [(_repair_time(scope), scope.model) for scope in scopes]
-        worst, model = max(known, default=(0.0, ""))
-        return Verdict(indicator, target, worst, model, worst <= target)
     values = [(value, scope.model) for scope in scopes if (value := _value(indicator, scope)) is not None]
     if not values:
         return Verdict(indicator, target, None, "", False)
     if indicator == "availability":
-        least, model = min(values)
-        return Verdict(indicator, target, least, model, least >= target)
-    most, model = max(values)
-    return Verdict(indicator, target, most, model, most <= target)
-
-
-def _repair_time(scope: Scope) -> float:
-    going_on = (outage.end - outage.begin for outage in scope.outages if outage.ongoing)
-    return max((scope.mttr or 0.0, *going_on))
+        actual, model = min(values)
+        return Verdict(indicator, target, actual, model, actual >= target)
+    actual, model = max(values)
+    return Verdict(indicator, target, actual, model, actual <= target)
 
 
 def _value(indicator: Indicator, scope: Scope) -> float | None:
@@ -279,94 +232,79 @@ def _value(indicator: Indicator, scope: Scope) -> float | None:
         return scope.availability
     if indicator == "error_rate":
         return scope.error_rate
+    if (
+        indicator == "mttr"
+    ):  # without outages nothing had to be repaired; one that goes on has not been so far
+        return max((scope.mttr or 0.0, *(one.end - one.begin for one in scope.outages if one.ongoing)))
     found: Percentiles = getattr(scope, indicator.removesuffix("_p95"))
     return found.p95.value if found.p95 is not None else None
 
 
-OUTAGES = 20
-"""That are listed one by one; JSON has all."""
-_NAMES = {
-    "availability": "availability",
-    "error_rate": "error rate",
-    "mttr": "mean time to recovery",
-    "first_token_p95": "first token, p95",
-    "between_tokens_p95": "between tokens, p95",
-    "end_to_end_p95": "end to end, p95",
+# --- how it is shown -----------------------------------------------------------------------------
+
+Rows = list[tuple[str, ...]]
+"""The first has the headings."""
+
+_SECTIONS: dict[str, dict[str, Callable[[Scope], str]]] = {
+    "Service": {
+        "availability": lambda scope: share(scope.availability),
+        "error rate": lambda scope: share(scope.error_rate),
+        "completed": lambda scope: f"{scope.requests.completed:,}",
+        "failed": lambda scope: f"{scope.requests.failed:,}",
+        "refused": lambda scope: f"{scope.requests.refused:,}",
+        "cancelled": lambda scope: f"{scope.requests.cancelled:,}",
+        "batch lines": lambda scope: f"{scope.requests.batch_lines:,}",
+    },
+    "Latency, p50 / p95 / p99": {
+        "first token": lambda scope: _three(scope.first_token),
+        "between tokens": lambda scope: _three(scope.between_tokens),
+        "end to end": lambda scope: _three(scope.end_to_end),
+    },
+    "Recovery": {
+        "outages": lambda scope: str(max(len(scope.outages), scope.repaired)),
+        "downtime": lambda scope: seconds(scope.downtime),
+        "repaired": lambda scope: str(scope.repaired),
+        "MTTR": lambda scope: "-" if scope.mttr is None else seconds(scope.mttr),
+        "failovers": lambda scope: f"{scope.failovers.count:,}",
+        "interruption p50 / p95 / p99": lambda scope: _three(scope.failovers.interruption),
+    },
+    "Tokens": {
+        "prompt": lambda scope: f"{scope.tokens.prompt:,}",
+        "of them cached": lambda scope: f"{scope.tokens.cached:,}",
+        "output": lambda scope: f"{scope.tokens.output:,}",
+    },
 }
+_NAMES = {"error_rate": "error rate", "mttr": "mean time to recovery"}
 
 
-class Table(NamedTuple):
-    title: str
-    rows: list[tuple[str, ...]]
-    """The first has the headings."""
-
-
-def tables(report: Report, zone: tzinfo) -> Iterator[Table]:
-    """Everything of the report that is a table."""
-    scopes = report.scopes
-    yield Table(
-        "Service",
-        [
-            (
-                "model",
-                "availability",
-                "error rate",
-                "completed",
-                "failed",
-                "refused",
-                "cancelled",
-                "batch lines",
-            ),
-            *map(_service, scopes),
-        ],
-    )
-    yield Table(
-        "Latency, p50 / p95 / p99",
-        [
-            ("model", "first token", "between tokens", "end to end"),
-            *(
-                (_model(one.model), *map(_three, (one.first_token, one.between_tokens, one.end_to_end)))
-                for one in scopes
-            ),
-        ],
-    )
-    yield Table(
-        "Recovery",
-        [
-            ("model", "outages", "downtime", "repaired", "MTTR", "failovers", "interruption p50 / p95 / p99"),
-            *map(_recovery, scopes),
-        ],
-    )
-    yield Table("Tokens", [("model", "prompt", "of them cached", "output"), *map(_tokens, scopes)])
-    if scopes and scopes[0].outages:
-        yield Table("Outages", [("begin", "end", "for", "why"), *_outages(scopes, zone)])
+def tables(report: Report, zone: tzinfo) -> Iterator[tuple[str, Rows]]:
+    """Titles and rows."""
+    for title, columns in _SECTIONS.items():
+        rows = [(_model(scope.model), *(cell(scope) for cell in columns.values())) for scope in report.scopes]
+        yield title, [("model", *columns), *rows]
+    if report.scopes[0].outages:
+        yield "Outages", [("begin", "end", "for", "why"), *_outages(report.scopes, zone)]
     if report.verdicts:
-        yield Table(
-            "Targets", [("target", "", "actual", "worst model", "met"), *map(_verdict_row, report.verdicts)]
-        )
+        head = ("target", "", "actual", "worst model", "met")
+        yield "Targets", [head, *map(_verdict_row, report.verdicts)]
 
 
 def lines(report: Report, zone: tzinfo) -> list[str]:
     """Which source and which period."""
-    asked = report.end - report.begin
-    covered = sum(end - begin for begin, end in report.covered)
-    said = [
-        f"Source: {report.source}",
-        f"Period: {shown(report.begin, zone)} to {shown(report.end, zone)} ({seconds(asked)})",
-    ]
-    if covered < asked - 1:
-        parts = ", ".join(f"{shown(begin, zone)} to {shown(end, zone)}" for begin, end in report.covered)
-        said.append(f"Covered: {covered / asked:.1%} of it: {parts}")
+    period = Interval(report.begin, report.end)
+    said = [f"Source: {report.source}", f"Period: {_span(period, zone)} ({seconds(period.seconds)})"]
+    if report.share_covered < 1 - 1 / period.seconds:
+        parts = ", ".join(_span(one, zone) for one in report.covered)
+        said.append(f"Covered: {report.share_covered:.1%} of it: {parts}")
     return said
 
 
 def print_report(report: Report, screen: Console, zone: tzinfo) -> None:
     for line in lines(report, zone):
         say(screen, line)
-    for table in tables(report, zone):
-        screen.print()
-        say(screen, table.title, "bold")
-        print_columns(screen, table.rows)
+    for title, rows in tables(report, zone):
+        say(screen, f"\n{title}", "bold")
+        print_columns(screen, rows)
     if report.notes:
         screen.print()
     for note in report.notes:
@@ -375,12 +313,10 @@ def print_report(report: Report, screen: Console, zone: tzinfo) -> None:
 
 def markdown(report: Report, zone: tzinfo) -> str:
     parts = ["# Service level report", "\n".join(f"- {line}" for line in lines(report, zone))]
-    for table in tables(report, zone):
-        head, *rows = (_row(row) for row in table.rows)
-        rule = _row(["---"] * len(table.rows[0]))
-        parts.append("\n".join([f"## {table.title}", "", head, rule, *rows]))
-    parts += [f"> {note}" for note in report.notes]
-    return "\n\n".join(parts)
+    for title, (head, *rows) in tables(report, zone):
+        body = "\n".join(map(_row, (head, ["---"] * len(head), *rows)))
+        parts.append(f"## {title}\n\n{body}")
+    return "\n\n".join([*parts, *(f"> {note}" for note in report.notes)])
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -388,74 +324,42 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _service(scope: Scope) -> tuple[str, ...]:
-    requests = scope.requests
-    counts = (requests.completed, requests.failed, requests.refused, requests.cancelled, requests.batch_lines)
-    return (
-        _model(scope.model),
-        share(scope.availability),
-        share(scope.error_rate),
-        *(f"{one:,}" for one in counts),
-    )
-
-
-def _recovery(scope: Scope) -> tuple[str, ...]:
-    mttr = "-" if scope.mttr is None else seconds(scope.mttr)
-    down, failovers = seconds(scope.downtime), scope.failovers
-    return (
-        _model(scope.model),
-        str(max(len(scope.outages), scope.repaired)),
-        down,
-        str(scope.repaired),
-        mttr,
-        f"{failovers.count:,}",
-        _three(failovers.interruption),
-    )
-
-
-def _tokens(scope: Scope) -> tuple[str, ...]:
-    tokens = scope.tokens
-    return _model(scope.model), f"{tokens.prompt:,}", f"{tokens.cached:,}", f"{tokens.output:,}"
-
-
 def _outages(scopes: Sequence[Scope], zone: tzinfo) -> Iterator[tuple[str, ...]]:
-    outages = scopes[0].outages
-    for outage in outages[:OUTAGES]:
-        end = "goes on" if outage.ongoing else shown(outage.end, zone)
-        length = seconds(outage.end - outage.begin)
+    whole, *single = scopes
+    for outage in whole.outages[:OUTAGES]:
         models = [
-            one.model
-            for one in scopes[1:]
-            if any(own.begin < outage.end and outage.begin < own.end for own in one.outages)
+            scope.model
+            for scope in single
+            if any(own.begin < outage.end and outage.begin < own.end for own in scope.outages)
         ]
+        end = "goes on" if outage.ongoing else shown(outage.end, zone)
         why = ", ".join(outage.reasons) + (f" ({', '.join(models)})" if models else "")
-        yield shown(outage.begin, zone), end, length, why
-    if len(outages) > OUTAGES:
-        yield f"... {len(outages) - OUTAGES} more", "", "", "--format json has all"
+        yield shown(outage.begin, zone), end, seconds(outage.end - outage.begin), why
+    if len(whole.outages) > OUTAGES:
+        yield f"... {len(whole.outages) - OUTAGES} more", "", "", "--format json has all"
 
 
 def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
     show = share if verdict.indicator in ("availability", "error_rate") else seconds
     sign = "at least" if verdict.indicator == "availability" else "at most"
     actual = "not known" if verdict.actual is None else show(verdict.actual)
-    name = _NAMES[verdict.indicator]
-    return (
-        name,
-        f"{sign} {show(verdict.target)}",
-        actual,
-        _model(verdict.model),
-        "yes" if verdict.met else "NO",
-    )
+    name = _NAMES.get(verdict.indicator) or verdict.indicator.replace("_p95", ", p95").replace("_", " ")
+    met = "yes" if verdict.met else "NO"
+    return name, f"{sign} {show(verdict.target)}", actual, _model(verdict.model), met
 
 
 def _model(name: str) -> str:
     return name or "(all)"
 
 
+def _span(interval: Interval, zone: tzinfo) -> str:
+    return f"{shown(interval.begin, zone)} to {shown(interval.end, zone)}"
+
+
 def _three(found: Percentiles) -> str:
     if not found.count:
         return "-"
-    return " / ".join(_quantile(one) for one in (found.p50, found.p95, found.p99))
+    return " / ".join(map(_quantile, (found.p50, found.p95, found.p99)))
 
 
 def _quantile(found: Quantile | None) -> str:
@@ -471,10 +375,7 @@ def share(value: float | None) -> str:
 
 def seconds(value: float) -> str:
     """A time that people can read."""
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    if value < 120:
-        return f"{value:.3g} s"
-    if value < 7200:
-        return f"{value / 60:.3g} min"
+    for limit, unit, length in ((1, "ms", 1e-3), (120, "s", 1), (7200, "min", 60)):
+        if value < limit:
+            return f"{value / length:.3g} {unit}"
     return f"{value / 3600:.3g} h"

@@ -56,7 +56,7 @@ class Journal:
         return self
 
     def all(self, until: float = PERIOD.end) -> Scope:
-        return self.ledger.scopes(until, [Interval(PERIOD.begin, until)])[0]
+        return self.ledger.scopes(Interval(PERIOD.begin, until))[0]
 
 
 def test_a_request_is_counted_with_its_times() -> None:
@@ -184,7 +184,7 @@ def test_one_model_does_not_speak_for_another() -> None:
     for at in range(1100, 1150):
         journal.begins(f"b{at}", at, model="n").says(at + 0.5, entry(f"b{at}", 0, 1, "stop"))
     journal.says(1150, entry("a", 0, 1, "stop"))
-    scopes = {scope.model: scope for scope in journal.ledger.scopes(2000, [PERIOD])}
+    scopes = {scope.model: scope for scope in journal.ledger.scopes(PERIOD)}
     assert scopes["m"].downtime == scopes[""].downtime == 50
     assert scopes["n"].downtime == 0
     assert scopes[""].requests.completed == 51
@@ -225,8 +225,8 @@ def test_lines_of_batches_wait_without_harm() -> None:
 
 def test_what_is_said_behind_the_end_is_nothing_new() -> None:
     journal = Journal().begins("a", 1100).says(1101, entry("a", 0, 1, "stop"))
-    journal.says(1101 + LATE / 2, entry("a", 1, 1, "stop", attempt=1), group="other")
-    assert journal.all().requests.completed == 1
+    journal.says(1101 + LATE / 2, entry("a", 1, 1, "stop", attempt=1), group="other").begins("a", 1102)
+    assert (journal.all().requests.completed, journal.all().requests.failed) == (1, 0)
     assert journal.ledger.without_record == 0
 
 

@@ -10,10 +10,9 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from services.cli.sla.journal import NoData
 from services.cli.sla.periods import Interval
-from services.cli.sla.prometheus import Prometheus, PrometheusError, auth_of, from_prometheus, queries
-from services.cli.sla.report import Scope
+from services.cli.sla.prometheus import PrometheusError, ask, client_of, from_prometheus, queries
+from services.cli.sla.report import NoData, Scope
 from shared.errors import ConfigurationError, Unavailable
 
 
@@ -62,11 +61,12 @@ PERIOD = Interval(0.0, 200.0)
 def report(server: str, **answers: list[tuple[dict[str, str], float]]) -> list[Scope]:
     """Of a Prometheus that says so, and nothing else."""
     asked = queries(PERIOD, 10.0, "gateways")
-    known = {"present": [({}, 1.0)], "covered": [({}, 20.0)]} | answers
-    Handler.answers = {query: _series(*known.get(name, [])) for name, query in asked.items()}
-    with Prometheus(server) as prometheus:
+    answers.setdefault("present", [({}, 1.0)])
+    answers.setdefault("covered", [({}, 20.0)])
+    Handler.answers = {query: _series(*answers.get(name, [])) for name, query in asked.items()}
+    with client_of(server) as client:
         found = from_prometheus(
-            prometheus, PERIOD, step=10.0, gateway_job="gateways", progress=lambda share: None
+            client, PERIOD, step=10.0, gateway_job="gateways", progress=lambda share: None
         )
     return found.scopes
 
@@ -112,9 +112,9 @@ def test_credentials_come_from_files(server: str, tmp_path: Path) -> None:
     token, basic = tmp_path / "token", tmp_path / "basic"
     token.write_text("secret\n")
     basic.write_text("user:pass:word\n")
-    for auth in (auth_of(token, None), auth_of(None, basic), auth_of(None, None)):
-        with Prometheus(server, auth=auth) as prometheus:
-            prometheus.query("q", 10)
+    for files in ((token, None), (None, basic), (None, None)):
+        with client_of(server, *files) as client:
+            ask(client, "q", 10)
     assert Handler.headers_seen == ["Bearer secret", "Basic dXNlcjpwYXNzOndvcmQ=", ""]
 
 
@@ -123,19 +123,19 @@ def test_what_is_wrong_with_credentials_is_told(tmp_path: Path) -> None:
     empty.write_text("\n")
     nobody.write_text("nobody")
     with pytest.raises(ConfigurationError, match="printable line"):
-        auth_of(empty, None)
+        client_of("x", empty, None)
     with pytest.raises(ConfigurationError, match="user:password"):
-        auth_of(None, nobody)
+        client_of("x", None, nobody)
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        auth_of(tmp_path / "missing", None)
+        client_of("x", tmp_path / "missing", None)
     with pytest.raises(ConfigurationError, match="name one"):
-        auth_of(empty, nobody)
+        client_of("x", empty, nobody)
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user:word@x"])
 def test_what_is_no_address_is_told_without_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
-        Prometheus(url)
+        client_of(url)
     assert "word@" not in str(raised.value)
 
 
@@ -160,10 +160,10 @@ def test_other_answers_are_told(
     server: str, status: int, content: bytes, kind: type[Exception], said: str
 ) -> None:
     Handler.answer = status, content
-    with Prometheus(server) as prometheus, pytest.raises(kind, match=said):
-        prometheus.query("q", 10)
+    with client_of(server) as client, pytest.raises(kind, match=said):
+        ask(client, "q", 10)
 
 
 def test_nobody_there_is_told() -> None:
-    with Prometheus("127.0.0.1:1") as prometheus, pytest.raises(Unavailable, match="cannot be reached"):
-        prometheus.query("q", 10)
+    with client_of("127.0.0.1:1") as client, pytest.raises(Unavailable, match="cannot be reached"):
+        ask(client, "q", 10)

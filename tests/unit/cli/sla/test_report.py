@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from services.cli.sla.periods import Interval
 from services.cli.sla.report import (
     Outage,
     Percentiles,
@@ -93,10 +94,10 @@ def report() -> Report:
         "journal",
         1_774_776_000.0,
         1_774_783_200.0,
-        [(1_774_779_600.0, 1_774_783_200.0)],
+        [Interval(1_774_779_600.0, 1_774_783_200.0)],
         scopes,
-        judge({"availability": 0.9999, "first_token_p95": 1.0}, scopes),
         ["something to know"],
+        judge({"availability": 0.9999, "first_token_p95": 1.0}, scopes),
     )
 
 
