@@ -5,8 +5,11 @@ and KV blocks, never a prompt or a token.
 import asyncio
 import concurrent.futures
 import time
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -47,13 +50,15 @@ class LeaderDebug:
     # --- steps -----------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
-        ids = [sequence.request.generation_id for sequence in self._batcher.sequences_under_way()]
-        self._plans.add(plan, ids, self._block_size, self._state_blocks)
+        self._add(plan, self._batcher.sequences_under_way())
 
     def drafting(self, plan: DraftPlan, rows: list[Row]) -> None:
         """A round of the draft model begins."""
-        ids = [row.request.generation_id for row in rows]
-        self._plans.add(plan.plan, ids, self._block_size, self._state_blocks)
+        self._add(plan.plan, rows)
+
+    def _add(self, plan: StepPlan, whose: Iterable[Sequence | Row]) -> None:
+        ids = [one.request.generation_id for one in whose]
+        self._plans.add(plan, ids, self._block_size, self._state_blocks)
 
     def drafted(self, plan: DraftPlan, seconds: float) -> None:
         self._plans.took(plan.plan.step, seconds)
@@ -75,24 +80,21 @@ class LeaderDebug:
             return
         self._own.count_slow_step()
         if self._slow.may_log(time.monotonic()):
-            usual = _ms(expected) if expected else None
-            fields: dict[str, object] = {
+            fields = {
                 "step": plan.step,
                 "ms": _ms(seconds),
-                "expected_ms": usual,
+                "expected_ms": _ms(expected) if expected else None,
                 "masks_ms": _ms(masks),
                 "draft_ms": _ms(drafting),
+                "not_logged": self._slow.suppressed,
             }
-            fields["not_logged"], self._slow.suppressed = self._slow.suppressed, 0
+            self._slow.suppressed = 0
             # The other ranks may not have noted their end yet.
             self._loop.call_later(RANKS_END, self._log_slow, plan, rows, computed, fields)
 
-    def _log_slow(self, plan: StepPlan, rows: list[Row], computed: int, fields: dict[str, object]) -> None:
-        log.warning("slow_step", **fields, **self._parts(plan, rows, computed))
-
-    def _parts(self, plan: StepPlan, rows: list[Row], computed: int) -> dict[str, object]:
+    def _log_slow(self, plan: StepPlan, rows: list[Row], computed: int, fields: dict[str, Any]) -> None:
         times = [rank.step(plan.step) for rank in self._ranks]
-        return {
+        parts = {
             "prefill_tokens": computed,
             "decode_rows": plan.num_decodes,
             "batch": len(plan.query_lens) // 4,
@@ -108,33 +110,25 @@ class LeaderDebug:
             **(_stages(times[0]) if times[0] else {}),
             "ranks": [_of_rank(rank, one, times[0]) for rank, one in enumerate(times) if one is not None],
         }
+        log.warning("slow_step", **fields, **parts)
 
     # --- looked into -----------------------------------------------------------------------------
 
     def tell(self) -> LeaderDump | None:
         """Called from another thread. None: nothing could be read."""
-        told: concurrent.futures.Future[LeaderDump] = concurrent.futures.Future()
 
-        def in_loop() -> None:
-            if told.set_running_or_notify_cancel():
-                try:
-                    told.set_result(self._describe(by_loop=True))
-                except Exception as error:
-                    told.set_exception(error)
+        async def in_loop() -> LeaderDump:
+            return describe(self._batcher, time.monotonic(), by_loop=True)
 
-        self._loop.call_soon_threadsafe(in_loop)
+        told = asyncio.run_coroutine_threadsafe(in_loop(), self._loop)
         try:
             return told.result(LOOP_ANSWER)
         except concurrent.futures.TimeoutError:
-            if not told.cancel():
-                return told.result()
+            told.cancel()
         try:
-            return self._describe(by_loop=False)
+            return describe(self._batcher, time.monotonic(), by_loop=False)
         except RuntimeError:
             return None  # it changed while it was read: the loop turns again
-
-    def _describe(self, by_loop: bool) -> LeaderDump:
-        return describe(self._batcher, time.monotonic(), by_loop)
 
     def beat(self, engine: Executor) -> None:
         """Tells a profiler that is at work, in the engine's thread, that there is no step when there is none."""
@@ -156,17 +150,15 @@ def _stages(times: StepTimes) -> dict[str, float]:
 
 def _of_rank(rank: int, times: StepTimes, leader: StepTimes | None) -> dict[str, object]:
     """How a rank has spent the step: how late it began, how long it computed and waited for others."""
-    late = _ms((times.began - leader.began) / 1e9) if leader is not None else 0.0
+    began = {
+        "rank": rank,
+        "began_after_ms": _ms((times.began - leader.began) / 1e9) if leader is not None else 0.0,
+    }
     if not times.ended:
-        return {
-            "rank": rank,
-            "began_after_ms": late,
-            "not_over_after_ms": _ms((time.monotonic_ns() - times.began) / 1e9),
-        }
+        return {**began, "not_over_after_ms": _ms((time.monotonic_ns() - times.began) / 1e9)}
     whole = (times.ended - times.began) / 1e9
     return {
-        "rank": rank,
-        "began_after_ms": late,
+        **began,
         "ms": _ms(whole),
         "compute_ms": _ms(max(0.0, whole - times.busy_ns / 1e9)),
         "collectives_ms": _ms(times.busy_ns / 1e9),
@@ -182,10 +174,9 @@ MOST_HOLDERS = 10
 def describe(batcher: ContinuousBatcher, now: float, by_loop: bool) -> LeaderDump:
     """`now`: of the clock by which the batcher takes requests on."""
     sequences, blocks = batcher.look()
-    counts: dict[str, int] = {}
-    for sequence in sequences:
-        for key in (sequence.state.value, f"{sequence.state.value} {sequence.request.lane}"):
-            counts[key] = counts.get(key, 0) + 1
+    states = [sequence.state.value for sequence in sequences]
+    lanes = [f"{sequence.state.value} {sequence.request.lane}" for sequence in sequences]
+    counts = dict(Counter(states + lanes))
     listed = [_queued(sequence, now) for sequence in sequences[:MOST_QUEUED]]
     holders, invariants = blocks.holders[:MOST_HOLDERS], _invariants(batcher)
     allocator = msgspec.structs.replace(blocks, holders=holders, invariants=invariants)

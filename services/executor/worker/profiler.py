@@ -12,12 +12,14 @@ The ranges of a profile become a table of operators:
     thread   |---- compute ----------------|     total of compute: the whole; self: without what is inside
                |-- mm --|   |- softmax -|
 
-torch has such a table too, which takes a hundred times as long to make, while the rank serves.
+torch's own table takes many times as long to make, while the rank serves.
 """
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,18 +35,24 @@ from shared.messages.debugging import OperatorTime, ProfileSummary
 
 
 class Range(NamedTuple):
-    """Something that took its time; nanoseconds."""
+    """Something that took its time, nanoseconds; or an allocation, which takes none."""
 
     name: str
     start: int
     end: int
     thread: int
     on_device: bool = False
+    allocated: int = 0
+    """Bytes; below 0: freed."""
 
 
+@dataclass(slots=True)
 class _Row:
-    def __init__(self) -> None:
-        self.calls = self.own = self.total = self.device = 0
+    calls: int = 0
+    own: int = 0
+    total: int = 0
+    device: int = 0
+    allocated: int = 0
 
 
 def operator_table(ranges: Iterable[Range], most: int) -> list[OperatorTime]:
@@ -52,29 +60,32 @@ def operator_table(ranges: Iterable[Range], most: int) -> list[OperatorTime]:
 
     Ranges of a thread lie within each other or apart; those on a device are all counted as they are.
     """
-    rows: dict[str, _Row] = {}
-    open_: dict[int, list[Range]] = {}
+    rows: defaultdict[str, _Row] = defaultdict(_Row)
+    open_: defaultdict[int, list[Range]] = defaultdict(list)
     for one in sorted(ranges, key=lambda one: (one.start, -one.end)):
-        row = rows.setdefault(one.name, _Row())
+        took, stack = one.end - one.start, open_[one.thread]
+        while stack and stack[-1].end <= one.start:
+            stack.pop()
+        if one.allocated:
+            if stack:
+                rows[stack[-1].name].allocated += one.allocated
+            continue
+        row = rows[one.name]
         row.calls += 1
-        took = one.end - one.start
         if one.on_device:
             row.device += took
             continue
         row.own += took
-        stack = open_.setdefault(one.thread, [])
-        while stack and stack[-1].end <= one.start:
-            stack.pop()
         if stack:
             rows[stack[-1].name].own -= took
         if all(outer.name != one.name for outer in stack):  # one within itself counts once
             row.total += took
         stack.append(one)
     found = [
-        OperatorTime(name, row.calls, row.own / 1e3, row.total / 1e3, row.device / 1e3)
+        OperatorTime(name, row.calls, row.own / 1e3, row.total / 1e3, row.device / 1e3, row.allocated)
         for name, row in rows.items()
     ]
-    found.sort(key=lambda row: (-(row.device_us or 0.0), -row.self_us, row.name))
+    found.sort(key=lambda row: (-row.device_us, -row.self_us, row.name))
     return found[:most]
 
 
@@ -86,6 +97,8 @@ IDLE_END = 3.0
 """Seconds without a step that end a profile which has some: what was asked about is over."""
 MOST_STEPS = 500
 """However long it is to last: what is recorded of a step may be thousands of operations."""
+ALLOCATION = "[memory]"
+"""torch's name for the event."""
 OPERATORS = 40
 """Rows of the table that are kept."""
 
@@ -189,7 +202,7 @@ class Profiler:
                 steps=self._steps,
                 seconds=max(0.0, self._ended - self._began),
                 trace=question.trace,
-                operators=self._operators(),
+                operators=operator_table(_ranges(self._profile), OPERATORS),
                 native={part: seconds for part, seconds in self._native.items() if seconds > 0},
             )
         except Exception as error:
@@ -198,34 +211,20 @@ class Profiler:
         self._recorder.excuse(0)
         self._answer(found)
 
-    def _operators(self) -> list[OperatorTime]:
-        assert self._profile is not None
-        if not self._question.memory:
-            return operator_table(_ranges(self._profile), OPERATORS)
-        rows = [
-            OperatorTime(
-                name=event.key,
-                calls=event.count,
-                self_us=float(event.self_cpu_time_total),
-                total_us=float(event.cpu_time_total),
-                device_us=float(event.self_device_time_total),
-                memory_bytes=int(event.self_cpu_memory_usage),
-            )
-            for event in self._profile.key_averages()
-        ]
-        rows.sort(key=lambda row: -(row.device_us or row.self_us))
-        return rows[:OPERATORS]
-
     def _answer(self, summary: ProfileSummary) -> None:
         write_answer(Path(self._question.path), summary)
 
 
 def _ranges(ended: profile) -> Iterator[Range]:
-    """Of operators on a CPU, and of what ran on a device."""
+    """Of operators on a CPU, of what ran on a device, and of memory on the host."""
     assert ended.profiler is not None
     results = ended.profiler.kineto_results
     assert results is not None
     for event in results.events():
+        name, start, end = event.name(), event.start_ns(), event.end_ns()
         on_device = event.device_type() != DeviceType.CPU
-        if event.end_ns() > event.start_ns() and not (on_device and event.is_user_annotation()):
-            yield Range(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), on_device)
+        if name == ALLOCATION and not on_device:
+            allocated = event.nbytes()  # type: ignore[attr-defined]  # torch's stubs leave it out
+            yield Range(name, start, start, event.start_thread_id(), allocated=allocated)
+        elif end > start and not (on_device and event.is_user_annotation()):
+            yield Range(name, start, end, event.start_thread_id(), on_device)

@@ -19,23 +19,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.board import RingBoard
-from services.executor.ipc.flight_recorder import Collective, RankRecord, StepTimes
+from services.executor.ipc.flight_recorder import Collective, StepTimes
 from services.executor.ipc.rank_pipe import StateAnswer, StateQuestion, ask, stack_file
 from services.executor.supervisor.diagnostics import processes
-from services.executor.supervisor.diagnostics.processes import StackRequest
+from services.executor.supervisor.diagnostics.processes import ProcessSample, StackRequest
 from services.executor.supervisor.diagnostics.verdict import ProgressAge, verdict
 from services.executor.supervisor.ring import Ring
 from shared.keys import redact
+from shared.messages import RankBeat
 from shared.messages.debugging import (
     DUMP_VERSION,
     CollectiveDump,
     Dump,
-    LeaderDump,
     RankDump,
     StepDump,
 )
@@ -67,110 +67,130 @@ async def take_dump(
     reason: str = "",
 ) -> Dump:
     """`wait`: seconds for which ranks that do not answer are waited for. `ring`: None where there is none."""
-    began = time.monotonic()
-    base = Dump(
+    began, at = time.monotonic(), time.time()
+    parts = await _gather(ring, still, wait) if ring is not None else {"epoch": 0, "state": "none"}
+    found = Dump(
         version=DUMP_VERSION,
         group=group.group,
         model=group.model,
         instance=group.instance,
         host=platform.node(),
-        epoch=ring.epoch if ring else 0,
-        taken_at=time.time(),
-        took=0.0,
+        taken_at=at,
+        took=round(time.monotonic() - began, 3),
         verdict="",
-        state="none",
         reason=reason,
         message=group.message,
         versions=versions(),
         settings=settings_of(settings),
+        **parts,
     )
-    if ring is not None:
-        base = await _Gathering(ring, still).fill(base, wait)
-    took = time.monotonic() - began
-    return msgspec.structs.replace(base, verdict=verdict(base), took=round(took, 3))
+    return msgspec.structs.replace(found, verdict=verdict(found))
 
 
-class _Gathering:
-    def __init__(self, ring: Ring, still: ProgressAge) -> None:
-        self._ring = ring
-        self._pids = ring.pids
-        self._still = still
-        name = f"{time.monotonic_ns():x}"
-        self._answers = [ring.directory / f"state-{name}-{rank}" for rank in range(len(self._pids))]
+async def _gather(ring: Ring, still: ProgressAge, wait: float) -> dict[str, Any]:
+    """Fields of the dump."""
+    name, board, pids = f"{time.monotonic_ns():x}", ring.board, ring.pids
+    before = await asyncio.to_thread(_samples, pids)
+    at = time.monotonic()
+    ranks = [_Rank(ring, rank, name, sample) for rank, sample in enumerate(before)]
+    await _wait(lambda: all(rank.told or rank.stopped for rank in ranks), at + min(ANSWER_TIME, wait / 2))
+    for rank in ranks:
+        rank.request_stacks()
+    await asyncio.sleep(WINDOW - (time.monotonic() - at))
+    await _wait(lambda: _are_complete(ranks), at + wait)
+    after = await asyncio.to_thread(_samples, pids)
+    now = time.monotonic()
+    beats = {beat.rank: beat for beat in board.beats()}
+    answers = [rank.answer() for rank in ranks]
+    found = []
+    for number, (rank, answer, sample) in enumerate(zip(ranks, answers, after, strict=True)):
+        still_seconds = still.seconds(("rank", number), now)
+        found.append(rank.dump(answer, beats.get(number), sample, now - at, still_seconds))
+    return {
+        "epoch": ring.epoch,
+        "state": ring.state,
+        "loaded": ring.loaded,
+        "loop_still_seconds": still.seconds(("loop", 0), now) if ring.ready.is_set() else 0.0,
+        "load": msgspec.to_builtins(board.load),
+        "totals": board.totals.as_dict(),
+        "ranks": found,
+        "leader": answers[0].leader if answers and answers[0] else None,
+        "plans": ring.flight.plans.read(),
+    }
 
-    async def fill(self, base: Dump, wait: float) -> Dump:
-        before = await asyncio.to_thread(self._sample)
-        at = time.monotonic()
-        for rank, path in enumerate(self._answers):
-            self._ring.ask(rank, ask(StateQuestion(str(path))))
-        await _wait(lambda: self._all_answered(before), at + min(ANSWER_TIME, wait / 2))
-        requests = [self._request_stacks(rank, sample) for rank, sample in enumerate(before)]
-        await _wait(lambda: self._is_complete(requests, at), at + max(wait, WINDOW))
-        after = await asyncio.to_thread(self._sample)
-        seconds = time.monotonic() - at
-        told = [_read(path) for path in self._answers]
-        board = self._ring.board
-        beats = {beat.rank: beat for beat in board.beats()}
-        ranks = []
-        for rank, (pid, sample) in enumerate(zip(self._pids, after, strict=True)):
-            answer = told[rank]
-            stacks = answer.stacks if answer else requests[rank].read()
-            beat = beats.get(rank)
-            found = _of_record(rank, pid, sample.state, self._ring.flight.read(rank))
-            ranks.append(
-                msgspec.structs.replace(
-                    found,
-                    begun_step=board.begun(rank),
-                    finished_step=beat.step if beat else 0,
-                    in_flight=bool(beat and beat.in_flight),
-                    layers=beat.progress if beat else 0,
-                    still_seconds=self._still.seconds(("rank", rank), time.monotonic()),
-                    memory_bytes=sample.memory_bytes,
-                    stacks=stacks,
-                    stacks_missing="" if stacks else requests[rank].missing or "it did not answer the signal",
-                    answered=answer is not None,
-                    threads=processes.with_usage(before[rank], sample, seconds),
-                )
-            )
-        leader = told[0].leader if told and told[0] else None
-        return self._of_ring(base, board, ranks, leader)
 
-    def _of_ring(
-        self, base: Dump, board: RingBoard, ranks: list[RankDump], leader: LeaderDump | None
-    ) -> Dump:
-        ready = self._ring.ready.is_set()
-        return msgspec.structs.replace(
-            base,
-            state=self._ring.state,
-            loaded=self._ring.loaded,
-            loop_still_seconds=self._still.seconds(("loop", 0), time.monotonic()) if ready else 0.0,
-            load=msgspec.to_builtins(board.load),
-            totals=board.totals.as_dict(),
-            ranks=ranks,
-            leader=leader,
-            plans=self._ring.flight.plans.read(),
-        )
+def _are_complete(ranks: list["_Rank"]) -> bool:
+    """Each is looked at: that a file has ceased to grow takes two looks."""
+    complete = [rank.is_complete() for rank in ranks]
+    return all(complete)
 
-    def _sample(self) -> list[processes.ProcessSample]:
-        return [processes.sample(pid) for pid in self._pids]
 
-    def _all_answered(self, samples: list[processes.ProcessSample]) -> bool:
-        """But for those that are stopped."""
-        pairs = zip(self._answers, samples, strict=True)
-        return all(path.exists() or sample.state in processes.STOPPED for path, sample in pairs)
+def _samples(pids: list[int]) -> list[ProcessSample]:
+    return [processes.sample(pid) for pid in pids]
 
-    def _request_stacks(self, rank: int, sample: processes.ProcessSample) -> StackRequest:
-        """Of a rank that has not answered by itself."""
-        path = stack_file(self._ring.directory, rank)
-        missing = "a stopped process writes no stacks" if sample.state in processes.STOPPED else ""
-        return StackRequest(sample.pid, path, "it has answered" if self._answers[rank].exists() else missing)
 
-    def _is_complete(self, requests: list[StackRequest], began: float) -> bool:
+class _Rank:
+    """One rank, asked for its state at once."""
+
+    def __init__(self, ring: Ring, number: int, name: str, sample: ProcessSample) -> None:
+        self._ring, self._number, self._before = ring, number, sample
+        self._path = ring.directory / f"state-{name}-{number}"
+        self.stopped = sample.state in processes.STOPPED
+        ring.ask(number, ask(StateQuestion(str(self._path))))
+
+    @property
+    def told(self) -> bool:
+        return self._path.exists()
+
+    def request_stacks(self) -> None:
+        """By a signal, of a rank that has not answered by itself."""
+        missing = "a stopped process writes no stacks" if self.stopped else ""
+        missing = "it has answered" if self.told else missing
+        path = stack_file(self._ring.directory, self._number)
+        self._request = StackRequest(self._before.pid, path, missing)
+
+    def is_complete(self) -> bool:
         """A stopped process is not waited for."""
-        complete = [request.poll() for request in requests]
-        answered = [path.exists() for path in self._answers]
-        told = (there or request.missing for there, request in zip(answered, requests, strict=True))
-        return time.monotonic() >= began + WINDOW and all(complete) and all(told)
+        return self._request.poll() and (self.told or bool(self._request.missing))
+
+    def answer(self) -> StateAnswer | None:
+        try:
+            answer = msgspec.json.decode(self._path.read_bytes(), type=StateAnswer)
+        except (OSError, msgspec.DecodeError):
+            return None
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        return answer
+
+    def dump(
+        self,
+        answer: StateAnswer | None,
+        beat: RankBeat | None,
+        sample: ProcessSample,
+        seconds: float,
+        still_seconds: float,
+    ) -> RankDump:
+        """`sample`: taken `seconds` after the first one."""
+        now, record = time.monotonic_ns(), self._ring.flight.read(self._number)
+        stacks = answer.stacks if answer else self._request.read()
+        return RankDump(
+            rank=self._number,
+            pid=sample.pid,
+            process=sample.state,
+            begun_step=self._ring.board.begun(self._number),
+            finished_step=beat.step if beat else 0,
+            in_flight=bool(beat and beat.in_flight),
+            layers=beat.progress if beat else 0,
+            still_seconds=still_seconds,
+            memory_bytes=sample.memory_bytes,
+            collective=_collective(record.collective, now),
+            steps=[_step(times, now) for times in record.steps(STEPS_SHOWN)],
+            stacks=stacks,
+            stacks_missing="" if stacks else self._request.missing or "it did not answer the signal",
+            answered=answer is not None,
+            threads=processes.with_usage(self._before, sample, seconds),
+            log=[redact(line) for line in record.lines()],
+        )
 
 
 async def _wait(is_over: Callable[[], bool], end: float) -> None:
@@ -178,18 +198,6 @@ async def _wait(is_over: Callable[[], bool], end: float) -> None:
         if is_over():
             return
         await asyncio.sleep(LOOK)
-
-
-def _of_record(rank: int, pid: int, process: str, record: RankRecord) -> RankDump:
-    now = time.monotonic_ns()
-    return RankDump(
-        rank=rank,
-        pid=pid,
-        process=process,
-        collective=_collective(record.collective, now),
-        steps=[_step(times, now) for times in record.steps(STEPS_SHOWN)],
-        log=[redact(line) for line in record.lines()],
-    )
 
 
 def _collective(seen: Collective, now: int) -> CollectiveDump | None:
@@ -221,16 +229,6 @@ def _step(times: StepTimes, now: int) -> StepDump:
         collective_ms=ms(times.busy_ns),
         waited_ms=ms(times.waited_ns),
     )
-
-
-def _read(path: Path) -> StateAnswer | None:
-    try:
-        answer = msgspec.json.decode(path.read_bytes(), type=StateAnswer)
-    except (OSError, msgspec.DecodeError):
-        return None
-    with contextlib.suppress(OSError):
-        path.unlink()
-    return answer
 
 
 def versions() -> dict[str, str]:

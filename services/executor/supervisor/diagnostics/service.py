@@ -4,7 +4,6 @@ What a dump or a profile has produced is kept for a while as a job, a few files,
 """
 
 import asyncio
-import contextlib
 import gzip
 import secrets
 import shutil
@@ -59,7 +58,7 @@ class Job:
         self.identity = identity
         self.directory = directory
         self.began = time.monotonic()
-        self.error = ""
+        self._error = ""
         directory.mkdir()
         self._task = asyncio.create_task(self._run(work))
 
@@ -71,9 +70,8 @@ class Job:
         return [JobFile(path.name, path.stat().st_size) for path in sorted(self.directory.iterdir())]
 
     def reply(self) -> JobReply:
-        if not self.done:
-            return JobReply(self.identity)
-        return JobReply(self.identity, True, self.error, [] if self.error else self.files())
+        files = self.files() if self.done and not self._error else []
+        return JobReply(self.identity, self.done, self._error, files)
 
     async def remove(self) -> None:
         self._task.cancel()
@@ -84,10 +82,11 @@ class Job:
         try:
             await work(self.directory)
         except RyzansteinError as error:
-            self.error = str(error)
+            self._error = str(error)
         except Exception as error:
             log.exception("debug_failed")
-            self.error = f"The dump or profile failed ({type(error).__name__}: {error}); the executor's log says where."
+            what = f"{type(error).__name__}: {error}"
+            self._error = f"The dump or profile failed ({what}); the executor's log says where."
 
 
 class Jobs:
@@ -100,18 +99,16 @@ class Jobs:
     async def begin(self, work: Work) -> Job:
         await self._forget_old()
         token = secrets.token_hex(8)
-        job = Job(self._prefix + token, self._directory / token, work)
-        self._jobs[job.identity] = job
+        job = self._jobs[self._prefix + token] = Job(self._prefix + token, self._directory / token, work)
         return job
 
     def result(self, identity: str) -> JobReply | None:
         """None: it is another executor's."""
         if not identity.startswith(self._prefix):
             return None
-        job = self._jobs.get(identity)
-        if job is None:
-            return JobReply(identity, True, "The executor does not have the result any more; ask again.")
-        return job.reply()
+        if job := self._jobs.get(identity):
+            return job.reply()
+        return JobReply(identity, True, "The executor does not have the result any more; ask again.")
 
     async def piece(self, identity: str, name: str, offset: int, size: int) -> Piece | None:
         """`size` bytes of a job's file; None: it is another executor's."""
@@ -125,21 +122,18 @@ class Jobs:
     async def close(self) -> None:
         for job in list(self._jobs.values()):
             await job.remove()
-        self._jobs.clear()
         await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
     async def _forget_old(self) -> None:
         """The oldest that are over, beyond the limits; those that are not over are few by themselves."""
-        now = time.monotonic()
         over = [job for job in self._jobs.values() if job.done]
         size = sum(file.size for job in over for file in job.files())
         for job in over:
-            if len(self._jobs) < MOST_JOBS and size <= MOST_BYTES and now - job.began < KEPT_FOR:
-                continue
+            if len(self._jobs) < MOST_JOBS and size <= MOST_BYTES and time.monotonic() < job.began + KEPT_FOR:
+                return
             size -= sum(file.size for file in job.files())
-            with contextlib.suppress(KeyError):
-                del self._jobs[job.identity]
-            await job.remove()
+            if self._jobs.pop(job.identity, None):
+                await job.remove()
 
 
 def _read(path: Path, offset: int, size: int) -> bytes:

@@ -33,6 +33,19 @@ def test_an_operator_within_itself_counts_once_in_its_total() -> None:
     assert (row.calls, row.self_us, row.total_us) == (2, 5.0, 5.0)
 
 
+def test_an_allocation_belongs_to_the_innermost_operator_of_its_thread() -> None:
+    ranges = [
+        Range("compute", 0, 10_000, 1),
+        Range("mm", 1_000, 4_000, 1),
+        Range("compute", 0, 10_000, 2),
+        Range("[memory]", 2_000, 2_000, 1, allocated=4096),
+        Range("[memory]", 5_000, 5_000, 1, allocated=-1024),
+        Range("[memory]", 2_000, 2_000, 3, allocated=7),
+    ]
+    table = operator_table(ranges, 9)
+    assert {row.name: row.memory_bytes for row in table} == {"compute": -1024, "mm": 4096}
+
+
 nested = st.recursive(
     st.integers(1, 50), lambda inner: st.lists(inner, min_size=1, max_size=4), max_leaves=30
 )
