@@ -197,6 +197,8 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
+        self.lost: dict[str, int] = {}
+        """Bytes for models, by host, of those that took models and are gone; until their records are."""
         self.free = FreeMemory()
         self.changed: set[str] = set()
         """Models whose groups have come, gone or changed their state, or that hosts load now or no more, until somebody
@@ -224,7 +226,10 @@ class ClusterView:
         """Takes in what a host is; one that is gone is forgotten."""
         if record.state == GONE:
             self.forget_host(record.instance)
+            if record.host.takes_models:
+                self.lost[record.instance] = record.host.memory
             return
+        self.lost.pop(record.instance, None)
         host = self.hosts.get(record.instance)
         if host is None:
             self._numbers += 1
@@ -251,6 +256,8 @@ class ClusterView:
         host.count()
 
     def forget_host(self, name: str) -> None:
+        """Its record is gone."""
+        self.lost.pop(name, None)
         host = self.hosts.pop(name, None)
         if host is not None:
             self._forget_loading(host)
@@ -384,6 +391,11 @@ class ClusterView:
         if said is not None and said.memory:
             return said.memory
         return self._sizes.get(model, 0) or (said.total if said is not None else 0)
+
+    def fits_lost(self, model: str) -> str:
+        """A host that is gone, and has memory for a group of the model; empty: none."""
+        size = self._least.get(model) or self._sizes.get(model, 0)
+        return next((name for name, memory in self.lost.items() if memory >= size), "")
 
     def knowing(self, model: str) -> dict[int, Host]:
         """Hosts that say something of the model, by its name or by that of its files, by their numbers."""

@@ -25,6 +25,13 @@ def gigabytes(size: int) -> str:
 
 def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> Refused:
     """Why no host takes the model now."""
+    refused = _why_not(model, cluster, failures, worth, now)
+    if refused.code == ModelDoesNotFit.code and (lost := cluster.fits_lost(model)):
+        return Refused("", f"The model {model} waits for the host {lost}, which is gone and may come back.")
+    return refused
+
+
+def _why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> Refused:
     hosts = [host for host in cluster.hosts.values() if host.takes]
     if not hosts:
         return Refused("", f"There is no executor that loads models at run time; {model} waits for one.")

@@ -78,6 +78,13 @@ class FakeCluster:
             self.view.forget_group(group)
         self.view.forget_host(name)
 
+    def lose_host(self, name: str) -> None:
+        """The monitor lists it as gone."""
+        lost = self.hosts.pop(name)
+        for group in lost.groups:
+            self.view.forget_group(group)
+        self.view.host(HostRecord(name, HostBeat(lost.memory, 0, lost.devices, takes_models=True), "gone"))
+
     def register(self, *specs: ModelSpec) -> None:
         self.specs.update({item.name: item for item in specs})
 

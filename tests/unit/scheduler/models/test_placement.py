@@ -486,3 +486,18 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_a_host_that_may_come_back_is_waited_for() -> None:
+    cluster = one_host()
+    cluster.add_host("h2", 80 * GB)
+    cluster.register(spec("a", pinned=True, least=1), spec("b"))
+    cluster.run(60)
+    (pinned,) = cluster.serving("a")
+    other = next(name for name in cluster.hosts if not pinned.name.startswith(f"{name}/"))
+    cluster.lose_host(other)
+    cluster.ask("b")
+    said = cluster.step()
+    assert (said.placements["b"].code, other in said.placements["b"].reason) == ("", True)
+    cluster.view.forget_host(other)  # the monitor lists it no more
+    assert cluster.step().placements["b"].code == "model_does_not_fit"
