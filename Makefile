@@ -150,12 +150,10 @@ lint-imports:
 	@$(BIN)/lint-imports
 
 lint-docs:
-	@$(BIN)/python -m tests.docs --check
 	@$(MKDOCS) --site-dir build/checked
 
 .PHONY: docs
-docs: $(INSTALLED) ## Renew pages that are made of the code, and build the documentation into build/site
-	@$(BIN)/python -m tests.docs
+docs: $(INSTALLED) ## Build the documentation into build/site, with the tables that are made of the code
 	@$(BIN)/python -m tests.compatibility
 	@$(MKDOCS)
 	@echo "Open build/site/index.html"

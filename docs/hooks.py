@@ -2,13 +2,16 @@
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.docs.tables import with_tables  # MkDocs runs this file by itself
+
 _KIND = re.compile(r"^(```\w+) .+$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
-
-
 _TABLES = "openai-parameters.md"
 
 
@@ -21,8 +24,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Links that leave docs/ lead to the repository, or become plain text where the site has none. Of a block's opening
-    line the language is left: MkDocs knows no second word, which in runbooks says where its commands belong."""
+    """Tables of the code take the place of their marks. Links that leave docs/ lead to the repository, or become plain
+    text where the site has none. Of a block's opening line the language is left: MkDocs knows no second word, which in
+    runbooks says where its commands belong."""
 
     def link(found: re.Match[str]) -> str:
         text, target = found[1], found[2]
@@ -31,4 +35,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return found[0]
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else text
 
-    return _OUTSIDE.sub(link, _KIND.sub(r"\1", markdown))
+    return _OUTSIDE.sub(link, _KIND.sub(r"\1", with_tables(markdown)))

@@ -1,13 +1,11 @@
 """What one request, connection or tenant may hold: every bound in one table, which is data alone.
 
-Checks, the OpenAPI document and the table in docs/security.md are made from it; `python -m shared.limits` writes
-the latter. To add a bound: a row here, and `Limit.length` or `Limit.up_to` in the type of the field that it bounds, or
+Checks, the OpenAPI document and the table of docs/security.md are made from it (`python -m tests.docs limits`). To add
+a bound: a row here, and `Limit.length` or `Limit.up_to` in the type of the field that it bounds, or
 a check that refuses by `Limit.cited` where it is held.
 """
 
 import re
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,8 +13,6 @@ import msgspec
 Unit = Literal["entries", "characters", "bytes", "tokens", "seconds", "levels", "per minute", "frames"]
 Holder = Literal["request", "connection", "key", "tenant", "gateway", "scheduler", "executor", "NATS"]
 """Of what each one has the bound for itself: each request, each scheduler, ..."""
-PAGE = Path(__file__).parents[1] / "docs" / "security.md"
-BEGIN, END = "<!-- limits: made by `python -m shared.limits` -->", "<!-- end of limits -->"
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -560,36 +556,3 @@ def limit_of(refusal: str) -> "Limit | None":
 LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
 """All of them."""
 _BY_NAME = {limit.name: limit for limit in LIMITS}
-
-
-# --- the table in docs/security.md -----------------------------------------------------------------
-
-
-def table() -> str:
-    """Markdown between `BEGIN` and `END`."""
-    lines = [BEGIN, "| limit | of each | at most | what (setting) |", "| --- | --- | --- | --- |"]
-    for limit in LIMITS:
-        most = f"{_number(limit)} {limit.unit}" if limit.value else "as the model has"
-        setting = f" (`{limit.setting}`)" if limit.setting else ""
-        lines.append(f"| `{limit.name}` | {limit.holder} | {most} | {limit.bounds}{setting} |")
-    return "\n".join([*lines, END])
-
-
-def _number(limit: Limit) -> str:
-    value = limit.value
-    if limit.unit == "bytes":
-        for size, name in ((1 << 30, "Gi"), (1 << 20, "Mi"), (1 << 10, "Ki")):
-            if value >= size and not value % size:
-                return f"{value // size:g} {name}"
-    return f"{value:,}"
-
-
-def page_with_table(page: str) -> str:
-    """`page` with the table as it is now in the place of the one that it has."""
-    before, _, rest = page.partition(BEGIN)
-    return before + table() + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page_with_table(PAGE.read_text()))
-    sys.stdout.write(f"{PAGE} has {len(LIMITS)} limits\n")

@@ -1,15 +1,8 @@
-"""The tables of docs/alerts.md and docs/runbooks/README.md, made from the rules: `python -m tests.alerts.page`."""
+"""The tables of docs/alerts.md and docs/runbooks/README.md, made from the rules and the runbooks."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from tests.alerts import rules, runbooks
-
-ALERTS_PAGE = runbooks.RUNBOOKS.parent / "alerts.md"
-INDEX = runbooks.RUNBOOKS / "README.md"
-BEGIN, END = "<!-- made by python -m tests.alerts.page -->", "<!-- to here -->"
 
 
 def alerts_table() -> str:
@@ -47,21 +40,3 @@ def _paragraph(beginning: str, text: str) -> str:
 def _plain(text: str) -> str:
     """Without links, which lead from another folder."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)
-
-
-def pages() -> Iterator[tuple[Path, str]]:
-    """Each page with its table renewed."""
-    tables: list[tuple[Path, Any]] = [(ALERTS_PAGE, alerts_table()), (INDEX, index_table())]
-    for path, table in tables:
-        before, _, rest = path.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        yield path, f"{before}{BEGIN}\n{table}\n{END}{after}"
-
-
-def main() -> None:
-    for path, text in pages():
-        path.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

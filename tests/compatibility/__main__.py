@@ -21,7 +21,6 @@ from tests.e2e.stack import Stack
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
 TABLES = PAGE.with_name("openai-parameters.md")
-TABLES = PAGE.with_name("openai-parameters.md")
 STUB = ("--engine", "stub", "--no-smoke-test")
 REASONING = (*STUB, "--reasoning-parser", "think")
 """It reasons where the prompt ends so."""
@@ -72,7 +71,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             found = found_on_a_stack(Path(directory))
     PAGE.write_text(page(found, openai.__version__))
-    TABLES.write_text(tables(found, openai.__version__))
     TABLES.write_text(tables(found, openai.__version__))
     count = Count(row for one in found for row in one.parameters)
     print(  # noqa: T201  # a command's result

@@ -1,33 +1,16 @@
-"""`python -m tests.docs`: writes what is made of the code: docs/configuration.md, docs/models.md, and the
-folders in docs/architecture.md.
+"""`python -m tests.docs`: a table that is made of the code, or how many lines of Python there are."""
 
-With `--check` it only says whether they are stale; else it prints how many lines of Python there are.
-"""
+import argparse
 
-import sys
-
-from tests.docs import configuration, models
-from tests.docs.folders import with_folders
 from tests.docs.lines import sums
-from tests.docs.pages import ROOT
-
-CONFIGURATION = ROOT / "docs" / "configuration.md"
-MODELS = ROOT / "docs" / "models.md"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+from tests.docs.tables import TABLES
 
 
 def main() -> None:
-    made = {
-        CONFIGURATION: configuration.page(),
-        MODELS: models.page(),
-        ARCHITECTURE: with_folders(ARCHITECTURE.read_text()),
-    }
-    if sys.argv[1:] != ["--check"]:
-        for path, text in made.items():
-            path.write_text(text)
-        print(*sums(), sep="\n")
-    elif stale := [path.name for path, text in made.items() if path.read_text() != text]:
-        sys.exit(f"error: {' and '.join(stale)} in docs/ are stale; run: python -m tests.docs")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", nargs="?", choices=TABLES, help="Print it; without: lines of Python.")
+    table = parser.parse_args().table
+    print(TABLES[table]() if table else "\n".join(sums()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every setting of every service, read from their settings classes. Pure."""
+"""The tables of docs/configuration.md: every setting of every service, read from their settings classes. Pure."""
 
 import types
 import typing
@@ -16,22 +16,6 @@ from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
-
-_HEAD = """<!-- Made by `python -m tests.docs`; a test fails when it is stale. -->
-# Configuration reference
-
-A service reads its settings once, when it starts, from these places; the first one that has a value wins:
-
-1. **Options** of `ryzanstein serve SERVICE`: the name in kebab case without the prefix, `--max-batch-tokens 1024`.
-   Secrets are no options, since everybody on the machine can read a command line.
-2. **Environment variables**: the names below.
-3. **Secret files** in the directory that `RYZANSTEIN_SECRETS_DIR` names: one file for each setting, called as its
-   variable in either case, whose text is the value (Docker and Kubernetes secrets).
-4. **A TOML file** that `RYZANSTEIN_CONFIG` names: names in lower case without the prefix, `max_batch_tokens = 1024`.
-
-A wrong value stops the service at start with one sentence that names the setting. Bytes are plain integers and times
-are seconds, unless the description says otherwise. `ryzanstein up` passes its environment on to all services.
-"""
 
 _SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | None], ...] = (
     ("Every service", "", CommonSettings, None),
@@ -63,13 +47,10 @@ OTHERS = {
 }
 """Variables that are read beside the settings classes."""
 
-_OTHERS_NOTE = """The traces' exporter is set by OpenTelemetry's own variables ([traces](tracing.md)), the images
-and the compose stack by [`compose/.env`](../compose/.env). Hugging Face's variables (`HF_ENDPOINT`, `HF_TOKEN`,
-`HF_HUB_OFFLINE`: [downloads](downloads.md)) and NCCL's hold as everywhere."""
 
-
-def page() -> str:
-    parts = [_HEAD]
+def tables() -> str:
+    """A section for each service."""
+    parts = []
     for title, introduction, kind, base in _SECTIONS:
         fields = {
             name: field
@@ -85,12 +66,11 @@ def page() -> str:
     parts.append(
         "\n".join(["## Other variables", "", "| variable | meaning |", "| --- | --- |", *others, ""])
     )
-    parts.append(_OTHERS_NOTE + "\n")
     return "\n".join(parts)
 
 
 def names() -> set[str]:
-    """Of all variables that the page has."""
+    """Of all variables in the tables."""
     fields = (name for _, _, kind, _ in _SECTIONS for name in kind.model_fields)
     return {f"{ENV_PREFIX}{name.upper()}" for name in fields} | set(OTHERS)
 

@@ -1,4 +1,4 @@
-"""The list of folders in docs/architecture.md, read from the packages' docstrings."""
+"""The table of folders in docs/architecture.md, read from the packages' docstrings."""
 
 import ast
 from collections.abc import Iterator
@@ -6,15 +6,10 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT
 
-BEGIN, END = "<!-- folders: made by `python -m tests.docs` -->", "<!-- end of folders -->"
 
-
-def with_folders(page: str) -> str:
-    """The page with its list anew."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    rows = ["| folder | holds |", "| --- | --- |", *(f"| `{name}/` | {text} |" for name, text in folders())]
-    return "\n".join([before + BEGIN, *rows, END + after])
+def table() -> str:
+    rows = (f"| `{name}/` | {text} |" for name, text in folders())
+    return "\n".join(["| folder | holds |", "| --- | --- |", *rows])
 
 
 def folders() -> Iterator[tuple[str, str]]:

@@ -1,12 +1,8 @@
-"""Names by Prometheus' conventions, and a page that lists them all."""
+"""Names by Prometheus' conventions."""
 
 import re
-import subprocess
-import sys
 
 from tests.monitoring.catalogue import Entry, catalogue
-from tests.monitoring.dashboards import ROOT
-from tests.monitoring.page import page
 
 ENTRIES = [entry for entries in catalogue().values() for entry in entries]
 OURS = [entry for entry in ENTRIES if entry.name.startswith("ryzanstein_")]
@@ -14,15 +10,6 @@ UNITS = ("seconds", "bytes", "ratio")
 NOT_BASE = re.compile(
     r"_(ms|us|ns|milliseconds|microseconds|minutes|hours|kb|mb|gb|kilobytes|megabytes|percent)(_|$)"
 )
-
-
-def test_documentation_is_what_the_command_prints() -> None:
-    path = ROOT / "docs" / "metrics.md"
-    assert path.read_text(encoding="utf-8") == page(), "run: python -m tests.monitoring > docs/metrics.md"
-    printed = subprocess.run(
-        [sys.executable, "-m", "tests.monitoring"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert printed.stdout == page()
 
 
 def test_every_metric_is_ours_vllms_or_the_processs() -> None:

@@ -1,4 +1,4 @@
-"""The architectures that are served, and why others are not; `python -m tests.docs` makes docs/models.md of them.
+"""The architectures that are served, and why others are not; docs/models.md has tables of them.
 
 An architecture stands here when tests/unit/executor/model/test_architectures.py proves it: its logits equal
 transformers' own. Others are refused at load, because a model that computes something else than its
