@@ -47,32 +47,35 @@ def _share(part: int, whole: int) -> str:
 
 def page(found: Sequence[Found], package: str) -> str:
     """`package`: the version of the official package whose types were walked."""
-    return "\n".join([_head(package), _summary(found), _refused(found), _excluded()])
+    return "\n".join([_head(package), _summary(found)])
 
 
 def tables(found: Sequence[Found], package: str) -> str:
-    """Every parameter of every operation. Not committed: it has five times as many words as the page."""
+    """Every parameter of every operation, and why some are not taken. Not committed: it is many times the page."""
     head = f"# Every parameter of OpenAI's API\n\nMade by `{COMMAND}` from the types of openai {package}.\n"
-    return "\n".join([head, *(_operation(one) for one in found)])
+    events = "\n".join(_events_left_out([row for one in found for row in one.events]))
+    return "\n".join([head, _refused(found), _excluded(), events, "", *(_operation(one) for one in found)])
 
 
 def _head(package: str) -> str:
     return f"""# OpenAI compatibility
 
-Made by `{COMMAND}`, and held by a test: every parameter in the type definitions of the official Python
-package (openai {package}), nested ones included, is sent to a server on the stub engine. The same command, which
-`make docs` runs, writes the verdict of each parameter to `docs/openai-parameters.md`.
+Every parameter in the type definitions of the official Python package (openai {package}), nested ones included, is sent
+to a server on the stub engine: `{COMMAND}`, held by a test. The same command, which `make docs`
+runs, writes the verdict of each parameter, with the reason where it is not taken, to `docs/openai-parameters.md`; the
+site has it.
 
-- **taken**: a request with it is answered, for every value that its type lists. Unknown fields of a body are refused,
-  so what is taken is read. This page tests acceptance; tests of each field ([fields](api.md#fields)) hold the *effect*.
-  A query field counts only where a nonsense value is refused or changes the result. What
-  [changes nothing](api.md#what-changes-nothing) (`defer_loading`, a `web_search` tool) is taken too, and a header of
-  the answer names it. The stub's chat template reads `reasoning_effort` and `verbosity`; where a model's template does
-  not, the header names the first and the second is refused.
+- **taken**: a request with it is answered, for every value that its type lists (unknown fields are refused, so what is
+  taken is read). Tests of each field ([fields](api.md#fields)) hold the *effect*. A query field counts only where a
+  nonsense value is refused or changes the result. What [changes nothing](api.md#what-changes-nothing) is taken too,
+  and a header of the answer names it. The stub's chat template reads `reasoning_effort` and `verbosity`; where a
+  model's template does not, the header names the first and the second is refused.
 - **taken in part**: some of its values are refused by name. It does not count as taken.
 - **refused by name**: the error names it. **missing**: there is no such operation or parameter.
-- What needs images, audio or a service of OpenAI's is listed [below](#without-a-meaning-here) and left out of the last
-  two columns. What this server does not do counts, [with the reason](#with-a-meaning-and-not-taken).
+- **Without a meaning here**, and left out of the last two columns: images, audio, and what runs or is kept at OpenAI
+  (hosted tools, moderation, encrypted content, prompt templates).
+- With a meaning and not taken: `file_url` (the server fetches nothing that clients name), reinforcement fine-tuning,
+  `async` and `allowed_callers` of tools, Lark's `syntax` of custom tools, `suffix`, `comparison_response_id`.
 """
 
 
@@ -87,8 +90,7 @@ def _summary(found: Sequence[Found]) -> str:
             there = "yes" if one.there else "no"
             lines.append(_summary_line(f"`{one.operation.name}`", there, one.parameters))
     lines.append(_summary_line("**all**", "", [row for one in found for row in one.parameters]))
-    names = ", ".join(f"`{one.operation.name}` ({len(one.parameters)})" for one in whole)
-    lines += ["", f"There, with all of their parameters (so many) taken: {names}."]
+    lines += ["", f"The other {len(whole)} operations are there, with all of their parameters taken."]
     lines += _own(found)
     fields = [row for one in found for row in one.fields]
     events = [row for one in found for row in one.events]
@@ -103,7 +105,7 @@ def _summary(found: Sequence[Found]) -> str:
         count = Count(rows)
         shares = f"{count.share_of_all} | {count.meant} | {count.share_of_meant}"
         lines.append(f"| {name} | {count.all} | {count.honoured} | {shares} |")
-    return "\n".join([*lines, *_events_left_out(events)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _events_left_out(events: Sequence[Row]) -> list[str]:
@@ -114,7 +116,7 @@ def _events_left_out(events: Sequence[Row]) -> list[str]:
             reasons.setdefault(row.excluded, []).append(f"`{row.path.removeprefix('response.')}`")
     lines = [
         "",
-        "Types of stream events that are left out of the last two columns (each begins with `response.`):",
+        "Types of stream events without a meaning here (each begins with `response.`):",
         "",
     ]
     return lines + [f"- {', '.join(names)}: {reason}." for reason, names in reasons.items()]
