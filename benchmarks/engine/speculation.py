@@ -37,6 +37,8 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import MOST_DRAFTS, MTP
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from shared.messages import GenerationRequest, SamplingParams
 
 BLOCKS, CONTEXT = 2048, 2048
@@ -195,9 +197,8 @@ def decode(
 ) -> Run:
     """All requests, `at_once` at a time; `draft`: the draft model's rounds."""
     settings = BatchSettings(max_sequences=at_once, max_drafts=drafts)
-    batcher = ContinuousBatcher(
-        msgspec.structs.replace(spec, drafts=draft is not None), settings, "benchmark"
-    )
+    spec = msgspec.structs.replace(spec, drafts=draft is not None)
+    batcher = ContinuousBatcher(spec, settings, "benchmark", Drafter(spec, settings, PROPOSERS))
     for request in requests:
         batcher.add(request)
     result = Run({request.generation_id: [] for request in requests})

@@ -43,6 +43,8 @@ from services.executor.core.settings import MOST_DRAFTS
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.structured_output import GrammarCompiler, GrammarWork, Vocabulary
 from shared.messages import GenerationRequest, Grammar, SamplingParams
 
@@ -142,7 +144,9 @@ class Bench:
         return counted / taken, texts
 
     def _steps(self, case: Case, sequences: int, tokens: int, drafts: int = 0) -> Iterator[Step]:
-        batcher = ContinuousBatcher(self._spec, BatchSettings(max_drafts=drafts), "benchmark")
+        limits = BatchSettings(max_drafts=drafts)
+        drafter = Drafter(self._spec, limits, PROPOSERS)
+        batcher = ContinuousBatcher(self._spec, limits, "benchmark", drafter)
         for number in range(sequences):
             request = self._request(case, number, tokens)
             batcher.add(request)

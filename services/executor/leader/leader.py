@@ -33,6 +33,8 @@ from services.executor.leader.step_loop import Stepping, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.structured_output import GrammarState, GrammarWork
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.messages import (
@@ -176,20 +178,17 @@ class Leader:
         engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
         if self._settings.nnodes > 1:  # other hosts have not the files that this one fetches
             engine_spec = msgspec.structs.replace(engine_spec, max_adapters=0)
-        self._batcher = ContinuousBatcher(
-            engine_spec,
-            BatchSettings(
-                max_batch_tokens=self._settings.max_batch_tokens,
-                max_sequences=self._settings.max_sequences,
-                max_waiting=self._settings.max_waiting,
-                session_ttl=self._settings.kv_session_ttl,
-                max_drafts=max_drafts(self._settings, engine_spec),
-                prefill_stretch=self._settings.longest_stretch,
-                prefill_gap=self._settings.prefill_gap,
-            ),
-            self._model,
-            board=self._board,
+        limits = BatchSettings(
+            max_batch_tokens=self._settings.max_batch_tokens,
+            max_sequences=self._settings.max_sequences,
+            max_waiting=self._settings.max_waiting,
+            session_ttl=self._settings.kv_session_ttl,
+            max_drafts=max_drafts(self._settings, engine_spec),
+            prefill_stretch=self._settings.longest_stretch,
+            prefill_gap=self._settings.prefill_gap,
         )
+        drafter = Drafter(engine_spec, limits, PROPOSERS)
+        self._batcher = ContinuousBatcher(engine_spec, limits, self._model, drafter, self._board)
         self._board.totals.recovered_blocks = self._batcher.recover(self._engine.recovered())
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._supervisor.desk.on_state(self._debug.tell)
@@ -339,9 +338,9 @@ class Leader:
         totals, batcher = self._board.totals, self._batcher
         totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
         totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
-        of_model = batcher.drafter.model
-        totals.model_drafted_tokens, totals.model_accepted_tokens = of_model.drafted, of_model.accepted
-        totals.draft_passes, totals.draft_seconds = of_model.passes, of_model.seconds
+        of_engine = batcher.drafter.engine_counts
+        totals.model_drafted_tokens, totals.model_accepted_tokens = of_engine.drafted, of_engine.accepted
+        totals.draft_passes, totals.draft_seconds = of_engine.passes, of_engine.seconds
         totals.adapter_loads, totals.adapter_evictions = batcher.adapter_loads, batcher.adapter_evictions
 
     def _show_activity(self) -> None:
@@ -408,7 +407,7 @@ class Leader:
                     await self._hand_back()
                 if self._handover.over:
                     return
-            if self._batcher.drafter.has_model:
+            if self._batcher.drafter.engine is not None:
                 await self._steps.draft()
             if not self._steps.plan():
                 await self._pause()

@@ -81,18 +81,16 @@ class ContinuousBatcher:
         drafter: Drafter | None = None,
         board: RingBoard | None = None,
     ) -> None:
-        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `board`: is
-        told how long the stages of requests take."""
+        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `drafter`: None:
+        nothing is drafted. `board`: is told how long the stages of requests take."""
         settings.validate()
-        if spec.num_states and not spec.draft_states:  # a rejected draft would need the state from before it
-            settings = msgspec.structs.replace(settings, max_drafts=0)
         self._spec = spec
         self._longest = min(spec.context_length - 1, spec.capacity)
         """Tokens that a sequence may have at most to go on."""
         self._settings = settings
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings, self._root)
-        self.drafter = drafter or Drafter(spec, settings)
+        self.drafter = drafter or Drafter(spec, settings, ())
         self._planner = StepPlanner(spec, settings, self._tables)
         self._lookahead = Lookahead(self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
@@ -256,7 +254,8 @@ class ContinuousBatcher:
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
         then (`take_entries`).
         """
-        if self._steps.oldest is not NO_STEP or self.drafter.members:
+        engine = self.drafter.engine
+        if self._steps.oldest is not NO_STEP or (engine is not None and engine.members):
             raise InternalError("A step was scheduled while another, or a round of drafts, is under way.")
         self._now = now
         self._tables.begin(now)
@@ -266,7 +265,7 @@ class ContinuousBatcher:
         if not batch and not self._tables.ready:
             return None
         self.drafter.extend(batch, self._tables, self._planner.running)
-        followed = self.drafter.has_model and self.drafter.is_to_follow(batch)
+        followed = engine is not None and engine.follows(batch)
         self.step += 1
         states = self._tables.states_of(lambda: rows_in(batch), self._planner.running)
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
@@ -289,33 +288,34 @@ class ContinuousBatcher:
         return plan, list(rows)
 
     def plan_drafts(self, now: float = 0.0) -> tuple[DraftPlan, list[Row]] | None:
-        """What the draft model is to propose for the next step, and the rows that it samples first; None: nothing. With
+        """What the engine is to draft for the next step, and the rows that it samples first; None: nothing. With
         no step under way; `take_drafts` or `drop_drafts` must follow before `schedule`."""
-        planner = self._planner
-        if not self.drafter.uses_model:
+        planner, engine = self._planner, self.drafter.engine
+        if engine is None or not engine.used:
             return None
         if planner.isolates or (planner.waiting and planner.could_admit()):
             return None  # who is computed alone is; who can be admitted comes first
         self._tables.begin(now)
-        count = self.drafter.begin_round(planner.running, self._tables)
+        count = engine.begin_round(planner.running, self._tables, self.drafter.is_sure)
         if not count:
             return None
-        for sequence in self.drafter.members:
+        for sequence in engine.members:
             sequence.in_flight = True
         first, self.step = self.step + 1, self.step + count
-        return self.drafter.draft_plan(first, count, self._tables.take_copies())
+        return engine.draft_plan(first, self._tables.take_copies())
 
     def take_drafts(self, found: Seq[Seq[DraftToken]], seconds: float = 0.0) -> None:
         """Ends the round under way with the engine's answer: proposals for each of the rows, after so many seconds."""
-        if len(found) != len(self.drafter.members):
-            raise InternalError(
-                f"The draft model answered for {len(found)} of {len(self.drafter.members)} sequences."
-            )
-        self._end_round(self.drafter.take_round(found, seconds))
+        engine = self.drafter.engine
+        asked = 0 if engine is None else len(engine.members)
+        if engine is None or len(found) != asked:
+            raise InternalError(f"The draft model answered for {len(found)} of {asked} sequences.")
+        self._end_round(engine.take_round(found, seconds))
 
     def drop_drafts(self) -> None:
-        """Ends the round under way, which has failed: the draft model is not asked for its sequences any more."""
-        self._end_round(self.drafter.drop_round())
+        """Ends the round under way, which has failed: the engine drafts no more for its sequences."""
+        if self.drafter.engine is not None:
+            self._end_round(self.drafter.engine.drop_round())
 
     def _end_round(self, members: Seq[Sequence]) -> None:
         for sequence in members:

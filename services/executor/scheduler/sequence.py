@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -21,12 +22,11 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sparse_attention import Choice
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 from services.executor.scheduler.adapter_slots import NO_SLOT
-from services.executor.scheduler.speculation import Agreement, Guesser
 from shared.errors import InternalError, NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
 
 LOST = -1
-"""`Sequence.followed` of one that the draft model is not to go on with."""
+"""`Sequence.followed` of one that the engine drafts no more for."""
 
 Urgency = tuple[int, int]
 """(lane, arrival): the smaller comes first."""
@@ -175,12 +175,11 @@ class Sequence:
         """Prompt tokens found in the cache before the sequence was first preempted."""
         self.preempted = False
         """Whether it has ever been: what it finds in the cache then may be its own."""
-        self.guesser: Guesser | None = None
-        """Of the next tokens, where drafts are allowed and have been thought of."""
+        self.proposing: dict[str, Any] = {}
+        """What proposers keep of it, by their names (`proposer.py`)."""
         self.followed = 0
-        """How many of the tokens that are computed the draft model has computed too, from the first one on; `LOST`."""
-        self.agreement: Agreement | None = None
-        """Of the draft model with it, once that was thought of."""
+        """How many of the tokens that are computed the engine has computed for its drafts too, from the first one on;
+        `LOST`."""
         self.speculates = True
         """Whether it may carry drafts: until a row behind one has failed."""
         self.times = StageTimes()
@@ -210,6 +209,11 @@ class Sequence:
     @property
     def blocks(self) -> int:
         return len(self.table) + len(self.cold) + len(self.snapshot)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the engine has computed for its drafts what it has computed."""
+        return self.followed == self.num_computed
 
     @property
     def remaining(self) -> int:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.executor.core.sampling_state import SamplingState, TokenBans, problem_with_bans, token_bans_of
 from services.executor.sampling.sampler import Sampler
-from services.executor.scheduler.speculation import Estimates, Guesser
+from services.executor.scheduler.proposers.ngrams import Estimates, PromptLookup
 from services.executor.worker.stub import StubEngine, StubSettings
 from shared.messages import SamplingParams
 
@@ -100,14 +100,14 @@ def test_a_prediction_is_what_is_guessed() -> None:
     from array import array
 
     tokens = array("i", [9, 8, 7])
-    guesser = Guesser(tokens, Estimates(), [1, 2, 3, 4, 5, 6])
-    guesser.guess(3)
-    assert guesser.drafts(3) == [1, 2, 3]  # it follows the prompt
+    lookup = PromptLookup(tokens, Estimates(), [1, 2, 3, 4, 5, 6])
+    lookup.guess(3)
+    assert lookup.guesses[:3] == [1, 2, 3]  # it follows the prompt
     tokens.extend([1, 2, 3])
-    guesser.learn([1, 2, 3])
-    guesser.guess(3)
-    assert guesser.drafts(3) == [4, 5, 6]
+    lookup.learn([1, 2, 3])
+    lookup.guess(3)
+    assert lookup.guesses[:3] == [4, 5, 6]
     tokens.extend([0, 0, 4, 5])  # the text left it, and came back to it
-    guesser.learn([0])
-    guesser.guess(1)
-    assert guesser.drafts(1) == [6]
+    lookup.learn([0])
+    lookup.guess(1)
+    assert lookup.guesses[:1] == [6]

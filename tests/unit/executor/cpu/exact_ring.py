@@ -149,7 +149,7 @@ class _KnowingDrafter(Drafter):
     def __init__(
         self, spec: EngineSpec, settings: BatchSettings, rng: random.Random, said: dict[str, list[Said]]
     ) -> None:
-        super().__init__(spec, settings)
+        super().__init__(spec, settings, ())
         self._rng, self._said = rng, said
 
     def may_rest(self, sequences: Seq[Sequence]) -> bool:

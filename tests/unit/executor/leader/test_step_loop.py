@@ -27,12 +27,13 @@ from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.scheduler.speculation import StepCost
 from services.executor.structured_output import GrammarWork
 from services.executor.worker.launches import Launches
 from shared.errors import RingLost
 from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
-from tests.unit.executor.scheduler.fake_drafter import DevotedModel
+from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 
@@ -93,8 +94,9 @@ class Ring:
         board = RingBoard(directory / "board", 1, create=True)
         self.flight = FlightRecorder.beside(directory / "board", 1, create=True)
         settings = BatchSettings(16, 4, max_drafts=drafts)
-        drafter = Drafter(self.spec, settings)
-        drafter._speculation.model = DevotedModel(drafts)
+        drafter = Drafter(self.spec, settings, PROPOSERS)
+        if drafts:
+            engine_of(drafter).policy = DevotedPolicy(drafts)
         drafter._speculation.cost = EvenCost()
         self.batcher = ContinuousBatcher(self.spec, settings, drafter=drafter)
         self.engine = NotedEngine(self.spec)
@@ -226,7 +228,7 @@ async def test_rounds_of_the_draft_model_come_between_steps(tmp_path: Path, look
     expected = dict(add(ring))
     await ring.run()
     assert ring.text == expected
-    counts, totals = ring.batcher.drafter.model, ring.board.totals
+    counts, totals = ring.batcher.drafter.engine_counts, ring.board.totals
     assert 3 < counts.accepted <= counts.drafted, "a stop token cuts what is right"
     assert counts.seconds > 0
     rounds = [step for kind, step in ring.engine.noted if kind == "draft"]

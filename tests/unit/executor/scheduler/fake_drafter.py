@@ -6,29 +6,36 @@ from collections.abc import Sequence as Seq
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.proposers.engine_drafts import (
+    AcceptanceStats,
+    DraftPolicy,
+    EngineDrafts,
+    Proposal,
+)
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.speculation import Agreement, DraftModel, Proposal, StepCost
+from services.executor.scheduler.speculation import StepCost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, next_token
 
 
-class WhimsicalModel(DraftModel):
+class WhimsicalPolicy(DraftPolicy):
     """Decides by chance, and anew each time."""
 
     def __init__(self, most: int, rng: random.Random) -> None:
         super().__init__(most, StepCost())
         self._rng = rng
 
-    def takes_on(self, agreement: Agreement, decodes: int) -> bool:
+    def takes_on(self, stats: AcceptanceStats, decodes: int) -> bool:
         return self._rng.random() < 0.99
 
-    def count(self, decodes: int, agreements: Seq[Agreement], most: int) -> int:
+    def count(self, decodes: int, stats: Seq[AcceptanceStats], most: int) -> int:
         return self._rng.randint(0, most)
 
     def step_over(self, running: int) -> None:
         self.used = self._rng.random() < 0.97
 
 
-class DevotedModel(DraftModel):
+class DevotedPolicy(DraftPolicy):
     """Takes part wherever it can, with as much as it may."""
 
     def __init__(self, most: int) -> None:
@@ -36,20 +43,25 @@ class DevotedModel(DraftModel):
         self.right = self.wrong = 0
         """Proposals, as far as they were compared."""
 
-    def learn(self, offer: Proposal, drawn: Seq[int]) -> int:
-        right = super().learn(offer, drawn)
+    def learn(self, proposal: Proposal, drawn: Seq[int]) -> int:
+        right = super().learn(proposal, drawn)
         self.right += right
-        self.wrong += right < min(len(offer.drafted), len(drawn))
+        self.wrong += right < min(len(proposal.drafted), len(drawn))
         return right
 
-    def takes_on(self, agreement: Agreement, decodes: int) -> bool:
+    def takes_on(self, stats: AcceptanceStats, decodes: int) -> bool:
         return True
 
-    def count(self, decodes: int, agreements: Seq[Agreement], most: int) -> int:
+    def count(self, decodes: int, stats: Seq[AcceptanceStats], most: int) -> int:
         return min(self._most, most)
 
     def step_over(self, running: int) -> None:
         """It stays in use."""
+
+
+def engine_of(drafter: Drafter) -> EngineDrafts:
+    assert isinstance(drafter.engine, EngineDrafts)
+    return drafter.engine
 
 
 class FakeDrafter(Drafter):
@@ -58,10 +70,11 @@ class FakeDrafter(Drafter):
     def __init__(
         self, spec: EngineSpec, settings: BatchSettings, rng: random.Random, right: float = 0.7
     ) -> None:
-        super().__init__(spec, settings)
+        super().__init__(spec, settings, PROPOSERS)
         self._rng = rng
         self._right = right
-        self._speculation.model = WhimsicalModel(settings.max_drafts, rng)
+        if self.engine is not None:
+            engine_of(self).policy = WhimsicalPolicy(settings.max_drafts, rng)
 
     def may_rest(self, sequences: Seq[Sequence]) -> bool:
         return self._rng.random() < 0.5
@@ -73,7 +86,7 @@ class FakeDrafter(Drafter):
         found = []
         for sequence, limit in zip(sequences, limits, strict=True):
             count = self._rng.randint(0, min(limit, budget))
-            offer = self._proposals.get(sequence)
+            offer = engine_of(self).proposals.get(sequence) if self.engine is not None else None
             drafts = self._tokens(sequence, count)
             if offer is not None and self._rng.random() < 0.8:
                 drafts = offer.tokens(count)

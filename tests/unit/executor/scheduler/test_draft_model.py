@@ -1,7 +1,6 @@
 """Rounds of a draft model: what they ask for, what they pay for, and that nothing else changes."""
 
 import random
-from array import array
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -16,12 +15,14 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.proposers.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
 from services.executor.scheduler.sequence import LOST, Sequence
-from services.executor.scheduler.speculation import Agreement, DraftModel, Proposal, Speculation, StepCost
+from services.executor.scheduler.speculation import Offer, Speculation, StepCost
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
-from tests.unit.executor.scheduler.fake_drafter import DevotedModel
+from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 
@@ -32,9 +33,9 @@ class Ring:
     def __init__(self, right: float = 1.0, drafts: int = 3, devoted: bool = True, **spec: int) -> None:
         self.spec = EngineSpec(**{"block_size": BLOCK, "num_blocks": 64, **spec}, **_SIZES, drafts=True)
         settings = BatchSettings(64, 4, max_drafts=drafts)
-        drafter = Drafter(self.spec, settings)
+        drafter = Drafter(self.spec, settings, PROPOSERS)
         if devoted:
-            drafter._speculation.model = DevotedModel(drafts)
+            engine_of(drafter).policy = DevotedPolicy(drafts)
         self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
         self.model = FakeDraftModel(self.engine, random.Random(3), right)
@@ -102,7 +103,7 @@ def test_the_text_is_the_same_and_the_draft_model_never_behind(cold: int, right:
     assert (ring.model.catching_up > 0) == (right > 0)
     assert ring.plans[0].followed
     assert sum(plan.followed for plan in ring.plans[1:]) <= 2, "rounds compute what decodes need"
-    counts = ring.batcher.drafter.model
+    counts = ring.batcher.drafter.engine_counts
     assert (counts.accepted == counts.drafted) == (right == 1.0)
     assert counts.passes >= ring.model.rounds
     assert counts.seconds > 0
@@ -305,28 +306,32 @@ class Machine:
 
     def run(self, sequences: int, steps: int, most: int) -> tuple[float, float]:
         """(tokens per second, of the second half too), as the ring decides."""
-        speculation = Speculation(most)
-        model = speculation.model
-        agreements = [model.agreement() for _ in range(sequences)]
-        guessers = [speculation.guesser(array("i", range(at, at + 9))) for at in range(sequences)]
+        speculation = Speculation()
+        policy = DraftPolicy(most, speculation.cost)
+        experience = [policy.acceptance() for _ in range(sequences)]
         rates, tokens, seconds = [], 0, 0.0
         for number in range(steps):
             drafted: list[Proposal | None] = [None] * sequences
             rows, spent = sequences, 0.0
-            taking = [model.takes_on(one, sequences) for one in agreements]
+            taking = [policy.takes_on(one, sequences) for one in experience]
             ready, members = (
-                [one for one, takes in zip(agreements, taking, strict=True) if takes],
+                [one for one, takes in zip(experience, taking, strict=True) if takes],
                 sum(taking),
             )
-            count = model.count(sequences, ready, most) if model.used and members else 0
+            count = policy.count(sequences, ready, most) if policy.used and members else 0
             if count:
                 spent = count * (self.draft_step + self.draft_row * members)
-                model.proposed(count, members, spent)
+                policy.proposed(count, members, spent)
                 for at in range(sequences):
                     if taking[at]:
                         told = [DraftToken(1, self.right)] * count
-                        drafted[at] = Proposal(agreements[at], told, True)
-            chosen = speculation.choose(guessers, [most] * sequences, 400, 0, drafted)
+                        drafted[at] = Proposal(experience[at], told, True)
+            least = speculation.least_chance(sequences) / SUNK
+            offers = [
+                None if one is None else Offer(one.tokens(count), policy.chances(one, least)[:most], SUNK)
+                for one in drafted
+            ]
+            chosen = speculation.choose(offers, 400)
             for offer, drafts in zip(drafted, chosen, strict=True):
                 rows += len(drafts)
                 drawn = [1]
@@ -336,10 +341,10 @@ class Machine:
                     drawn[-1] = 1 if not drafts and self.rng.random() < self.right else 2
                 tokens += len(drawn)
                 if offer is not None:
-                    model.learn(offer, drawn)
+                    policy.learn(offer, drawn)
             took = self.step + self.row * rows
             speculation.cost.observe(rows, took * self.rng.uniform(0.9, 1.1))
-            model.step_over(sequences)
+            policy.step_over(sequences)
             seconds += took + spent
             if number in (steps // 2, steps - 1):
                 rates.append((tokens, seconds))
@@ -374,26 +379,26 @@ def test_a_draft_of_a_tenth_that_is_right_in_70_percent_gains_and_costs_nothing_
     assert later > 0.99 * crowd.rate(64, 0)
 
 
-def timed(most: int = 8) -> DraftModel:
+def timed(most: int = 8) -> DraftPolicy:
     cost = StepCost()
-    model = DraftModel(most, cost)
+    policy = DraftPolicy(most, cost)
     for rows in (1, 2, 4, 1) * 5:
         cost.observe(rows, 0.01 + 0.0005 * rows)
-        model.proposed(1, 1, 0.001)
-    model.step_over(1)
-    assert not model.trial, "it pays, so far"
-    return model
+        policy.proposed(1, 1, 0.001)
+    policy.step_over(1)
+    assert not policy.trial, "it pays, so far"
+    return policy
 
 
 def test_a_draft_model_that_is_never_right_rests_and_is_tried_again_ever_less_often() -> None:
-    model = timed()
-    agreement = model.agreement()
+    policy = timed()
+    stats = policy.acceptance()
     used = []
     for _ in range(5000):
-        if model.used:
-            model.learn(Proposal(agreement, [DraftToken(1, 0.5)], False), [2])
-        model.step_over(1)
-        used.append(model.used)
+        if policy.used:
+            policy.learn(Proposal(stats, [DraftToken(1, 0.5)], False), [2])
+        policy.step_over(1)
+        used.append(policy.used)
     assert used[:3] == [True] * 3
     starts = [at for at in range(1, len(used)) if used[at] and not used[at - 1]]
     rests = [later - before for before, later in pairwise(starts)]
@@ -403,48 +408,48 @@ def test_a_draft_model_that_is_never_right_rests_and_is_tried_again_ever_less_of
 
 
 def test_a_trial_that_succeeds_brings_the_draft_model_back() -> None:
-    model = timed()
-    agreement = model.agreement()
+    policy = timed()
+    stats = policy.acceptance()
     for _ in range(200):
-        model.learn(Proposal(agreement, [DraftToken(1, 0.5)], False), [2])
-        model.step_over(1)
-    assert not model.used
+        policy.learn(Proposal(stats, [DraftToken(1, 0.5)], False), [2])
+        policy.step_over(1)
+    assert not policy.used
     steps = 0
-    while not model.used or model.trial:
+    while not policy.used or policy.trial:
         steps += 1
         assert steps < 2000
-        if model.used:
-            assert model.takes_on(agreement, 1), "a trial asks whether it would pay"
-            assert model.count(1, [agreement], 8) >= 1
+        if policy.used:
+            assert policy.takes_on(stats, 1), "a trial asks whether it would pay"
+            assert policy.count(1, [stats], 8) >= 1
             for _ in range(100):
-                model.learn(Proposal(agreement, [DraftToken(1, 0.5)], False), [1])
-        model.step_over(1)
-    assert model.count(1, [agreement], 8) > 2
+                policy.learn(Proposal(stats, [DraftToken(1, 0.5)], False), [1])
+        policy.step_over(1)
+    assert policy.count(1, [stats], 8) > 2
 
 
 def test_what_its_own_probability_means_is_learnt() -> None:
-    model = timed()
-    agreement = model.agreement()
+    policy = timed()
+    stats = policy.acceptance()
     sure, unsure = [DraftToken(1, 0.95)], [DraftToken(1, 0.05)]
     for _ in range(100):
-        model.learn(Proposal(agreement, sure, False), [1])
-        model.learn(Proposal(agreement, unsure, False), [2])
-    [high] = model.chances(Proposal(agreement, sure, False), 0.0)
-    [low] = model.chances(Proposal(agreement, unsure, False), 0.0)
+        policy.learn(Proposal(stats, sure, False), [1])
+        policy.learn(Proposal(stats, unsure, False), [2])
+    [high] = policy.chances(Proposal(stats, sure, False), 0.0)
+    [low] = policy.chances(Proposal(stats, unsure, False), 0.0)
     assert high > 0.9
     assert low < 0.1
-    assert model.chances(Proposal(agreement, unsure, False), 0.5) == []
-    assert 0.0 <= model.without_following(0.02, 4) <= 0.02
+    assert policy.chances(Proposal(stats, unsure, False), 0.5) == []
+    assert 0.0 <= policy.without_following(0.02, 4) <= 0.02
 
 
 def test_a_sequence_that_it_is_wrong_in_is_left_out() -> None:
-    model = timed()
+    policy = timed()
     for _ in range(50):
-        model.proposed(1, 1, 0.003)
-    good, bad = model.agreement(), model.agreement()
+        policy.proposed(1, 1, 0.003)
+    good, bad = policy.acceptance(), policy.acceptance()
     for _ in range(100):
-        model.learn(Proposal(good, [DraftToken(1, 0.5)], False), [1])
-        model.learn(Proposal(bad, [DraftToken(1, 0.5)], False), [2])
-    assert model.takes_on(good, 1)
-    assert not model.takes_on(bad, 1)
-    assert isinstance(good, Agreement)
+        policy.learn(Proposal(good, [DraftToken(1, 0.5)], False), [1])
+        policy.learn(Proposal(bad, [DraftToken(1, 0.5)], False), [2])
+    assert policy.takes_on(good, 1)
+    assert not policy.takes_on(bad, 1)
+    assert isinstance(good, AcceptanceStats)

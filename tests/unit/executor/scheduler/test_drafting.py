@@ -15,6 +15,8 @@ from services.executor.core.step_plan import as_int32
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.scheduler.steps import prompt_tokens
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry
@@ -223,7 +225,8 @@ class LogitsEngine(FakeEngine):
 
 def generate(requests: list[GenerationRequest], drafts: int) -> tuple[list[TokenEntry], ContinuousBatcher]:
     spec = EngineSpec(BLOCK, 200, 200, VOCAB)
-    batcher = ContinuousBatcher(spec, BatchSettings(128, 8, max_drafts=drafts), "m")
+    settings = BatchSettings(128, 8, max_drafts=drafts)
+    batcher = ContinuousBatcher(spec, settings, "m", Drafter(spec, settings, PROPOSERS))
     engine, entries = LogitsEngine(spec), []
     for request in requests:
         assert batcher.add(request) is None

@@ -2,39 +2,64 @@
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import Grammar, Mask
 from services.executor.core.settings import MOST_DRAFTS, MOST_EVER, ExecutorSettings, most_drafts
-from services.executor.scheduler.speculation import Estimates, Guesser, Speculation, StepCost
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.ngrams import Estimates, NgramProposer, PromptLookup
+from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.speculation import StepCost
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from tests.unit.executor.scheduler.stepped_ring import ask
 
 BASE, PER_TOKEN = 0.0067, 0.0003
 """Seconds, as measured for SmolLM2-135M on two cores."""
 
 
-def speculation(most: int = MOST_DRAFTS, sequences: int = 1, per_token: float = PER_TOKEN) -> Speculation:
-    """One that has seen steps of so many sequences, with and without drafts."""
-    made = Speculation(most)
+class Asked:
+    """Sequences whose own texts propose, as a ring asks them."""
+
+    def __init__(self, most: int = MOST_DRAFTS) -> None:
+        self._proposer = NgramProposer()
+        settings = BatchSettings(max_drafts=most)
+        self._drafter = Drafter(EngineSpec(16, 1000, 16000, 1 << 17), settings, [lambda _: self._proposer])
+        self._most = most
+        self.cost = self._drafter._speculation.cost
+
+    def lookup(self, tokens: "array[int]", grammar: Grammar | None = None) -> "tuple[Sequence, PromptLookup]":
+        sequence = Sequence(ask("a", 1), 1, 16, b"")
+        sequence.tokens, sequence.sampling.grammar = tokens, grammar
+        return sequence, self._proposer._of(sequence)
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
+        return self._drafter.propose(sequences, [min(limit, self._most) for limit in limits], budget)
+
+
+def speculation(most: int = MOST_DRAFTS, sequences: int = 1, per_token: float = PER_TOKEN) -> Asked:
+    """Those of a ring that has seen steps of so many sequences, with and without drafts."""
+    made = Asked(most)
     for drafts in (0, 3, 8, 0) * 10:
         made.cost.observe(sequences + drafts, BASE + per_token * (sequences + drafts))
     return made
 
 
-def talk(made: Speculation, tokens: "array[int]", say: list[int]) -> list[int]:
+def talk(made: Asked, tokens: "array[int]", say: list[int]) -> list[int]:
     """Drafts of each step of a sequence alone that says `say`, whatever is drafted."""
-    guesser, counts = made.guesser(tokens), []
+    (sequence, lookup), counts = made.lookup(tokens), []
     while say:
-        [drafts] = made.choose([guesser], [len(say)], 100)
+        [drafts] = made.choose([sequence], [len(say)], 100)
         right = next((at for at, draft in enumerate(drafts) if draft != say[at]), len(drafts))
         new, say = say[: right + 1], say[right + 1 :]
         tokens.extend(new)
-        guesser.learn(new)
+        lookup.learn(new)
         counts.append(len(drafts))
     return counts
 
@@ -56,8 +81,8 @@ def test_the_cost_of_a_step_is_fitted(base: float, share: float, sizes: list[int
 
 
 def test_without_a_timed_step_there_are_no_drafts() -> None:
-    made = Speculation(8)
-    guesser = made.guesser(array("i", [1, 2, 3] * 9))
+    made = Asked(8)
+    guesser, _ = made.lookup(array("i", [1, 2, 3] * 9))
     assert made.choose([guesser], [100], 100) == [[]]
     made.cost.observe(0, 1.0)
     made.cost.observe(1, 0.0)
@@ -123,16 +148,16 @@ def test_a_sequence_without_drafts_is_watched_and_comes_back() -> None:
 # --- the choice -----------------------------------------------------------------------------------
 
 
-def singers(made: Speculation, count: int, right: float = 1.0) -> list[Guesser]:
+def singers(made: Asked, count: int, right: float = 1.0) -> list[tuple[Sequence, PromptLookup]]:
     """Sequences that repeat themselves, each with some experience of being right."""
     rng, found = random.Random(4), []
     for _ in range(count):
-        guesser = made.guesser(array("i", list(range(20)) * 3))
+        sequence, lookup = made.lookup(array("i", list(range(20)) * 3))
         for _ in range(40):
-            guesser.guess(0)
-            [token] = guesser.drafts(1)
-            guesser.learn([token if rng.random() < right else 99])
-        found.append(guesser)
+            lookup.guess(0)
+            [token] = lookup.guesses
+            lookup.learn([token if rng.random() < right else 99])
+        found.append((sequence, lookup))
     return found
 
 
@@ -140,18 +165,18 @@ def test_the_more_sequences_the_fewer_drafts() -> None:
     totals = []
     for sequences in (1, 4, 16, 64):
         made = speculation(sequences=sequences)
-        guessers = singers(made, sequences, right=0.6)
-        totals.append(sum(map(len, made.choose(guessers, [99] * sequences, 400))) / sequences)
+        asked = [sequence for sequence, _ in singers(made, sequences, right=0.6)]
+        totals.append(sum(map(len, made.choose(asked, [99] * sequences, 400))) / sequences)
     assert totals == sorted(totals, reverse=True)
     assert totals[0] >= 2
     assert totals[-1] < 0.2
 
 
 def test_where_tokens_cost_what_steps_cost_there_are_no_drafts() -> None:
-    made = Speculation(8)
+    made = Asked(8)
     for size in range(1, 40):
         made.cost.observe(size, 0.001 * size)
-    assert made.choose(singers(made, 4), [99] * 4, 400) == [[]] * 4
+    assert made.choose([sequence for sequence, _ in singers(made, 4)], [99] * 4, 400) == [[]] * 4
 
 
 @given(
@@ -166,13 +191,13 @@ def test_limits_hold_and_drafts_pay(
     sequences: int, most: int, limits: list[int], budget: int, right: float, per_token: float
 ) -> None:
     made = speculation(most, sequences, per_token)
-    guessers = singers(made, sequences, right)
-    drafts = made.choose(guessers, limits[:sequences], budget)
+    asked = singers(made, sequences, right)
+    drafts = made.choose([sequence for sequence, _ in asked], limits[:sequences], budget)
     counts = [len(of_one) for of_one in drafts]
     assert all(count <= min(most, limit) for count, limit in zip(counts, limits, strict=False))
     assert sum(counts) <= max(budget, 0)
     expected = sequences + sum(
-        sum(guesser.chances(count, 0.0)) for guesser, count in zip(guessers, counts, strict=True)
+        sum(lookup.chances(count, 0.0)) for (_, lookup), count in zip(asked, counts, strict=True)
     )
     with_drafts = expected / made.cost.of(sequences + sum(counts))
     assert with_drafts >= sequences / made.cost.of(sequences) * (1 - 1e-9)
@@ -218,19 +243,19 @@ class Forcing:
     def forced(self) -> list[int]:
         return self.next
 
-    def fitting(self, drafts: Sequence[int]) -> int:
+    def fitting(self, drafts: Seq[int]) -> int:
         return next((at for at, draft in enumerate(drafts) if draft == self._forbidden), len(drafts))
 
-    def after_each(self, drafts: Sequence[int]) -> Sequence[Grammar]:
+    def after_each(self, drafts: Seq[int]) -> Seq[Grammar]:
         raise NotImplementedError
 
 
 def test_what_a_grammar_forces_is_drafted_and_what_it_forbids_is_not() -> None:
     made, said = speculation(), [1, 2, 3, 4, 5, 6] * 6
-    forced = made.guesser(array("i", [9]), grammar=Forcing([7, 8, 9]))
-    goes_on = made.guesser(array("i", said), grammar=Forcing([1, 2]))
-    elsewhere = made.guesser(array("i", said), grammar=Forcing([1, 7]))
-    cut = made.guesser(array("i", said), grammar=Forcing([], forbidden=3))
+    forced, _ = made.lookup(array("i", [9]), Forcing([7, 8, 9]))
+    goes_on, _ = made.lookup(array("i", said), Forcing([1, 2]))
+    elsewhere, _ = made.lookup(array("i", said), Forcing([1, 7]))
+    cut, _ = made.lookup(array("i", said), Forcing([], forbidden=3))
     drafts = made.choose([forced, goes_on, elsewhere, cut], [6] * 4, 100)
     assert drafts[0] == [7, 8, 9]
     assert drafts[1][:3] == [1, 2, 3], "what the text says behind what is forced is drafted too"
@@ -241,31 +266,31 @@ def test_what_a_grammar_forces_is_drafted_and_what_it_forbids_is_not() -> None:
 def test_what_is_forced_is_drafted_by_who_has_looked_in_vain_too() -> None:
     made, grammar = speculation(), Forcing([])
     tokens = array("i", range(200))
-    guesser = made.guesser(tokens, grammar=grammar)
+    sequence, lookup = made.lookup(tokens, grammar)
     for token in range(200, 230):
-        assert made.choose([guesser], [6], 100) == [[]]
+        assert made.choose([sequence], [6], 100) == [[]]
         tokens.append(token)
-        guesser.learn([token])
+        lookup.learn([token])
     for token in range(300, 310):
         grammar.next = [token]
-        assert made.choose([guesser], [6], 100) == [[token]]
-        assert guesser.copies
+        assert made.choose([sequence], [6], 100) == [[token]]
+        assert lookup.copies
         tokens.append(token)
-        guesser.learn([token])
-        assert not guesser.copies, "what comes behind it is another question"
+        lookup.learn([token])
+        assert not lookup.copies, "what comes behind it is another question"
 
 
 def test_a_sequence_that_draws_other_tokens_than_those_forced_is_left_alone() -> None:
     """Its text is forced, and not how it is divided into tokens."""
     made, grammar = speculation(), Forcing([5, 6])
     tokens = array("i", [0])
-    guesser, counts = made.guesser(tokens, grammar=grammar), []
+    (sequence, lookup), counts = made.lookup(tokens, grammar), []
     for _ in range(60):
-        [drafts] = made.choose([guesser], [6], 100)
+        [drafts] = made.choose([sequence], [6], 100)
         counts.append(len(drafts))
         tokens.append(9)
-        guesser.learn([9])
+        lookup.learn([9])
         grammar.next = [5, 6]
     assert counts[0] == 2
     assert 5 not in tokens
-    assert made.guesser(array("i", [0]), grammar=grammar).look(2, 0.0)[0] < 0.5
+    assert made.lookup(array("i", [0]), grammar)[1].look(2, 0.0)[0] < 0.5

@@ -308,9 +308,9 @@ def test_who_is_cancelled_while_its_drafts_are_checked_gives_its_slots_back() ->
 
 
 def test_drafts_are_not_for_models_whose_states_have_no_slots_behind_them() -> None:
-    assert ring(drafts=5, draft_states=3).batcher._settings.max_drafts == 5
+    assert ring(drafts=5, draft_states=3).batcher.drafter._settings.max_drafts == 5
     one = ring(drafts=5)
-    assert one.batcher._settings.max_drafts == 0
+    assert one.batcher.drafter._settings.max_drafts == 0
     start(one, "a", list(range(10)), 12)
     finish(one, "a")
     assert one.batcher.drafter.drafted == 0

@@ -14,10 +14,11 @@ from services.executor.native import library
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.worker.engine import RingEngine
 from shared.messages import GenerationRequest, SamplingParams
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
-from tests.unit.executor.scheduler.fake_drafter import DevotedModel
+from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_draft_model import model_in
 
@@ -61,7 +62,7 @@ def heirs(said: Texts) -> list[GenerationRequest]:
 
 class Said(NamedTuple):
     turns: list[Texts]
-    devoted: DevotedModel
+    devoted: DevotedPolicy
     preempted: int
     """Sequences."""
     restored: int
@@ -80,8 +81,9 @@ def generate(
     """What each turn gives; with the adapter in that directory all but the first text. `preempts`: by chance; and the
     first turn's come back at the end. `knows`: the draft model says what the model does."""
     settings = BatchSettings(64, 4, max_drafts=drafts, session_ttl=1000.0)
-    drafter, model = Drafter(spec, settings), DevotedModel(drafts)
-    drafter._speculation.model = model
+    drafter, policy = Drafter(spec, settings, PROPOSERS), DevotedPolicy(drafts)
+    if drafter.engine is not None:
+        engine_of(drafter).policy = policy
     batcher = ContinuousBatcher(spec, settings, "m", drafter)
     batcher.adapter_ready("a" * 64, adapter)
     turns: list[Texts] = []
@@ -89,7 +91,7 @@ def generate(
     for turn in range(4 if preempts else 3):
         asked = requests(turn) if turn < 3 else heirs(turns[0])
         turns.append({})
-        right, wrong = model.right, model.wrong
+        right, wrong = policy.right, policy.wrong
         for at, request in enumerate(asked):
             adapted = "a" * 64 if at and adapter else ""
             assert batcher.add(structs.replace(request, adapter=adapted)) is None
@@ -109,9 +111,9 @@ def generate(
         if turn != 2 and not adapter and knows:
             # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept. The
             # first proposal never does.
-            some = (model.right - right) // 8 if spec.num_cold and drafts > 1 else 0
-            assert model.wrong - wrong <= some
-    return Said(turns, model, batcher._planner.preemptions, restored)
+            some = (policy.right - right) // 8 if spec.num_cold and drafts > 1 else 0
+            assert policy.wrong - wrong <= some
+    return Said(turns, policy, batcher._planner.preemptions, restored)
 
 
 @pytest.mark.slow

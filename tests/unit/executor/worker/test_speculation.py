@@ -12,6 +12,8 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.worker.runner import ModelRunner
 from shared.messages import GenerationRequest, SamplingParams
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
@@ -37,7 +39,8 @@ def requests() -> list[GenerationRequest]:
 
 def lead(runner: ModelRunner, plans: "queue.Queue[StepPlan | None]", drafts: int) -> tuple[Texts, int]:
     spec = EngineSpec(BLOCK_SIZE, NUM_BLOCKS, 100, runner.vocab_size)
-    batcher = ContinuousBatcher(spec, BatchSettings(48, 3, max_drafts=drafts), "m")
+    settings = BatchSettings(48, 3, max_drafts=drafts)
+    batcher = ContinuousBatcher(spec, settings, "m", Drafter(spec, settings, PROPOSERS))
     for request in requests():
         assert batcher.add(request) is None
     texts: Texts = {}

@@ -1,0 +1,70 @@
+"""The door of proposers: each can be taken out of the list, and the rest serves as ever."""
+
+import random
+
+import pytest
+
+from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.proposer import ProposerMaker
+from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.proposers.draft_heads import draft_heads
+from services.executor.scheduler.proposers.draft_models import draft_models
+from services.executor.scheduler.proposers.ngrams import ngrams
+from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
+from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
+from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
+
+
+class Said:
+    """What a ring gives for some requests, one of which has a prediction that is right."""
+
+    def __init__(self, makers: list[ProposerMaker], **engine: bool) -> None:
+        spec, settings = EngineSpec(BLOCK, 64, 200, VOCAB, **engine), BatchSettings(64, 4, max_drafts=3)
+        self.drafter = Drafter(spec, settings, makers)
+        batcher = ContinuousBatcher(spec, settings, "m", self.drafter)
+        fake = FakeEngine(spec)
+        model = FakeDraftModel(fake, random.Random(3), 1.0)
+        requests = [ask("a", 5, 40), ask("bb", 9, 37), ask("ccc", 14, 30)]
+        requests[0] = ask("a", 5, 40, prediction=undisturbed(requests[0], 40))
+        self.texts: dict[str, list[int]] = {}
+        self.steps = 0
+        for request in requests:
+            assert batcher.add(request) is None
+        while batcher.has_work:
+            if (round_ := batcher.plan_drafts()) is not None:
+                batcher.take_drafts(model.draft(round_[0], [row.sampling for row in round_[1]]), 0.0001)
+            scheduled = batcher.schedule()
+            assert scheduled is not None
+            plan, rows = scheduled
+            model.copy(plan)
+            sampled = fake.execute(plan, [row.sampling for row in rows])
+            model.step(plan)
+            self.steps += 1
+            for entry in batcher.update(sampled, 0.001)["gateway"]:
+                self.texts.setdefault(entry.generation_id, []).extend(entry.tokens)
+            batcher.check()
+        assert self.texts == {one.generation_id: undisturbed(one, one.max_tokens) for one in requests}
+
+
+ENGINES = {"plain": {}, "model": {"drafts": True}, "head": {"drafts": True, "draft_reads_states": True}}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("left_out", [None, *PROPOSERS], ids=lambda maker: getattr(maker, "__name__", "none"))
+def test_without_one_proposer_the_rest_serves(left_out: ProposerMaker | None, engine: str) -> None:
+    own = {"plain": None, "model": draft_models, "head": draft_heads}[engine]
+    said = Said([maker for maker in PROPOSERS if maker is not left_out], **ENGINES[engine])
+    assert (said.drafter.engine is not None) == (own is not None and own is not left_out)
+    assert (said.drafter.engine_counts.accepted > 0) == (said.drafter.engine is not None)
+    if said.drafter.engine is None:
+        assert (said.drafter.accepted > 0) == (left_out is not ngrams)
+
+
+def test_without_any_nothing_is_drafted() -> None:
+    said = Said([], drafts=True)
+    assert said.drafter.drafted == 0
+    assert said.drafter.engine is None
+    assert said.steps == 40, "a token each"
