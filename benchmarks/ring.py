@@ -40,12 +40,13 @@ from benchmarks.harness import (
     run,
 )
 from benchmarks.random_model import shape_option, write_checkpoint
-from services.executor.core.settings import ExecutorSettings, KvDType
+from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.native.library import PARTS
 from services.executor.supervisor.rank_process import SPIN_COUNT
+from shared.data_types import KvDType
 from shared.messages import SamplingParams
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ import difflib
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from shared import sparse_attention
 from shared.config import seconds_of
+from shared.data_types import BLOCK_DTYPES, WEIGHT_DTYPES
 from shared.messages.registry import MAX_ALIASES, MAX_MODELS, ModelSettings, ModelSpec
 from shared.models import HUB, REASONING_PARSERS, TOOL_PARSERS
 
@@ -27,9 +28,7 @@ MAX_IDLE = 366 * 86_400.0
 MAX_NUMBER = 1 << 62
 """Of a setting: what fits in a message."""
 MAX_DRAFTS = 63
-WeightDType = Literal["auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4"]
-WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDType)
-_LAYER = re.compile(r"-?\d{1,5}\s*=\s*(bf16|fp8|int8)", re.ASCII)
+_LAYER = re.compile(rf"-?\d{{1,5}}\s*=\s*({'|'.join(BLOCK_DTYPES)})", re.ASCII)
 _RANGES: dict[str, tuple[int, int]] = {
     "tp": (1, 64),
     "kv_memory": (0, MAX_NUMBER),
@@ -135,7 +134,7 @@ def _wrong_setting(name: str, value: Any) -> str:
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if all(_LAYER.fullmatch(part) for part in parts):
             return ""
-        return "it is a list of LAYER=bf16|fp8|int8 with commas, such as 0=bf16,-1=bf16"
+        return f"it is a list of LAYER={'|'.join(BLOCK_DTYPES)} with commas, such as 0=bf16,-1=bf16"
     return ""
 
 

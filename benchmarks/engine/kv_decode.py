@@ -20,10 +20,10 @@ from msgspec import structs
 from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
 from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, median, run, show, timed
 from benchmarks.random_model import LlamaShape, write_checkpoint
-from services.executor.core.settings import BlockDType
 from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.kv_cache.block_memory import MappedFiles
+from shared.data_types import BlockDType
 from shared.messages import SparseAttention
 
 KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.engine.steps import BLOCK, Row, step_plan
 from benchmarks.harness import CORES, Dtype, ModelDirectory, Sheet, Threads, run, show
 from services.executor.collectives.base import SingleRank
-from services.executor.core.settings import BlockDType, layer_dtypes, parse_layers
+from services.executor.core.settings import layer_dtypes, parse_layers
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import to_bytes
 from services.executor.kv_cache.codecs import codecs_of
@@ -40,6 +40,7 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import RowsCodec
 from services.executor.worker.backend import make_runner
 from services.executor.worker.runner import ModelRunner
+from shared.data_types import BlockDType
 
 CODECS = ("bf16", "fp8", "int8", "fp8 0=bf16,-1=bf16", "int8 0=bf16,-1=bf16")
 """What is compared with the first: default and layers that differ from it."""

@@ -21,11 +21,11 @@ from benchmarks.engine.in_process import set_threads
 from services.executor.core.step_plan import StepPlan, to_bytes
 
 if TYPE_CHECKING:
-    from services.executor.core.settings import BlockDType
     from services.executor.kv_cache.block_memory import MappedFiles
     from services.executor.kv_cache.store import KvStore
     from services.executor.model.weight_formats import WeightCodec
     from services.executor.worker.runner import ModelRunner
+    from shared.data_types import BlockDType
 
 
 BLOCK = 16

@@ -19,12 +19,11 @@ choose()
 
 from benchmarks.on_gpu.bench import Bench, Row, rate  # noqa: E402
 from benchmarks.on_gpu.machine import graph_seconds  # noqa: E402
-from services.executor.core.settings import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
 from services.executor.gpu.kernels.tiles import rows_for, splits_of, tiles_of  # noqa: E402
-from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
+from services.executor.kv_cache.codecs import CODECS  # noqa: E402
+from shared.data_types import BlockDType  # noqa: E402
 
-CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
 KV_HEADS, GROUP, WIDTH, BLOCK = 8, 4, 128, 16
 """Of an 8B-shaped model."""
 BANDWIDTH = 4.8e12

@@ -16,14 +16,13 @@ from benchmarks.on_gpu.device import choose
 
 choose()
 
-from services.executor.core.settings import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tiles_of  # noqa: E402
-from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
+from services.executor.kv_cache.codecs import CODECS  # noqa: E402
 from services.executor.kv_cache.store import KvStore  # noqa: E402
 from services.executor.kv_cache.store_shape import StoreShape  # noqa: E402
+from shared.data_types import BlockDType  # noqa: E402
 
-CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """What an error may be, in parts of the number itself or of its row's root mean square, whichever is larger: weights
 and results are rounded to the model's numbers, as everywhere. An absolute error would let long contexts pass, whose

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from shared.data_types import DType, KvDType
 from shared.messages.generations import SparseAttention
 
 MAX_MODELS = 1024
@@ -32,9 +33,9 @@ class ModelSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a model is run; what is None is as the settings of its host say. Named and meant as those of an executor."""
 
     tp: int | None = None
-    dtype: Literal["auto", "bf16", "fp32"] | None = None
+    dtype: DType | None = None
     weight_dtype: str | None = None
-    kv_dtype: Literal["auto", "bf16", "fp8", "int8"] | None = None
+    kv_dtype: KvDType | None = None
     kv_dtype_layers: str | None = None
     kv_memory: int | None = None
     """Bytes for the KV cache of each rank."""

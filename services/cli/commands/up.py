@@ -14,6 +14,7 @@ from services.cli.supervision.up import Up
 from services.cli.target import DataDir, NatsUrl, StackSettings
 from services.cli.ui import console
 from shared.config import load_settings
+from shared.data_types import DTYPES, KV_DTYPES, WEIGHT_DTYPES, WEIGHT_FORMATS
 from shared.errors import ConfigurationError
 from shared.messages import ModelSpec
 from shared.model_store import catalog as model_store
@@ -21,8 +22,6 @@ from shared.models import REASONING_PARSERS, TOOL_PARSERS, here
 
 if TYPE_CHECKING:
     from shared.registry import DeclaredAdapter
-
-_WEIGHT_DTYPES = ("auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4")
 
 
 def up(
@@ -71,12 +70,12 @@ def up(
             show_default="1",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="|".join(DTYPES))] = "auto",
     weight_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Data type of weights; quantized while loading: int8, fp8, q8_0, q6_k, q4_k and int4.",
-            metavar="|".join(_WEIGHT_DTYPES),
+            help=f"Data type of weights; quantized while loading: {', '.join(WEIGHT_FORMATS)}.",
+            metavar="|".join(WEIGHT_DTYPES),
             show_default="auto",
         ),
     ] = None,
@@ -84,7 +83,7 @@ def up(
         str | None,
         typer.Option(
             help="Data type of full KV blocks; bf16: uncompressed.",
-            metavar="auto|bf16|fp8|int8",
+            metavar="|".join(KV_DTYPES),
             show_default="auto",
         ),
     ] = None,
@@ -154,10 +153,10 @@ def up(
     proof: Annotated[bool | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
-    _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
+    _check_choice("--dtype", dtype, DTYPES)
     _check_choice("--engine", engine, ("torch", "stub"))
-    _check_choice("--weight-dtype", weight_dtype, _WEIGHT_DTYPES)
-    _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
+    _check_choice("--weight-dtype", weight_dtype, WEIGHT_DTYPES)
+    _check_choice("--kv-dtype", kv_dtype, KV_DTYPES)
     for service in ("gateway",) if engine == "stub" else ("gateway", "executor"):
         require_packages(service, extra="all")
     tls = {"tls_certificate": tls_certificate, "tls_key": tls_key, "tls_client_ca": tls_client_ca}

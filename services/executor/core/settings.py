@@ -14,21 +14,17 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
+from shared.data_types import BLOCK_DTYPES, BlockDType, DType, KvDType, WeightDType
 from shared.errors import ConfigurationError
 from shared.model_store.packed import ENDING
 from shared.model_store.settings import ModelStoreSettings
 from shared.models import HUB, ReasoningParser, ToolParser, path_of
 
-BlockDType = Literal["bf16", "fp8", "int8"]
-"""`bf16` means uncompressed: keys and values stay as the model computes them."""
-KvDType = Literal["auto", "bf16", "fp8", "int8"]
 AdapterDtype = Literal["auto", "bf16", "int8"]
-
-_DTYPES: tuple[BlockDType, ...] = get_args(BlockDType)
 
 
 def parse_layers(text: str) -> dict[int, BlockDType]:
@@ -39,9 +35,9 @@ def parse_layers(text: str) -> dict[int, BlockDType]:
     layers: dict[int, BlockDType] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         number, _, name = (side.strip() for side in part.partition("="))
-        dtype = next((dtype for dtype in _DTYPES if dtype == name), None)
+        dtype = next((dtype for dtype in BLOCK_DTYPES if dtype == name), None)
         if dtype is None or not number.removeprefix("-").isdecimal():
-            raise ValueError(f"{part!r} is not LAYER={'|'.join(_DTYPES)}, such as 0=bf16 or -1=bf16")
+            raise ValueError(f"{part!r} is not LAYER={'|'.join(BLOCK_DTYPES)}, such as 0=bf16 or -1=bf16")
         if int(number) in layers:
             raise ValueError(f"layer {int(number)} is named twice")
         layers[int(number)] = dtype
@@ -159,10 +155,6 @@ class SlowSteps:
         return True
 
 
-DType = Literal["auto", "bf16", "fp32"]
-WeightDType = Literal["auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4"]
-
-
 class ExecutorSettings(ModelStoreSettings):
     """An executor and its group: a tensor-parallel ring of `tp` ranks that serves one model. Groups that it is told to
     load have the same settings, but for what the model's entry in the registry says."""
@@ -268,8 +260,8 @@ class ExecutorSettings(ModelStoreSettings):
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"
-    """Data type of full KV blocks: `bf16` (as computed), or compressed to `fp8` or `int8`; `auto`: int8 where
-    reading it is as fast (native CPU kernels, and GPUs with Triton in bf16), else bf16."""
+    """Data type of full KV blocks: `bf16` (as computed), or the codec that compresses them; `auto`: `int8` where
+    reading it is as fast (native CPU kernels, and GPUs with Triton in bf16), else `bf16`."""
     kv_dtype_layers: str = ""
     """Layers that differ from `kv_dtype`, such as "0=bf16,-1=bf16"; negative numbers count from the last layer."""
     kv_memory: int = Field(default=0, ge=0)

@@ -41,8 +41,6 @@ from services.executor.sampling.candidates import largest_of
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
-CODECS = {"": 0, "int8": 1, "fp8": 2}
-"""As `attention.h` numbers them."""
 _NO_MEMORY, _RING_LOST, _BAD_PLAN = 1, 2, 3
 _NO_ROOM = "There is no memory left for the working space of a step; free some memory."
 
@@ -261,7 +259,7 @@ class NativeDecoder:
         hot = self._store.hot(layer.page)
         into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
         codec, scales = self._store.codec(layer.page), self._store.scales(layer.page)
-        into.codec = CODECS["" if codec is None else codec.name]
+        into.codec = 0 if codec is None else codec.number
         into.codes = self._store.codes(layer.page).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
         if self._store.is_mapped(layer.page):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.executor.core.settings import WeightDType
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.lowering import Weights
 from services.executor.model.parallel.layers import (
@@ -28,6 +27,7 @@ from services.executor.model.parallel.layers import (
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, joined
+from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
@@ -181,7 +181,7 @@ def use_products(model: Any, make: MakeProduct = make_product) -> None:
             module.look_up_by(make_lookup(module.stored, module.weight.dtype))
 
 
-_CODECS: dict[str, Codec] = {"fp8": FP8, "int8": INT8}
+_EIGHT_BITS: dict[str, Codec] = {codec.name: codec for codec in (FP8, INT8)}
 _FIRST_WITH_FP8 = (8, 9)
 """Compute capability of the first processors that multiply e4m3 (Ada)."""
 
@@ -195,7 +195,7 @@ def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) ->
         return None
     if device.type != "cuda":
         return CODECS[kind]
-    codec: WeightCodec = _CODECS.get(kind) or CODECS[kind]
+    codec: WeightCodec = _EIGHT_BITS.get(kind) or CODECS[kind]
     if dtype != torch.bfloat16:
         raise ConfigurationError(
             f"--weight-dtype {kind} computes in bf16 and this model would be served in fp32; give --dtype bf16, "

@@ -36,9 +36,10 @@ from services.executor.core.layer_state import (
     layer_of_pages,
     page_layers,
 )
-from services.executor.core.settings import BlockDType, ExecutorSettings, layer_dtypes, parse_layers
-from services.executor.kv_cache.codecs import codecs_of
+from services.executor.core.settings import ExecutorSettings, layer_dtypes, parse_layers
+from services.executor.kv_cache.codecs import AS_COMPUTED, PREFERRED, codecs_of
 from services.executor.kv_cache.store_shape import StoreShape, state_bytes
+from shared.data_types import BlockDType
 from shared.errors import ConfigurationError
 
 DEFAULT_UTILIZATION = 0.9
@@ -364,19 +365,18 @@ def plan_store(
     """What one rank stores of a model whose layers keep `states`, then of its draft model; and the numbers of blocks of
     all. `widths`: of the model, for what steps need on a GPU.
 
-    `--kv-dtype auto` is int8 where what computes `reads_compressed` blocks as fast as others or faster, unless
-    some rank's budget is too small for the blocks that compression needs besides; on GPUs too, where fp8 is read as
-    fast and takes as many bytes, but is coarser (ADR 0009), unless layers differ in shape, which Triton's kernels
-    read none of. Raises `ConfigurationError` when one sequence of
-    `context` tokens does not fit, or --kv-dtype-layers does not fit the model.
+    `--kv-dtype auto` is `PREFERRED` where what computes `reads_compressed` blocks as fast as others or faster, unless
+    some rank's budget is too small for the blocks that compression needs besides, or on GPUs layers differ in shape,
+    which Triton's kernels read none of. Raises `ConfigurationError` when one sequence of `context` tokens does not
+    fit, or --kv-dtype-layers does not fit the model.
     """
-    plain = store_shape(settings, "bf16", states, dtype, of_draft)
+    plain = store_shape(settings, AS_COMPUTED, states, dtype, of_draft)
     if (
         settings.kv_dtype == "auto"
         and reads_compressed
         and (device.type == "cpu" or _are_uniform(plain, of_draft))
     ):
-        shape = store_shape(settings, "int8", states, dtype, of_draft)
+        shape = store_shape(settings, PREFERRED.name, states, dtype, of_draft)
         blocks = _agreed(shape, context, settings, device, collectives, widths)
         if blocks.hot:
             return shape, blocks
@@ -474,7 +474,9 @@ def check_room(
 ) -> None:
     """Raises `ConfigurationError` where this rank will not hold one sequence of `context` tokens of a model whose
     layers keep `states`, and of its draft model. Weights of `weights` bytes need not have been read yet."""
-    kinds: tuple[BlockDType, ...] = (settings.kv_dtype,) if settings.kv_dtype != "auto" else ("int8", "bf16")
+    kinds: tuple[BlockDType, ...] = (PREFERRED.name, AS_COMPUTED)
+    if settings.kv_dtype != "auto":
+        kinds = (settings.kv_dtype,)
     for kind in kinds:
         try:
             _my_blocks(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.executor.core.settings import BlockDType
+from shared.data_types import BlockDType, KvCodec
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """So that a row of zeros is no division by zero, and no scale is a denormal number, which some kernels take for 0."""
@@ -24,7 +24,11 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Codec:
-    name: BlockDType
+    """The one declaration of a codec: bytes, scales and arithmetic follow from it."""
+
+    name: KvCodec
+    number: int
+    """By which kernels know it: `native/codec.h`, and CODE in `gpu/kernels/codes.py`; none has 0 there, 3 here."""
     dtype: torch.dtype
     """Of the codes."""
     limit: float
@@ -53,14 +57,18 @@ class Codec:
         return codes.to(torch.float32).mul_(scales.unsqueeze(-1))
 
 
-INT8 = Codec("int8", torch.int8, 127.0)
-FP8 = Codec("fp8", torch.float8_e4m3fn, 448.0)
+INT8 = Codec("int8", 1, torch.int8, 127.0)
+FP8 = Codec("fp8", 2, torch.float8_e4m3fn, 448.0)
+PREFERRED = INT8
+"""What `--kv-dtype auto` takes: fp8 is read as fast and takes as many bytes, but is coarser (ADR 0009)."""
+AS_COMPUTED: BlockDType = "bf16"
+CODECS: dict[BlockDType, Codec | None] = {AS_COMPUTED: None, **{codec.name: codec for codec in (INT8, FP8)}}
+"""None: blocks stay as they are."""
 
 
 def codecs_of(dtypes: Sequence[BlockDType]) -> tuple[Codec | None, ...]:
     """The codec of each layer; None where blocks stay as they are."""
-    codecs: dict[BlockDType, Codec | None] = {"bf16": None, "fp8": FP8, "int8": INT8}
-    return tuple(codecs[dtype] for dtype in dtypes)
+    return tuple(CODECS[dtype] for dtype in dtypes)
 
 
 def e4m3_to_float(codes: Tensor) -> Tensor:

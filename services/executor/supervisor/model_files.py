@@ -18,6 +18,7 @@ from services.executor.core.settings import MTP, ExecutorSettings, packed_direct
 from services.executor.model.catalogue import is_encoder
 from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
+from shared.data_types import WEIGHT_BITS
 from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
 from shared.model_store.disk import Named, remove, removing
@@ -33,8 +34,6 @@ MOST_CONFIG = 16 << 20
 """Bytes of a config.json."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14."""
-_BITS = {"int8": 8.0, "fp8": 8.0, "q8_0": 8.5, "q6_k": 6.6, "q4_k": 4.5, "int4": 4.4}
-"""Of a weight, by `weight_dtype`."""
 _CODE_BITS = 4.5
 """Of a weight that is unpacked from codes, whose bits the configuration does not tell: few, so that more memory is
 promised than is taken, and not less."""
@@ -92,8 +91,8 @@ def _factor(settings: ExecutorSettings, config: Mapping[str, Any], *, gguf: bool
         asked = config.get(WEIGHT_DTYPE) if settings.weight_dtype == "auto" else settings.weight_dtype
         return 16.0 / _CODE_BITS if asked == "bf16" else 1.0  # its codes are kept
     stored = _STORED_BITS.get(str(config.get("torch_dtype") or config.get("dtype") or ""), 16.0)
-    if settings.weight_dtype in _BITS:
-        return _BITS[settings.weight_dtype] / stored
+    if settings.weight_dtype in WEIGHT_BITS:
+        return WEIGHT_BITS[settings.weight_dtype] / stored
     return {"fp32": 32.0, "bf16": 16.0}.get(settings.dtype, stored) / stored
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.executor.core.settings import MOST_EVER, DType, ExecutorSettings, KvDType, WeightDType
+from services.executor.core.settings import MOST_EVER, ExecutorSettings
+from shared.data_types import DType, KvDType, WeightDType
 from shared.messages.registry import MAX_ALIASES, MAX_MODELS, ModelSettings, ModelSpec
 from shared.registry import (
     MAX_DRAFTS,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.gpu.kernels import attention, blocks, codes
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, tile_shape
-from services.executor.kv_cache.codecs import FP8, INT8, SMALLEST_SCALE, Codec
+from services.executor.kv_cache.codecs import SMALLEST_SCALE, Codec
 
 __all__ = [
     "Batch",
@@ -110,7 +110,7 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
     shape = tile_shape(batch.rows_per_tile, width, query.dtype.itemsize, code != 0)
     padded = triton.next_power_of_2(width)
     # A decode waits for memory where codes are taken apart fast enough; a prefill's matrix products want whole ones.
-    by_words = code in (codes.INT8, codes.E4M3) and batch.rows_per_tile <= 32 and width == padded >= 64
+    by_words = code not in (0, codes.PLAIN) and batch.rows_per_tile <= 32 and width == padded >= 64
     arguments = {
         "query": query, "out": out, "parts": parts, "weights": weights,
         "hot": layer.hot, "codes": readable(layer.codes),
@@ -233,7 +233,7 @@ def code_of(layer: Layer) -> int:
 
 
 def _codes_of(codec: Codec | None) -> int:
-    return codes.PLAIN if codec is None else {INT8: codes.INT8, FP8: codes.E4M3}[codec]
+    return codes.PLAIN if codec is None else codec.number
 
 
 def readable(tensor: Tensor) -> Tensor:

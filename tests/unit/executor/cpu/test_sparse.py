@@ -8,7 +8,7 @@ from msgspec import structs
 from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.settings import BlockDType, ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, to_bytes
@@ -21,6 +21,7 @@ from services.executor.model.step_context import StepContext
 from services.executor.native.library import why_not
 from services.executor.worker.backend import make_runner
 from services.executor.worker.runner import ModelRunner, widths_of
+from shared.data_types import BlockDType
 from shared.messages import SparseAttention
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import make_model

@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from services.executor.core.settings import ExecutorSettings, WeightDType
+from services.executor.core.settings import ExecutorSettings
 from services.executor.gpu.linear import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.leader.leader import fingerprint_of
 from services.executor.model.quantizing import CODECS
 from shared.config import load_settings
+from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 

@@ -1,6 +1,8 @@
 """Error bounds of the codecs, over values of any size."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
-from services.executor.kv_cache.codecs import FP8, INT8, SMALLEST_SCALE, Codec, codecs_of, e4m3_to_float
+from services.executor import native
+from services.executor.core.settings import ExecutorSettings, parse_layers
+from services.executor.kv_cache.codecs import (
+    AS_COMPUTED,
+    FP8,
+    INT8,
+    SMALLEST_SCALE,
+    Codec,
+    codecs_of,
+    e4m3_to_float,
+)
+from services.executor.kv_cache.codecs import CODECS as KV_CODECS
+from shared.config import load_settings
+from shared.data_types import BLOCK_DTYPES, BlockDType
+from shared.messages import ModelSettings
+from shared.registry import settings_problems
 
 CODECS = [INT8, FP8]
 both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -93,3 +110,34 @@ def test_every_finite_code_of_e4m3_has_its_value() -> None:
 
 def test_codecs_by_name() -> None:
     assert codecs_of(["bf16", "fp8", "int8"]) == (None, FP8, INT8)
+
+
+# --- the door --------------------------------------------------------------------------------------
+
+
+def test_every_codec_that_settings_name_is_declared_once() -> None:
+    assert set(KV_CODECS) == set(BLOCK_DTYPES)
+    declared = [codec for codec in KV_CODECS.values() if codec is not None]
+    assert [codec.name for codec in declared] == [name for name in KV_CODECS if name != AS_COMPUTED]
+
+
+def test_triton_kernels_number_codecs_alike() -> None:
+    codes = pytest.importorskip("services.executor.gpu.kernels.codes")
+    assert (INT8.number, FP8.number) == (codes.INT8, codes.E4M3)
+    assert codes.PLAIN not in {codec.number for codec in KV_CODECS.values() if codec is not None}
+
+
+@pytest.mark.parametrize("name", BLOCK_DTYPES)
+def test_what_is_declared_is_what_is_asked_for(name: BlockDType) -> None:
+    settings = load_settings(ExecutorSettings, kv_dtype=name, kv_dtype_layers=f"0={name}")
+    assert parse_layers(settings.kv_dtype_layers) == {0: name}
+    assert not settings_problems(ModelSettings(kv_dtype=name, kv_dtype_layers=f"-1={name}"))
+
+
+def test_native_kernels_number_codecs_alike() -> None:
+    header = (Path(native.__file__).parent / "attention.h").read_text()
+    numbered = {name.lower(): int(number) for name, number in re.findall(r"RZ_CODEC_(\w+) = (\d)", header)}
+    assert numbered == {
+        "none": 0,
+        **{codec.name: codec.number for codec in KV_CODECS.values() if codec is not None},
+    }

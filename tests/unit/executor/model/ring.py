@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
-from services.executor.core.settings import BlockDType, ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.capacity import store_shape
@@ -19,6 +19,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.runner import ModelRunner, widths_of
+from shared.data_types import BlockDType
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
-from services.executor.core.settings import BlockDType
 from services.executor.model import indexing
 from services.executor.model.attention import page_of
 from services.executor.model.indexing import Choice
 from services.executor.model.layer_states import INDEXED
 from services.executor.model.step_context import StepContext
 from services.executor.worker.runner import ModelRunner
+from shared.data_types import BlockDType
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, Script, make_runner, on_ring

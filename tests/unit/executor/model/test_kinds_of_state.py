@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.settings import BlockDType
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.runner import ModelRunner
+from shared.data_types import BlockDType
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import KINDS, settings_of
 from tests.unit.executor.model.ring import NUM_BLOCKS, Script, make_runner, on_ring

@@ -9,11 +9,12 @@ from transformers import CONFIG_MAPPING
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.layer_state import Pages, page_layers
-from services.executor.core.settings import BlockDType, ExecutorSettings
+from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
+from shared.data_types import BlockDType
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import settings_of

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 
 from benchmarks.on_gpu.device import interprets
 from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, check
-from services.executor.core.settings import BlockDType
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.kernels import attention_launch
@@ -27,6 +26,7 @@ from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.step_context import ScoreRule
+from shared.data_types import BlockDType
 
 DEVICE = torch.device("cpu" if interprets() else "cuda")
 
