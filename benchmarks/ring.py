@@ -185,7 +185,7 @@ def _rank(
 def _member(settings: ExecutorSettings, spec: RankSpec, collectives: "Collectives") -> Any:
     import torch
 
-    from services.executor.worker.drafting.loading import Directories
+    from services.executor.worker.drafting.kind import Directories
     from services.executor.worker.engine import RingMember
 
     board = RingBoard(Path(spec.board), spec.world_size).rank(spec.rank)

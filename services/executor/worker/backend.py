@@ -29,10 +29,8 @@ from services.executor.worker.runner import ModelRunner, widths_of
 from shared.errors import ModelLoadError, reason_of
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
-    from services.executor.gpu.draft_head import GraphedHead
     from services.executor.gpu.graphs import Capture
     from services.executor.gpu.steps import StepLimits
-    from services.executor.model.draft_heads import HeadModel
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +66,7 @@ def module_runner(
     device = store.device
     if device.type == "cuda" and has_triton():
         pack_for_gpu(model, device)
-        return _modules_on_gpu(model, store, collectives, spill, first_seen)
+        return modules_on_gpu(model, store, collectives, spill, first_seen)
     # With transformers, which has built the model.
     from services.executor.model.loading.loader import pack_linears
 
@@ -77,37 +75,7 @@ def module_runner(
     return ModelRunner(model, widths_of(model), store, collectives, device, spill)
 
 
-def head_runner(
-    head: "HeadModel",
-    store: KvStore,
-    layout: ShardLayout,
-    collectives: Collectives,
-    spill: Spill,
-    limits: "StepLimits | None",
-) -> "tuple[ModelRunner, HeadModel | GraphedHead]":
-    """A runner for a draft head, loaded and not packed, and what is handed the states that it reads. `limits`: as of
-    `make_runner`."""
-    if store.device.type == "cuda" and has_triton() and limits is not None:
-        pack_for_gpu(head, store.device)
-        try:
-            lowered = _lowered_for_gpu(head.model, store)
-        except CannotLower as reason:
-            log.info("computing_draft_head_with_pytorch", attending_with="Triton", reason=str(reason))
-            return _modules_on_gpu(head, store, collectives, spill, head.first_seen), head
-        from services.executor.gpu.draft_head import GpuHead, GraphedHead
-        from services.executor.gpu.steps import GpuSteps
-
-        widths = widths_of(head)
-        decoder = GpuHead(head, lowered, store, layout, collectives)
-        steps = GpuSteps(decoder, store, collectives, widths, limits)
-        runner = ModelRunner(
-            head, widths, store, collectives, store.device, spill, steps.decoder, steps=steps
-        )
-        return runner, GraphedHead(decoder, steps.decoder)
-    return module_runner(head, store, collectives, spill, head.first_seen), head
-
-
-def _lowered_for_gpu(model: Any, store: KvStore) -> Lowered:
+def lowered_for_gpu(model: Any, store: KvStore) -> Lowered:
     """Raises `CannotLower`."""
     lowered = lowering.lower(model, store.shape.dtype)
     if lowered.native_alone:
@@ -115,7 +83,7 @@ def _lowered_for_gpu(model: Any, store: KvStore) -> Lowered:
     return lowered
 
 
-def _modules_on_gpu(
+def modules_on_gpu(
     model: Any, store: KvStore, collectives: Collectives, spill: Spill | None, first_seen: int = 0
 ) -> ModelRunner:
     from services.executor.gpu.attention import GpuKernels
@@ -166,14 +134,14 @@ def gpu_runner(
     pack_for_gpu(model, store.device)
     batch_invariant = limits is not None and limits.batch_invariant
     try:
-        lowered = _lowered_for_gpu(model, store)
+        lowered = lowered_for_gpu(model, store)
     except CannotLower as reason:
         if batch_invariant:
             raise ModelLoadError(
                 f"--batch-invariant is for models that the GPU decoder computes, not this one ({reason}); leave it out."
             ) from None
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
-        return _modules_on_gpu(model, store, collectives, spill)
+        return modules_on_gpu(model, store, collectives, spill)
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives, batch_invariant=batch_invariant)
     give_back(store.device)  # weights that were joined leave pieces behind, in which no joined one finds room

@@ -52,9 +52,9 @@ from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
-from services.executor.worker.drafting.loading import Directories, load_draft
-from services.executor.worker.drafting.model import DraftModel, Proposer
-from services.executor.worker.drafting.vocabulary import draft_directory, draft_name
+from services.executor.worker.drafting.kind import Directories
+from services.executor.worker.drafting.loading import draft_directory, draft_name, load_draft
+from services.executor.worker.drafting.model import DraftModel, DraftSampler
 from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
@@ -103,7 +103,7 @@ class RingEngine:
         self._adapter_targets: list[AdapterTarget] | None = None
         """What an adapter may change; found out when the first one comes."""
         self._launches = Launches(self._execute)
-        self._proposer: Proposer | None = None
+        self._draft_sampler: DraftSampler | None = None
         """None: there is no draft model."""
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
@@ -122,7 +122,7 @@ class RingEngine:
         )
         self._said_before = self._member.collectives.busy_seconds
         self._board.communicated = lambda: collectives.busy_seconds
-        self._proposer = self._member.proposer
+        self._draft_sampler = self._member.draft_sampler
         if self._member.engine_spec.overlaps:
             self._launches = Launches(self._execute, self._begin)
         return self._member.engine_spec
@@ -155,10 +155,10 @@ class RingEngine:
         return self._launches.launch(plan, samples)
 
     def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
-        if self._proposer is None:
+        if self._draft_sampler is None:
             raise InternalError("This ring has no draft model.")
         try:
-            return self._proposer.propose(plan, samples, self._compute)
+            return self._draft_sampler.propose(plan, samples, self._compute)
         finally:
             self._note_progress()
             self._board.end(plan.plan.step + plan.count - 1)
@@ -307,12 +307,14 @@ class RingMember:
         return found if self._head is None else self._head.logits(found)
 
     @property
-    def proposer(self) -> Proposer | None:
+    def draft_sampler(self) -> DraftSampler | None:
         """None: there is no draft model."""
         if self._draft is None:
             return None
         spec = self.engine_spec
-        return Proposer(spec.vocab_size, self._draft.context_length, spec.block_size, self._draft.translation)
+        return DraftSampler(
+            spec.vocab_size, self._draft.context_length, spec.block_size, self._draft.translation
+        )
 
     def keep(self) -> None:
         """`Share.keep`, of all models."""

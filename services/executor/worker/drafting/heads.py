@@ -10,9 +10,10 @@ Everything else is as with a draft model: its pages, its plans, and what is made
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -24,20 +25,27 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.cpu.packed_file import ModelFacts
 from services.executor.gpu.device import sent
+from services.executor.gpu.linear import pack_for_gpu
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.lowering import CannotLower
+from services.executor.model.tokenizer_files import read_json
 from services.executor.sampling.candidates import RowLogits
-from services.executor.worker.backend import head_runner
+from services.executor.worker.backend import has_triton, lowered_for_gpu, module_runner, modules_on_gpu
+from services.executor.worker.drafting.kind import DraftRequest
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.row_states import RowStates
 from services.executor.worker.runner import ModelRunner, widths_of
-from services.executor.worker.weights import Enough, Share
+from services.executor.worker.weights import Share
 
 if TYPE_CHECKING:  # they import transformers
     from services.executor.gpu.draft_head import GraphedHead
     from services.executor.gpu.steps import StepLimits
     from services.executor.model.draft_heads import HeadModel, StateTaps
     from services.executor.model.loading.draft_heads import LoadedHead
+
+
+log = structlog.get_logger(__name__)
 
 
 class HeadShare(Share):
@@ -134,25 +142,70 @@ class DraftHead(DraftModel):
         return self._head.reading(self._states.at(slots_before(plan, self._size)))
 
 
-def load_head(
-    settings: ExecutorSettings,
-    directory: Path,
-    model_directory: Path,
-    device: torch.device,
+def head_runner(
+    head: "HeadModel",
+    store: KvStore,
+    layout: ShardLayout,
     collectives: Collectives,
-    target: Share,
-    has_room: Enough,
-) -> HeadShare:
-    """Reads the head in `directory` beside `target`. Raises `ModelLoadError`."""
-    from services.executor.model.loading.draft_heads import Place, load_eagle3_head, load_mtp_head
+    spill: Spill,
+    limits: "StepLimits | None",
+) -> "tuple[ModelRunner, HeadModel | GraphedHead]":
+    """A runner for a draft head, loaded and not packed, and what is handed the states that it reads. `limits`: as of
+    `make_runner`."""
+    if store.device.type == "cuda" and has_triton() and limits is not None:
+        pack_for_gpu(head, store.device)
+        try:
+            lowered = lowered_for_gpu(head.model, store)
+        except CannotLower as reason:
+            log.info("computing_draft_head_with_pytorch", attending_with="Triton", reason=str(reason))
+            return modules_on_gpu(head, store, collectives, spill, head.first_seen), head
+        from services.executor.gpu.draft_head import GpuHead, GraphedHead
+        from services.executor.gpu.steps import GpuSteps
 
-    of_model = settings.draft_model == MTP
+        widths = widths_of(head)
+        decoder = GpuHead(head, lowered, store, layout, collectives)
+        steps = GpuSteps(decoder, store, collectives, widths, limits)
+        runner = ModelRunner(
+            head, widths, store, collectives, store.device, spill, steps.decoder, steps=steps
+        )
+        return runner, GraphedHead(decoder, steps.decoder)
+    return module_runner(head, store, collectives, spill, head.first_seen), head
 
-    def before_reading(least: int) -> None:
-        has_room((), target.dtype, target.facts.context_length, None, least)
 
-    place = Place(target.dtype, device, collectives, before_reading)
-    loaded = (
-        load_mtp_head(directory, place) if of_model else load_eagle3_head(directory, model_directory, place)
-    )
-    return HeadShare(settings, loaded, place.layout(loaded.config), target.dtype)
+class LoadedHeads(NamedTuple):
+    share: HeadShare
+
+    def computing(
+        self, own: KvStore, spill: Spill, limits: "StepLimits | None", target: ModelRunner
+    ) -> DraftHead:
+        return DraftHead(self.share, self.share.runner(own, spill, limits, target), own)
+
+
+class Heads:
+    """EAGLE-3 heads, and those for multi-token prediction of the model's own checkpoint."""
+
+    def within(self, settings: ExecutorSettings, model: Path) -> Path | None:
+        return model if settings.draft_model == MTP else None
+
+    def recognizes(self, settings: ExecutorSettings, directory: Path) -> bool:
+        named = read_json(directory / "config.json").get("architectures")
+        eagle3 = isinstance(named, list) and any("eagle3" in str(one).lower() for one in named)
+        return settings.draft_model == MTP or eagle3
+
+    def check(self, settings: ExecutorSettings, model: Path, directory: Path) -> None:
+        """A head has no tokenizer of its own; its weights tell the rest, when they are read."""
+
+    def load(self, request: DraftRequest) -> LoadedHeads:
+        from services.executor.model.loading.draft_heads import Place, load_eagle3_head, load_mtp_head
+
+        target, directory = request.target, request.directory
+
+        def before_reading(least: int) -> None:
+            request.has_room((), target.dtype, target.facts.context_length, None, least)
+
+        place = Place(target.dtype, request.device, request.collectives, before_reading)
+        if request.asked.draft_model == MTP:
+            loaded = load_mtp_head(directory, place)
+        else:
+            loaded = load_eagle3_head(directory, request.model, place)
+        return LoadedHeads(HeadShare(request.asked, loaded, place.layout(loaded.config), target.dtype))

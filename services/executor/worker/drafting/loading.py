@@ -17,13 +17,18 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest
 from services.executor.kv_cache.offload import BlockCopier, Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.worker.drafting.heads import DraftHead, HeadShare, load_head
+from services.executor.model.catalogue import is_encoder
+from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.model.pooling import is_classifier
+from services.executor.model.tokenizer_files import read_json
+from services.executor.worker.drafting.catalog import DRAFT_KINDS
+from services.executor.worker.drafting.kind import Directories, DraftKind, DraftRequest, LoadedDraft
 from services.executor.worker.drafting.model import DraftModel
-from services.executor.worker.drafting.translation import Translation
-from services.executor.worker.drafting.vocabulary import is_head, translation_of
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Share, load_share
+from services.executor.worker.weights import Share
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_store.locks import hold_model
+from shared.models import HUB
 
 if TYPE_CHECKING:  # it imports Triton
     from services.executor.gpu.steps import StepLimits
@@ -36,11 +41,13 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 class DraftShare(NamedTuple):
     """One rank's weights of a draft model, or why there are none."""
 
-    share: Share | None = None
+    loaded: LoadedDraft | None = None
     reason: str = ""
     """One sentence; empty: no draft model was asked for."""
-    translation: Translation | None = None
-    """None: it has the vocabulary of the model that is served."""
+
+    @property
+    def share(self) -> Share | None:
+        return None if self.loaded is None else self.loaded.share
 
     @property
     def states(self) -> LayerStates:
@@ -61,36 +68,56 @@ class DraftShare(NamedTuple):
     ) -> DraftModel | None:
         """Has it compute beside `target`, in the last page layers of `store`, whose blocks are copied whole from then
         on; `limits`: of a GPU's steps. To be called once; None: there is no draft model."""
-        if self.share is None:
+        if self.loaded is None:
             return None
         count = len(page_layers(self.states))
         own = store.part(store.shape.num_layers - count, count)
-        draft = self._computing(self.share, own, spill, target, limits)
+        draft = self.loaded.computing(own, spill, limits, target)
         draft.runner.warm_up()
         target.add_draft(draft, BlockCopier(store, spill, collectives))
         return draft
-
-    def _computing(
-        self, share: Share, own: KvStore, spill: Spill, target: ModelRunner, limits: "StepLimits | None"
-    ) -> DraftModel:
-        runner = share.runner(own, spill, limits, target)
-        if isinstance(share, HeadShare):
-            return DraftHead(share, runner, own)
-        if self.translation is None:
-            return DraftModel(share, runner)
-        return DraftModel(share, runner, self.translation.fitted(target.vocab_size, runner.vocab_size))
 
 
 class _NoRoom(ConfigurationError):
     pass
 
 
-class Directories(NamedTuple):
-    """Where the ring's models are."""
+def kind_of(settings: ExecutorSettings, directory: Path) -> DraftKind:
+    """Raises `ModelLoadError`."""
+    for kind in DRAFT_KINDS:
+        if kind.recognizes(settings, directory):
+            return kind
+    raise ModelLoadError(
+        f"Nothing here drafts with what is in {directory}; choose another --draft-model, or leave it out."
+    )
 
-    model: Path
-    draft: Path | None
-    """None: there is no draft model."""
+
+def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
+    """Of the draft model for the model in `target`; None: none is asked for, or no drafts at all. Raises
+    `ModelLoadError` where they do not fit together, or it is not to be had."""
+    if not settings.draft_model or not settings.max_drafts:
+        return None
+    for kind in DRAFT_KINDS:
+        if (directory := kind.within(settings, target)) is not None:
+            return directory
+    directory = resolve_model(settings.draft_model, settings.store, lambda *step: None)
+    hold_model(directory, settings.model_cache)  # as long as this process lives
+    for which, where in (("model", target), ("draft model", directory)):
+        described = read_json(where / "config.json")
+        if is_encoder(described) or is_classifier(described):
+            raise ModelLoadError(
+                f"The {which} in {where} gives no tokens one by one; leave out --draft-model."
+            )
+    kind_of(settings, directory).check(settings, target, directory)
+    return directory
+
+
+def draft_name(settings: ExecutorSettings) -> str:
+    """What people call it: the last part of a path, or the hub name; empty: none is asked for, or no drafts at all."""
+    name = settings.draft_model if settings.max_drafts else ""
+    return (
+        Path(name).name.removesuffix(".gguf") if name.startswith(("/", "~", ".")) else name.removeprefix(HUB)
+    )
 
 
 def load_draft(
@@ -117,31 +144,30 @@ def load_draft(
             "weights_memory": 0,
         }
     )
-    share: Share | None = None
-    translation: Translation | None = None
+    loaded: LoadedDraft | None = None
     reason = ""
+    kind = kind_of(settings, directory)
     try:
-        if is_head(settings, directory):
-            share = load_head(settings, directory, where.model, device, collectives, target, room)
-        else:
-            translation = translation_of(where.model, directory)
-            share = load_share(own, spec, directory, device, collectives, lambda done, total: None, room)
-        room(share.facts.states, target.dtype, share.facts.context_length, None, 0)
+        loaded = kind.load(
+            DraftRequest(own, settings, spec, where.model, directory, device, collectives, target, room)
+        )
+        facts = loaded.share.facts
+        room(facts.states, target.dtype, facts.context_length, None, 0)
     except _NoRoom as error:
-        share, reason = None, error.message
-    if not smallest((int(share is not None),), device, collectives)[0]:
+        loaded, reason = None, error.message
+    if not smallest((int(loaded is not None),), device, collectives)[0]:
         reason = reason or "Another rank has no room for it."
         log.warning("draft_model_left_out", draft_model=settings.draft_model, reason=reason)
         return DraftShare(None, reason)
-    assert share is not None, "all ranks have it"
-    longest = share.facts.context_length
+    assert loaded is not None, "all ranks have it"
+    longest = loaded.share.facts.context_length
     log.info(
         "draft_model_loaded",
         draft_model=settings.draft_model,
         context_length=longest,
         up_to=min(longest, context),
     )
-    return DraftShare(share, translation=translation)
+    return DraftShare(loaded)
 
 
 def _check_room(

@@ -75,7 +75,7 @@ class DraftModel:
         return plan_for_draft(plan, self.vocab_size, self.context_length, names)
 
 
-class Proposer:
+class DraftSampler:
     """Draws a draft model's proposals, on rank 0. Keeps nothing between calls."""
 
     def __init__(

@@ -7,20 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
-from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.model.card import end_tokens
-from services.executor.model.catalogue import is_encoder
-from services.executor.model.loading.checkpoints import resolve_model
-from services.executor.model.pooling import is_classifier
 from services.executor.model.tokenizer_files import read_json
 from services.executor.worker.drafting.translation import NONE, TokenTexts, Translation
 from shared.errors import ModelLoadError
-from shared.model_store.locks import hold_model
-from shared.models import HUB
-
-log = structlog.get_logger(__name__)
 
 MOST_UNSHARED = 128
 """Tokens that one of two tokenizers may have beyond the other's: special ones are added at the end."""
@@ -29,54 +20,6 @@ LEAST_SHARED = 0.5
 _NAMED = 3
 """Tokens that a refusal names."""
 _LEAVE_OUT = "choose a draft model of the same family, or leave out --draft-model."
-_WEIGHTS = {".safetensors", ".bin", ".gguf"}
-
-
-def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
-    """Of the draft model for the model in `target`; None: none is asked for, or no drafts at all. Raises
-    `ModelLoadError` where they do not fit together, or it is not to be had."""
-    if not settings.draft_model or not settings.max_drafts:
-        return None
-    if settings.draft_model == MTP:
-        return target
-    directory = resolve_model(settings.draft_model, settings.store, lambda *step: None)
-    hold_model(directory, settings.model_cache)  # as long as this process lives
-    for which, where in (("model", target), ("draft model", directory)):
-        described = read_json(where / "config.json")
-        if is_encoder(described) or is_classifier(described):
-            raise ModelLoadError(
-                f"The {which} in {where} gives no tokens one by one; leave out --draft-model."
-            )
-    if is_head(settings, directory):  # it has no tokenizer of its own
-        return directory
-    translation = translation_of(target, directory)
-    if translation is not None:
-        log.info("draft_model_by_text", draft_model=settings.draft_model, shared=round(translation.share, 3))
-    sizes = [_weight_bytes(where) for where in (target, directory)]
-    if sizes[1] >= sizes[0]:
-        log.warning(
-            "draft_model_not_smaller", draft_model=settings.draft_model, bytes=sizes[1], model_bytes=sizes[0]
-        )
-    return directory
-
-
-def is_head(settings: ExecutorSettings, directory: Path) -> bool:
-    """Whether the draft model in `directory` reads the states of the model that is served."""
-    named = read_json(directory / "config.json").get("architectures")
-    eagle3 = isinstance(named, list) and any("eagle3" in str(one).lower() for one in named)
-    return settings.draft_model == MTP or eagle3
-
-
-def draft_name(settings: ExecutorSettings) -> str:
-    """What people call it: the last part of a path, or the hub name; empty: none is asked for, or no drafts at all."""
-    name = settings.draft_model if settings.max_drafts else ""
-    return (
-        Path(name).name.removesuffix(".gguf") if name.startswith(("/", "~", ".")) else name.removeprefix(HUB)
-    )
-
-
-def _weight_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.iterdir() if path.suffix in _WEIGHTS)
 
 
 class _AddedToken(msgspec.Struct):

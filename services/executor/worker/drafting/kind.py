@@ -1,0 +1,77 @@
+"""The door for what a rank drafts with: a model of its own, or a head of the model that is served (`catalog.py`).
+
+directory_of ──▶ check, on rank 0 ──▶ load, on every rank ──▶ computing: beside the model, in its own page layers
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.kv_cache.offload import Spill
+from services.executor.kv_cache.store import KvStore
+from services.executor.worker.drafting.model import DraftModel
+from services.executor.worker.runner import ModelRunner
+from services.executor.worker.weights import Enough, Share
+
+if TYPE_CHECKING:  # it imports Triton
+    from services.executor.gpu.steps import StepLimits
+
+
+class Directories(NamedTuple):
+    """Where the ring's models are."""
+
+    model: Path
+    draft: Path | None
+    """None: there is no draft model."""
+
+
+class DraftRequest(NamedTuple):
+    settings: ExecutorSettings
+    """As the draft model's own would be."""
+    asked: ExecutorSettings
+    """The ring's."""
+    spec: RankSpec
+    model: Path
+    """Directory of the model that is served."""
+    directory: Path
+    """Of the draft model."""
+    device: torch.device
+    collectives: Collectives
+    target: Share
+    """Of the model that is served."""
+    has_room: Enough
+
+
+class LoadedDraft(Protocol):
+    """One rank's weights."""
+
+    @property
+    def share(self) -> Share: ...
+
+    def computing(
+        self, own: KvStore, spill: Spill, limits: "StepLimits | None", target: ModelRunner
+    ) -> DraftModel:
+        """Beside `target`, in the page layers of `own`; `limits`: of a GPU's steps. To be called once."""
+        ...
+
+
+class DraftKind(Protocol):
+    def within(self, settings: ExecutorSettings, model: Path) -> Path | None:
+        """Where it is, if --draft-model asks for what the directory `model` itself has; else None."""
+        ...
+
+    def recognizes(self, settings: ExecutorSettings, directory: Path) -> bool:
+        """Whether what is in `directory` is of this kind."""
+        ...
+
+    def check(self, settings: ExecutorSettings, model: Path, directory: Path) -> None:
+        """Raises `ModelLoadError` where what is in `directory` does not go with the model in `model`."""
+        ...
+
+    def load(self, request: DraftRequest) -> LoadedDraft:
+        """Reads it. Raises `ModelLoadError`, and what `has_room` raises."""
+        ...
