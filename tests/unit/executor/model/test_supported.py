@@ -1,12 +1,25 @@
 """What `ryzanstein models list --supported` shows, and what an error names as the nearest that is served."""
 
+from collections.abc import Collection
+from typing import get_args
+
 import pytest
 from transformers import CONFIG_MAPPING
 
+from services.executor.core.layer_state import Kind
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.catalogue import ENCODERS, SERVED, Architecture, check_supported, nearest
-from services.executor.model.layer_states import _RULES, layer_states
-from services.executor.model.supported import catalogue, state_of
+from services.executor.model.layer_states import (
+    _HEADS,
+    _RULES,
+    INDEXED,
+    LATENT,
+    RECURRENT_MODULES,
+    layer_states,
+)
+from services.executor.model.lowering import FAMILIES
+from services.executor.model.parallel.plans import PLANS
+from services.executor.model.supported import _STATES, catalogue, state_of
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 
@@ -56,3 +69,20 @@ def test_an_error_names_it() -> None:
         ModelLoadError, match=r"choose another model \(the nearest that is served: MiniMax M2,"
     ):
         check_supported(config)
+
+
+def test_every_kind_of_state_is_found_in_the_catalogue() -> None:
+    told = {"full", *(kind for kind, _ in _STATES)}
+    assert told == set(get_args(Kind)) - {"hybrid", "none"}, "a hybrid layer is told by its parts"
+    kept = {kind for row in catalogue().served for kind in row.state}
+    assert kept == told
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [FAMILIES, _RULES, _HEADS, RECURRENT_MODULES, LATENT, INDEXED, PLANS],
+    ids=["lowering", "states", "heads", "recurrent", "latent", "indexed", "plans"],
+)
+def test_what_is_declared_of_an_architecture_is_of_one_that_is_served(declared: Collection[str]) -> None:
+    """A row that is taken out of the catalogue takes its declarations along."""
+    assert not set(declared) - SERVED.keys() - ENCODERS.keys()
