@@ -61,6 +61,7 @@ def load_one_rank(
     from services.executor.model.layer_states import layer_states
     from services.executor.model.loading.loader import load_config, load_model
     from services.executor.worker.backend import make_runner
+    from services.executor.worker.backends.base import RunnerRequest
 
     torch.set_num_threads(threads)
     device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
@@ -71,7 +72,7 @@ def load_one_rank(
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
     cold, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
     store = KvStore(shape, num_blocks, device, cold, slots, files=files)
-    return make_runner(model, store, layout, SingleRank(), device, threads), store
+    return make_runner(RunnerRequest(model, store, layout, SingleRank(), device, threads)), store
 
 
 _TOKENS = 100

@@ -43,6 +43,9 @@ from services.executor.model.quantizing import RowsCodec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker import backend
+from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.gpu_decoder import gpu_runner
+from services.executor.worker.runner import ModelRunner
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 
@@ -245,19 +248,25 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     if device.type != "cpu" or find_spec("triton") is None:
         yield
         return
-    real = backend.make_runner
-
-    def make(
-        model: Any, store: Any, layout: Any, collectives: Any, device: Any, threads: int, *rest: Any
-    ) -> Any:
-        graphs = _as_graphs(settings, model.config)
-        return backend.gpu_runner(model, store, layout, collectives, rest[0] if rest else None, **graphs)
-
-    backend.make_runner = make
+    real = backend.BACKENDS
+    backend.BACKENDS = (_GpuOnCpu(settings), *real)
     try:
         yield
     finally:
-        backend.make_runner = real
+        backend.BACKENDS = real
+
+
+class _GpuOnCpu:
+    def __init__(self, settings: Any) -> None:
+        self._settings = settings
+
+    def runner(self, request: RunnerRequest) -> ModelRunner:
+        graphs = _as_graphs(self._settings, request.model.config)
+        model, store, layout, collectives, *_ = request
+        return gpu_runner(model, store, layout, collectives, request.spill, **graphs)
+
+    def reads_compressed(self, *_: Any) -> bool:
+        return False  # the others say
 
 
 def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from services.executor.native.library import ARITHMETIC, choose_level
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
-from services.executor.worker.backend import has_triton
+from services.executor.worker.backends.modules import has_triton
 from services.executor.worker.drafting.kind import Directories
 from services.executor.worker.drafting.loading import draft_directory, draft_name, load_draft
 from services.executor.worker.drafting.model import DraftModel, DraftSampler

@@ -34,7 +34,9 @@ from services.executor.model.dtypes import choose_dtype, has_fast_bf16
 from services.executor.model.loading.arena import in_files
 from services.executor.model.lowering import CannotLower
 from services.executor.native.library import choose_level
-from services.executor.worker import backend
+from services.executor.worker.backend import make_runner, reads_compressed
+from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.cpu_kernels import native_kernels, packed_model, packed_runner
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
 from shared.errors import ConfigurationError, RyzansteinError
@@ -73,7 +75,7 @@ class Share:
         limits: "StepLimits | None",
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
-        """To be called once. `beside`: see `backend.make_runner`."""
+        """To be called once. `beside`: see `RunnerRequest`."""
         raise NotImplementedError
 
     def keep(self, packed: PackedModel | None) -> None:
@@ -247,7 +249,7 @@ def _cache_of(
     if not settings.weight_cache_bytes or not directory.is_dir():
         return None
     try:
-        backend.native_kernels(collectives, device, threads)
+        native_kernels(collectives, device, threads)
     except CannotLower:
         return None
     share = packed_share(settings, spec.rank, spec.world_size)
@@ -282,7 +284,7 @@ class _CachedShare(Share):
     ) -> ModelRunner:
         threads, cores = thread_count(self._settings), cores_of(self._settings, self._rank)
         widths, collectives = self.facts.widths, self._collectives
-        return backend.packed_runner(
+        return packed_runner(
             self._model,
             widths,
             store,
@@ -349,9 +351,7 @@ class _BuiltShare(Share):
             context=context,
         )
         self._device, self._collectives = device, collectives
-        self.reads_compressed = backend.reads_compressed(
-            self._model, self.dtype, collectives, device, self._threads
-        )
+        self.reads_compressed = reads_compressed(self._model, self.dtype, collectives, device, self._threads)
         if keep_codes and not self.reads_compressed:
             unpack(self._model, self.dtype, device)
         elif device.type == "cuda":
@@ -382,7 +382,7 @@ class _BuiltShare(Share):
     ) -> ModelRunner:
         model, self._model = self._model, None
         where = (self.layout, self._collectives, self._device, self._threads)
-        runner = backend.make_runner(model, store, *where, spill, self._cores, limits, beside)
+        runner = make_runner(RunnerRequest(model, store, *where, spill, self._cores, limits, beside))
         give_back()  # what reading and packing took
         return runner
 
@@ -392,7 +392,7 @@ class _BuiltShare(Share):
         assert self._cache is not None, "there is nowhere to keep them"
         model, self._model = self._model, None
         try:
-            packed = backend.packed_model(
+            packed = packed_model(
                 model, self.dtype, self.layout, self._collectives, self._device, self._threads
             )
         except CannotLower as reason:

@@ -31,7 +31,8 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import CannotLower
 from services.executor.model.tokenizer_files import read_json
 from services.executor.sampling.candidates import RowLogits
-from services.executor.worker.backend import has_triton, lowered_for_gpu, module_runner, modules_on_gpu
+from services.executor.worker.backends.gpu_decoder import lowered_for_gpu
+from services.executor.worker.backends.modules import has_triton, module_runner, modules_on_gpu
 from services.executor.worker.drafting.kind import DraftRequest
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.row_states import RowStates

@@ -34,6 +34,7 @@ from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import Row
 from services.executor.worker.backend import make_runner
+from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.launches import Launches
 from services.executor.worker.runner import ModelRunner
 from shared.errors import InternalError
@@ -115,7 +116,7 @@ class Ranks:
             store = KvStore(shape, hot, CPU, cold, STATES + DRAFT_STATES if slot else 0, files=files)
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
-            made = make_runner(model, store, layout, collectives, CPU, 2, spill)
+            made = make_runner(RunnerRequest(model, store, layout, collectives, CPU, 2, spill))
             assert made.is_native
             return made
 

@@ -24,7 +24,7 @@ from services.executor.model.adapters import AdapterTarget, LowRank, targets_of,
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import build_split, load_config
 from services.executor.native.library import why_not
-from services.executor.worker.backend import packed_runner
+from services.executor.worker.backends.cpu_kernels import packed_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import runner_of

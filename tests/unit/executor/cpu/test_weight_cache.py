@@ -20,7 +20,7 @@ from services.executor.cpu.weight_cache import Found, WeightCache
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.native.library import why_not
-from services.executor.worker.backend import packed_runner
+from services.executor.worker.backends.cpu_kernels import packed_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.model_store.packed import packed_files
 from tests.unit.executor.cpu.test_decoder import runner_of

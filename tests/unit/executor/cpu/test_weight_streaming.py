@@ -29,7 +29,7 @@ from services.executor.cpu.weight_streaming import (
 )
 from services.executor.kv_cache.store import KvStore
 from services.executor.native.library import why_not
-from services.executor.worker.backend import packed_runner
+from services.executor.worker.backends.cpu_kernels import packed_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights

@@ -17,7 +17,7 @@ from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.loader import load_config, load_model
-from services.executor.worker.backend import gpu_runner
+from services.executor.worker.backends.gpu_decoder import gpu_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
 from tests.unit.executor.model.tiny import VARIANTS, make_model

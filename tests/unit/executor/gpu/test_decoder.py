@@ -19,8 +19,9 @@ from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.model.lowering import FAMILIES
 from services.executor.sampling.candidates import WANT, RowLogits
-from services.executor.worker import backend
-from services.executor.worker.backend import _why_no_triton, has_triton, reads_compressed
+from services.executor.worker.backend import reads_compressed
+from services.executor.worker.backends import modules
+from services.executor.worker.backends.modules import _why_no_triton, has_triton
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.gpu.gpu_runners import (
     RING_STEPS,
@@ -247,7 +248,7 @@ def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pyte
 def test_that_there_is_no_triton_is_found_out_and_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backend, "_why_no_triton", lambda: "none")
+    monkeypatch.setattr(modules, "_why_no_triton", lambda: "none")
     assert not has_triton()
     assert not has_triton()
     assert capsys.readouterr().out.count("attending_with_pytorch") == 1

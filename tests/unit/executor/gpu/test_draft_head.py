@@ -18,7 +18,7 @@ from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.draft_heads import HeadModel
 from services.executor.model.loading.draft_heads import LoadedHead, Place, load_eagle3_head, load_mtp_head
 from services.executor.model.lowering import lower
-from services.executor.worker.backend import module_runner
+from services.executor.worker.backends.modules import module_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring
 from tests.unit.executor.model.architectures import settings_of

@@ -20,7 +20,7 @@ from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import WeightCodec
-from services.executor.worker.backend import gpu_runner
+from services.executor.worker.backends.gpu_decoder import gpu_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, small_model, small_script
 from tests.unit.executor.model.gguf_models import write_gguf

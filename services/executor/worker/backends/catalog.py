@@ -1,0 +1,8 @@
+"""The backends, the first that computes a model takes it; what none computes transformers' own modules do
+(`modules.py`). Taking a line out takes the feature out."""
+
+from services.executor.worker.backends.base import Backend
+from services.executor.worker.backends.cpu_kernels import CpuKernels
+from services.executor.worker.backends.gpu_decoder import GpuDecoding
+
+BACKENDS: tuple[Backend, ...] = (GpuDecoding(), CpuKernels())
