@@ -20,7 +20,7 @@ sequence may take every other's blocks, and one that does not fit the whole cach
 With none running, the first that waits is admitted, since it fits the whole cache.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -62,6 +62,7 @@ from shared.messages.debugging import AllocatorDump
 
 Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
+Extension = Callable[[StepPlan, Seq[Chunk]], StepPlan]
 
 
 class ContinuousBatcher:
@@ -94,6 +95,13 @@ class ContinuousBatcher:
         self._planner = StepPlanner(spec, settings, self._tables)
         self._lookahead = Lookahead(self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
+        features = (
+            (spec.max_adapters > 0, self._with_adapters),
+            (spec.whole_prompts, steps.with_segments),
+            (bool(spec.sparse), self._with_choices),
+        )
+        self._extensions: list[Extension] = [extend for has_it, extend in features if has_it]
+        """What plans carry for features that this engine has."""
         self._live: dict[str, Sequence] = {}
         self.interactive = 0
         """Of these, the ones that somebody waits for: all but those of the batch lane."""
@@ -271,16 +279,12 @@ class ContinuousBatcher:
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         if states:
             plan = msgspec.structs.replace(plan, **states)
-        if not self._planner.slots.empty:
-            plan = self._with_adapters(plan, (chunk.sequence for chunk in in_order(batch)))
         pools, scored, named = steps.parts_of(batch)
         plan = self._tables.exchange.extend(plan)
         if pools or scored or named:
             plan = steps.with_parts(plan, pools, scored, named)
-        if self._spec.whole_prompts:
-            plan = steps.with_segments(plan, batch)
-        if self._planner.choosing:
-            plan = steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
+        for extend in self._extensions:
+            plan = extend(plan, batch)
         if followed:
             plan = msgspec.structs.replace(plan, followed=True)
         rows = rows_of(sampled, self._planner.rows)
@@ -336,19 +340,24 @@ class ContinuousBatcher:
         plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
         if states:
             plan = msgspec.structs.replace(plan, **states)
-        if not self._planner.slots.empty:
-            plan = self._with_adapters(plan, (one.sequence for one in successors))
-        if self._planner.choosing:
-            plan = steps.with_choices(plan, (one.sequence for one in successors))
         step = step_ahead(successors)
+        for extend in self._extensions:
+            plan = extend(plan, step.batch)
         self._steps.begin(step)
         return plan, list(step.rows)
 
-    def _with_adapters(self, plan: StepPlan, sequences: Iterable[Sequence]) -> StepPlan:
-        loads = self._planner.slots.take_loads().items()
-        return steps.with_adapters(
-            plan, sequences, [(slot, self._directories[digest]) for slot, digest in loads]
-        )
+    def _with_adapters(self, plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
+        if self._planner.slots.empty:
+            return plan
+        loads = [
+            (slot, self._directories[digest]) for slot, digest in self._planner.slots.take_loads().items()
+        ]
+        return steps.with_adapters(plan, (chunk.sequence for chunk in in_order(batch)), loads)
+
+    def _with_choices(self, plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
+        if not self._planner.choosing:
+            return plan
+        return steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
 
     def update(
         self,
