@@ -186,11 +186,11 @@ def _member(settings: ExecutorSettings, spec: RankSpec, collectives: "Collective
     import torch
 
     from services.executor.worker.drafting.kind import Directories
-    from services.executor.worker.engine import RingMember
+    from services.executor.worker.engine import Worker
 
     board = RingBoard(Path(spec.board), spec.world_size).rank(spec.rank)
     device, where = torch.device("cpu"), Directories(Path(settings.model), None)
-    return RingMember.load(settings, spec, board, where, device, collectives, lambda done, total: None)
+    return Worker.load(settings, spec, board, where, device, collectives, lambda done, total: None)
 
 
 def _lead(

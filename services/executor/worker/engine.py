@@ -98,7 +98,7 @@ class RingEngine:
         self._announce = announce
         self._sampler = Sampler()
         self._sender = PlanSender([])
-        self._member: RingMember | None = None
+        self._member: Worker | None = None
         self._directory = Path()
         self._adapter_targets: list[AdapterTarget] | None = None
         """What an adapter may change; found out when the first one comes."""
@@ -117,7 +117,7 @@ class RingEngine:
             self._settings, self._spec, device, self._directory, self._announce, draft
         )
         where = Directories(self._directory, draft)
-        self._member = RingMember.load(
+        self._member = Worker.load(
             self._settings, self._spec, self._board, where, device, collectives, progress
         )
         self._said_before = self._member.collectives.busy_seconds
@@ -228,7 +228,7 @@ class RingEngine:
         return self._loaded.runner.scored
 
     @property
-    def _loaded(self) -> "RingMember":
+    def _loaded(self) -> "Worker":
         assert self._member is not None, "the engine has not been loaded"
         return self._member
 
@@ -249,7 +249,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
     draft = Path(rendezvous.draft_directory) if rendezvous.draft_directory else None
     where = Directories(Path(rendezvous.model_directory), draft)
-    member = RingMember.load(settings, spec, mine, where, device, collectives, lambda done, total: None)
+    member = Worker.load(settings, spec, mine, where, device, collectives, lambda done, total: None)
     member.keep()
     mine.communicated = lambda: collectives.busy_seconds
     while (plan := _next_plan(receiver)) is not None:
@@ -278,7 +278,7 @@ class LoadTimings:
         self._last = now
 
 
-class RingMember:
+class Worker:
     def __init__(
         self,
         runner: "ModelRunner | EncoderRunner",
@@ -340,7 +340,7 @@ class RingMember:
         device: torch.device,
         collectives: Collectives,
         progress: ProgressCallback,
-    ) -> "RingMember":
+    ) -> "Worker":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
         _check_mapped(settings, device.type == "cpu")
         laps, directory = LoadTimings(), where.model

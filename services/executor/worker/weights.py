@@ -101,7 +101,7 @@ def load_share(
     device: torch.device,
     collectives: Collectives,
     report: Report,
-    enough: "Enough | None" = None,
+    enough: "MemoryCheck | None" = None,
 ) -> Share:
     """`enough`: whether there is room for it; None: `check_room` of the settings. Raises `ModelLoadError` and
     `ConfigurationError`: one sentence with the remedy."""
@@ -176,7 +176,7 @@ def _turns_as_served(settings: ExecutorSettings, facts: ModelFacts) -> bool:
     return facts.made_for == facts.rotary.made_for(context)
 
 
-class Enough(Protocol):
+class MemoryCheck(Protocol):
     def __call__(
         self,
         states: LayerStates,
@@ -199,7 +199,7 @@ def _has_room(
     widths: StepWidths | None,
     weights: int,
 ) -> None:
-    """`Enough` of a model that is alone."""
+    """`MemoryCheck` of a model that is alone."""
     held = min(weights, settings.weights_memory or weights)
     check_room(settings, states, dtype, context, device, held, widths)
 
@@ -207,7 +207,7 @@ def _has_room(
 def _take(
     settings: ExecutorSettings,
     cache: WeightCache,
-    has_room: Enough,
+    has_room: MemoryCheck,
     threads: int,
     report: Report,
     file: PackedFile,
@@ -310,7 +310,7 @@ class _BuiltShare(Share):
         collectives: Collectives,
         report: Report,
         cache: WeightCache | None,
-        has_room: Enough,
+        has_room: MemoryCheck,
     ) -> None:
         from services.executor.gpu.linear import pack_for_gpu, weight_codec
         from services.executor.model.adapters.targets import targets_of

@@ -15,7 +15,7 @@ from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Enough, Share
+from services.executor.worker.weights import MemoryCheck, Share
 
 if TYPE_CHECKING:  # it imports Triton
     from services.executor.gpu.steps import StepLimits
@@ -43,7 +43,7 @@ class DraftRequest(NamedTuple):
     collectives: Collectives
     target: Share
     """Of the model that is served."""
-    has_room: Enough
+    has_room: MemoryCheck
 
 
 class LoadedDraft(Protocol):

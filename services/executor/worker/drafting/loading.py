@@ -181,7 +181,7 @@ def _check_room(
     widths: StepWidths | None,
     weights: int,
 ) -> None:
-    """`Enough` of a draft model, beside `target`, whose weights are there and which serves `context` tokens."""
+    """`MemoryCheck` of a draft model, beside `target`, whose weights are there and which serves `context` tokens."""
     _check_states(states)
     facts = target.facts
     try:
