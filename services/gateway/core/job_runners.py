@@ -236,7 +236,8 @@ class Runners(Generic[JobT]):
 
     async def _take(self, key: str) -> None:
         seen = self._seen.get(key)
-        if seen is None or self._stopping:
+        # Another gateway may have taken it while this one took others.
+        if seen is None or self._stopping or not self._may_take(seen, time.monotonic()):
             return
         job = seen.job
         try:

@@ -1,11 +1,23 @@
 """Tenants take turns, however many batches each has."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.job_runners import SHORT_TURN, TURN, Running, Waiting, next_of, to_yield
+from services.gateway.core.job_runners import (
+    SHORT_TURN,
+    TURN,
+    Runners,
+    Running,
+    Waiting,
+    next_of,
+    to_yield,
+)
+from shared.messages.batches import BatchJob
 
 tenants = st.sampled_from(["", "a", "b", "c"])
 waiting = st.lists(tenants, max_size=8).map(
@@ -63,3 +75,25 @@ def test_eight_of_one_tenant_make_room_for_another() -> None:
     assert to_yield([Waiting("a8", "a", 0.0)], run, 10_000.0) is None, "it gains nothing"
     assert to_yield([Waiting("b", "b", 0.0)], run[:1], 599.0) is None
     assert to_yield([Waiting("b", "b", 0.0)], run[:1], 600.0) == run[0]
+
+
+async def test_a_job_that_another_gateway_takes_meanwhile_is_left_to_it() -> None:
+    """Two wait; while one is claimed, the watch tells that another gateway has the other (seed 40276 of training)."""
+    jobs = {
+        name: BatchJob(name, "", "/v1/completions", "f", "f", "24h", created_at=at, expires_at=9e9)
+        for at, name in enumerate("ab")
+    }
+    claimed = []
+
+    async def claim(key: str, job: BatchJob, revision: int, owner: str) -> None:
+        claimed.append((key, job.owner))
+        runners.news("b", msgspec.structs.replace(jobs["b"], owner="other", beat=1), 3)
+
+    work: Any = SimpleNamespace(needs=lambda job: True, can=lambda job: True, places=8, turns=True)
+    store: Any = SimpleNamespace(kind=SimpleNamespace(word="batch"), claim=claim)
+    bus: Any = SimpleNamespace(on_reconnect=lambda call: None)
+    runners = Runners(bus, store, work, "here")
+    for revision, (key, job) in enumerate(jobs.items(), 1):
+        runners.news(key, job, revision)
+    await runners._fill()
+    assert claimed == [("a", "")]
