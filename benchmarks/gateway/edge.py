@@ -25,6 +25,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.catalog import Resolved, SparseKinds
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.registry import DIALECTS
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Parts
 from services.gateway.lifecycle.answer import Answer
@@ -141,7 +142,7 @@ def edge_parts() -> EdgeParts:
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")
 
-    app = GatewayApp(backend, OpsApp(health, CollectorRegistry()), settings, metrics)
+    app = GatewayApp(backend, OpsApp(health, CollectorRegistry()), settings, metrics, DIALECTS)
     return EdgeParts(answers, app, backend, settings, metrics, health)
 
 

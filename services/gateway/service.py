@@ -14,6 +14,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.auth.browsers import is_loopback, listed
 from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.registry import DIALECTS
 from services.gateway.server.connections import Door, Limits, allowed_by_files
 from services.gateway.server.held import HeldWatch
 from services.gateway.server.http1 import guarded_http
@@ -125,7 +126,7 @@ class GatewayService(Service):
     @functools.cached_property
     def _app(self) -> Any:
         ops = OpsApp(self.health, self.registry)
-        app = GatewayApp(self._backend, ops, self.settings, self._metrics)
+        app = GatewayApp(self._backend, ops, self.settings, self._metrics, DIALECTS)
         origins = listed(self.settings.allowed_origins)
         if not origins:
             return app

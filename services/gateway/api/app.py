@@ -4,39 +4,20 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
-from services.gateway.api.anthropic.batches import message_batch_routes
-from services.gateway.api.anthropic.messages import message_routes
-from services.gateway.api.backend import Backend, route
-from services.gateway.api.console.pages import PAGES, PATHS, cluster, keys, page_routes
-from services.gateway.api.dialects import COHERE_CHAT, COHERE_EMBED, MESSAGES, anthropic_headers, of_request
-from services.gateway.api.models.adapters import adapter_routes
-from services.gateway.api.models.registry import registry_routes
-from services.gateway.api.models.routes import model_routes
-from services.gateway.api.ollama.generating import CHAT_PATH, GENERATE_PATH, generating_routes
-from services.gateway.api.ollama.models import ollama_model_routes
-from services.gateway.api.openai import completions, operations, vllm
-from services.gateway.api.openai.batches import batch_routes
-from services.gateway.api.openai.completions import CompletionsRoute
-from services.gateway.api.openai.conversations import conversation_routes
-from services.gateway.api.openai.files import file_routes
-from services.gateway.api.openai.fine_tuning import fine_tuning_routes
-from services.gateway.api.openai.responses import response_routes
-from services.gateway.api.openai.scoring import scoring_routes
-from services.gateway.api.openai.stored_chats import chat_routes
-from services.gateway.api.openai.uploads import upload_routes
-from services.gateway.api.openapi.document import DocumentRoute, document
-from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
-from services.gateway.api.sessions import session_routes
-from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
+from services.gateway.api.backend import Backend
+from services.gateway.api.console.pages import PAGES
+from services.gateway.api.dialect import Dialect, Dialects, dialects_of
+from services.gateway.api.openapi.document import document
+from services.gateway.api.openapi.operation import TEMPLATE
+from services.gateway.api.operations import METRICS, OPEN_PATHS, own_routes
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
 from services.gateway.core.asgi import request_headers, send_json
@@ -59,26 +40,17 @@ from shared.service.endpoints import OpsApp, Receive, Scope, Send
 
 log = structlog.get_logger(__name__)
 
-CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
-EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
-METRICS = "/metrics"
-ABSENT = {
-    "/v1/moderations": "no model here judges texts; ask a classifier (/v1/classify), or a language model",
-    COHERE_CHAT: "of Cohere's API only /v2/rerank is; send chats to /v1/chat/completions",
-    COHERE_EMBED: "of Cohere's API only /v2/rerank is; send texts to /v1/embeddings",
-}
-"""Paths that clients know from other servers, and why they lead nowhere."""
-DIRECT = (CHAT, COMPLETIONS, MESSAGES, CHAT_PATH, GENERATE_PATH)
-"""Nearly every request is for one of them."""
-OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, vllm.PING))
-"""Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
-
 
 class GatewayApp:
     """Every answer carries an x-request-id; every error is in the shape of the API that was asked."""
 
     def __init__(
-        self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
+        self,
+        backend: Backend,
+        ops: OpsApp,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        dialects: Sequence[Dialect],
     ) -> None:
         self._metrics = metrics
         self._metrics_need_key = settings.metrics_need_key
@@ -87,65 +59,15 @@ class GatewayApp:
         self._browsers = Browsers(
             settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins)
         )
-        self._socket = StreamSocket(backend, settings, metrics)
-        chat = CompletionsRoute("chat.completions", backend, settings)
-        plain = CompletionsRoute("completions", backend, settings)
-        embeddings = CompletionsRoute("embeddings", backend, settings)
-        messages = CompletionsRoute("messages", backend, settings)
-        ollama = generating_routes(backend, settings)
+        self.dialects = Dialects(dialects)
         self._direct: dict[tuple[str, str], Any] = {
-            ("POST", CHAT): chat,
-            ("POST", COMPLETIONS): plain,
-            ("POST", MESSAGES): messages,
+            ("POST", path): app for one in dialects for path, app in one.direct(backend, settings).items()
         }
         """The way of nearly every request, past the router's search."""
-        self._direct |= {("POST", one.path): one.app for one in ollama if one.path in DIRECT}
-        one = partial(route, backend, settings)
-        self._router = Router(
-            routes=[
-                one((operations.RENDER_CHAT, vllm.render_chat)),  # before the stored chats: it is no id
-                *chat_routes(backend, settings, chat),
-                one((operations.RENDER_COMPLETION, vllm.render_completion)),
-                ApiRoute(plain, operations.COMPLETIONS),
-                ApiRoute(embeddings, operations.EMBEDDINGS),
-                *scoring_routes(backend, settings),
-                ApiRoute(CompletionsRoute("invocations", backend, settings), operations.INVOCATIONS),
-                *(one((item, vllm.tokenize)) for item in operations.TOKENIZE),
-                *(one((item, vllm.detokenize)) for item in operations.DETOKENIZE),
-                *(one((item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),
-                *model_routes(backend, settings),
-                *registry_routes(backend, settings),
-                *adapter_routes(backend, settings),
-                one(
-                    (operations.GENERATION, completions.retrieve_generation),
-                    (operations.CANCEL, completions.cancel_generation),
-                ),
-                one((operations.GENERATION_STREAM, completions.stream_generation)),
-                *response_routes(backend, settings),
-                *conversation_routes(backend, settings),
-                *session_routes(backend, settings),
-                *file_routes(backend, settings),
-                *upload_routes(backend, settings),
-                *batch_routes(backend, settings),
-                *fine_tuning_routes(backend, settings),
-                *message_routes(backend, settings, messages),
-                *ollama,
-                *ollama_model_routes(backend, settings),
-                *message_batch_routes(backend, settings),
-                WebSocketRoute(STREAM, self._socket),
-                WebSocketRoute(RESPONSES_ROUTE, StreamSocket(backend, settings, metrics, responses=True)),
-                *(ApiRoute(ops, item) for item in operations.OPS),
-                one((operations.SERVER_VERSION, vllm.version)),
-                one(*((item, vllm.ping) for item in operations.PINGS)),
-                one((operations.LOAD, vllm.load)),
-                one((operations.CLUSTER, cluster)),
-                one((operations.KEYS, keys)),
-                *page_routes(),
-                ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
-            ],
-            redirect_slashes=False,
-            default=_not_found,
-        )
+        self._direct_paths = frozenset(path for _, path in self._direct)
+        spoken = [route for one in dialects for route in one.routes(backend, settings, metrics)]
+        own = own_routes(backend, settings, ops, lambda: document(self.routes, settings))
+        self._router = Router(routes=[*spoken, *own], redirect_slashes=False, default=_not_found)
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -157,7 +79,9 @@ class GatewayApp:
         if scope["path"].endswith("/") and (path := scope["path"].rstrip("/")) and path not in PAGES:
             scope["path"] = path  # pages keep theirs: their links are relative
         scope["app"] = self  # lets the router raise where it would else answer in plain text
-        public = scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS)
+        public = scope["path"] in PUBLIC_PATHS and not (
+            self._metrics_need_key and scope["path"] == METRICS.path
+        )
         if public and scope["type"] == "http":
             await self._ops(scope, receive, _Exchange(scope, send).send)
             return
@@ -189,7 +113,7 @@ class GatewayApp:
                 with tracing.active(span):
                     yield
             finally:
-                end_request(span, scope, exchange.status, _route(scope))
+                end_request(span, scope, exchange.status, self._route(scope))
 
     def _principal(self, scope: Scope) -> Principal:
         """Who asks. Anybody may load a page, which asks for the key with which it asks for everything else."""
@@ -197,11 +121,17 @@ class GatewayApp:
             return ANONYMOUS
         return self._backend.authenticator.authenticate(token_of(scope))
 
+    def _route(self, scope: Scope) -> str:
+        """The route that a request took, for metrics: one of few."""
+        if scope["path"] in self._direct_paths:
+            return str(scope["path"])
+        return str(scope.get(TEMPLATE, "other"))
+
     def _account(self, scope: Scope, exchange: "_Exchange") -> None:
         if scope["type"] != "http":
             return
         seconds = time.perf_counter() - exchange.began
-        route, model = _route(scope), scope["state"].get("model", "")
+        route, model = self._route(scope), scope["state"].get("model", "")
         self._metrics.answered(route, model, exchange.status, seconds, exchange.error)
         if logs.threshold() <= logging.INFO:
             log.info(
@@ -249,8 +179,7 @@ class _Exchange:
     def _begin(self, message: Any) -> None:
         self.status = message.get("status", 101)
         more = {"x-request-id": self.request_id, **self._more_headers}
-        if self._scope["path"].startswith(MESSAGES):
-            more |= anthropic_headers(self._scope, self.request_id, more)
+        more = dialects_of(self._scope).answer_headers(self._scope, self.request_id, more)
         headers = list(message.get("headers", ()))
         for name, value in more.items():
             headers.append((name.encode(), value.encode()))
@@ -273,7 +202,7 @@ class _Exchange:
                 return
             send = self._deny
         if not self.status:
-            body = of_request(self._scope).describe(error, self.request_id)
+            body = dialects_of(self._scope).of_request(self._scope).describe(error, self.request_id)
             await send_json(send, status_of(error), body, headers_of(error))
         else:
             self.status = status_of(error)  # a stream has told it: for logs and metrics alone
@@ -297,16 +226,15 @@ def _route_error(scope: Scope, error: HTTPException) -> RouteError:
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    sockets = [route.path for route in scope["app"].routes if isinstance(route, WebSocketRoute)]
     if scope["type"] == "websocket":
-        raise RouteError(
-            f"WebSockets are at {STREAM} and {RESPONSES_ROUTE}.", status=404, reason="unknown_url"
-        )
-    if (why := ABSENT.get(scope["path"])) is not None:
+        raise RouteError(f"WebSockets are at {' and '.join(sockets)}.", status=404, reason="unknown_url")
+    if (why := dialects_of(scope).absent.get(scope["path"])) is not None:
         raise RouteError(
             f"{scope['path']} is not served here: {why}.", status=404, reason="unsupported_endpoint"
         )
     hint = "see /openapi.json, or /docs in a browser, for what is here"
-    if scope["path"] == STREAM:
+    if scope["path"] in sockets:
         hint = "it is a WebSocket"
     elif meant := _meant(scope):
         hint = f"it is at {meant}"
@@ -323,10 +251,3 @@ def _meant(scope: Scope) -> str:
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     known = any(getattr(route, "path", "") == meant for route in scope["app"].routes)
     return meant if known else ""
-
-
-def _route(scope: Scope) -> str:
-    """The route that a request took, for metrics: one of few."""
-    if scope["path"] in DIRECT:
-        return str(scope["path"])
-    return str(scope.get(TEMPLATE, "other"))

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
+from services.gateway.api.anthropic.errors import MESSAGES, AnthropicError
 from services.gateway.api.anthropic.messages import EXAMPLE, TAG
 from services.gateway.api.anthropic.results import (
     batch_object,
@@ -22,7 +23,6 @@ from services.gateway.api.anthropic.results import (
     result_of,
 )
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.dialects import MESSAGES, AnthropicError
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint

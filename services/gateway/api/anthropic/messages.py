@@ -6,9 +6,9 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import Route
 
+from services.gateway.api.anthropic.errors import MESSAGES, AnthropicError
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.dialects import MESSAGES, AnthropicError
-from services.gateway.api.openai.completions import CompletionsRoute, context_of
+from services.gateway.api.generating import CompletionsRoute, context_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.asgi import disconnected
@@ -107,6 +107,7 @@ async def count_tokens(ask: Ask) -> TokenCount:
     return TokenCount(await intake.messages.count(body, context))
 
 
-def message_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[Route]:
+def message_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
     """All but those of batches."""
+    create = CompletionsRoute("messages", backend, settings)
     return [ApiRoute(create, CREATE), route(backend, settings, (COUNT, count_tokens))]

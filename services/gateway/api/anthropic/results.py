@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.dialects import MESSAGES, AnthropicError, anthropic_error, rfc3339
+from services.gateway.api.anthropic.errors import MESSAGES, AnthropicError, anthropic_error, rfc3339
 from services.gateway.batches.results import EXPIRED
 from services.gateway.batches.states import needs_work
 from shared.messages.batches import BatchJob

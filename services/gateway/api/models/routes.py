@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.dialects import anthropic_models
-from services.gateway.api.models.anthropic import ModelInfo, model_page
+from services.gateway.api.dialect import ModelView, dialects_of
 from services.gateway.api.models.shapes import (
     Deleted,
     Done,
@@ -23,7 +22,6 @@ from services.gateway.api.models.shapes import (
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.asgi import Chunk, EventStream, UntilGone
 from services.gateway.core.errors import describe
-from services.gateway.core.pagination import NeighbourQuery
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from shared.errors import Unavailable
@@ -160,7 +158,7 @@ EVENTS = Operation(
 )
 
 
-async def list_models(ask: Ask) -> ModelList | dict[str, Any]:
+async def list_models(ask: Ask) -> object:
     found = Models(ask.backend.started.catalog, time.time(), ask.tenant).all(aliases=True)
     if not found:  # clients read the first one
         raise Unavailable(
@@ -168,9 +166,8 @@ async def list_models(ask: Ask) -> ModelList | dict[str, Any]:
             "(`ryzanstein status` shows them).",
             retry_after=2,
         )
-    if anthropic_models(ask.scope):
-        return model_page(found, ask.query(NeighbourQuery))
-    return ModelList("list", found)
+    view = _view(ask)
+    return ModelList("list", found) if view is None else view.page(ask, found)
 
 
 async def router_models(ask: Ask) -> ModelList:
@@ -178,12 +175,18 @@ async def router_models(ask: Ask) -> ModelList:
     return ModelList("list", Models(ask.backend.started.catalog, time.time(), ask.tenant).all(aliases=False))
 
 
-async def retrieve_model(ask: Ask) -> Model | ModelInfo:
+async def retrieve_model(ask: Ask) -> object:
     """Names may have slashes."""
     catalog, name = ask.backend.started.catalog, ask.named("model")
     await catalog.resolve_or_look_up(name, ask.tenant)
     found = Models(catalog, time.time(), ask.tenant).one(name)
-    return ModelInfo.of(found) if anthropic_models(ask.scope) else found
+    view = _view(ask)
+    return found if view is None else view.one(found)
+
+
+def _view(ask: Ask) -> ModelView | None:
+    """How the API shows models whose client asks; None: as OpenAI's does."""
+    return dialects_of(ask.scope).of_request(ask.scope).models
 
 
 async def delete_model(ask: Ask) -> Deleted:

@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from services.gateway.api.backend import Ask
-from services.gateway.api.dialects import OLLAMA
 from services.gateway.api.ollama.residency import looks
-from services.gateway.api.ollama.shapes import Progress, Shown
+from services.gateway.api.ollama.shapes import Progress, Shown, described
 from services.gateway.core.asgi import Chunk, LineStream, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from shared.errors import RyzansteinError, Unavailable
@@ -123,6 +122,6 @@ async def send_lines(ask: Ask, lines: AsyncGenerator[Progress, None]) -> None:
         raise
     except Exception as error:
         if stream.started:
-            told = msgspec.json.encode(OLLAMA.describe(error, ask.request_id))
+            told = msgspec.json.encode(described(error, ask.request_id))
             await stream.write([Chunk(told)], end=True)
         raise

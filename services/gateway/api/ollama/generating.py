@@ -8,9 +8,9 @@ import msgspec
 from starlette.routing import Route
 
 from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.generating import context_of, reading, stream, wants_positions
 from services.gateway.api.ollama import shapes
 from services.gateway.api.ollama.residency import load_or_unload, named, staying
-from services.gateway.api.openai.completions import context_of, reading, stream, wants_positions
 from services.gateway.api.openapi.operation import (
     GENERATING,
     GENERATING_HEADERS,
@@ -189,11 +189,18 @@ async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -
             await send_json(ask.send, 200, await run.collect())
 
 
-def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def answer_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
+    """Those that generate text."""
     message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
     return [
         ApiRoute(AnswerRoute(_chat, message, backend, settings), CHAT),
         ApiRoute(AnswerRoute(_generate, {"response": ""}, backend, settings), GENERATE),
+    ]
+
+
+def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    return [
+        *answer_routes(backend, settings),
         route(backend, settings, (EMBED, embed)),
         route(backend, settings, (EMBEDDINGS, embeddings)),
     ]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.errors import describe
 from services.gateway.intake.chat import reasoning_of
 from services.gateway.intake.ollama.translation import tagged
 from services.gateway.streams.ollama import rfc3339
@@ -32,6 +33,11 @@ class OllamaError(msgspec.Struct, frozen=True):
     """Also the last line of a stream that fails."""
 
     error: str
+
+
+def described(error: BaseException, request_id: str) -> OllamaError:
+    """The body for an error, with the request's id."""
+    return OllamaError(describe(error, request_id).error.message)
 
 
 class OllamaVersion(msgspec.Struct, frozen=True):

@@ -1,31 +1,19 @@
 """The operations of chat, completions, models and generations, and of what every service answers."""
 
-from typing import Any
-
-from services.gateway.api.cluster import ClusterState
-from services.gateway.api.management.keys import ApiKeyList
-from services.gateway.api.openai import shapes
-from services.gateway.api.openai.completions import Cancelled
+from services.gateway.api import shapes
 from services.gateway.api.openai.vllm import (
-    PING,
     Detokenized,
     DetokenizeRequest,
-    Load,
     ModelQuery,
-    Pong,
     RenderedPrompt,
     Tokenized,
     TokenizeRequest,
     TokenizerInfo,
-    Version,
 )
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, TEXT, Operation
-from services.gateway.core.pagination import PageQuery
+from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.streams.reading import GenerationState
-from shared.service.endpoints import Health
 
 CHAT = Operation(
     "POST /v1/chat/completions",
@@ -142,80 +130,3 @@ TOKENIZER_INFO = tuple(
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
-GENERATION = Operation(
-    "GET /v1/generations/{generation}",
-    "retrieveGeneration",
-    "The output of a generation so far.",
-    "Generations",
-    "At any gateway, for as long as the journal keeps its tokens.",
-    response=GenerationState,
-    errors=(504,),
-)
-CANCEL = Operation(
-    "DELETE /v1/generations/{generation}",
-    "cancelGeneration",
-    "Ends a generation, for everybody who reads it.",
-    "Generations",
-    "What had come of it by then stays readable.",
-    response=Cancelled,
-    errors=(504,),
-)
-GENERATION_STREAM = Operation(
-    "GET /v1/generations/{generation}/stream",
-    "streamGeneration",
-    "The events of a generation, from where you stand.",
-    "Generations",
-    "In the format of the endpoint that began it; without `Last-Event-ID` from the beginning.",
-    events=(shapes.ChatCompletionChunk, shapes.Completion, shapes.TypedEvent),
-    lines=(dict[str, Any],),
-    parameters=(operation.LAST_EVENT,),
-    errors=(504,),
-)
-CLUSTER = Operation(
-    "GET /v1/cluster",
-    "retrieveCluster",
-    "Rings, services, and what this gateway is generating.",
-    "Operations",
-    "Nothing of what anybody wrote or reads, and no id with which it could be read.",
-    response=ClusterState,
-)
-KEYS = Operation(
-    "GET /v1/keys",
-    "listKeys",
-    "Who has API keys, and what of their limits is used.",
-    "Operations",
-    "The newest first; no secrets. For keys made with `--view-keys`; others get 403 `insufficient_permissions`.",
-    response=ApiKeyList,
-    query=PageQuery,
-    errors=(404,),
-)
-SERVER_VERSION = Operation(
-    "GET /version", "version", "The version of Ryzanstein, as in vLLM.", "Operations", response=Version
-)
-PINGS = tuple(
-    Operation(f"{method} {PING}", name, "200 while the process lives.", "Operations", response=Pong)
-    for method, name in (("GET", "ping"), ("POST", "pingByPost"))
-)
-LOAD = Operation("GET /load", "load", "Requests that this gateway is answering.", "Operations", response=Load)
-HEALTH = Operation(
-    "GET /health", "health", "200 while the process lives.", "Operations", response=Health, plain=True
-)
-READY = Operation(
-    "GET /ready",
-    "ready",
-    "200 when the gateway can work, else 503 with the reason.",
-    "Operations",
-    response=Health,
-    errors=(503,),
-    plain=True,
-)
-METRICS = Operation(
-    "GET /metrics",
-    "metrics",
-    "Prometheus metrics.",
-    "Operations",
-    response_content={TEXT: {"type": "string"}},
-    plain=True,
-)
-DOCUMENT = Operation("GET /openapi.json", "openapi", "This document.", "Operations", response=shapes.Document)
-OPS = (HEALTH, READY, METRICS)

@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.routing import Route
 
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.openai.completions import (
+from services.gateway.api.generating import (
     CompletionsRoute,
     context_of,
     positions_of,

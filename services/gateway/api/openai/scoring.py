@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from services.gateway.api.backend import Backend
-from services.gateway.api.openai.completions import CompletionsRoute
+from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openai.operations import EMBEDDINGS
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation

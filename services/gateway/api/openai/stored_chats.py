@@ -5,9 +5,9 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
+from services.gateway.api import shapes
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.openai import shapes
-from services.gateway.api.openai.completions import CompletionsRoute
+from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openai.operations import CHAT
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.pagination import ListPage

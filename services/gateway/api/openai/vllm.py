@@ -16,7 +16,6 @@ from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import Tool
 from shared.messages import ModelCard
-from shared.process import VERSION
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
@@ -142,31 +141,3 @@ async def render_completion(ask: Ask) -> list[RenderedPrompt]:
     intake = await ask.counted()
     model, prompts = await intake.completion_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
     return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
-
-
-PING = "/ping"
-
-
-class Version(msgspec.Struct, frozen=True):
-    version: str
-
-
-class Pong(msgspec.Struct, frozen=True):
-    """Nothing: it is the status that counts."""
-
-
-class Load(msgspec.Struct, frozen=True):
-    server_load: int
-    """Requests that this gateway is answering, without the one that asks, and generations on WebSockets."""
-
-
-async def version(ask: Ask) -> Version:
-    return Version(VERSION)
-
-
-async def ping(ask: Ask) -> Pong:
-    return Pong()
-
-
-async def load(ask: Ask) -> Load:
-    return Load(ask.backend.active_now - 1)

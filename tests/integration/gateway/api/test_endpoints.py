@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from services.gateway.api.dialects import ANTHROPIC, OLLAMA, OPENAI, Dialect, of_path
+from services.gateway.api.dialect import PLAIN, Dialect, Dialects
+from services.gateway.dialects.anthropic.dialect import ANTHROPIC
+from services.gateway.dialects.ollama.dialect import OLLAMA
+from services.gateway.dialects.registry import DIALECTS
 from shared.keys import NewKey
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
 from shared.nats.bus import Bus
@@ -40,7 +43,7 @@ class Endpoint(NamedTuple):
 
     @property
     def dialect(self) -> Dialect:
-        return of_path(self.path)
+        return Dialects(DIALECTS).of_path(self.path)
 
 
 HEADER = "x-ryzanstein-generation"
@@ -96,7 +99,7 @@ def refused(answer: httpx.Response, endpoint: Endpoint) -> str:
     if endpoint.dialect is ANTHROPIC:
         assert (told["type"], set(told["error"])) == ("error", {"type", "message"})
     else:
-        assert endpoint.dialect is OPENAI
+        assert endpoint.dialect is PLAIN
         assert set(told["error"]) == {"message", "type", "param", "code"}
     return str(told["error"]["message"])
 

@@ -11,15 +11,16 @@ import pytest
 from msgspec import inspect
 from starlette.routing import Route
 
+from services.gateway.api import shapes
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
 from services.gateway.api.models.shapes import ModelList
-from services.gateway.api.openai import shapes
 from services.gateway.api.openapi.document import STATUSES, document
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.registry import DIALECTS
 from shared.service.endpoints import Health, OpsApp, new_registry
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL
@@ -31,7 +32,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 def app() -> GatewayApp:
     registry = new_registry()
     ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
-    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry))
+    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), DIALECTS)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.api import dialects
+from services.gateway.api.anthropic import errors
+from services.gateway.api.dialect import PLAIN, Dialects
 from services.gateway.core.errors import unsupported
+from services.gateway.dialects.anthropic.dialect import ANTHROPIC
+from services.gateway.dialects.registry import DIALECTS
 from services.gateway.ratelimit.limiter import duration, limit_headers
 
 
 @pytest.mark.parametrize("seconds", [0.12, 0.999, 1.5, 59.9, 60, 61, 3600, 3661, 7322])
 def test_durations_are_read_as_they_are_written(seconds: float) -> None:
-    assert dialects._seconds(duration(seconds)) == pytest.approx(seconds)
+    assert errors._seconds(duration(seconds)) == pytest.approx(seconds)
 
 
 def scope(*headers: tuple[bytes, bytes], path: str = "/v1/messages") -> Any:
@@ -21,32 +24,32 @@ def scope(*headers: tuple[bytes, bytes], path: str = "/v1/messages") -> Any:
 
 
 def test_limits_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialects.time, "time", lambda: datetime(2026, 1, 1, tzinfo=UTC).timestamp())
-    told = dialects.anthropic_headers(scope(), "req-1", limit_headers("tokens", 100, 40, 90.0))
+    monkeypatch.setattr("time.time", lambda: datetime(2026, 1, 1, tzinfo=UTC).timestamp())
+    told = errors.anthropic_headers(scope(), "req-1", limit_headers("tokens", 100, 40, 90.0))
     assert told == {
         "request-id": "req-1",
         "anthropic-ratelimit-tokens-limit": "100",
         "anthropic-ratelimit-tokens-remaining": "40",
         "anthropic-ratelimit-tokens-reset": "2026-01-01T00:01:30Z",
     }
-    for version in dialects.KNOWN_VERSIONS:
-        known = scope((dialects.VERSION, version.encode()))
-        assert dialects.anthropic_headers(known, "r", {}) == {"request-id": "r"}
-    other = dialects.anthropic_headers(scope((dialects.VERSION, b"\xe9\r\n<")), "r", {})
+    for version in errors.KNOWN_VERSIONS:
+        known = scope((errors.VERSION, version.encode()))
+        assert errors.anthropic_headers(known, "r", {}) == {"request-id": "r"}
+    other = errors.anthropic_headers(scope((errors.VERSION, b"\xe9\r\n<")), "r", {})
     assert other["x-ryzanstein-warning"].startswith("anthropic-version ???? is not known here")
 
 
 def test_a_list_of_models_is_whose_asks_for_it() -> None:
-    version = (dialects.VERSION, b"2023-06-01")
-    assert dialects.of_request(scope(path="/v1/models")) is dialects.OPENAI
-    assert dialects.of_request(scope(version, path="/v1/models/x")) is dialects.ANTHROPIC
-    assert dialects.of_request(scope(version, path="/v1/chat/completions")) is dialects.OPENAI
+    spoken, version = Dialects(DIALECTS), (errors.VERSION, b"2023-06-01")
+    assert spoken.of_request(scope(path="/v1/models")) is PLAIN
+    assert spoken.of_request(scope(version, path="/v1/models/x")) is ANTHROPIC
+    assert spoken.of_request(scope(version, path="/v1/chat/completions")) is PLAIN
 
 
 def test_a_thread_is_refused_so_that_clients_go_on_without_it() -> None:
-    told = dialects.ANTHROPIC.describe(unsupported("thread"), "req-1")
+    told = ANTHROPIC.describe(unsupported("thread"), "req-1")
     body = msgspec.json.decode(msgspec.json.encode(told))
     assert body["error"]["type"] == "invalid_request_error"
     assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
-    other = dialects.ANTHROPIC.describe(unsupported("container"), "req-1")
+    other = ANTHROPIC.describe(unsupported("container"), "req-1")
     assert "details" not in msgspec.json.decode(msgspec.json.encode(other))["error"]

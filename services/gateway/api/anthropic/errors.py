@@ -1,41 +1,15 @@
-"""Whose API a path belongs to: in which shape its errors are told, and in which frames its streams are sent.
-
-path             dialect      error                                            a stream is
-/v1/messages…    Anthropic    {"type": "error", "error": {type, message}}      named events
-/v1/models…      the same, where the request has an `anthropic-version`
-/api/…           Ollama       {"error": "message"}                             lines of JSON
-/v2/chat, embed  Cohere       {"id": request, "message"}                       (refused)
-all else         OpenAI       {"error": {message, type, param, code}}          events, then [DONE]
-"""
+"""Anthropic's errors, and the headers that its clients are told beside OpenAI's. Pure."""
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
 
-from services.gateway.core.asgi import EventStream, LineStream, header
+from services.gateway.core.asgi import header
 from services.gateway.core.errors import describe, status_of
 from shared.service.endpoints import Scope
-
-Stream = EventStream | LineStream
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How one API tells errors, before an answer and within a stream."""
-
-    describe: Callable[[BaseException, str], object]
-    """The body for an error, with the request's id."""
-    stream: type[EventStream] | type[LineStream] = EventStream
-    error_event: bytes = b""
-    """The type of the event that tells of an error within a stream."""
-    done: bool = True
-    """Whether streams end with `[DONE]`, but for those that end otherwise in the same API."""
-
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -76,49 +50,11 @@ def anthropic_error(status: int, message: str, request_id: str, param: str | Non
     return AnthropicError(AnthropicDetail(kind, message, details), request_id)
 
 
-def _anthropic(error: BaseException, request_id: str) -> AnthropicError:
+def described(error: BaseException, request_id: str) -> AnthropicError:
+    """The body for an error, with the request's id."""
     detail = describe(error, request_id).error
     return anthropic_error(status_of(error), detail.message, request_id, detail.param)
 
-
-def _ollama(error: BaseException, request_id: str) -> dict[str, str]:
-    return {"error": describe(error, request_id).error.message}
-
-
-def _cohere(error: BaseException, request_id: str) -> dict[str, str]:
-    return {"id": request_id, "message": describe(error, request_id).error.message}
-
-
-OPENAI = Dialect(describe)
-RESPONSES = Dialect(describe, error_event=b"error")
-ANTHROPIC = Dialect(_anthropic, error_event=b"error", done=False)
-OLLAMA = Dialect(_ollama, LineStream, done=False)
-COHERE = Dialect(_cohere)
-COHERE_CHAT, COHERE_EMBED = "/v2/chat", "/v2/embed"
-ENDPOINTS = defaultdict(
-    lambda: OPENAI,
-    {"responses": RESPONSES, "messages": ANTHROPIC, "ollama.chat": OLLAMA, "ollama.generate": OLLAMA},
-)
-"""By the API whose generation it is (`GenerationRecord.endpoint`)."""
-_PATHS: Sequence[tuple[str, Dialect]] = (
-    ("/v1/messages", ANTHROPIC),
-    ("/api/", OLLAMA),
-    (COHERE_CHAT, COHERE),
-    (COHERE_EMBED, COHERE),
-)
-
-
-def of_path(path: str) -> Dialect:
-    """Before anything else is known of a request."""
-    return next((dialect for prefix, dialect in _PATHS if path.startswith(prefix)), OPENAI)
-
-
-def of_request(scope: Scope) -> Dialect:
-    """As `of_path`, for paths that two APIs have."""
-    return ANTHROPIC if anthropic_models(scope) else of_path(scope["path"])
-
-
-# --- Anthropic's headers -------------------------------------------------------------------------
 
 MESSAGES = "/v1/messages"
 VERSION = b"anthropic-version"

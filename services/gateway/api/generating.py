@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, /v1/completions and /v1/embeddings; models, and generations by their id."""
+"""What routes that generate have in common, whosever API they are: from a request to the stream or the whole answer."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.backend import Ask, Backend
-from services.gateway.api.dialects import ENDPOINTS
+from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import dialects_of
 from services.gateway.auth.authenticator import Principal
 from services.gateway.core.asgi import (
     Chunk,
@@ -39,7 +39,6 @@ from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import octets_of
 from services.gateway.streams.progress import tell_progress
-from services.gateway.streams.reading import GenerationState
 from services.gateway.streams.run import LARGE, Run
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -49,7 +48,7 @@ GENERATION_HEADER = "x-ryzanstein-generation"
 
 
 class CompletionsRoute:
-    """One of the two endpoints that generate."""
+    """A path of one endpoint."""
 
     def __init__(self, endpoint: Endpoint, backend: Backend, settings: GatewaySettings) -> None:
         self._endpoint = endpoint
@@ -102,7 +101,8 @@ def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
     record = run.answer.record
-    if record.endpoint == "embeddings" or record.octets or ENDPOINTS[record.endpoint].stream is LineStream:
+    lines = dialects_of(scope).of_endpoint(record.endpoint).stream is LineStream
+    if record.endpoint == "embeddings" or record.octets or lines:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
     return _Reading(run, scope, receive)
@@ -173,7 +173,7 @@ async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False)
     """Events until the end, or lines, with `positions` if that is wanted. An error is raised: before the first chunk,
     so that it gets a status of its own; behind it, once the client has been told, so that it is logged and counted as
     what it is and not as a success."""
-    dialect = ENDPOINTS[run.answer.record.endpoint]
+    dialect = dialects_of(scope).of_endpoint(run.answer.record.endpoint)
     lines = dialect.stream is LineStream
     connection = connection_of(scope)
     events = LineStream(send, connection, positions=positions) if lines else EventStream(send, connection)
@@ -189,34 +189,3 @@ async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False)
             told = msgspec.json.encode(run.error_event(dialect.describe(error, scope["state"]["request_id"])))
             await events.write([Chunk(told, event=dialect.error_event)], end=True)
         raise
-
-
-class Cancelled(msgspec.Struct, frozen=True):
-    """What DELETE answers."""
-
-    id: str
-    object: str
-    cancelled: bool
-    """False when it had ended before."""
-
-
-async def retrieve_generation(ask: Ask) -> GenerationState:
-    """What has come of it so far."""
-    state = await ask.parts.reading.state(
-        ask.named("generation"), ask.request_id, ask.tenant, ask.answer_headers
-    )
-    ask.of_model(state.model)
-    return state
-
-
-async def cancel_generation(ask: Ask) -> Cancelled:
-    answer, going = await ask.parts.reading.cancel(ask.named("generation"), ask.tenant)
-    return Cancelled(answer.public_id, "generation", going)
-
-
-async def stream_generation(ask: Ask) -> None:
-    """Its events behind `Last-Event-ID`, in the format of the endpoint that began it."""
-    after, positions = positions_of(ask.scope), wants_positions(ask.scope)
-    run = await ask.parts.reading.attach(ask.named("generation"), after, tenant=ask.tenant)
-    with reading(run, ask.scope, ask.receive):
-        await stream(run, ask.scope, ask.send, positions=positions)

@@ -4,7 +4,7 @@ Answers are put together from prepared pieces (`formats.py`), because a token's 
 it says here is what `tests/integration/gateway/api/test_openapi.py` holds.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -183,11 +183,3 @@ class EmbeddingList(msgspec.Struct):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
-
-
-class Document(msgspec.Struct):
-    """An OpenAPI document."""
-
-    openapi: str
-    info: dict[str, Any]
-    paths: dict[str, Any]

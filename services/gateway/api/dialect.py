@@ -1,0 +1,108 @@
+"""An API that the gateway speaks, as the application knows it: its routes, its endpoints, and its own words for errors.
+
+    DIALECTS ──▶ routes, in their order             ──▶ the router, /openapi.json
+             ──▶ paths, claims                      ──▶ who describes an error, who adds headers to an answer
+             ──▶ endpoints                          ──▶ how a stream of that endpoint's generations is framed
+
+The application is made with a list of them and imports none: what is taken out of it is gone, and no other notices.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Ask, Backend
+from services.gateway.core.asgi import EventStream, LineStream
+from services.gateway.core.errors import describe
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from shared.service.endpoints import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """How an API shows models on the paths that it shares with OpenAI's."""
+
+    page: Callable[[Ask, Sequence[Any]], object]
+    """The list of them, each as OpenAI's (`api.models.shapes.Model`)."""
+    one: Callable[[Any], object]
+
+
+def _no_routes(*_: object) -> Sequence[BaseRoute]:
+    return ()
+
+
+def _no_direct(*_: object) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API, or a family of paths of one."""
+
+    name: str
+    routes: Callable[[Backend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]] = _no_routes
+    endpoints: Sequence[str] = ()
+    """`GenerationRecord.endpoint` of the generations that are begun in it."""
+    describe: Callable[[BaseException, str], object] = describe
+    """The body for an error, with the request's id."""
+    stream: type[EventStream] | type[LineStream] = EventStream
+    error_event: bytes = b""
+    """The type of the event that tells of an error within a stream."""
+    done: bool = True
+    """Whether streams end with `[DONE]`, but for those that end otherwise in the same API."""
+    paths: tuple[str, ...] = ()
+    """What paths begin with whose errors it describes, where these are not described as OpenAI's are."""
+    claims: Callable[[Scope], bool] | None = None
+    """Whether a request for a path that others have too is for it."""
+    answer_headers: Callable[[Scope, str, Mapping[str, str]], dict[str, str]] | None = None
+    """What answers on its `paths` have beside the headers that are given; with the request's id."""
+    models: ModelView | None = None
+    """Of requests that it claims."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Paths that its clients know from other servers, and why they lead nowhere here."""
+    direct: Callable[[Backend, GatewaySettings], Mapping[str, Any]] = _no_direct
+    """By paths of so many requests that a POST to them goes past the router's search: who answers it."""
+
+
+PLAIN = Dialect("plain")
+"""What is spoken on paths that no dialect has claimed, and in streams of endpoints that none has."""
+
+
+class Dialects:
+    """Those that one gateway speaks."""
+
+    def __init__(self, listed: Sequence[Dialect]) -> None:
+        self.listed = listed
+        self.absent = {path: why for one in listed for path, why in one.absent.items()}
+        self._claims = [(one, one.claims) for one in listed if one.claims is not None]
+        self._paths = [(path, one) for one in listed for path in one.paths]
+        self._headers = [(one.paths, one.answer_headers) for one in listed if one.answer_headers is not None]
+        self._endpoints = {name: one for one in listed for name in one.endpoints}
+
+    def of_path(self, path: str) -> Dialect:
+        """Before anything else is known of a request."""
+        return next((one for prefix, one in self._paths if path.startswith(prefix)), PLAIN)
+
+    def of_request(self, scope: Scope) -> Dialect:
+        """As `of_path`, for paths that two APIs have."""
+        return next((one for one, claims in self._claims if claims(scope)), self.of_path(scope["path"]))
+
+    def of_endpoint(self, name: str) -> Dialect:
+        """Whose generation it is."""
+        return self._endpoints.get(name, PLAIN)
+
+    def answer_headers(self, scope: Scope, request_id: str, headers: dict[str, str]) -> dict[str, str]:
+        """`headers`, with those that the answers of its API have beside them."""
+        for paths, more in self._headers:
+            if scope["path"].startswith(paths):
+                headers |= more(scope, request_id, headers)
+        return headers
+
+
+def dialects_of(scope: Scope) -> Dialects:
+    """Those of the application that serves a request."""
+    spoken: Dialects = scope["app"].dialects
+    return spoken

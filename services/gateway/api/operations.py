@@ -1,0 +1,121 @@
+"""What a gateway answers about itself: its health, its load, its cluster, its keys, its API's document, its pages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.cluster import ClusterState
+from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
+from services.gateway.api.management.keys import ApiKeyList
+from services.gateway.api.openapi.document import DocumentRoute
+from services.gateway.api.openapi.operation import TEXT, ApiRoute, Operation
+from services.gateway.core.pagination import PageQuery
+from services.gateway.core.settings import GatewaySettings
+from shared.process import VERSION
+from shared.service.endpoints import Health, OpsApp
+
+PING = "/ping"
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class Pong(msgspec.Struct, frozen=True):
+    """Nothing: it is the status that counts."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    server_load: int
+    """Requests that this gateway is answering, without the one that asks, and generations on WebSockets."""
+
+
+class Document(msgspec.Struct):
+    """An OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+
+
+CLUSTER = Operation(
+    "GET /v1/cluster",
+    "retrieveCluster",
+    "Rings, services, and what this gateway is generating.",
+    "Operations",
+    "Nothing of what anybody wrote or reads, and no id with which it could be read.",
+    response=ClusterState,
+)
+KEYS = Operation(
+    "GET /v1/keys",
+    "listKeys",
+    "Who has API keys, and what of their limits is used.",
+    "Operations",
+    "The newest first; no secrets. For keys made with `--view-keys`; others get 403 `insufficient_permissions`.",
+    response=ApiKeyList,
+    query=PageQuery,
+    errors=(404,),
+)
+SERVER_VERSION = Operation(
+    "GET /version", "version", "The version of Ryzanstein, as in vLLM.", "Operations", response=Version
+)
+PINGS = tuple(
+    Operation(f"{method} {PING}", name, "200 while the process lives.", "Operations", response=Pong)
+    for method, name in (("GET", "ping"), ("POST", "pingByPost"))
+)
+LOAD = Operation("GET /load", "load", "Requests that this gateway is answering.", "Operations", response=Load)
+HEALTH = Operation(
+    "GET /health", "health", "200 while the process lives.", "Operations", response=Health, plain=True
+)
+READY = Operation(
+    "GET /ready",
+    "ready",
+    "200 when the gateway can work, else 503 with the reason.",
+    "Operations",
+    response=Health,
+    errors=(503,),
+    plain=True,
+)
+METRICS = Operation(
+    "GET /metrics",
+    "metrics",
+    "Prometheus metrics.",
+    "Operations",
+    response_content={TEXT: {"type": "string"}},
+    plain=True,
+)
+DOCUMENT = Operation("GET /openapi.json", "openapi", "This document.", "Operations", response=Document)
+OPS = (HEALTH, READY, METRICS)
+OPEN_PATHS = frozenset((*PATHS, DOCUMENT.path, PING))
+"""Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
+
+
+async def version(ask: Ask) -> Version:
+    return Version(VERSION)
+
+
+async def ping(ask: Ask) -> Pong:
+    return Pong()
+
+
+async def load(ask: Ask) -> Load:
+    return Load(ask.backend.active_now - 1)
+
+
+def own_routes(
+    backend: Backend, settings: GatewaySettings, ops: OpsApp, describe: Callable[[], dict[str, Any]]
+) -> list[BaseRoute]:
+    """All of them. `describe` makes the document of the API."""
+    return [
+        *(ApiRoute(ops, item) for item in OPS),
+        route(backend, settings, (SERVER_VERSION, version)),
+        route(backend, settings, *((item, ping) for item in PINGS)),
+        route(backend, settings, (LOAD, load)),
+        route(backend, settings, (CLUSTER, cluster)),
+        route(backend, settings, (KEYS, keys)),
+        *page_routes(),
+        ApiRoute(DocumentRoute(describe), DOCUMENT),
+    ]

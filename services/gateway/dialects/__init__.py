@@ -1,0 +1,1 @@
+"""The APIs that the gateway speaks, a room each, and the list of them."""

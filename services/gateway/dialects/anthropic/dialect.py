@@ -1,0 +1,38 @@
+"""Anthropic's messages and message batches, and its view of the models, for requests with its header."""
+
+from collections.abc import Mapping, Sequence
+
+from starlette.routing import BaseRoute
+
+from services.gateway.api.anthropic.batches import message_batch_routes
+from services.gateway.api.anthropic.errors import MESSAGES, anthropic_headers, anthropic_models, described
+from services.gateway.api.anthropic.messages import message_routes
+from services.gateway.api.anthropic.models import ModelInfo, model_page
+from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect, ModelView
+from services.gateway.api.generating import CompletionsRoute
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+
+
+def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
+    return [*message_routes(backend, settings), *message_batch_routes(backend, settings)]
+
+
+def _direct(backend: Backend, settings: GatewaySettings) -> Mapping[str, CompletionsRoute]:
+    return {MESSAGES: CompletionsRoute("messages", backend, settings)}
+
+
+ANTHROPIC = Dialect(
+    "anthropic",
+    _routes,
+    endpoints=("messages",),
+    describe=described,
+    error_event=b"error",
+    done=False,
+    paths=(MESSAGES,),
+    claims=anthropic_models,
+    answer_headers=anthropic_headers,
+    models=ModelView(model_page, ModelInfo.of),
+    direct=_direct,
+)

@@ -1,0 +1,1 @@
+"""Vectors, and what is made of them: embeddings, ranks, scores and classes."""

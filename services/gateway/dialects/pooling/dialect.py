@@ -1,0 +1,24 @@
+"""Embeddings as OpenAI has them, ranks as Jina and Cohere, scores, classes and pooling as vLLM."""
+
+from collections.abc import Sequence
+
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect
+from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.openai.operations import EMBEDDINGS
+from services.gateway.api.openai.scoring import scoring_routes
+from services.gateway.api.openapi.operation import ApiRoute
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+
+
+def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
+    return [
+        ApiRoute(CompletionsRoute("embeddings", backend, settings), EMBEDDINGS),
+        *scoring_routes(backend, settings),
+    ]
+
+
+POOLING = Dialect("pooling", _routes, endpoints=("rerank", "score", "classify", "pooling", "embeddings"))

@@ -1,0 +1,58 @@
+"""The list of what this gateway speaks: a line each, in the order of its routes and of /openapi.json."""
+
+from collections.abc import Callable, Sequence
+
+from starlette.routing import BaseRoute, WebSocketRoute
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect
+from services.gateway.api.generations import generation_routes
+from services.gateway.api.models.adapters import adapter_routes
+from services.gateway.api.models.registry import registry_routes
+from services.gateway.api.models.routes import model_routes
+from services.gateway.api.openai.batches import batch_routes
+from services.gateway.api.openai.files import file_routes
+from services.gateway.api.openai.fine_tuning import fine_tuning_routes
+from services.gateway.api.openai.uploads import upload_routes
+from services.gateway.api.sessions import session_routes
+from services.gateway.api.websocket import ROUTE, StreamSocket
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.anthropic.dialect import ANTHROPIC
+from services.gateway.dialects.cohere import COHERE
+from services.gateway.dialects.ollama.dialect import OLLAMA
+from services.gateway.dialects.openai.dialect import OPENAI
+from services.gateway.dialects.pooling.dialect import POOLING
+from services.gateway.dialects.responses.dialect import RESPONSES
+from services.gateway.dialects.vllm.dialect import VLLM
+
+
+def _all(
+    *makers: Callable[[Backend, GatewaySettings], Sequence[BaseRoute]],
+) -> Callable[..., Sequence[BaseRoute]]:
+    """The routes of some makers, one behind the other."""
+
+    def routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
+        return [one for make in makers for one in make(backend, settings)]
+
+    return routes
+
+
+def _sockets(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
+    return [WebSocketRoute(ROUTE, StreamSocket(backend, settings, metrics))]
+
+
+DIALECTS = (
+    OPENAI,
+    POOLING,
+    VLLM,
+    Dialect("models", _all(model_routes, registry_routes, adapter_routes)),
+    Dialect("generations", _all(generation_routes)),
+    Dialect("websocket", _sockets),
+    RESPONSES,
+    Dialect("sessions", _all(session_routes)),
+    Dialect("jobs", _all(file_routes, upload_routes, batch_routes, fine_tuning_routes)),
+    ANTHROPIC,
+    OLLAMA,
+    COHERE,
+)

@@ -1,0 +1,24 @@
+"""OpenAI's responses, over HTTP and on a WebSocket, and the conversations that they are turns of."""
+
+from collections.abc import Sequence
+
+from starlette.routing import BaseRoute, WebSocketRoute
+
+from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect
+from services.gateway.api.openai.conversations import conversation_routes
+from services.gateway.api.openai.responses import response_routes
+from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.settings import GatewaySettings
+
+
+def _routes(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
+    return [
+        *response_routes(backend, settings),
+        *conversation_routes(backend, settings),
+        WebSocketRoute(RESPONSES_ROUTE, StreamSocket(backend, settings, metrics, responses=True)),
+    ]
+
+
+RESPONSES = Dialect("responses", _routes, endpoints=("responses",), error_event=b"error")
