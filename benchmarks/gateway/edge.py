@@ -27,10 +27,13 @@ from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
 from services.gateway.intake.intake import Intake
+from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Parts
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Deliver
+from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
+from services.gateway.streams.reading import Presentations
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from shared.messages import ModelCard, TokenEntry
 from shared.process import freeze_gc_after_startup
@@ -118,25 +121,18 @@ def edge_parts() -> EdgeParts:
     }
     catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named, sparse_kinds=lambda _: kinds))
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
-    parts = Parts(settings, cast(Any, answers), metrics)
+    endpoints = [one for dialect in DIALECTS for one in dialect.endpoints]
+    presentations = Presentations({one.name: one.presentation for one in endpoints})
+    parts = Parts(settings, cast(Any, answers), metrics, presentations)
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
     authenticator = Authenticator()
     authenticator.complete()
     backend = Backend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
-    intake = Intake(
-        parts,
-        catalog,
-        cold_starts,
-        tokenizers,
-        nobody,
-        nobody,
-        nobody,
-        authenticator,
-        limiter,
-        nobody,
-        nobody,
+    processor = InputProcessor(
+        parts, catalog, cold_starts, tokenizers, nobody, limiter, nobody, StoredTurns(*[nobody] * 3)
     )
+    intake = Intake(processor, endpoints, nobody, nobody, authenticator)
     backend.open(BackendParts(intake, nobody, catalog, *[nobody] * (len(BackendParts.__struct_fields__) - 3)))
 
     def health() -> Health:

@@ -179,8 +179,16 @@ class GatewayService(Service):
             expiry = CertificateExpiry(self.registry, self.settings.tls_certificate)
             watch = self._certificates.run(self.settings.tls_check_interval, expiry.refresh)
             self.spawn(watch, "certificates")
+        endpoints = [one for dialect in DIALECTS for one in dialect.endpoints]
         self._work = Work(
-            self.bus, self.instance, self.settings, self.registry, self._metrics, self._backend, self.spawn
+            self.bus,
+            self.instance,
+            self.settings,
+            self.registry,
+            self._metrics,
+            self._backend,
+            self.spawn,
+            endpoints,
         )
         await self._work.start()
         if self.shares_port():

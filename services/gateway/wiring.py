@@ -4,7 +4,7 @@ groups, models, keys ──known──▶ generations, answers, heirs ──▶ 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -29,21 +29,23 @@ from services.gateway.core.job_runners import Runners, sweep, watch
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.intake import Intake
+from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Parts as IntakeParts
-from services.gateway.intake.responses.history import History
 from services.gateway.intake.structured_output import Grammars
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.failover import Heirs
 from services.gateway.lifecycle.generations import Generations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
+from services.gateway.persistence.budget import HistoryBudgets
 from services.gateway.persistence.chats import ChatIndex, ChatShelf, StoredChats
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.keeper import Keeper, ResponseShelf
-from services.gateway.persistence.responses import ResponseLookup
+from services.gateway.persistence.responses import ResponseLookup, StoredTurns
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.ratelimit.limiter import Limiter
-from services.gateway.streams.reading import Reading, Runs
+from services.gateway.streams.reading import Presentations, Reading, Runs
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.training.wiring import Training
 from shared.errors import BrokerUnavailable
@@ -69,7 +71,9 @@ class Work:
         metrics: GatewayMetrics,
         backend: Backend,
         spawn: Spawn,
+        endpoints: Sequence[Endpoint],
     ) -> None:
+        """`endpoints`: of what the gateway speaks."""
         self._settings = settings
         self._backend = backend
         self._spawn = spawn
@@ -85,7 +89,8 @@ class Work:
         adapters = self._adapters = AdapterRegistry(bus, retention)
         catalog = self.catalog = Catalog(bus, models, adapters, on_card=tokenizers.prefetch)
         cold = self._cold_starts = ColdStarts(bus, instance, settings, catalog, metrics.held)
-        runs = Runs(catalog, tokenizers)
+        presentations = Presentations({one.name: one.presentation for one in endpoints})
+        runs = Runs(catalog, tokenizers, presentations)
         quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
         store = self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
         chats = self._chat_index = ChatIndex(bus, settings.response_ttl, quota)
@@ -102,29 +107,28 @@ class Work:
         self.limiter = Limiter(bus, instance, settings)
         self._grammars = Grammars()
         files = self._files = Files(bus, settings)
-        intake = Intake(
-            IntakeParts(settings, answers, metrics),
+        budgets = HistoryBudgets(settings.history_bytes, settings.history_held_bytes)
+        processor = InputProcessor(
+            IntakeParts(settings, answers, metrics, presentations),
             catalog,
             cold,
             tokenizers,
-            keys,
-            reading,
             self._grammars,
-            backend.authenticator,
             self.limiter,
-            History(lookup, conversations, settings.history_bytes, settings.history_held_bytes),
             files,
+            StoredTurns(lookup, conversations, budgets),
         )
+        intake = Intake(processor, endpoints, keys, reading, backend.authenticator)
         jobs = self._jobs = batch_jobs(bus, settings.tenant_batches)
         results = self._results = Results(bus, files.objects, settings.batch_window_limit)
-        endpoints = line_endpoints(intake, catalog)
+        lines = line_endpoints(intake, catalog)
         batches = Batches(jobs, files, settings)
         self._queue = BatchQueue(bus, batches, files)
         authenticator = backend.authenticator
         parts = BatchParts(
             files,
             results,
-            endpoints,
+            lines,
             catalog,
             cold,
             BatchMetrics(registry),

@@ -192,7 +192,7 @@ class Ask:
 
     def history_budget(self) -> HistoryBudget:
         """For what it reads of what is stored; held until it leaves the context."""
-        return self.parts.intake.responses.history.budget(self.tenant)
+        return self.parts.intake.processor.stored.budget(self.tenant)
 
     def check_manages_models(self) -> None:
         """For what changes which models or adapters are served. Raises `RouteError`."""

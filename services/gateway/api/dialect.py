@@ -18,6 +18,7 @@ from services.gateway.core.asgi import EventStream, LineStream
 from services.gateway.core.errors import describe
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.endpoint import Endpoint
 from shared.service.endpoints import Scope
 
 
@@ -44,8 +45,8 @@ class Dialect:
 
     name: str
     routes: Callable[[Backend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]] = _no_routes
-    endpoints: Sequence[str] = ()
-    """`GenerationRecord.endpoint` of the generations that are begun in it."""
+    endpoints: Sequence[Endpoint] = ()
+    """Of the generations that are begun in it."""
     describe: Callable[[BaseException, str], object] = describe
     """The body for an error, with the request's id."""
     stream: type[EventStream] | type[LineStream] = EventStream
@@ -80,7 +81,7 @@ class Dialects:
         self._claims = [(one, one.claims) for one in listed if one.claims is not None]
         self._paths = [(path, one) for one in listed for path in one.paths]
         self._headers = [(one.paths, one.answer_headers) for one in listed if one.answer_headers is not None]
-        self._endpoints = {name: one for one in listed for name in one.endpoints}
+        self._endpoints = {each.name: (one, each) for one in listed for each in one.endpoints}
 
     def of_path(self, path: str) -> Dialect:
         """Before anything else is known of a request."""
@@ -92,7 +93,11 @@ class Dialects:
 
     def of_endpoint(self, name: str) -> Dialect:
         """Whose generation it is."""
-        return self._endpoints.get(name, PLAIN)
+        return self._endpoints[name][0] if name in self._endpoints else PLAIN
+
+    def is_nameless(self, endpoint: str) -> bool:
+        """Whether its answers lack their generation's id."""
+        return endpoint in self._endpoints and self._endpoints[endpoint][1].nameless
 
     def answer_headers(self, scope: Scope, request_id: str, headers: dict[str, str]) -> dict[str, str]:
         """`headers`, with those that the answers of its API have beside them."""

@@ -28,7 +28,7 @@ from services.gateway.core.asgi import (
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.endpoints import Endpoint
+from services.gateway.intake.endpoint import EndpointName
 from services.gateway.intake.headers import (
     check_background,
     check_flag,
@@ -50,7 +50,7 @@ GENERATION_HEADER = "x-ryzanstein-generation"
 class CompletionsRoute:
     """A path of one endpoint."""
 
-    def __init__(self, endpoint: Endpoint, backend: Backend, settings: GatewaySettings) -> None:
+    def __init__(self, endpoint: EndpointName, backend: Backend, settings: GatewaySettings) -> None:
         self._endpoint = endpoint
         self._backend = backend
         self._settings = settings
@@ -101,8 +101,7 @@ def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
     record = run.answer.record
-    lines = dialects_of(scope).of_endpoint(record.endpoint).stream is LineStream
-    if record.endpoint == "embeddings" or record.octets or lines:
+    if record.octets or dialects_of(scope).is_nameless(record.endpoint):
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
     return _Reading(run, scope, receive)

@@ -19,12 +19,12 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.endpoints import Endpoint
+from services.gateway.intake.endpoint import EndpointName
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from shared.service.endpoints import begin_at_zero
 
-ENDPOINTS: dict[LineUrl, Endpoint] = {
+ENDPOINTS: dict[LineUrl, EndpointName] = {
     "/v1/chat/completions": "chat.completions",
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
@@ -40,7 +40,7 @@ ENDPOINTS: dict[LineUrl, Endpoint] = {
 class LineEndpoint:
     """One endpoint, for lines of batches."""
 
-    def __init__(self, endpoint: Endpoint, intake: Intake, catalog: Catalog) -> None:
+    def __init__(self, endpoint: EndpointName, intake: Intake, catalog: Catalog) -> None:
         self._endpoint = endpoint
         self._intake = intake
         self._catalog = catalog
@@ -69,7 +69,9 @@ class LineEndpoint:
 
 def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
     """What works off the lines of each URL."""
-    return {url: LineEndpoint(name, intake, catalog) for url, name in ENDPOINTS.items()}
+    return {
+        url: LineEndpoint(name, intake, catalog) for url, name in ENDPOINTS.items() if intake.serves(name)
+    }
 
 
 class BatchMetrics:

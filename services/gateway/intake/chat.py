@@ -4,7 +4,7 @@ The same for answers, for counting and for tokens.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -17,12 +17,10 @@ from services.gateway.intake.conversation import (
     messages_for_template,
     with_instructions,
 )
-from services.gateway.intake.record import Context, OuterResponse
 from services.gateway.intake.sampling import LEAST_TRUNCATED, check_messages
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.intake.structured_output import Wanted, grammar_of_schema
 from services.gateway.intake.tools import Asked, asked_of
-from services.gateway.streams.run import Run
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
@@ -50,40 +48,6 @@ _RESERVED = ("messages", "tools", "add_generation_prompt")
 class NamesModel(Protocol):
     @property
     def model(self) -> str: ...
-
-
-class Chat(Protocol):
-    """Serves chat completions, for APIs whose requests are translated into one."""
-
-    async def chat_run(
-        self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None
-    ) -> Run:
-        """`response`: the one that it is inside. Raises as `Intake.prepare`."""
-        ...
-
-    def of_some_model(self, decoded: Callable[[bytes], T], body: bytes) -> T:
-        """`body`, decoded; where it names no model, with the one that is served. Raises `InvalidParameter`."""
-        ...
-
-    async def loaded(self, request: NamesModel, context: Context) -> ModelCard:
-        """The card of its model, once there is one. Raises as `chat_run`."""
-        ...
-
-    async def tokenizer(self, model: str) -> tuple[ModelCard, Tokenizer]:
-        """Raises `UnknownModel`, `Unavailable`."""
-        ...
-
-    def context_length(self, model: str, tenant: str) -> int:
-        """Tokens that `model` reads at most. Raises `UnknownModel`."""
-        ...
-
-    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str = "") -> int:
-        """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
-        ...
-
-    async def whole_answer(self, request: ChatCompletionRequest, context: Context) -> str:
-        """What the model says to `request`, a generation of its own. Raises as `chat_run`, and what ended it."""
-        ...
 
 
 class ChatPlan(msgspec.Struct, frozen=True):

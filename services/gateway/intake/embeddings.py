@@ -64,6 +64,13 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Which of the model's own prompts texts are put behind (`ModelCard.prompts`); left out: the default one."""
 
 
+OF_VECTORS = (
+    *("messages", "add_generation_prompt", "chat_template_kwargs"),
+    *("dimensions", "prompt_name", "truncation_side"),
+)
+"""Fields that have no meaning where the probabilities of classes are wanted."""
+
+
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     """The inputs, each a text or token ids; of a conversation none. Raises `InvalidParameter`."""
     given = request.input

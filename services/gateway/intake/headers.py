@@ -81,3 +81,17 @@ def tell_ignored(names: Iterable[str], headers: MutableMapping[str, str], *, str
             before.append(shown)
     if before:
         headers[IGNORED_HEADER] = ", ".join(before)
+
+
+class IgnoredFields:
+    """Where the fields of one request are told that change nothing: in a header of its answer, or in a refusal."""
+
+    __slots__ = ("_headers", "strict")
+
+    def __init__(self, headers: MutableMapping[str, str], *, strict: bool) -> None:
+        self._headers = headers
+        self.strict = strict
+
+    def tell(self, names: Iterable[str]) -> None:
+        """Raises as `tell_ignored`."""
+        tell_ignored(names, self._headers, strict=self.strict)

@@ -20,7 +20,7 @@ from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.token_stream import limits_of
 from services.gateway.ratelimit.limiter import Admission
-from services.gateway.streams.reading import View, new_run
+from services.gateway.streams.reading import Presentations, View
 from services.gateway.streams.run import Run
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
@@ -34,14 +34,12 @@ from shared.nats.bus import encode
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
-CAPPED = ("messages", "ollama.chat", "ollama.generate")
-"""APIs in which a client may ask for more tokens than the context has room for, and gets what it has."""
 _TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
 """Bytes of a token on the wire, and of all else in a generation, at most."""
 
 
-class Context(msgspec.Struct, frozen=True):
-    """What a request brings besides its body."""
+class Context(msgspec.Struct):
+    """What a request brings besides its body, and what is found out about it on its way: made once, then filled."""
 
     request_id: str
     session: str = ""
@@ -79,14 +77,25 @@ class Context(msgspec.Struct, frozen=True):
     """The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed."""
     endpoint: RecordedEndpoint | Literal[""] = ""
     """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
+    capped: bool = False
+    """Whether its client may ask for more tokens than the context has room for, and gets what it has."""
+    body_bytes: int = 0
+    """Set by the intake."""
 
 
 class Parts:
     """What every run is made with."""
 
-    __slots__ = ("answers", "limits", "metrics", "settings")
+    __slots__ = ("answers", "limits", "metrics", "presentations", "settings")
 
-    def __init__(self, settings: GatewaySettings, answers: Answers, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        answers: Answers,
+        metrics: GatewayMetrics,
+        presentations: Presentations,
+    ) -> None:
+        self.presentations = presentations
         self.settings = settings
         self.answers = answers
         self.metrics = metrics
@@ -130,7 +139,7 @@ def record_of(
     params = sampling.sampling_params(request, card)
     stop_token_ids = sampling.stop_token_ids(request, card)
     lane = extra_fields.lane_of(request, context.lane)
-    capped = context.endpoint in CAPPED
+    capped = context.capped
     most_logprobs = sampling.prompt_logprobs(request)
     first = GenerationRequest(
         generation_id=response.identity if response else new_identity(parts.answers.writer, started_at),
@@ -237,7 +246,7 @@ def run_of(
         may_cost=may_cost,
     )
     metrics = parts.metrics.of_model(card.model)
-    return new_run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)
+    return parts.presentations.run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)
 
 
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:

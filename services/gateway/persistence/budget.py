@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, Self, TypeVar
 
-from services.gateway.core.tenant_pool import TenantPool
+from services.gateway.core.tenant_pool import Bound, TenantPool
 from shared import limits
 from shared.errors import PayloadTooLarge
 from shared.limits import Limit
@@ -114,6 +114,19 @@ class HistoryBudget:
 
     def __exit__(self, *_: object) -> None:
         self._holding.give_back()
+
+
+class HistoryBudgets:
+    """Those of one gateway."""
+
+    def __init__(self, most: int, held: int) -> None:
+        """Bytes of items that may be had of what is stored: `most` by one request, `held` by all at a time."""
+        self._most = most
+        self._pool = TenantPool(Bound(limits.HISTORY_HELD, held), "stored items")
+
+    def budget(self, tenant: str) -> HistoryBudget:
+        """For one request, which holds its items until it leaves the context."""
+        return HistoryBudget(self._most, self._pool, tenant)
 
 
 async def beside_loop(cost: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

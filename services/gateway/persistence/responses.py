@@ -11,16 +11,18 @@ id ──▶ known here, still going? ──yes──▶ its log
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from services.gateway.core.errors import RouteError
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.persistence.budget import ByteBudget, beside_loop
+from services.gateway.persistence.budget import ByteBudget, HistoryBudget, HistoryBudgets, beside_loop
+from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.items import ResponseTurn, StoredItem, split, turn_of
 from services.gateway.persistence.keeper import Keeper, answer_of
 from services.gateway.persistence.store import ResponseStore
+from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.reading import Runs
-from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from shared.messages.records import GenerationRecord, StoredResponse
 
@@ -118,7 +120,7 @@ class ResponseLookup:
             run = await self._runs.open(answer_of(found), None, after)
         else:
             run = await self._runs.open(found, self._answers, after)
-        assert isinstance(run, ResponseRun), "it is a response"
+        assert isinstance(run, NumberedRun), "it is a response"
         run.obfuscated = obfuscated
         run.join()
         return run
@@ -137,3 +139,15 @@ class ResponseLookup:
         """It is a part of a conversation that goes on."""
         if isinstance(found, StoredResponse):
             await self._store.refresh(found.record.identity, found.record.tenant)
+
+
+class StoredTurns(NamedTuple):
+    """What requests go on with, and what they may have of it."""
+
+    responses: ResponseLookup
+    conversations: Conversations
+    budgets: HistoryBudgets
+
+    def budget(self, tenant: str) -> HistoryBudget:
+        """As `HistoryBudgets.budget`."""
+        return self.budgets.budget(tenant)

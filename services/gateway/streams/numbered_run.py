@@ -35,6 +35,8 @@ class NumberedRun(Run):
     """Whether more text is one event and nothing else."""
     resumed_by: ClassVar[str] = "Last-Event-ID"
     """What of a request says which event its client has."""
+    obfuscated = False
+    """Whether its deltas are padded for this reader, where its events may be."""
     _events: Numbered
     _told: bool = True
     """Whether there are events; a whole answer may need none."""

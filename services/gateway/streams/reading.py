@@ -3,68 +3,79 @@ cancelled.
 """
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from services.gateway.core.catalog import Catalog
-from services.gateway.core.errors import ErrorDetail, describe
+from services.gateway.core.errors import ErrorDetail, RouteError, describe
 from services.gateway.core.metrics import GatewayMetrics, ModelMetrics
 from services.gateway.lifecycle.answer import Answer, parse
 from services.gateway.lifecycle.answers import Answers, unknown_generation
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, Shown
-from services.gateway.streams.messages import MessageRun
-from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
+from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.progress import tell_progress
-from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
-from services.gateway.streams.scoring import ClassesFormat, PoolingFormat, RankingFormat, ScoresFormat
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 
 View = Callable[[Answer, Tokenizer], Format]
 """How a reader sees an answer."""
-_VIEWS: dict[str, View] = {
+Presentation = type[Format] | type[NumberedRun]
+"""How an endpoint shows its answers: a view; or as events whose positions are their numbers."""
+CANONICAL: Mapping[str, Presentation] = {
     "chat.completions": ChatFormat,
     "completions": CompletionFormat,
     "embeddings": VectorFormat,
-    "ollama.chat": OllamaChatFormat,
-    "ollama.generate": OllamaGenerateFormat,
-    "rerank": RankingFormat,
-    "score": ScoresFormat,
-    "classify": ClassesFormat,
-    "pooling": PoolingFormat,
 }
-"""By the endpoint that began it."""
-_NUMBERED: dict[str, type[ResponseRun] | type[MessageRun]] = {
-    "responses": ResponseRun,
-    "messages": MessageRun,
-}
-"""Shown as events whose positions are their numbers."""
+"""Of what all other endpoints' requests become."""
 
 
-def new_run(
-    answer: Answer,
-    tokenizer: Tokenizer,
-    answers: Answers | None,
-    *,
-    metrics: ModelMetrics | None = None,
-    after: Sequence[int] | None = None,
-    view: View | None = None,
-) -> Run:
-    """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
-    positions; None: it has seen nothing. `view`: None for the format of its endpoint."""
-    if view is not None:
-        return Run(answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False)
-    if (events := _NUMBERED.get(answer.record.endpoint)) is not None:
-        return events(answer, tokenizer, answers, metrics, after=after)
-    shape = _VIEWS[answer.record.endpoint](answer, tokenizer)
-    if answer.record.best or answer.record.echo:
-        shape = Shown(shape, answer, tokenizer)
-    return Run(answer, shape, answers, metrics, after=after)
+class Presentations:
+    """How answers are shown, by the endpoint that began them."""
+
+    def __init__(self, listed: Mapping[str, Presentation] = MappingProxyType({})) -> None:
+        self._views: dict[str, Any] = {**CANONICAL, **listed}
+        self._numbered = frozenset(name for name, one in self._views.items() if issubclass(one, NumberedRun))
+
+    def numbers(self, answer: Answer) -> bool:
+        """Whether positions in it are numbers of events."""
+        return answer.record.endpoint in self._numbered
+
+    def run(
+        self,
+        answer: Answer,
+        tokenizer: Tokenizer,
+        answers: Answers | None,
+        *,
+        metrics: ModelMetrics | None = None,
+        after: Sequence[int] | None = None,
+        view: View | None = None,
+    ) -> Run:
+        """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
+        positions; None: it has seen nothing. `view`: None for the format of its endpoint. Raises `RouteError` where
+        that is not served here."""
+        if view is not None:
+            return Run(answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False)
+        record = answer.record
+        if (made := self._views.get(record.endpoint)) is None:
+            raise RouteError(
+                f"The generation was begun over an API that is not served here ('{record.endpoint}').",
+                status=404,
+                reason="unsupported_endpoint",
+            )
+        if record.endpoint in self._numbered:
+            events: Run = made(answer, tokenizer, answers, metrics, after=after)
+            return events
+        shape = made(answer, tokenizer)
+        if record.best or record.echo:
+            shape = Shown(shape, answer, tokenizer)
+        return Run(answer, shape, answers, metrics, after=after)
 
 
 MAX_EVENTS = 2**31
@@ -90,7 +101,8 @@ class GenerationState(msgspec.Struct, frozen=True):
 class Runs:
     """Runs that read answers, in their model's tokens."""
 
-    def __init__(self, catalog: Catalog, tokenizers: TokenizerStore) -> None:
+    def __init__(self, catalog: Catalog, tokenizers: TokenizerStore, presentations: Presentations) -> None:
+        self.presentations = presentations
         self._catalog = catalog
         self._tokenizers = tokenizers
 
@@ -101,10 +113,10 @@ class Runs:
         after: Sequence[int] | None = None,
         view: View | None = None,
     ) -> Run:
-        """As `new_run`. Raises `UnknownModel`, `Unavailable`."""
+        """As `Presentations.run`. Raises `RouteError`, `UnknownModel`, `Unavailable`."""
         card = self._catalog.card_of_record(answer.record.requests[0].model)
         tokenizer = await self._tokenizers.get(card)
-        return new_run(answer, tokenizer, answers, after=after, view=view)
+        return self.presentations.run(answer, tokenizer, answers, after=after, view=view)
 
     @asynccontextmanager
     async def reading(self, answer: Answer, answers: Answers | None) -> AsyncIterator[Run]:
@@ -159,7 +171,7 @@ class Reading:
         """
         answer = await self._find(public_id, tenant)
         if after is not None:
-            cursor.check(after, _ends(answer))
+            cursor.check(after, self._ends(answer))
         run = await self._runs.open(answer, self._answers, after, view)
         run.join()
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
@@ -203,6 +215,14 @@ class Reading:
             run.snapshot()
             return not run.finished
 
+    def _ends(self, answer: Answer) -> list[int]:
+        """Tokens of each choice: those it has, or may have at most while it goes on."""
+        if self._runs.presentations.numbers(answer):
+            return [
+                MAX_EVENTS
+            ]  # positions are numbers of events, which the reader compares with what there are
+        return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
+
     async def _find(self, public_id: str, tenant: str) -> Answer:
         """Another tenant's is answered as if it were not there."""
         identity = parse(public_id)
@@ -214,13 +234,6 @@ class Reading:
         if answer.record.outlives and await self._is_deleted(identity, tenant):
             raise unknown_generation(public_id)
         return answer
-
-
-def _ends(answer: Answer) -> list[int]:
-    """Tokens of each choice: those it has, or may have at most while it goes on."""
-    if answer.record.endpoint in _NUMBERED:
-        return [MAX_EVENTS]  # positions are numbers of events, which the reader compares with what there are
-    return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 
 
 def _status(answer: Answer, run: Run) -> str:

@@ -30,8 +30,6 @@ class ResponseRun(NumberedRun):
     _events: ResponseEvents
 
     _failed = False
-    obfuscated = False
-    """Whether its deltas are padded for this reader."""
 
     def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> ResponseEvents:
         self.obfuscated = answer.record.obfuscate

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
-from services.gateway.intake.intake import Intake
+from services.gateway.dialects.openai.endpoints import CompletionEndpoint
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from tests.integration.gateway.fake_ring import MODEL
 
@@ -16,7 +16,7 @@ async def test_nothing_is_asked_between_its_turn_and_its_decoding(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     seen: list[str] = []
-    decoded, get = Intake._decoded, IdempotencyKeys.get
+    decoded, get = CompletionEndpoint.decode, IdempotencyKeys.get
 
     async def turn(self: LargeRequests, tenant: str, size: int) -> None:
         seen.append("turn")
@@ -25,13 +25,13 @@ async def test_nothing_is_asked_between_its_turn_and_its_decoding(
         seen.append("key")
         return await get(self, name, print_)
 
-    def decode(self: Intake, *given: Any) -> Any:
+    def decode(self: CompletionEndpoint, *given: Any) -> Any:
         seen.append("decoded")
         return decoded(self, *given)
 
     monkeypatch.setattr(LargeRequests, "turn", turn)
     monkeypatch.setattr(IdempotencyKeys, "get", asked)
-    monkeypatch.setattr(Intake, "_decoded", decode)
+    monkeypatch.setattr(CompletionEndpoint, "decode", decode)
     body = {"model": MODEL, "prompt": "x" * LARGE_REQUEST, "max_tokens": 1}
     await http.post("/v1/completions", json=body, headers=headers)
     assert seen[-2:] == ["turn", "decoded"]

@@ -13,6 +13,7 @@ from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.asgi import disconnected
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.anthropic.intake import count_tokens as count
 from services.gateway.intake.anthropic.schemas import CountTokensRequest, MessagesRequest
 
 TAG = "Messages"
@@ -104,7 +105,7 @@ async def count_tokens(ask: Ask) -> TokenCount:
     intake = await ask.counted()
     body = await ask.body(ask.settings.body_limit)
     context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))
-    return TokenCount(await intake.messages.count(body, context))
+    return TokenCount(await count(intake.processor, body, context))
 
 
 def message_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:

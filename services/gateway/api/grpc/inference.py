@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.gateway.api.backend import Backend
@@ -93,7 +92,8 @@ class Inference:
         with self._backend.active():
             intake = self._backend.parts.intake
             view = view_of(given.output)
-            context = msgspec.structs.replace(context_of(call, self._settings), view=view)
+            context = context_of(call, self._settings)
+            context.view = view
             print_ = requests.fingerprint(given) if context.key else ""
             run = await intake.prepare_decoded(endpoint, request, context, print_)
             with call.reading(run):
@@ -130,7 +130,7 @@ class Inference:
         with self._backend.active():
             intake = self._backend.parts.intake
             await intake.count(call.principal, {})
-            card, tokenizer = await intake.tokenizer(given.model, call.principal.tenant)
+            card, tokenizer = await intake.processor.tokenizer(given.model, call.principal.tenant)
             call.model = card.model
             kind = given.WhichOneof("input")
             if kind is None:
@@ -139,7 +139,7 @@ class Inference:
                 ids = await tokenizer.encode(given.text)
             else:
                 chat = requests.conversation_request(given.model, given.conversation)
-                ids = await intake.chat_prompt(chat, call.principal.tenant)
+                ids = await intake.processor.chat_prompt(chat, call.principal.tenant)
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 
@@ -149,7 +149,7 @@ class Inference:
         with self._backend.active():
             intake = self._backend.parts.intake
             await intake.count(call.principal, {})
-            card, tokenizer = await intake.tokenizer(given.model, call.principal.tenant)
+            card, tokenizer = await intake.processor.tokenizer(given.model, call.principal.tenant)
             call.model = card.model
             ids = list(given.token_ids)
             check_token_ids("token_ids", ids, card.vocab_size)
@@ -166,7 +166,8 @@ class Inference:
         """Embed."""
         given = decode(pb.EmbedRequest, call.take())
         with self._backend.active():
-            context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedFormat)
+            context = context_of(call, self._settings)
+            context.view = EmbedFormat
             print_ = requests.fingerprint(given) if context.key else ""
             request = requests.embedding_request(given)
             run = await self._backend.parts.intake.prepare_decoded("grpc.Embed", request, context, print_)

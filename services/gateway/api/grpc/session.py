@@ -53,17 +53,18 @@ def context_of(call: Call, settings: GatewaySettings) -> Context:
         answer_headers=call.trailing,
     )
     if call.deadline is not None:
-        context = msgspec.structs.replace(context, deadline=call.deadline)
-    return at_position(context, position, "last-event-id")
+        context.deadline = call.deadline
+    take_position(context, position, "last-event-id")
+    return context
 
 
-def at_position(context: Context, position: str | None, name: str) -> Context:
-    """`context` for a reader that stands at `position`. Raises `InvalidParameter`."""
+def take_position(context: Context, position: str | None, name: str) -> None:
+    """`context` becomes that of a reader who stands at `position`. Raises `InvalidParameter`."""
     if not position:
-        return context
+        return
     if not context.key:
         raise InvalidParameter(_NEED_KEY.format(name), param=name, reason="invalid_value")
-    return msgspec.structs.replace(context, after=cursor.parse(position, name))
+    context.after = cursor.parse(position, name)
 
 
 REFUSED = b"\x28\x01"
@@ -152,7 +153,8 @@ class ChatSession(Session[pb.ChatSessionRequest]):
             return await self._backend.parts.reading.attach(
                 given.generation_id, after, how="grpc", view=view, tenant=self._context.tenant
             )
-        context = msgspec.structs.replace(self._context_of(message), view=view)
+        context = self._context_of(message)
+        context.view = view
         await self._backend.parts.intake.large.turn(context.tenant, message.ByteSize())
         chat = message.HasField("chat")
         asked = message.chat if chat else message.generate
@@ -186,7 +188,8 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         if message.HasField("session_id"):
             changes["session"] = check_session_id(message.session_id)
         context = msgspec.structs.replace(self._context, **changes)
-        return at_position(context, message.position, "position")
+        take_position(context, message.position, "position")
+        return context
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         if error is None or isinstance(error, Cancelled):

@@ -151,7 +151,8 @@ async def embed(ask: Ask) -> object:
             "load_duration": 0,
             "prompt_eval_count": 0,
         }
-    await _vectors(ask, request, body, msgspec.structs.replace(context, view=OllamaVectorFormat))
+    context.view = OllamaVectorFormat
+    await _vectors(ask, request, body, context)
     return None
 
 
@@ -160,7 +161,8 @@ async def embeddings(ask: Ask) -> object:
     if not request.prompt:
         await load_or_unload(ask, request.model, request.keep_alive)
         return {"embedding": []}
-    await _vectors(ask, request, body, msgspec.structs.replace(context, view=OneVectorFormat))
+    context.view = OneVectorFormat
+    await _vectors(ask, request, body, context)
     return None
 
 

@@ -170,7 +170,7 @@ async def show(ask: Ask) -> shapes.ShownModel:
     tokenizer: Tokenizer | None = None
     model = ask.parts.catalog.resolve(name, ask.tenant).model
     if ask.parts.catalog.known_card(model) is not None:
-        _, tokenizer = await ask.parts.intake.tokenizer(model)
+        _, tokenizer = await ask.parts.intake.processor.tokenizer(model)
     return Shown(ask.parts.catalog).one(name, tokenizer, ask.tenant)
 
 

@@ -14,6 +14,7 @@ from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import empty_array
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.responses.history import History
 from services.gateway.intake.responses.items import read_input
 from services.gateway.intake.responses.schemas import check_include
 from services.gateway.intake.schemas import Metadata
@@ -146,9 +147,8 @@ def _shown(public_id: str, entry: ConversationEntry) -> dict[str, Any]:
 async def _read(ask: Ask, given: Sequence[msgspec.Raw]) -> list[StoredItem]:
     """The items of a request, what they refer to in its place. Raises `InvalidParameter`, `PayloadTooLarge`."""
     items = read_input(given, secrets.token_hex(16), "items")
-    history = ask.parts.intake.responses.history
-    with history.budget(ask.tenant) as budget:
-        resolved = await history.resolve(items, ask.tenant, budget)
+    with ask.history_budget() as budget:
+        resolved = await History(ask.parts.intake.processor.stored).resolve(items, ask.tenant, budget)
         return await beside_loop(sum(map(len, given)) + budget.items.used, encoded, resolved)
 
 
@@ -196,7 +196,7 @@ async def list_items(ask: Ask) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _settled(ask: Ask) -> AsyncIterator[HistoryBudget]:
     """Counts the request, and adds the items of responses that have just ended; with what the request may hold."""
-    history = (await ask.counted()).responses.history
+    history = History((await ask.counted()).processor.stored)
     with ask.history_budget() as budget:
         await history.settle(ask.named("conversation"), ask.tenant, budget)
         yield budget

@@ -24,8 +24,11 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, shown_raw
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
-from services.gateway.intake.intake import answer_text
+from services.gateway.intake.processor import answer_text
+from services.gateway.intake.record import Context
 from services.gateway.intake.responses import compaction
+from services.gateway.intake.responses.intake import compacted
+from services.gateway.intake.responses.intake import count_tokens as count
 from services.gateway.intake.responses.schemas import (
     INCLUDABLE,
     CompactRequest,
@@ -323,8 +326,9 @@ async def list_items(ask: Ask) -> dict[str, Any]:
 async def count_tokens(ask: Ask) -> InputTokens:
     """How many tokens an input has."""
     intake = await ask.counted()
-    tokens = await intake.responses.count(await ask.body(ask.settings.body_limit), ask.tenant)
-    return InputTokens("response.input_tokens", tokens)
+    context = Context(ask.request_id, tenant=ask.tenant)
+    body = await ask.body(ask.settings.body_limit)
+    return InputTokens("response.input_tokens", await count(intake.processor, body, context))
 
 
 async def compact(ask: Ask) -> CompactedResponse:
@@ -332,7 +336,7 @@ async def compact(ask: Ask) -> CompactedResponse:
     intake, context = ask.parts.intake, context_of(ask.scope, ask.settings)
     body = await ask.body(ask.settings.body_limit)
     with ask.history_budget() as budget:
-        chat = await intake.responses.compact(body, context, budget)
+        chat = await compacted(intake.processor, body, context, budget)
         with own_words():
             run = await intake.prepare_decoded("responses.compact", chat, context, fingerprint(body))
     with reading(run, ask.scope, ask.receive):

@@ -81,7 +81,7 @@ async def tokenize(ask: Ask) -> Tokenized:
         raise InvalidParameter(
             "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
         )
-    card, tokenizer = await intake.speaker(request.model, ask.tenant)
+    card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     tokens = await _tokens_of(request, card, tokenizer)
     strings: list[str] | None = None
     if request.return_token_strs:
@@ -112,14 +112,14 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
 async def detokenize(ask: Ask) -> Detokenized:
     intake = await ask.counted()
     request = decode(await ask.body(ask.settings.body_limit), _detokenize_decoder)
-    card, tokenizer = await intake.speaker(request.model, ask.tenant)
+    card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     check_token_ids("tokens", request.tokens, card.vocab_size)
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
 
 
 async def tokenizer_info(ask: Ask) -> bytes:
     intake = await ask.counted()
-    _, tokenizer = await intake.speaker(ask.query(ModelQuery).model, ask.tenant)
+    _, tokenizer = await intake.processor.speaker(ask.query(ModelQuery).model, ask.tenant)
     return tokenizer.info
 
 
@@ -133,11 +133,13 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
 
 async def render_chat(ask: Ask) -> RenderedPrompt:
     intake = await ask.counted()
-    model, tokens = await intake.chat_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
+    model, tokens = await intake.processor.chat_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
     return RenderedPrompt(ask.request_id, model, tokens)
 
 
 async def render_completion(ask: Ask) -> list[RenderedPrompt]:
     intake = await ask.counted()
-    model, prompts = await intake.completion_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
+    model, prompts = await intake.processor.completion_rendered(
+        await ask.body(ask.settings.body_limit), ask.tenant
+    )
     return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]

@@ -6,7 +6,7 @@ found by `make fuzz`.
 
 from typing import Any
 
-from services.gateway.intake.scoring.schemas import OF_VECTORS
+from services.gateway.intake.embeddings import OF_VECTORS
 from shared import limits
 
 Schema = dict[str, Any]

@@ -13,6 +13,7 @@ from services.gateway.api.dialect import Dialect, ModelView
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.anthropic.intake import MessagesEndpoint
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
@@ -26,7 +27,7 @@ def _direct(backend: Backend, settings: GatewaySettings) -> Mapping[str, Complet
 ANTHROPIC = Dialect(
     "anthropic",
     _routes,
-    endpoints=("messages",),
+    endpoints=(MessagesEndpoint(),),
     describe=described,
     error_event=b"error",
     done=False,

@@ -13,6 +13,7 @@ from services.gateway.api.ollama.shapes import described
 from services.gateway.core.asgi import LineStream
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.ollama.intake import ChatEndpoint, GenerateEndpoint
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
@@ -26,7 +27,7 @@ def _direct(backend: Backend, settings: GatewaySettings) -> Mapping[str, Any]:
 OLLAMA = Dialect(
     "ollama",
     _routes,
-    endpoints=("ollama.chat", "ollama.generate"),
+    endpoints=(ChatEndpoint(), GenerateEndpoint()),
     describe=described,
     stream=LineStream,
     done=False,

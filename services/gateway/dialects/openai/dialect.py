@@ -12,6 +12,7 @@ from services.gateway.api.openai.stored_chats import chat_routes
 from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.openai.endpoints import ChatEndpoint, CompletionEndpoint
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
@@ -37,7 +38,7 @@ def _direct(backend: Backend, settings: GatewaySettings) -> Mapping[str, Complet
 OPENAI = Dialect(
     "openai",
     _routes,
-    endpoints=("chat.completions", "completions"),
+    endpoints=(ChatEndpoint(), CompletionEndpoint()),
     absent={
         "/v1/moderations": "no model here judges texts; ask a classifier (/v1/classify), or a language model"
     },

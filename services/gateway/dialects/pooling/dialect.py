@@ -12,6 +12,7 @@ from services.gateway.api.openai.scoring import scoring_routes
 from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.pooling.endpoints import ENDPOINTS
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
@@ -21,4 +22,4 @@ def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> S
     ]
 
 
-POOLING = Dialect("pooling", _routes, endpoints=("rerank", "score", "classify", "pooling", "embeddings"))
+POOLING = Dialect("pooling", _routes, endpoints=ENDPOINTS)

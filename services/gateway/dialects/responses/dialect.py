@@ -11,6 +11,7 @@ from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.responses.intake import ResponsesEndpoint
 
 
 def _routes(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
@@ -21,4 +22,4 @@ def _routes(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics
     ]
 
 
-RESPONSES = Dialect("responses", _routes, endpoints=("responses",), error_event=b"error")
+RESPONSES = Dialect("responses", _routes, endpoints=(ResponsesEndpoint(),), error_event=b"error")

@@ -4,6 +4,7 @@ import msgspec
 
 from services.gateway.core.errors import unsupported
 from services.gateway.intake.chat import reasoning_of
+from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.intake import Intake
@@ -25,10 +26,27 @@ from services.gateway.intake.ollama.translation import (
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.lifecycle.idempotency import fingerprint
+from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.streams.run import Run
 from shared.messages.records import RecordedEndpoint
 
 Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
+
+
+class ChatEndpoint(Endpoint):
+    """Of what is begun by /api/chat."""
+
+    name = "ollama.chat"
+    presentation = OllamaChatFormat
+    nameless = True
+
+
+class GenerateEndpoint(Endpoint):
+    """Of what is begun by /api/generate."""
+
+    name = "ollama.generate"
+    presentation = OllamaGenerateFormat
+    nameless = True
 
 
 class OllamaIntake:
@@ -46,7 +64,7 @@ class OllamaIntake:
         endpoint: RecordedEndpoint = "ollama.generate"
         if isinstance(request, OllamaChatRequest):
             endpoint = "ollama.chat"
-        context = msgspec.structs.replace(context, endpoint=endpoint)
+        context.endpoint, context.capped = endpoint, True
         print_ = fingerprint(body) if context.key else ""
         with own_words(request):
             made = await self._translated(request, context)
@@ -72,8 +90,8 @@ class OllamaIntake:
         chat = chat_of(request, request.model)
         if request.think is None and isinstance(request, OllamaChatRequest):
             return chat
-        card = await self._intake.loaded(chat, context)
-        _, tokenizer = await self._intake.tokenizer(card.model)
+        card = await self._intake.processor.loaded(chat, context)
+        _, tokenizer = await self._intake.processor.tokenizer(card.model)
         if isinstance(request, OllamaGenerateRequest) and not tokenizer.chats:
             return completion_of(request, request.model)
         if request.think is None:

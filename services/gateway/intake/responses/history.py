@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.tenant_pool import Bound, TenantPool
 from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.items import Reference, identity_in
 from services.gateway.lifecycle.answer import PREFIXES
 from services.gateway.persistence.budget import ByteBudget, HistoryBudget, beside_loop
-from services.gateway.persistence.conversations import FORGOTTEN, Conversations
+from services.gateway.persistence.conversations import FORGOTTEN
 from services.gateway.persistence.items import StoredItem, decoded, size_of
-from services.gateway.persistence.responses import Found, ResponseLookup
+from services.gateway.persistence.responses import Found, StoredTurns
 from services.gateway.streams.response_items import Item
 from shared import limits
 from shared.errors import ContextLengthExceeded
@@ -36,16 +35,11 @@ def _room(context_length: int, items: ByteBudget) -> tuple[int, str]:
 
 
 class History:
-    def __init__(self, lookup: ResponseLookup, conversations: Conversations, most: int, held: int) -> None:
-        """Bytes of items that may be had of what is stored: `most` by one request, `held` by all at a time."""
-        self._lookup = lookup
-        self._conversations = conversations
-        self._most = most
-        self._pool = TenantPool(Bound(limits.HISTORY_HELD, held), "stored items")
+    """Of one gateway's tenants."""
 
-    def budget(self, tenant: str) -> HistoryBudget:
-        """For one request, which holds its items until it leaves the context."""
-        return HistoryBudget(self._most, self._pool, tenant)
+    def __init__(self, stored: StoredTurns) -> None:
+        self._lookup = stored.responses
+        self._conversations = stored.conversations
 
     async def of_conversation(
         self,

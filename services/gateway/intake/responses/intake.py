@@ -1,4 +1,4 @@
-"""From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion."""
+"""The endpoint of /v1/responses: a conversation is put together, and becomes a chat."""
 
 import asyncio
 import time
@@ -9,11 +9,11 @@ from functools import partial
 import msgspec
 
 from services.gateway.core.errors import unsupported
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import extra_fields
-from services.gateway.intake.chat import Chat
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.headers import tell_ignored
+from services.gateway.intake.endpoint import BodyEndpoint
+from services.gateway.intake.headers import IgnoredFields
+from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
 from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.history import History, room_of
@@ -30,12 +30,12 @@ from services.gateway.intake.responses.schemas import (
 )
 from services.gateway.intake.responses.tools import ignored_in_tools
 from services.gateway.intake.responses.translation import MakeResponse, chat_request, own_words
-from services.gateway.intake.rules import streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.persistence.budget import HistoryBudget, beside_loop
 from services.gateway.persistence.items import encoded_array
 from services.gateway.streams.response_items import Item
+from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from shared import limits
 from shared.errors import ContextLengthExceeded
@@ -44,158 +44,155 @@ MANY_ITEMS = 64
 """So many items, or more, are read beside the event loop."""
 
 
-class ResponseIntake:
-    """Takes responses in; the same for REST and WebSocket."""
+_request = msgspec.json.Decoder(ResponseRequest)
+_count = msgspec.json.Decoder(InputTokensRequest)
+_compact = msgspec.json.Decoder(CompactRequest)
 
-    def __init__(self, chat: Chat, history: History, settings: GatewaySettings, writer: str) -> None:
-        """`writer`: the gateway's short name, see `lifecycle/answer.py`."""
-        self._chat = chat
-        self.history = history
-        self._settings = settings
-        self._writer = writer
-        self._request = msgspec.json.Decoder(ResponseRequest)
-        self._count = msgspec.json.Decoder(InputTokensRequest)
-        self._compact = msgspec.json.Decoder(CompactRequest)
 
-    async def prepare(self, body: bytes | msgspec.Raw, context: Context, *, always_streamed: bool) -> Run:
-        """Raises as `Intake.prepare`."""
-        request = self.check(body, context.answer_headers, always_streamed=always_streamed)
-        await self._chat.loaded(request, context)
-        with self.history.budget(context.tenant) as budget:
-            return await self._prepared(request, body, context, budget)
+class ResponsesEndpoint(BodyEndpoint):
+    """POST /v1/responses; the same for REST, WebSocket and batches."""
 
-    async def _prepared(
-        self, request: ResponseRequest, body: bytes | msgspec.Raw, context: Context, budget: HistoryBudget
-    ) -> Run:
-        identity = new_identity(self._writer, time.time())
-        past, own, cost = await self._items(request, identity, context.tenant, body, budget)
-        items = compaction.behind_last(past + own)
+    name = "responses"
+    presentation = ResponseRun
+    conversation_field = "input"
+
+    def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> ResponseRequest:
+        return decode(body, _request)
+
+    def check(self, request: ResponseRequest, ignored: IgnoredFields) -> None:
+        check_request(request)
+        ignored.tell([*extra_fields.ignored_fields(request), *ignored_in_tools(request.tools)])
+
+    async def prepare(self, processor: InputProcessor, request: ResponseRequest, context: Context) -> Run:
+        self.check(request, processor.ignored(context.answer_headers))
+        await processor.loaded(request, context)
+        with processor.stored.budget(context.tenant) as budget:
+            return await _Turn(processor, context, budget).run(request)
+
+    async def conversation(
+        self, processor: InputProcessor, body: bytes, context: Context
+    ) -> ChatCompletionRequest:
+        with processor.stored.budget(context.tenant) as budget:
+            return (await _Turn(processor, context, budget).input(body))[1]
+
+
+async def count_tokens(processor: InputProcessor, body: bytes, context: Context) -> int:
+    """Tokens of the input that `body` describes. Raises as `Intake.prepare`, but for the length of the context."""
+    context.body_bytes = len(body)
+    with processor.stored.budget(context.tenant) as budget:
+        request, chat = await _Turn(processor, context, budget).input(body)
+        with own_words(request):
+            return await processor.chat_tokens(chat, context.tenant)
+
+
+async def compacted(
+    processor: InputProcessor, body: bytes, context: Context, budget: HistoryBudget
+) -> ChatCompletionRequest:
+    """The chat whose answer is the summary of the conversation that `body` describes. Raises as `Intake.prepare`."""
+    context.body_bytes = len(body)
+    request = processor.of_some_model(partial(decode, decoder=_compact), body)
+    check_input_fields(request)
+    card = await processor.loaded(request, context)
+    _, items, cost = await _Turn(processor, context, budget).items(request)
+    if compaction.is_wanted(items):
+        items = items[:-1]
+    with own_words(request):
+        return await beside_loop(cost, _summarizing, request, items, card.context_length)
+
+
+class _Turn:
+    """One request, and the conversation that it goes on with."""
+
+    def __init__(self, processor: InputProcessor, context: Context, budget: HistoryBudget) -> None:
+        self._processor = processor
+        self._context = context
+        self._budget = budget
+        self._history = History(processor.stored)
+        self._identity = new_identity(processor.parts.answers.writer, time.time())
+
+    async def run(self, request: ResponseRequest) -> Run:
+        """The generation of a response."""
+        own, items, cost = await self.items(request)
         if compacts := compaction.is_wanted(items):
             own = own[:-1]  # what asks for the summary is no part of the conversation
         else:
             with own_words(request):
-                if (shorter := await self._shortened(request, items, context, cost)) is not None:
+                if (shorter := await self._shortened(request, items, cost)) is not None:
                     items = own = shorter
-        make = MakeResponse(identity, request, await beside_loop(cost, encoded_array, own), compacts)
-        context = self._in_background(request, context)
+        make = MakeResponse(self._identity, request, await beside_loop(cost, encoded_array, own), compacts)
+        self._go_on_in_background(request)
         with own_words(request):
-            return await self._fitting(request, items, context, make, cost)
+            return await self._fitting(request, items, make, cost)
 
-    async def compact(self, body: bytes, context: Context, budget: HistoryBudget) -> ChatCompletionRequest:
-        """The chat whose answer is the summary of the conversation that `body` describes. Raises as `prepare`."""
-        request = self._chat.of_some_model(partial(decode, decoder=self._compact), body)
+    async def input(self, body: bytes) -> tuple[InputTokensRequest, ChatCompletionRequest]:
+        """What `body` describes, and the chat that it becomes."""
+        request = self._processor.of_some_model(partial(decode, decoder=_count), body)
         check_input_fields(request)
-        card = await self._chat.loaded(request, context)
-        identity = new_identity(self._writer, time.time())
-        past, own, cost = await self._items(request, identity, context.tenant, body, budget)
-        items = compaction.behind_last(past + own)
-        if compaction.is_wanted(items):
-            items = items[:-1]
+        _, items, cost = await self.items(request)
         with own_words(request):
-            return await beside_loop(cost, _summarizing, request, items, card.context_length)
+            return request, await beside_loop(cost, chat_request, request, items)
 
-    async def _shortened(
-        self, request: ResponseRequest, items: list[Item], context: Context, cost: int
-    ) -> list[Item] | None:
+    async def items(self, request: InputFields) -> tuple[list[Item], list[Item], int]:
+        """The items of this request, those of the conversation that the model reads, and the bytes of both."""
+        tenant, budget, history = self._context.tenant, self._budget, self._history
+        given = await self._read(request.input if request.input is not None else [])
+        past: list[Item] = []
+        if request.previous_response_id:
+            context, newest = self._context_length(request), request.truncation == "auto"
+            past = await history.chain(request.previous_response_id, tenant, context, budget, newest=newest)
+        own = await history.resolve(given, tenant, budget)
+        if conversation := conversation_of(request):
+            context, newest = self._context_length(request), request.truncation == "auto"
+            added = isinstance(request, ResponseRequest) and not is_prewarm(request)
+            response = self._identity if added else ""
+            past = await history.of_conversation(
+                conversation, tenant, context, budget, newest=newest, response=response
+            )
+        return own, compaction.behind_last(past + own), self._context.body_bytes + budget.items.used
+
+    async def _read(self, given: str | list[msgspec.Raw]) -> list[Item | Reference]:
+        if isinstance(given, str) or len(given) < MANY_ITEMS:
+            return read_input(given, self._identity)
+        return await asyncio.to_thread(read_input, given, self._identity)
+
+    def _context_length(self, request: InputFields) -> int:
+        return self._processor.context_length(request.model, self._context.tenant)
+
+    async def _shortened(self, request: ResponseRequest, items: list[Item], cost: int) -> list[Item] | None:
         """`items` with a summary in the place of those before the user's last message, where they have more tokens than
         the request wants; None: as they are."""
         for entry in request.context_management or ():
-            context_length = self._chat.context_length(request.model, context.tenant)
+            context_length = self._context_length(request)
             most = entry.compact_threshold or context_length // 2
             before, answered = compaction.split(items)
             chat = await beside_loop(cost, chat_request, request, items)
-            if before and await self._chat.chat_tokens(chat, context.tenant) > most:
+            if before and await self._processor.chat_tokens(chat, self._context.tenant) > most:
                 asked = await beside_loop(cost, _summarizing, request, before, context_length)
-                summary = await self._chat.whole_answer(asked, context)
+                summary = await self._processor.whole_answer(asked, self._context)
                 return [compaction.item_of(summary), *answered]
         return None
 
-    def check(
-        self, body: bytes | msgspec.Raw, answer_headers: dict[str, str], *, always_streamed: bool = False
-    ) -> ResponseRequest:
-        """The request in `body`, as far as it can be checked by itself; `answer_headers` name what of it changes
-        nothing. Raises `InvalidParameter`."""
-        request = decode(body, self._request)
-        if always_streamed:
-            request = streamed(request)
-        check_request(request)
-        if ignored := [*extra_fields.ignored_fields(request), *ignored_in_tools(request.tools)]:
-            tell_ignored(ignored, answer_headers, strict=self._settings.strict_fields)
-        return request
-
-    async def count(self, body: bytes, tenant: str) -> int:
-        """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
-        with self.history.budget(tenant) as budget:
-            request, chat = await self._input(body, tenant, budget)
-            with own_words(request):
-                return await self._chat.chat_tokens(chat, tenant)
-
-    async def chat_of(self, body: bytes, tenant: str, budget: HistoryBudget) -> ChatCompletionRequest:
-        """The conversation that `body` describes, as the messages of a chat. Raises as `count`."""
-        return (await self._input(body, tenant, budget))[1]
-
-    async def _input(
-        self, body: bytes, tenant: str, budget: HistoryBudget
-    ) -> tuple[InputTokensRequest, ChatCompletionRequest]:
-        request = self._chat.of_some_model(partial(decode, decoder=self._count), body)
-        check_input_fields(request)
-        identity = new_identity(self._writer, time.time())
-        past, own, cost = await self._items(request, identity, tenant, body, budget)
-        with own_words(request):
-            chat = await beside_loop(cost, chat_request, request, compaction.behind_last(past + own))
-            return request, chat
-
-    async def _items(
-        self,
-        request: InputFields,
-        identity: str,
-        tenant: str,
-        body: bytes | msgspec.Raw,
-        budget: HistoryBudget,
-    ) -> tuple[list[Item], list[Item], int]:
-        """The conversation so far, the items of this request, and the bytes of both."""
-        given = await self._read(request.input if request.input is not None else [], identity)
-        past: list[Item] = []
-        if request.previous_response_id:
-            context, newest = self._chat.context_length(request.model, tenant), request.truncation == "auto"
-            past = await self.history.chain(
-                request.previous_response_id, tenant, context, budget, newest=newest
-            )
-        own = await self.history.resolve(given, tenant, budget)
-        if conversation := conversation_of(request):
-            context, newest = self._chat.context_length(request.model, tenant), request.truncation == "auto"
-            added = isinstance(request, ResponseRequest) and not is_prewarm(request)
-            past = await self.history.of_conversation(
-                conversation, tenant, context, budget, newest=newest, response=identity if added else ""
-            )
-        return past, own, len(body) + budget.items.used
-
-    async def _read(self, given: str | list[msgspec.Raw], identity: str) -> list[Item | Reference]:
-        if isinstance(given, str) or len(given) < MANY_ITEMS:
-            return read_input(given, identity)
-        return await asyncio.to_thread(read_input, given, identity)
-
-    def _in_background(self, request: ResponseRequest, context: Context) -> Context:
+    def _go_on_in_background(self, request: ResponseRequest) -> None:
         if not request.background:
-            return context
-        limit = self._settings.background_limit
+            return
+        limit = self._processor.parts.settings.background_limit
         if not limit:
             raise unsupported("background", "this server does not run generations without a connected client")
-        return msgspec.structs.replace(context, background=context.background or limit)
+        self._context.background = self._context.background or limit
 
     async def _fitting(
-        self, request: ResponseRequest, items: list[Item], context: Context, make: MakeResponse, cost: int
+        self, request: ResponseRequest, items: list[Item], make: MakeResponse, cost: int
     ) -> Run:
         """With `truncation` auto the oldest items go until the rest fits: as few as possible, by bisection, for
         fewer items never have more tokens."""
 
-        context_length = self._chat.context_length(request.model, context.tenant)
+        context_length = self._context_length(request)
 
         async def attempt(begin: int) -> Run:
             chat = await beside_loop(cost, chat_request, request, items[begin:], stream=bool(request.stream))
             if make.compacts:
                 chat = compaction.summarizing(chat, context_length, most=chat.max_completion_tokens)
-            return await self._chat.chat_run(chat, context, make)
+            return await self._processor.chat(chat, self._context, make)
 
         if request.truncation != "auto":
             return await attempt(0)

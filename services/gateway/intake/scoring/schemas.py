@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter, check_range, missing, unsupported
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.embeddings import OF_VECTORS, EmbeddingRequest
 from services.gateway.intake.rules import check_neutral, check_truncation
 from services.gateway.intake.schemas import (
     Count,
@@ -84,13 +84,6 @@ class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, 
     task: Literal["embed", "classify"] | None = None
     """Left out: what the model does."""
     use_activation: Annotated[Any, neutral(True, why="/v1/classify shows logits")] = None
-
-
-OF_VECTORS = (
-    *("messages", "add_generation_prompt", "chat_template_kwargs"),
-    *("dimensions", "prompt_name", "truncation_side"),
-)
-"""Fields of a pooling request that have no meaning for classes."""
 
 
 def classes_wanted(request: PoolingRequest, card: ModelCard) -> ClassifyRequest | None:

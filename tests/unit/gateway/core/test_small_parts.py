@@ -34,12 +34,14 @@ from services.gateway.lifecycle.records import Misses
 from services.gateway.lifecycle.recovery import MOST_GROUPS, Losses
 from services.gateway.streams.formats import CompletionFormat, Usage
 from services.gateway.streams.output import Piece, ScoredToken
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.reading import Presentations
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared import errors
 from shared.messages import ModelCard, TokenEntry, TokenLogprobs
 from tests.unit.gateway.streams.test_resumed_reading import OF_BYTE, TOKENIZER, Alone, answer_of
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+PRESENTATIONS = Presentations()
 
 CARD = ModelCard("m", 100, 256, [0], "", 0)
 CHAT = ChatCompletionRequest(model="m", messages=[Message("user", "Hi")])
@@ -79,7 +81,7 @@ def test_retry_after_is_whole_seconds() -> None:
 
 
 async def test_a_slow_reader_takes_everything_at_once() -> None:
-    run = new_run(answer_of([], 2, -1), TOKENIZER, Alone())
+    run = PRESENTATIONS.run(answer_of([], 2, -1), TOKENIZER, Alone())
     chunks = run.chunks()
     reader = asyncio.create_task(anext(chunks))
     await asyncio.sleep(0)

@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ClientGone
 from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.dialects.registry import DIALECTS
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.reading import Presentations
 from services.gateway.streams.run import Run
 from shared.errors import RingLost
 from shared.messages import FinishReason, TokenEntry
@@ -28,6 +29,10 @@ from tests.unit.gateway.streams.test_resumed_reading import (
     logs,
 )
 
+PRESENTATIONS = Presentations(
+    {one.name: one.presentation for dialect in DIALECTS for one in dialect.endpoints}
+)
+
 METRICS = GatewayMetrics(CollectorRegistry())
 
 
@@ -35,7 +40,9 @@ class Connection:
     """Takes chunks of a run directly, where it is `open`, and else from the reader's task."""
 
     def __init__(self, answer: Answer, *, direct: bool, after: Sequence[int] | None = None) -> None:
-        self.run: Run = new_run(answer, TOKENIZER, Alone(), metrics=METRICS.of_model("tiny"), after=after)
+        self.run: Run = PRESENTATIONS.run(
+            answer, TOKENIZER, Alone(), metrics=METRICS.of_model("tiny"), after=after
+        )
         self.run.join()
         self.open = True
         self.chunks: list[Chunk] = []

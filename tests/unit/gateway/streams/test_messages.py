@@ -13,11 +13,14 @@ from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.streams.messages import MessageRun
 from services.gateway.streams.output import arguments_of
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing
 from tests.unit.gateway.streams.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER
+
+PRESENTATIONS = Presentations({"messages": MessageRun})
 
 IDENTITY = "0" * 32
 PARSING = Parsing(tools="hermes", types={"f": {}}, reasoning="think")
@@ -63,7 +66,7 @@ def put(answer: Answer, entry: TokenEntry) -> None:
 
 
 def events_of(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
-    run = new_run(answer, TOKENIZER, None, after=after)
+    run = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
     run.join()
 
     async def chunks() -> list[Chunk]:
@@ -73,7 +76,7 @@ def events_of(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
-    run = new_run(answer, TOKENIZER, None)
+    run = PRESENTATIONS.run(answer, TOKENIZER, None)
     run.join()
     found: dict[str, Any] = json.loads(LOOP.run_until_complete(run.collect()))
     return found
@@ -123,7 +126,7 @@ def test_any_cut_and_any_place_to_go_on_from_give_the_same_message(
         assert events_of(other, [number]) == events[number + 1 :]
     whole = message_of(feed(answer_for(parsing, stream=False), text, two))
     assert put_together(events) == whole
-    run = new_run(other, TOKENIZER, None)
+    run = PRESENTATIONS.run(other, TOKENIZER, None)
     run.join()
     assert json.loads(run.snapshot()) == whole
     assert run.position == str(len(events) - 1)
@@ -155,7 +158,7 @@ def test_why_it_ended(
 
 def test_an_answer_that_goes_on_is_shown_as_far_as_it_has_come() -> None:
     answer = answer_for(PARSING)
-    run = new_run(answer, TOKENIZER, None)
+    run = PRESENTATIONS.run(answer, TOKENIZER, None)
     run.join()
     assert (json.loads(run.snapshot())["content"], run.position) == ([], "")
     put(answer, TokenEntry(f"{IDENTITY}-0", 0, 0, [OF_BYTE[bytes([byte])] for byte in b"<think>Hm"]))

@@ -11,7 +11,8 @@ from services.gateway.core.asgi import Chunk
 from services.gateway.lifecycle.answer import Answer, requests_of
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.streams.cursor import END_OF_CHOICE
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
+from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing
 from tests.unit.gateway.streams.test_resumed_reading import (
@@ -21,6 +22,8 @@ from tests.unit.gateway.streams.test_resumed_reading import (
     Alone,
     Reader,
 )
+
+PRESENTATIONS = Presentations({"ollama.chat": OllamaChatFormat, "ollama.generate": OllamaGenerateFormat})
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "}"]}}</tool_call>'
 PIECES = st.sampled_from(
@@ -96,7 +99,7 @@ def test_lines_are_the_answer_and_go_on_behind_every_position(
         answer.generations[0].on_entry("g", 1, entry, 0.0)
         chunks += first.news()
     told = said(chunks)
-    run = new_run(answer, TOKENIZER, Alone())  # type: ignore[arg-type]
+    run = PRESENTATIONS.run(answer, TOKENIZER, Alone())  # type: ignore[arg-type]
     run.join()
     whole = said([Chunk(run.snapshot(), b"")])
     assert told == whole

@@ -14,12 +14,15 @@ from services.gateway.intake.responses import compaction
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.persistence.keeper import answer_of, stored_of
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.reading import Presentations
+from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse
 from tests.unit.gateway.streams.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER, entries_of, logs
+
+PRESENTATIONS = Presentations({"responses": ResponseRun})
 
 Log = tuple[list[int], FinishReason, list[int]]
 IDENTITY = "0" * 32
@@ -65,7 +68,7 @@ def feed(answer: Answer, log: Log, scored: bool) -> None:
 
 def read(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
     """All events that there are, of an answer that has ended."""
-    run: Run = new_run(answer, TOKENIZER, None, after=after)
+    run: Run = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
     run.join()
 
     async def chunks() -> list[Chunk]:

@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.dialects.registry import DIALECTS
 from services.gateway.lifecycle.answer import Answer, merged, requests_of
 from services.gateway.lifecycle.generation import Deliver, Generation
 from services.gateway.lifecycle.records import _parts
 from services.gateway.lifecycle.token_stream import Decision, Limits
 from services.gateway.streams import cursor
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.reading import Presentations
 from services.gateway.streams.run import Run
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+PRESENTATIONS = Presentations(
+    {one.name: one.presentation for dialect in DIALECTS for one in dialect.endpoints}
+)
 
 TOKENIZER = ModelTokenizer(tiny_files())
 OF_BYTE = {TOKENIZER.token_bytes(token): token for token in range(2, 258)}
@@ -78,7 +83,7 @@ class Reader:
     """A run that is read as its log grows."""
 
     def __init__(self, answer: Answer, after: list[int] | None) -> None:
-        self.run: Run = new_run(answer, TOKENIZER, Alone(), after=after)
+        self.run: Run = PRESENTATIONS.run(answer, TOKENIZER, Alone(), after=after)
         self.run.join()
         self._found: list[Chunk] = []
         self._task = LOOP.create_task(self._read())

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams import cursor
-from services.gateway.streams.reading import new_run
+from services.gateway.streams.reading import Presentations
 from services.gateway.tool_calls.parser import call_id
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord, Parsing
 from shared.nats.bus import encode
 from tests.unit.gateway.streams.test_resumed_reading import OF_BYTE, TOKENIZER, Alone, Reader, answer_of
 from tests.unit.gateway.tool_calls.texts import CASES, NOW, TYPES, WEATHER, Case
+
+PRESENTATIONS = Presentations()
 
 THINKING = "<think>\nHm, \u2603.\n</think>\n"
 
@@ -135,7 +137,7 @@ def test_openais_chunks() -> None:
 
 def collected(answer: Answer, log: list[TokenEntry]) -> dict[str, Any]:
     """The whole response."""
-    run = new_run(answer, TOKENIZER, Alone())  # type: ignore[arg-type]
+    run = PRESENTATIONS.run(answer, TOKENIZER, Alone())  # type: ignore[arg-type]
     run.join()
     for entry in log:
         answer.generations[int(entry.generation_id[2:])].on_entry("ring", 1, entry, 1.0)

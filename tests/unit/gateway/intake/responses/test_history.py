@@ -13,8 +13,9 @@ from services.gateway.intake.responses.history import History, room_of
 from services.gateway.intake.responses.intake import _hopeless
 from services.gateway.intake.responses.items import Reference, chat_messages, droppable
 from services.gateway.lifecycle.answer import PREFIXES
-from services.gateway.persistence.budget import LARGE, ByteBudget, HistoryBudget
+from services.gateway.persistence.budget import LARGE, ByteBudget, HistoryBudget, HistoryBudgets
 from services.gateway.persistence.items import ResponseTurn, split, turn_of
+from services.gateway.persistence.responses import StoredTurns
 from services.gateway.persistence.store import inflated
 from shared import limits
 from shared.errors import ContextLengthExceeded, PayloadTooLarge, QueueFull
@@ -48,10 +49,14 @@ class Lookup:
 MOST = 64 << 20
 
 
+def stored(responses: Any, most: int, held: int = MOST) -> StoredTurns:
+    return StoredTurns(responses, None, HistoryBudgets(most, held))  # type: ignore[arg-type]
+
+
 async def read(lookup: Lookup, *, newest: bool, most: int = MOST) -> list[str]:
-    history = History(lookup, None, most, MOST)  # type: ignore[arg-type]
+    turns = stored(lookup, most)
     previous = PREFIXES["responses"] + str(lookup.count)
-    items = await history.chain(previous, "t", CONTEXT, history.budget("t"), newest=newest)
+    items = await History(turns).chain(previous, "t", CONTEXT, turns.budget("t"), newest=newest)
     return [item["id"] for item in items]
 
 
@@ -112,8 +117,8 @@ def references(count: int, responses: int = 1) -> list[Any]:
 
 
 async def resolved(shelf: Shelf, given: list[Any], most: int = 10_000) -> list[dict[str, Any]]:
-    history = History(shelf, None, most, MOST)  # type: ignore[arg-type]
-    return await history.resolve(given, "t", history.budget("t"))
+    turns = stored(shelf, most)
+    return await History(turns).resolve(given, "t", turns.budget("t"))
 
 
 async def test_each_use_of_an_item_is_counted() -> None:
@@ -143,10 +148,11 @@ async def test_references_go_to_a_bounded_number_of_responses() -> None:
 async def test_what_requests_hold_at_a_time_is_bounded_for_each_tenant_and_for_all() -> None:
     text = Shelf("a" * 400)
     size = len(text.json(0))
-    history = History(text, None, 10_000, 12 * size)  # type: ignore[arg-type]
+    turns = stored(text, 10_000, 12 * size)
+    history = History(turns)
 
     async def asked(tenant: str, count: int) -> HistoryBudget:
-        budget = history.budget(tenant)
+        budget = turns.budget(tenant)
         await history.resolve(references(count), tenant, budget)
         return budget
 

@@ -1,0 +1,50 @@
+"""The endpoints whose requests are canonical as they come."""
+
+import msgspec
+
+from services.gateway.intake import extra_fields, rules
+from services.gateway.intake.endpoint import BodyEndpoint
+from services.gateway.intake.headers import IgnoredFields
+from services.gateway.intake.processor import InputProcessor, decoded_chat, decoded_completion
+from services.gateway.intake.record import Context
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.streams.formats import ChatFormat, CompletionFormat
+from services.gateway.streams.run import Run
+
+
+class ChatEndpoint(BodyEndpoint):
+    """/v1/chat/completions."""
+
+    name = "chat.completions"
+    presentation = ChatFormat
+    invoked_by = ("messages",)
+
+    def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> ChatCompletionRequest:
+        return decoded_chat(body, ignored)
+
+    def check(self, request: ChatCompletionRequest, ignored: IgnoredFields) -> None:
+        ignored.tell(extra_fields.ignored_fields(request))
+        rules.check_chat(request)
+
+    async def prepare(
+        self, processor: InputProcessor, request: ChatCompletionRequest, context: Context
+    ) -> Run:
+        return await processor.chat(request, context)
+
+
+class CompletionEndpoint(BodyEndpoint):
+    """/v1/completions."""
+
+    name = "completions"
+    presentation = CompletionFormat
+    invoked_by = ("prompt",)
+
+    def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> CompletionRequest:
+        return decoded_completion(body)
+
+    def check(self, request: CompletionRequest, ignored: IgnoredFields) -> None:
+        ignored.tell(extra_fields.ignored_fields(request))
+        rules.check_completion(request)
+
+    async def prepare(self, processor: InputProcessor, request: CompletionRequest, context: Context) -> Run:
+        return await processor.completion(request, context)

@@ -1,0 +1,131 @@
+"""What a dialect brings to the intake: its endpoints, each with how its bodies are read and its answers are shown.
+
+    body ──decode──▶ request ──prepare──▶ a canonical request ──▶ `InputProcessor` ──▶ `Run`
+
+The intake knows them by their names and imports none.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from services.gateway.core.errors import RouteError, missing
+from services.gateway.intake import rules
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import IgnoredFields
+from services.gateway.intake.processor import InputProcessor
+from services.gateway.intake.record import Context
+from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.streams.reading import Presentation
+from services.gateway.streams.run import Run
+
+EndpointName = Literal[
+    "chat.completions",
+    "completions",
+    "responses",
+    "messages",
+    "embeddings",
+    "rerank",
+    "score",
+    "classify",
+    "pooling",
+    "invocations",
+]
+
+
+class Endpoint:
+    """Whose answer a generation is: `name` is its `GenerationRecord.endpoint`."""
+
+    name: ClassVar[str]
+    presentation: ClassVar[Presentation]
+    """How its answers are shown."""
+    generates: ClassVar[bool] = True
+    """Whether its answers have text; else they are not streamed."""
+    nameless: ClassVar[bool] = False
+    """Whether its answers lack their generation's id."""
+
+
+class BodyEndpoint(Endpoint):
+    """One that takes JSON bodies, over whichever transport."""
+
+    invoked_by: ClassVar[tuple[str, ...]] = ()
+    """Fields by each of which /invocations knows a body for it."""
+    conversation_field: ClassVar[str] = ""
+    """The field by which a conversation so far is known to be one for it (`conversation`)."""
+
+    def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> Any:
+        """Raises `InvalidParameter`."""
+        raise NotImplementedError
+
+    def check(self, request: Any, ignored: IgnoredFields) -> None:
+        """As far as that needs no model. Raises `InvalidRequest`."""
+
+    async def prepare(self, processor: InputProcessor, request: Any, context: Context) -> Run:
+        """Raises as `Intake.prepare`."""
+        raise NotImplementedError
+
+    async def conversation(
+        self, processor: InputProcessor, body: bytes, context: Context
+    ) -> ChatCompletionRequest:
+        """The conversation so far that a body describes. Raises as `prepare`."""
+        raise NotImplementedError
+
+
+class Endpoints:
+    """Those of one gateway, by their names."""
+
+    def __init__(self, listed: Iterable[Endpoint]) -> None:
+        self._all = {one.name: one for one in listed}
+        self._bodies = {name: one for name, one in self._all.items() if isinstance(one, BodyEndpoint)}
+        self._invoked = {field: one for one in self._bodies.values() for field in one.invoked_by}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bodies
+
+    def named(self, name: str, body: bytes | msgspec.Raw) -> BodyEndpoint:
+        """The one that takes `body`. Raises `RouteError`, `InvalidParameter`."""
+        if (found := self._bodies.get(name)) is not None:
+            return found
+        if name == "invocations":
+            return self._by_fields(body)
+        raise RouteError(
+            f"The endpoint '{name}' is not served here.", status=404, reason="unsupported_endpoint"
+        )
+
+    def _by_fields(self, body: bytes | msgspec.Raw) -> BodyEndpoint:
+        """By the first of the fields that `body` has."""
+        fields = _fields_of(body)
+        for name, endpoint in self._invoked.items():
+            if name in fields:
+                return endpoint
+        raise missing("messages", "the body of a chat, or another with one of: " + ", ".join(self._invoked))
+
+    def of_conversation(self, body: bytes) -> BodyEndpoint | None:
+        """The one whose conversation `body` describes; None: it is a chat. Raises `InvalidParameter`."""
+        fields = _fields_of(body)
+        found = (one for one in self._bodies.values() if one.conversation_field in fields)
+        return next(found, None)
+
+    def generates(self, name: str) -> bool:
+        """Whether the answers of `GenerationRecord.endpoint` have text."""
+        return name not in self._all or self._all[name].generates
+
+
+def _fields_of(body: bytes | msgspec.Raw) -> Mapping[str, msgspec.Raw]:
+    return decode(body, _fields)
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def streamed(endpoint: Endpoint, request: Any) -> Any:
+    """`request` with `stream` set. Raises `RouteError`, and `InvalidParameter` when it says no to that."""
+    if not endpoint.generates:
+        raise RouteError(
+            "Embeddings and scores are not streamed; POST them to /v1/embeddings, /v1/rerank, /v1/score or "
+            "/v1/classify.",
+            status=400,
+            reason="unsupported_parameter",
+        )
+    return rules.streamed(request)
