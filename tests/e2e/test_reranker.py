@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from services.cli.target import LocalSettings
-from services.gateway.intake.scoring.prompts import INSTRUCT, JUDGE
+from services.gateway.dialects.pooling.prompts import INSTRUCT, JUDGE
 from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
 from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack

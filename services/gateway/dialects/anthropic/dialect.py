@@ -4,16 +4,21 @@ from collections.abc import Mapping, Sequence
 
 from starlette.routing import BaseRoute
 
-from services.gateway.api.anthropic.batches import message_batch_routes
-from services.gateway.api.anthropic.errors import MESSAGES, anthropic_headers, anthropic_models, described
-from services.gateway.api.anthropic.messages import message_routes
-from services.gateway.api.anthropic.models import ModelInfo, model_page
 from services.gateway.api.backend import Backend
 from services.gateway.api.dialect import Dialect, ModelView
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.anthropic.intake import MessagesEndpoint
+from services.gateway.dialects.anthropic.batches import message_batch_routes
+from services.gateway.dialects.anthropic.endpoint import MessagesEndpoint
+from services.gateway.dialects.anthropic.errors import (
+    MESSAGES,
+    anthropic_headers,
+    anthropic_models,
+    described,
+)
+from services.gateway.dialects.anthropic.messages import message_routes
+from services.gateway.dialects.anthropic.models import ModelInfo, model_page
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:

@@ -7,13 +7,13 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.dialect import Dialect
-from services.gateway.api.ollama.generating import answer_routes, generating_routes
-from services.gateway.api.ollama.models import ollama_model_routes
-from services.gateway.api.ollama.shapes import described
 from services.gateway.core.asgi import LineStream
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.ollama.intake import ChatEndpoint, GenerateEndpoint
+from services.gateway.dialects.ollama.generating import answer_routes, generating_routes
+from services.gateway.dialects.ollama.intake import ChatEndpoint, GenerateEndpoint
+from services.gateway.dialects.ollama.models import ollama_model_routes
+from services.gateway.dialects.ollama.shapes import described
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:

@@ -7,12 +7,13 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.dialect import Dialect
 from services.gateway.api.generating import CompletionsRoute
-from services.gateway.api.openai import operations, vllm
-from services.gateway.api.openai.stored_chats import chat_routes
 from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.openai import operations
 from services.gateway.dialects.openai.endpoints import ChatEndpoint, CompletionEndpoint
+from services.gateway.dialects.openai.stored_chats import chat_routes
+from services.gateway.dialects.vllm import tokens as vllm
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:

@@ -7,12 +7,12 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Backend
 from services.gateway.api.dialect import Dialect
 from services.gateway.api.generating import CompletionsRoute
-from services.gateway.api.openai.operations import EMBEDDINGS
-from services.gateway.api.openai.scoring import scoring_routes
 from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.openai.operations import EMBEDDINGS
 from services.gateway.dialects.pooling.endpoints import ENDPOINTS
+from services.gateway.dialects.pooling.routes import scoring_routes
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:

@@ -4,15 +4,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from services.gateway.intake import embeddings
-from services.gateway.intake.decoding import decode
-from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.endpoint import BodyEndpoint
-from services.gateway.intake.headers import IgnoredFields
-from services.gateway.intake.processor import InputProcessor
-from services.gateway.intake.record import Context, run_of
-from services.gateway.intake.scoring.records import scoring_record
-from services.gateway.intake.scoring.schemas import (
+from services.gateway.dialects.pooling.formats import (
+    ClassesFormat,
+    PoolingFormat,
+    RankingFormat,
+    ScoresFormat,
+)
+from services.gateway.dialects.pooling.records import scoring_record
+from services.gateway.dialects.pooling.schemas import (
     ClassifyRequest,
     PoolingRequest,
     RerankRequest,
@@ -21,9 +20,15 @@ from services.gateway.intake.scoring.schemas import (
     classes_wanted,
     pairs_of,
 )
+from services.gateway.intake import embeddings
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.endpoint import BodyEndpoint
+from services.gateway.intake.headers import IgnoredFields
+from services.gateway.intake.processor import InputProcessor
+from services.gateway.intake.record import Context, run_of
 from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.run import Run
-from services.gateway.streams.scoring import ClassesFormat, PoolingFormat, RankingFormat, ScoresFormat
 from shared import tracing
 
 

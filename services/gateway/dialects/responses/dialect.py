@@ -6,12 +6,12 @@ from starlette.routing import BaseRoute, WebSocketRoute
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.dialect import Dialect
-from services.gateway.api.openai.conversations import conversation_routes
-from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.responses.intake import ResponsesEndpoint
+from services.gateway.dialects.responses.conversations import conversation_routes
+from services.gateway.dialects.responses.endpoint import ResponsesEndpoint
+from services.gateway.dialects.responses.routes import response_routes
 
 
 def _routes(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
-from services.gateway.api.openai import scoring as shapes
-from services.gateway.intake.scoring.prompts import INSTRUCT, JUDGE
+from services.gateway.dialects.pooling import routes as shapes
+from services.gateway.dialects.pooling.prompts import INSTRUCT, JUDGE
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared import limits
 from shared.config import CommonSettings

@@ -9,9 +9,9 @@ import httpx
 import ollama
 import pytest
 
-from services.gateway.api.ollama import downloads
-from services.gateway.api.ollama.downloads import Fetch
 from services.gateway.core.errors import ModelLoadFailed
+from services.gateway.dialects.ollama import downloads
+from services.gateway.dialects.ollama.downloads import Fetch
 from shared.config import CommonSettings
 from shared.errors import Unavailable
 from shared.messages import HostCommand, HostModel, HostReply, ModelSettings, PullModel

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.api.anthropic import errors
 from services.gateway.api.dialect import PLAIN, Dialects
 from services.gateway.core.errors import unsupported
+from services.gateway.dialects.anthropic import errors
 from services.gateway.dialects.anthropic.dialect import ANTHROPIC
 from services.gateway.dialects.registry import DIALECTS
 from services.gateway.ratelimit.limiter import duration, limit_headers

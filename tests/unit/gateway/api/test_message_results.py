@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.api.anthropic import results
 from services.gateway.batches.results import EXPIRED, failed, not_run, succeeded
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import NeighbourQuery, neighbours
+from services.gateway.dialects.anthropic import results
 from shared.errors import QueueFull
 from shared.messages.batches import BatchError, BatchJob, Counts
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.dialects.anthropic.schemas import MessagesRequest
+from services.gateway.dialects.anthropic.translation import chat_request, own_words, reasoning_fields
 from services.gateway.intake import rules
-from services.gateway.intake.anthropic.schemas import MessagesRequest
-from services.gateway.intake.anthropic.translation import chat_request, own_words, reasoning_fields
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded

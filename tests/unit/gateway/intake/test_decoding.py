@@ -12,9 +12,9 @@ from msgspec import inspect
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import PageQuery
+from services.gateway.dialects.responses.schemas import ResponseRequest
 from services.gateway.intake.decoding import convert, decode, read_query
 from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.persistence.chats import ChatsQuery
 

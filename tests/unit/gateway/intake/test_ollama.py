@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.intake.decoding import decode
-from services.gateway.intake.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest
-from services.gateway.intake.ollama.translation import (
+from services.gateway.dialects.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest
+from services.gateway.dialects.ollama.translation import (
     chat_of,
     checked,
     completion_of,
@@ -21,6 +20,7 @@ from services.gateway.intake.ollama.translation import (
     tagged,
     thinking_of,
 )
+from services.gateway.intake.decoding import decode
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded
 

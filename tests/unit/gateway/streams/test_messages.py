@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.dialects.anthropic.message_run import MessageRun
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
-from services.gateway.streams.messages import MessageRun
 from services.gateway.streams.output import arguments_of
 from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, TokenEntry

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
+from services.gateway.dialects.ollama.formats import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.lifecycle.answer import Answer, requests_of
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.streams.cursor import END_OF_CHOICE
-from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.streams.response_items import Summary, SummaryStep
+from services.gateway.dialects.responses.stream.items import Summary, SummaryStep
 
 THOUGHTS = "First. I look\nat it! More.\n\n\nThen 3.14 is near. Yes.\n \n Last"
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.responses import compaction
+from services.gateway.dialects.responses import compaction
+from services.gateway.dialects.responses.stream.run import ResponseRun
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.persistence.keeper import answer_of, stored_of
 from services.gateway.streams.reading import Presentations
-from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs

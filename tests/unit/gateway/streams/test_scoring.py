@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.streams.scoring import answered, cosine, probabilities
+from services.gateway.dialects.pooling.formats import answered, cosine, probabilities
 
 LOGITS = st.floats(-1e4, 1e4, width=32)
 VECTORS = st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3)

@@ -17,8 +17,8 @@ from openai.types.responses import (
 from openai.types.shared_params import reasoning
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.responses import schemas
-from services.gateway.intake.responses.schemas import (
+from services.gateway.dialects.responses import schemas
+from services.gateway.dialects.responses.schemas import (
     InputTokensRequest,
     ResponseRequest,
     check_input_fields,

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import pytest
 
-from services.gateway.intake.responses.schemas import ReasoningOptions, ResponseRequest
-from services.gateway.intake.responses.translation import chat_request
+from services.gateway.dialects.responses.schemas import ReasoningOptions, ResponseRequest
+from services.gateway.dialects.responses.translation import chat_request
 
 ITEMS: list[dict[str, Any]] = [
     {"type": "message", "role": "user", "content": "a"},

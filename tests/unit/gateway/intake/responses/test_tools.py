@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.responses.items import chat_messages, read_input
-from services.gateway.intake.responses.schemas import ResponseRequest, check_request
-from services.gateway.intake.responses.tools import ignored_in_tools, placed_tools
-from services.gateway.intake.responses.translation import chat_request, own_words, shown_fields
+from services.gateway.dialects.responses.items import chat_messages, read_input
+from services.gateway.dialects.responses.schemas import ResponseRequest, check_request
+from services.gateway.dialects.responses.stream.events import ResponseEvents
+from services.gateway.dialects.responses.stream.items import ResponseShape
+from services.gateway.dialects.responses.tools import ignored_in_tools, placed_tools
+from services.gateway.dialects.responses.translation import chat_request, own_words, shown_fields
 from services.gateway.intake.tools import asked_of
-from services.gateway.streams.response_events import ResponseEvents
-from services.gateway.streams.response_items import ResponseShape
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from shared.messages import GenerationRequest, SamplingParams
 from shared.messages.records import GenerationRecord, ResponseRecord

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.dialects.responses.items import chat_messages, droppable, read_input
+from services.gateway.dialects.responses.schemas import ResponseRequest, check_request
+from services.gateway.dialects.responses.stream.items import Item
+from services.gateway.dialects.responses.translation import chat_request, own_words, shown_fields
 from services.gateway.intake.chat import plan_of
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.responses.items import chat_messages, droppable, read_input
-from services.gateway.intake.responses.schemas import ResponseRequest, check_request
-from services.gateway.intake.responses.translation import chat_request, own_words, shown_fields
 from services.gateway.intake.rules import check_chat
 from services.gateway.intake.structured_output import wanted_by
-from services.gateway.streams.response_items import Item
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded
 from shared.messages import ModelCard

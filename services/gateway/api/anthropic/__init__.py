@@ -1,1 +1,0 @@
-"""Anthropic's API: messages, their tokens, message batches."""

@@ -1,0 +1,208 @@
+"""Ollama's POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
+
+import time
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.routing import Route
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.generating import context_of, reading, stream, wants_positions
+from services.gateway.api.openapi.operation import (
+    GENERATING,
+    GENERATING_HEADERS,
+    POSITIONS,
+    ApiRoute,
+    Operation,
+)
+from services.gateway.core.asgi import disconnected, send_json
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.ollama import shapes
+from services.gateway.dialects.ollama.formats import OllamaVectorFormat, OneVectorFormat, rfc3339
+from services.gateway.dialects.ollama.intake import Embedded, OllamaIntake
+from services.gateway.dialects.ollama.residency import load_or_unload, named, staying
+from services.gateway.dialects.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
+from services.gateway.dialects.ollama.translation import NAMES
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.record import Context
+from shared.service.endpoints import Receive, Scope, Send
+
+TAG = "Ollama"
+CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
+_STREAMS = (
+    "As in Ollama it is streamed, a line of JSON each, unless `stream` is false. The answer's "
+    "`x-ryzanstein-generation` names the generation."
+)
+CHAT = Operation(
+    f"POST {CHAT_PATH}",
+    "ollamaChat",
+    "Messages in, an answer out, as in Ollama.",
+    TAG,
+    _STREAMS + " Without messages the model is loaded, or with `keep_alive` 0 unloaded.",
+    request=OllamaChatRequest,
+    example={
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+    },
+    response=shapes.ChatLine,
+    lines=(shapes.ChatLine,),
+    error=shapes.OllamaError,
+    parameters=(*GENERATING_HEADERS, POSITIONS),
+    errors=(*GENERATING, 409),
+)
+GENERATE = Operation(
+    f"POST {GENERATE_PATH}",
+    "ollamaGenerate",
+    "A prompt in, an answer out, as in Ollama.",
+    TAG,
+    _STREAMS
+    + " With `raw` the prompt is completed as it stands. Without a prompt: as /api/chat without messages.",
+    request=OllamaGenerateRequest,
+    example={"model": "SmolLM2-135M-Instruct", "prompt": "Why is the sky blue?"},
+    response=shapes.GenerateLine,
+    lines=(shapes.GenerateLine,),
+    error=shapes.OllamaError,
+    parameters=(*GENERATING_HEADERS, POSITIONS),
+    errors=(*GENERATING, 409),
+)
+EMBED = Operation(
+    "POST /api/embed",
+    "ollamaEmbed",
+    "Texts in, vectors out, as in Ollama.",
+    TAG,
+    request=OllamaEmbedRequest,
+    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+    response=shapes.Embeddings,
+    error=shapes.OllamaError,
+    parameters=GENERATING_HEADERS,
+    errors=(*GENERATING, 409),
+)
+EMBEDDINGS = Operation(
+    "POST /api/embeddings",
+    "ollamaEmbeddings",
+    "One text in, its vector out, as in older Ollamas.",
+    TAG,
+    request=OllamaEmbeddingsRequest,
+    example={"model": "SmolLM2-135M-Instruct", "prompt": "One text."},
+    response=shapes.SingleEmbedding,
+    error=shapes.OllamaError,
+    parameters=GENERATING_HEADERS,
+    errors=(*GENERATING, 409),
+)
+
+_chat = msgspec.json.Decoder(OllamaChatRequest)
+_generate = msgspec.json.Decoder(OllamaGenerateRequest)
+_embed = msgspec.json.Decoder(OllamaEmbedRequest)
+_embeddings = msgspec.json.Decoder(OllamaEmbeddingsRequest)
+AskedT = TypeVar(
+    "AskedT", OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest
+)
+
+
+class AnswerRoute:
+    """/api/chat or /api/generate. One coroutine from the application to the stream, for each of them is resumed with
+    every token."""
+
+    def __init__(
+        self,
+        decoder: msgspec.json.Decoder[OllamaChatRequest] | msgspec.json.Decoder[OllamaGenerateRequest],
+        nothing: dict[str, object],
+        backend: Backend,
+        settings: GatewaySettings,
+    ) -> None:
+        """`nothing`: what an empty answer has."""
+        self._decoder: Any = decoder
+        self._nothing = nothing
+        self._backend = backend
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ask, positions = Ask(self._backend, self._settings, scope, receive, send), wants_positions(scope)
+        request, body, context = await _taken(ask, self._decoder)
+        if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
+            reason = await load_or_unload(ask, request.model, request.keep_alive)
+            head = {"model": request.model, "created_at": rfc3339(time.time())}
+            await send_json(send, 200, head | self._nothing | {"done": True, "done_reason": reason})
+            return
+        async with staying(ask, request.model, request.keep_alive):
+            run = await _intake(ask).generation(request, body, context)
+            with reading(run, scope, receive):
+                await run.begin()
+                if run.stream:
+                    await stream(run, ask.scope, send, positions=positions)
+                else:
+                    await send_json(send, 200, await run.collect())
+
+
+async def embed(ask: Ask) -> object:
+    request, body, context = await _taken(ask, _embed)
+    if request.input is None or request.input == []:
+        await load_or_unload(ask, request.model, request.keep_alive)
+        return {
+            "model": request.model,
+            "embeddings": [],
+            "total_duration": 1,
+            "load_duration": 0,
+            "prompt_eval_count": 0,
+        }
+    context.view = OllamaVectorFormat
+    await _vectors(ask, request, body, context)
+    return None
+
+
+async def embeddings(ask: Ask) -> object:
+    request, body, context = await _taken(ask, _embeddings)
+    if not request.prompt:
+        await load_or_unload(ask, request.model, request.keep_alive)
+        return {"embedding": []}
+    context.view = OneVectorFormat
+    await _vectors(ask, request, body, context)
+    return None
+
+
+async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
+    """The request, with the model by the name that it has here, as it came, and what its headers say."""
+    parts = ask.parts
+    context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))
+    body = await ask.body(ask.settings.body_limit)
+    request = decode(body, decoder, names=NAMES)
+    return (
+        msgspec.structs.replace(request, model=named(parts.catalog, request.model, context.tenant)),
+        body,
+        context,
+    )
+
+
+def _intake(ask: Ask) -> OllamaIntake:
+    return OllamaIntake(ask.parts.intake, strict=ask.settings.strict_fields)
+
+
+async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -> None:
+    async with staying(ask, request.model, request.keep_alive):
+        run = await _intake(ask).vectors(request, body, context)
+        with reading(run, ask.scope, ask.receive):
+            await run.begin()
+            await send_json(ask.send, 200, await run.collect())
+
+
+def answer_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
+    """Those that generate text."""
+    message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
+    return [
+        ApiRoute(AnswerRoute(_chat, message, backend, settings), CHAT),
+        ApiRoute(AnswerRoute(_generate, {"response": ""}, backend, settings), GENERATE),
+    ]
+
+
+def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    return [
+        *answer_routes(backend, settings),
+        route(backend, settings, (EMBED, embed)),
+        route(backend, settings, (EMBEDDINGS, embeddings)),
+    ]

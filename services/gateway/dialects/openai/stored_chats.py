@@ -1,0 +1,155 @@
+"""GET of /v1/chat/completions; GET, POST and DELETE of one; GET of its messages."""
+
+from typing import Any, Literal
+
+import msgspec
+from starlette.routing import BaseRoute
+
+from services.gateway.api import shapes
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.openapi.operation import Operation
+from services.gateway.core.pagination import ListPage
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.openai.operations import CHAT
+from services.gateway.intake.decoding import convert, decode
+from services.gateway.intake.schemas import NamedMetadata
+from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
+
+PATH = "/v1/chat/completions"
+ONE = PATH + "/{generation}"
+TAG = "Chat"
+
+
+class ChangedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What can be changed of a stored chat completion."""
+
+    metadata: NamedMetadata | None
+    """In place of all that there are."""
+
+
+class DeletedChat(msgspec.Struct, frozen=True):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["chat.completion.deleted"]
+    deleted: bool
+
+
+class StoredMessage(msgspec.Struct):
+    """A message of the conversation that a completion goes on with."""
+
+    id: str
+    role: str
+    content: str | None
+    content_parts: list[dict[str, Any]] | None
+
+
+class StoredMessages(ListPage):
+    """A page of messages."""
+
+    data: list[StoredMessage]
+
+
+class StoredCompletions(ListPage):
+    """A page of chat completions."""
+
+    data: list[shapes.ChatCompletion]
+
+
+LIST = Operation(
+    f"GET {PATH}",
+    "listChatCompletions",
+    "The chat completions that were made with `store: true`.",
+    TAG,
+    "`metadata[key]=value`, as often as you like, leaves those that have these metadata.",
+    response=StoredCompletions,
+    query=ChatsQuery,
+    errors=(404,),
+)
+RETRIEVE = Operation(
+    f"GET {ONE}",
+    "retrieveChatCompletion",
+    "A chat completion that was made with `store: true`.",
+    TAG,
+    response=shapes.ChatCompletion,
+    errors=(504,),
+)
+CHANGE = Operation(
+    f"POST {ONE}",
+    "updateChatCompletion",
+    "Gives a stored chat completion other metadata.",
+    TAG,
+    request=ChangedChat,
+    example={"metadata": {"topic": "geography"}},
+    response=shapes.ChatCompletion,
+    errors=(504,),
+)
+DELETE = Operation(
+    f"DELETE {ONE}",
+    "deleteChatCompletion",
+    "Forgets a stored chat completion.",
+    TAG,
+    response=DeletedChat,
+    errors=(504,),
+)
+MESSAGES = Operation(
+    f"GET {ONE}/messages",
+    "listChatCompletionMessages",
+    "The messages that a stored chat completion answers.",
+    TAG,
+    response=StoredMessages,
+    query=MessagesQuery,
+    errors=(504,),
+)
+
+
+BODY_BYTES = 64 << 10
+_decoder = msgspec.json.Decoder(ChangedChat)
+
+
+async def list_chats(ask: Ask) -> bytes:
+    """Those of the tenant that are stored, page by page."""
+    wanted = ask.query(ChatsQuery)
+    convert({"metadata": wanted.metadata}, ChangedChat)  # refuses what none has
+    await ask.counted()
+    with ask.history_budget() as budget:
+        return await ask.parts.stored_chats.listed(ask.tenant, wanted, budget)
+
+
+async def retrieve(ask: Ask) -> bytes:
+    with ask.history_budget() as budget:
+        return await ask.parts.stored_chats.get(ask.named("generation"), ask.tenant, budget)
+
+
+async def change(ask: Ask) -> bytes:
+    chats = ask.parts.stored_chats
+    metadata = decode(await ask.body(BODY_BYTES), _decoder).metadata
+    with ask.history_budget() as budget:
+        return await chats.change(ask.named("generation"), ask.tenant, metadata or {}, budget)
+
+
+async def delete(ask: Ask) -> DeletedChat:
+    with ask.history_budget() as budget:
+        await ask.parts.stored_chats.delete(ask.named("generation"), ask.tenant, budget)
+    return DeletedChat(ask.named("generation"), "chat.completion.deleted", True)
+
+
+async def list_messages(ask: Ask) -> bytes:
+    wanted = ask.query(MessagesQuery)
+    await ask.counted()
+    with ask.history_budget() as budget:
+        return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted, budget)
+
+
+def chat_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[BaseRoute]:
+    """For the application's router. `create` answers a POST."""
+
+    async def created(ask: Ask) -> None:
+        await create(ask.scope, ask.receive, ask.send)
+
+    return [
+        route(backend, settings, (CHAT, created), (LIST, list_chats)),
+        route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
+        route(backend, settings, (MESSAGES, list_messages)),
+    ]

@@ -1,0 +1,115 @@
+"""From a rerank, score or classify request to its record: each prompt a generation without output, whose one entry
+has the vector that its score is made of."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.dialects.pooling.prompts import Prompts, class_prompts, score_prompts
+from services.gateway.dialects.pooling.schemas import (
+    ClassifyRequest,
+    Pairs,
+    RerankRequest,
+    ScoringRequest,
+    check_lengths,
+    pairs_of,
+)
+from services.gateway.intake.embeddings import check_together
+from services.gateway.intake.record import Context, Parts
+from services.gateway.intake.sampling import cache_salt, session_of
+from services.gateway.lifecycle.answer import new_identity
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import GenerationRequest, ModelCard
+from shared.messages.records import GenerationRecord, RecordedEndpoint, Scoring
+
+
+async def scoring_record(
+    request: ScoringRequest, card: ModelCard, tokenizer: Tokenizer, context: Context, parts: Parts
+) -> GenerationRecord:
+    """Raises `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`, `QueueFull`."""
+    limit = parts.settings.prompt_limit
+    check_lengths(request, card)
+    if isinstance(request, ClassifyRequest):
+        made = await class_prompts(request, tokenizer, card, limit)
+        scoring = Scoring("classes", _activation(request, card), card.labels)
+        return _record(request, made, scoring, [], card, context, parts)
+    pairs = pairs_of(request)
+    made = await score_prompts(request, pairs, tokenizer, card, limit)
+    queries = len(pairs.queries) if made.way == "vectors" else 0
+    scoring = Scoring(
+        made.way,
+        _activation(request, card) if made.way == "classes" else "",
+        queries=queries,
+        top_n=(request.top_n or 0) if isinstance(request, RerankRequest) else 0,
+    )
+    return _record(request, made, scoring, _shown(request, pairs, queries), card, context, parts)
+
+
+def _activation(request: ScoringRequest, card: ModelCard) -> str:
+    return "identity" if request.use_activation is False else card.activation
+
+
+def _shown(request: ScoringRequest, pairs: Pairs, queries: int) -> list[str]:
+    """What is shown with each prompt's score."""
+    if not isinstance(request, RerankRequest) or request.return_documents is False:
+        return []
+    return [""] * queries + pairs.documents
+
+
+def _record(
+    request: ScoringRequest,
+    made: Prompts,
+    scoring: Scoring,
+    texts: Sequence[str],
+    card: ModelCard,
+    context: Context,
+    parts: Parts,
+) -> GenerationRecord:
+    started_at, settings = time.time(), parts.settings
+    check_together([prompt.tokens for prompt in made.prompts], settings.generation_bytes)
+    identity = new_identity(parts.answers.writer, started_at)
+    wanted: dict[str, dict[str, Any]] = {
+        "classes": {"classify": True},
+        "answers": {"logprob_token_ids": list(made.answers)},
+        "vectors": {"embed": True},
+    }
+    wires = [
+        GenerationRequest(
+            generation_id=f"{identity}-{index}",
+            request_id=context.request_id,
+            model=card.model,
+            consumer=parts.answers.consumer,
+            prompt=prompt.tokens,
+            max_tokens=1,
+            session=session_of(context.tenant, context.session, context.adapter),
+            lane=context.lane,
+            tenant=context.tenant,
+            deadline=started_at + settings.token_timeout,
+            cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
+            priority=request.priority or 0,
+            adapter=context.adapter,
+            second_segment=prompt.second_segment,
+            **wanted[made.way],
+        )
+        for index, prompt in enumerate(made.prompts)
+    ]
+    return GenerationRecord(
+        identity=identity,
+        endpoint=_endpoint(request),
+        created=started_at,
+        requests=wires,
+        prompts=len(wires),
+        background=context.background,
+        idempotency=context.idempotency,
+        tenant=context.tenant,
+        user=request.user or "",
+        adapter=context.adapter_name,
+        scoring=scoring,
+        texts=list(texts),
+    )
+
+
+def _endpoint(request: ScoringRequest) -> RecordedEndpoint:
+    if isinstance(request, RerankRequest):
+        return "rerank"
+    return "classify" if isinstance(request, ClassifyRequest) else "score"

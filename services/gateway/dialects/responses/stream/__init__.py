@@ -1,0 +1,1 @@
+"""How a response is shown: its items, and the events that write them."""

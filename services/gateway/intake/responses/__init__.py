@@ -1,1 +1,0 @@
-"""From the body of /v1/responses to a chat completion."""

@@ -1,1 +1,0 @@
-"""Rerank, score and classify requests: their bodies, and the prompts whose vectors become scores."""
