@@ -21,6 +21,8 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.endpoint import Endpoint
 from shared.service.endpoints import Scope
 
+MakeRoutes = Callable[[Backend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
@@ -44,7 +46,7 @@ class Dialect:
     """One API, or a family of paths of one."""
 
     name: str
-    routes: Callable[[Backend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]] = _no_routes
+    routes: MakeRoutes = _no_routes
     endpoints: Sequence[Endpoint] = ()
     """Of the generations that are begun in it."""
     describe: Callable[[BaseException, str], object] = describe
@@ -66,6 +68,15 @@ class Dialect:
     """Paths that its clients know from other servers, and why they lead nowhere here."""
     direct: Callable[[Backend, GatewaySettings], Mapping[str, Any]] = _no_direct
     """By paths of so many requests that a POST to them goes past the router's search: who answers it."""
+
+
+def routes_of(*makers: Callable[[Backend, GatewaySettings], Sequence[BaseRoute]]) -> MakeRoutes:
+    """The routes of some makers, one behind the other."""
+
+    def routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
+        return [one for make in makers for one in make(backend, settings)]
+
+    return routes
 
 
 PLAIN = Dialect("plain")

@@ -89,12 +89,17 @@ _encode = msgspec.json.encode
 
 
 class StreamSocket:
-    """A route; each connection is a `_Connection`, or where it is the route of responses a `_ResponseConnection`."""
+    """A route; each connection is one of its `kind`."""
 
     def __init__(
-        self, backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics, *, responses: bool = False
+        self,
+        backend: Backend,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        kind: "type[Connection] | None" = None,
     ) -> None:
-        self._kind = _ResponseConnection if responses else _Connection
+        """`kind`: None for `Connection`."""
+        self._kind = kind or Connection
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
@@ -114,7 +119,9 @@ class StreamSocket:
         await connection.serve()
 
 
-class _Connection(Session[ClientMessage]):
+class Connection(Session[ClientMessage]):
+    """Of one client."""
+
     route = ROUTE
 
     def __init__(
@@ -139,13 +146,14 @@ class _Connection(Session[ClientMessage]):
                 message = await self._socket.receive()
                 if message["type"] == "websocket.disconnect":
                     break
-                await self._handle(message.get("text") or message.get("bytes") or "")
+                await self.handle(message.get("text") or message.get("bytes") or "")
         except ClientGone:
             pass
         finally:
             await self.close()
 
-    async def _handle(self, text: str | bytes) -> None:
+    async def handle(self, text: str | bytes) -> None:
+        """One message of the client."""
         try:
             message = decode(text.encode() if isinstance(text, str) else text, _decoder)
             if message.type == "ping":
@@ -247,89 +255,6 @@ class _Connection(Session[ClientMessage]):
             await self._socket.send({"type": "websocket.send", "text": message.decode()})
         except WebSocketDisconnect:
             raise ClientGone from None
-
-
-RESPONSES_ROUTE = "/v1/responses"
-_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_text = msgspec.json.Decoder(str)
-STEER, CREATE = "response.steer", "response.create"
-
-
-class _ResponseConnection(_Connection):
-    """OpenAI's WebSocket of responses: `client.responses.connect()`.
-
-        {"type": "response.create", "model": ..., "input": ..., "stream_id": "a"}     ──▶
-                                     ◀── the events of the response, with `stream_id` where one was given
-                                     ◀── {"type": "error", "status": 400, "error": {...}}
-
-    One response at a time, and one more for each `stream_id`. An error ends its response, and not the connection.
-    """
-
-    route = RESPONSES_ROUTE
-
-    async def _handle(self, text: str | bytes) -> None:
-        lane: str | None = None
-        try:
-            fields = decode(text.encode() if isinstance(text, str) else text, _object)
-            lane = _lane(fields)
-            self.begin(lane, _creation(lane, fields))
-        except (InvalidParameter, QueueFull) as error:
-            await self.send_end(lane, error)
-
-    def framing(self, name: str) -> Callable[[Chunk], bytes]:
-        """OpenAI's events have no place for a position."""
-        end = b',"stream_id":' + _encode(name) + b"}" if name else b"}"
-        return lambda chunk: chunk.data[:-1] + end
-
-    async def send_end(self, name: str | None, error: Exception | None) -> None:
-        """Its last event is the end of a response; any other error is told."""
-        if error is None:
-            return
-        detail = describe(error, self._context.request_id).error
-        told: dict[str, Any] = {"type": "error", "status": status_of(error), "error": detail}
-        await self.send(_encode(told | {"stream_id": name} if name else told))
-
-
-def _lane(fields: dict[str, msgspec.Raw]) -> str:
-    """The `stream_id`, taken out of a message; empty: it has none. Raises `InvalidParameter`."""
-    given = fields.pop("stream_id", None)
-    return "" if given is None else check_name(_string(given, "stream_id"), "stream_id")
-
-
-def _creation(lane: str, fields: dict[str, msgspec.Raw]) -> ClientMessage:
-    """Raises `InvalidParameter`."""
-    kind = _string(fields.pop("type", msgspec.Raw(b"null")), "type")
-    if kind != CREATE:
-        detail = "send a new response with the input" if kind == STEER else f"supported is: '{CREATE}'"
-        raise InvalidParameter(
-            f"Invalid value: '{kind[:64]}'. This server takes no such event; {detail}.",
-            param="type",
-            reason="invalid_value",
-        )
-    if not _generate(fields):
-        options = msgspec.json.decode(fields.get("prompt_cache_options", b"null"))
-        if options is None or isinstance(options, dict):
-            fields["prompt_cache_options"] = msgspec.Raw(_encode((options or {}) | {"prewarm": True}))
-    return ClientMessage("generate", lane, "responses", msgspec.Raw(_encode(fields)))
-
-
-def _generate(fields: dict[str, msgspec.Raw]) -> bool:
-    """Whether output is wanted: `generate`, taken out of a message. False is `prompt_cache_options.prewarm`."""
-    given = bytes(fields.pop("generate", msgspec.Raw(b"null")))
-    if given not in (b"true", b"false", b"null"):
-        raise InvalidParameter(
-            "Invalid type for 'generate': expected true or false.", param="generate", reason="invalid_type"
-        )
-    return given != b"false"
-
-
-def _string(given: msgspec.Raw, name: str) -> str:
-    try:
-        return _text.decode(given)
-    except msgspec.DecodeError:
-        raise InvalidParameter(
-            f"Invalid type for '{name}': expected a string.", param=name, reason="invalid_type"
-        ) from None
 
 
 def _check(message: ClientMessage) -> None:

@@ -1,11 +1,11 @@
 """The list of what this gateway speaks: a line each, in the order of its routes and of /openapi.json."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, WebSocketRoute
 
 from services.gateway.api.backend import Backend
-from services.gateway.api.dialect import Dialect
+from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.generations import generation_routes
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
@@ -27,17 +27,6 @@ from services.gateway.dialects.responses.dialect import RESPONSES
 from services.gateway.dialects.vllm.dialect import VLLM
 
 
-def _all(
-    *makers: Callable[[Backend, GatewaySettings], Sequence[BaseRoute]],
-) -> Callable[..., Sequence[BaseRoute]]:
-    """The routes of some makers, one behind the other."""
-
-    def routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
-        return [one for make in makers for one in make(backend, settings)]
-
-    return routes
-
-
 def _sockets(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
     return [WebSocketRoute(ROUTE, StreamSocket(backend, settings, metrics))]
 
@@ -46,12 +35,12 @@ DIALECTS = (
     OPENAI,
     POOLING,
     VLLM,
-    Dialect("models", _all(model_routes, registry_routes, adapter_routes)),
-    Dialect("generations", _all(generation_routes)),
+    Dialect("models", routes_of(model_routes, registry_routes, adapter_routes)),
+    Dialect("generations", routes_of(generation_routes)),
     Dialect("websocket", _sockets),
     RESPONSES,
-    Dialect("sessions", _all(session_routes)),
-    Dialect("jobs", _all(file_routes, upload_routes, batch_routes, fine_tuning_routes)),
+    Dialect("sessions", routes_of(session_routes)),
+    Dialect("jobs", routes_of(file_routes, upload_routes, batch_routes, fine_tuning_routes)),
     ANTHROPIC,
     OLLAMA,
     COHERE,

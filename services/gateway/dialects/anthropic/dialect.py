@@ -1,13 +1,10 @@
 """Anthropic's messages and message batches, and its view of the models, for requests with its header."""
 
-from collections.abc import Mapping, Sequence
-
-from starlette.routing import BaseRoute
+from collections.abc import Mapping
 
 from services.gateway.api.backend import Backend
-from services.gateway.api.dialect import Dialect, ModelView
+from services.gateway.api.dialect import Dialect, ModelView, routes_of
 from services.gateway.api.generating import CompletionsRoute
-from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.anthropic.batches import message_batch_routes
 from services.gateway.dialects.anthropic.endpoint import MessagesEndpoint
@@ -21,17 +18,13 @@ from services.gateway.dialects.anthropic.messages import message_routes
 from services.gateway.dialects.anthropic.models import ModelInfo, model_page
 
 
-def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
-    return [*message_routes(backend, settings), *message_batch_routes(backend, settings)]
-
-
 def _direct(backend: Backend, settings: GatewaySettings) -> Mapping[str, CompletionsRoute]:
     return {MESSAGES: CompletionsRoute("messages", backend, settings)}
 
 
 ANTHROPIC = Dialect(
     "anthropic",
-    _routes,
+    routes_of(message_routes, message_batch_routes),
     endpoints=(MessagesEndpoint(),),
     describe=described,
     error_event=b"error",

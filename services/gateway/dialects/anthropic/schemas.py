@@ -118,7 +118,7 @@ class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All messages together have no more blocks."""
 
 
-class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool that the client runs."""
 
     name: str
@@ -135,7 +135,7 @@ class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The model is told of every tool at once."""
 
 
-class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AnthropicToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -170,9 +170,9 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     model: ModelName
     messages: Annotated[list[MessageParam], limits.MESSAGES.length(min_length=1)]
     system: str | Annotated[list[TextBlock], _PARTS] | None = None
-    tools: Annotated[list[CustomTool], limits.TOOLS.length()] | None = None
+    tools: Annotated[list[AnthropicTool], limits.TOOLS.length()] | None = None
     """What Anthropic's servers or models bring is refused by its type."""
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None

@@ -26,9 +26,10 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, missing, renamed, unsupported
 from services.gateway.dialects.anthropic.schemas import (
+    AnthropicTool,
+    AnthropicToolChoice,
     Block,
     CountTokensRequest,
-    CustomTool,
     DocumentBlock,
     JsonFormat,
     MessageParam,
@@ -38,7 +39,6 @@ from services.gateway.dialects.anthropic.schemas import (
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
-    ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -131,12 +131,12 @@ def _format(form: JsonFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema, "strict": True}}
 
 
-def _tool(tool: CustomTool) -> dict[str, Any]:
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
     given = {name: getattr(tool, name) for name in ("name", "description", "strict")}
     return {"type": "function", "function": given | {"parameters": tool.input_schema}}
 
 
-def _choice(choice: ToolChoice) -> dict[str, Any]:
+def _choice(choice: AnthropicToolChoice) -> dict[str, Any]:
     fields: dict[str, Any] = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
     if choice.type != "tool":
         return fields | {"tool_choice": "required" if choice.type == "any" else choice.type}

@@ -80,15 +80,15 @@ KeepAlive = (
 """0: unload behind the answer; below 0: pin."""
 
 
-class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OllamaCalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: dict[str, Any] = {}
     index: int | None = None
     description: str | None = None
 
 
-class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    function: CalledFunction
+class OllamaToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: OllamaCalledFunction
     id: str | None = None
     type: str | None = None
 
@@ -100,7 +100,7 @@ class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | None = None
     thinking: str | None = None
     images: Annotated[Any, neutral([])] = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 

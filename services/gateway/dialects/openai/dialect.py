@@ -10,10 +10,9 @@ from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.openai import operations
+from services.gateway.dialects.openai import operations, rendering
 from services.gateway.dialects.openai.endpoints import ChatEndpoint, CompletionEndpoint
 from services.gateway.dialects.openai.stored_chats import chat_routes
-from services.gateway.dialects.vllm import tokens as vllm
 
 
 def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
@@ -21,10 +20,10 @@ def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> S
     plain = CompletionsRoute("completions", backend, settings)
     return [
         route(
-            backend, settings, (operations.RENDER_CHAT, vllm.render_chat)
+            backend, settings, (operations.RENDER_CHAT, rendering.render_chat)
         ),  # before the stored chats: it is no id
         *chat_routes(backend, settings, chat),
-        route(backend, settings, (operations.RENDER_COMPLETION, vllm.render_completion)),
+        route(backend, settings, (operations.RENDER_COMPLETION, rendering.render_completion)),
         ApiRoute(plain, operations.COMPLETIONS),
     ]
 

@@ -1,18 +1,9 @@
-"""The operations of chat, completions, models and generations, and of what every service answers."""
+"""The operations of chats and completions, and of what a model would read of them."""
 
 from services.gateway.api import shapes
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, Operation
-from services.gateway.dialects.vllm.tokens import (
-    Detokenized,
-    DetokenizeRequest,
-    ModelQuery,
-    RenderedPrompt,
-    Tokenized,
-    TokenizeRequest,
-    TokenizerInfo,
-)
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.dialects.openai.rendering import RenderedPrompt
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 
 CHAT = Operation(
@@ -46,32 +37,6 @@ COMPLETIONS = Operation(
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
 )
-EMBEDDINGS = Operation(
-    "POST /v1/embeddings",
-    "createEmbedding",
-    "Texts in, vectors out.",
-    "Embeddings",
-    request=EmbeddingRequest,
-    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
-    response=shapes.EmbeddingList,
-    response_content=operation.OCTETS,
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
-)
-INVOCATIONS = Operation(
-    "POST /invocations",
-    "invoke",
-    "Dispatches by the fields of the body, as in SageMaker and vLLM.",
-    "Chat",
-    "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
-    "embeddings. Each as at its own path.",
-    request=ChatCompletionRequest,
-    example=CHAT.example,
-    response=shapes.ChatCompletion,
-    events=(shapes.ChatCompletionChunk,),
-    parameters=operation.GENERATING_HEADERS,
-    errors=GENERATING,
-)
 RENDER_CHAT = Operation(
     "POST /v1/chat/completions/render",
     "renderChatCompletion",
@@ -91,42 +56,4 @@ RENDER_COMPLETION = Operation(
     example=COMPLETIONS.example,
     response=list[RenderedPrompt],
     errors=(404,),
-)
-TOKENIZE = tuple(
-    Operation(
-        f"POST {prefix}/tokenize",
-        name,
-        "The tokens of a prompt or a conversation, as in vLLM.",
-        "Tokens",
-        request=TokenizeRequest,
-        example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"},
-        response=Tokenized,
-        errors=(404,),
-    )
-    for prefix, name in (("", "tokenize"), ("/v1", "createTokens"))
-)
-DETOKENIZE = tuple(
-    Operation(
-        f"POST {prefix}/detokenize",
-        name,
-        "The text of tokens, as in vLLM.",
-        "Tokens",
-        request=DetokenizeRequest,
-        example={"model": "SmolLM2-135M-Instruct", "tokens": [1, 2]},
-        response=Detokenized,
-        errors=(404,),
-    )
-    for prefix, name in (("", "detokenize"), ("/v1", "createText"))
-)
-TOKENIZER_INFO = tuple(
-    Operation(
-        f"GET {prefix}/tokenizer_info",
-        name,
-        "The configuration of a model's tokenizer, as in vLLM.",
-        "Tokens",
-        response=TokenizerInfo,
-        query=ModelQuery,
-        errors=(404,),
-    )
-    for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )

@@ -1,21 +1,22 @@
-"""POST /v1/rerank, /v1/score and /v1/classify, also under the other paths that clients know them by."""
+"""POST /v1/embeddings, /v1/rerank, /v1/score and /v1/classify, also under the other paths that clients know them by."""
 
 from typing import Literal
 
 import msgspec
 
+from services.gateway.api import shapes
 from services.gateway.api.backend import Backend
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.openai.operations import EMBEDDINGS
 from services.gateway.dialects.pooling.schemas import (
     ClassifyRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
+from services.gateway.intake.embeddings import EmbeddingRequest
 
 
 class ScoringUsage(msgspec.Struct):
@@ -109,6 +110,18 @@ class PooledInputs(msgspec.Struct):
     usage: ListUsage
 
 
+EMBEDDINGS = Operation(
+    "POST /v1/embeddings",
+    "createEmbedding",
+    "Texts in, vectors out.",
+    "Embeddings",
+    request=EmbeddingRequest,
+    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+    response=shapes.EmbeddingList,
+    response_content=operation.OCTETS,
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
 RERANK = tuple(
     Operation(
         f"POST {path}",
@@ -176,11 +189,14 @@ POOLING = Operation(
 )
 
 
-def scoring_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
+def pooling_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
+    """All of them."""
+    embeddings = CompletionsRoute("embeddings", backend, settings)
     rerank = CompletionsRoute("rerank", backend, settings)
     score = CompletionsRoute("score", backend, settings)
     classify = CompletionsRoute("classify", backend, settings)
     return [
+        ApiRoute(embeddings, EMBEDDINGS),
         *(ApiRoute(rerank, item) for item in RERANK),
         *(ApiRoute(score, item) for item in SCORE),
         *(ApiRoute(classify, item) for item in CLASSIFY),

@@ -6,19 +6,20 @@ from starlette.routing import BaseRoute, WebSocketRoute
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.dialect import Dialect
-from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
+from services.gateway.api.websocket import StreamSocket
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.responses.conversations import conversation_routes
 from services.gateway.dialects.responses.endpoint import ResponsesEndpoint
 from services.gateway.dialects.responses.routes import response_routes
+from services.gateway.dialects.responses.socket import RESPONSES_ROUTE, ResponseConnection
 
 
 def _routes(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
     return [
         *response_routes(backend, settings),
         *conversation_routes(backend, settings),
-        WebSocketRoute(RESPONSES_ROUTE, StreamSocket(backend, settings, metrics, responses=True)),
+        WebSocketRoute(RESPONSES_ROUTE, StreamSocket(backend, settings, metrics, ResponseConnection)),
     ]
 
 

@@ -153,7 +153,7 @@ class ResponseEvent(msgspec.Struct):
     sequence_number: int
 
 
-class Deleted(msgspec.Struct, frozen=True):
+class ResponseDeleted(msgspec.Struct, frozen=True):
     """What DELETE answers."""
 
     id: str
@@ -211,7 +211,7 @@ DELETE = Operation(
     "deleteResponse",
     "Ends a response and forgets it.",
     TAG,
-    response=Deleted,
+    response=ResponseDeleted,
     errors=READING,
 )
 CANCEL = Operation(
@@ -273,11 +273,11 @@ async def retrieve(ask: Ask) -> bytes | None:
     return None
 
 
-async def delete(ask: Ask) -> Deleted:
+async def delete(ask: Ask) -> ResponseDeleted:
     responses, public_id = ask.parts.responses, ask.named("response")
     with ask.history_budget() as budget:
         await responses.delete(await responses.find(public_id, ask.tenant, budget.reads))
-    return Deleted(public_id, "response", True)
+    return ResponseDeleted(public_id, "response", True)
 
 
 async def cancel(ask: Ask) -> bytes:

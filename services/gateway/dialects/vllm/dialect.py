@@ -1,26 +1,37 @@
 """What vLLM has beside OpenAI's API: tokens, and one path for all bodies."""
 
-from collections.abc import Sequence
-
-from starlette.routing import BaseRoute
-
-from services.gateway.api.backend import Backend, route
-from services.gateway.api.dialect import Dialect
+from services.gateway.api import shapes
+from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.generating import CompletionsRoute
-from services.gateway.api.openapi.operation import ApiRoute
-from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.api.openapi import operation
+from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.openai import operations
-from services.gateway.dialects.vllm import tokens as vllm
+from services.gateway.dialects.vllm.tokens import token_routes
+from services.gateway.intake.schemas import ChatCompletionRequest
+
+INVOCATIONS = Operation(
+    "POST /invocations",
+    "invoke",
+    "Dispatches by the fields of the body, as in SageMaker and vLLM.",
+    "Chat",
+    "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
+    "embeddings. Each as at its own path.",
+    request=ChatCompletionRequest,
+    example={
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "max_tokens": 32,
+    },
+    response=shapes.ChatCompletion,
+    events=(shapes.ChatCompletionChunk,),
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
 
 
-def _routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
-    return [
-        ApiRoute(CompletionsRoute("invocations", backend, settings), operations.INVOCATIONS),
-        *(route(backend, settings, (item, vllm.tokenize)) for item in operations.TOKENIZE),
-        *(route(backend, settings, (item, vllm.detokenize)) for item in operations.DETOKENIZE),
-        *(route(backend, settings, (item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),
-    ]
+def _invocations(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
+    return [ApiRoute(CompletionsRoute("invocations", backend, settings), INVOCATIONS)]
 
 
-VLLM = Dialect("vllm", _routes)
+VLLM = Dialect("vllm", routes_of(_invocations, token_routes))

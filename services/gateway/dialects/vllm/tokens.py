@@ -1,13 +1,16 @@
-"""vLLM's routes beside OpenAI's: /tokenize, /detokenize and /tokenizer_info, /version, /ping, /load."""
+"""/tokenize, /detokenize and /tokenizer_info, also below /v1."""
 
 import asyncio
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.rules import check_chat, check_token_ids
@@ -16,8 +19,6 @@ from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import Tool
 from shared.messages import ModelCard
-
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +71,44 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
+TOKENIZE = tuple(
+    Operation(
+        f"POST {prefix}/tokenize",
+        name,
+        "The tokens of a prompt or a conversation, as in vLLM.",
+        "Tokens",
+        request=TokenizeRequest,
+        example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"},
+        response=Tokenized,
+        errors=(404,),
+    )
+    for prefix, name in (("", "tokenize"), ("/v1", "createTokens"))
+)
+DETOKENIZE = tuple(
+    Operation(
+        f"POST {prefix}/detokenize",
+        name,
+        "The text of tokens, as in vLLM.",
+        "Tokens",
+        request=DetokenizeRequest,
+        example={"model": "SmolLM2-135M-Instruct", "tokens": [1, 2]},
+        response=Detokenized,
+        errors=(404,),
+    )
+    for prefix, name in (("", "detokenize"), ("/v1", "createText"))
+)
+TOKENIZER_INFO = tuple(
+    Operation(
+        f"GET {prefix}/tokenizer_info",
+        name,
+        "The configuration of a model's tokenizer, as in vLLM.",
+        "Tokens",
+        response=TokenizerInfo,
+        query=ModelQuery,
+        errors=(404,),
+    )
+    for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
+)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -123,23 +162,10 @@ async def tokenizer_info(ask: Ask) -> bytes:
     return tokenizer.info
 
 
-class RenderedPrompt(msgspec.Struct, frozen=True):
-    """What a model would read of a request."""
-
-    request_id: str
-    model: str
-    token_ids: list[int]
-
-
-async def render_chat(ask: Ask) -> RenderedPrompt:
-    intake = await ask.counted()
-    model, tokens = await intake.processor.chat_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
-    return RenderedPrompt(ask.request_id, model, tokens)
-
-
-async def render_completion(ask: Ask) -> list[RenderedPrompt]:
-    intake = await ask.counted()
-    model, prompts = await intake.processor.completion_rendered(
-        await ask.body(ask.settings.body_limit), ask.tenant
-    )
-    return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
+def token_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """All of them."""
+    return [
+        *(route(backend, settings, (item, tokenize)) for item in TOKENIZE),
+        *(route(backend, settings, (item, detokenize)) for item in DETOKENIZE),
+        *(route(backend, settings, (item, tokenizer_info)) for item in TOKENIZER_INFO),
+    ]
