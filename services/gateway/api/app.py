@@ -16,7 +16,7 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.console.pages import PAGES
 from services.gateway.api.dialect import Dialect, Dialects, dialects_of
 from services.gateway.api.openapi.document import document
-from services.gateway.api.openapi.operation import TEMPLATE
+from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
 from services.gateway.api.operations import METRICS, OPEN_PATHS, own_routes
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
@@ -60,12 +60,12 @@ class GatewayApp:
             settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins)
         )
         self.dialects = Dialects(dialects)
+        spoken = [route for one in dialects for route in one.routes(backend, settings, metrics)]
         self._direct: dict[tuple[str, str], Any] = {
-            ("POST", path): app for one in dialects for path, app in one.direct(backend, settings).items()
+            ("POST", one.path): one.direct for one in spoken if isinstance(one, ApiRoute) and one.direct
         }
         """The way of nearly every request, past the router's search."""
         self._direct_paths = frozenset(path for _, path in self._direct)
-        spoken = [route for one in dialects for route in one.routes(backend, settings, metrics)]
         own = own_routes(backend, settings, ops, lambda: document(self.routes, settings))
         self._router = Router(routes=[*spoken, *own], redirect_slashes=False, default=_not_found)
 

@@ -8,7 +8,7 @@ everything         everything         nothing new         everything
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -227,8 +227,10 @@ Handler = Callable[[Ask], Awaitable[object]]
 """What it returns is sent as JSON, bytes as they are; None: it has answered by itself."""
 
 
-def route(backend: Backend, settings: GatewaySettings, *handled: tuple[Operation, Handler]) -> ApiRoute:
-    """The route of one path, with a handler for each of its operations."""
+def route(
+    backend: Backend, settings: GatewaySettings, *handled: tuple[Operation, Handler], direct: Any = None
+) -> ApiRoute:
+    """The route of one path, with a handler for each of its operations. `direct`: as of `ApiRoute`."""
     handlers = {operation.method: handler for operation, handler in handled}
 
     class Answer:  # an instance: of a function Starlette would make an endpoint of its own
@@ -238,4 +240,4 @@ def route(backend: Backend, settings: GatewaySettings, *handled: tuple[Operation
             if answer is not None:
                 await send_json(send, 200, answer)
 
-    return ApiRoute(Answer(), *(operation for operation, _ in handled))
+    return ApiRoute(Answer(), *(operation for operation, _ in handled), direct=direct)

@@ -37,10 +37,6 @@ def _no_routes(*_: object) -> Sequence[BaseRoute]:
     return ()
 
 
-def _no_direct(*_: object) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One API, or a family of paths of one."""
@@ -66,8 +62,6 @@ class Dialect:
     """Of requests that it claims."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Paths that its clients know from other servers, and why they lead nowhere here."""
-    direct: Callable[[Backend, GatewaySettings], Mapping[str, Any]] = _no_direct
-    """By paths of so many requests that a POST to them goes past the router's search: who answers it."""
 
 
 def routes_of(*makers: Callable[[Backend, GatewaySettings], Sequence[BaseRoute]]) -> MakeRoutes:

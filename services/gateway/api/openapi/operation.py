@@ -1,6 +1,6 @@
 """What a route says of itself: the words from which Starlette's routes and the OpenAPI document are made.
 
-A new endpoint is one `Operation` beside its route and one line in the application's table:
+A new path is one `Operation` beside its route, among the routes of its dialect:
 
     EMBEDDINGS = Operation("POST /v1/embeddings", "createEmbedding", "Embeddings of texts.",
                            "Embeddings", request=EmbeddingRequest, response=EmbeddingList)
@@ -130,10 +130,12 @@ TEMPLATE = "ryzanstein.template"
 class ApiRoute(Route):
     """A route that is in the document, with an operation for each of its methods."""
 
-    def __init__(self, app: Any, *operations: Operation) -> None:
+    def __init__(self, app: Any, *operations: Operation, direct: Any = None) -> None:
+        """`direct`: of a path of so many requests that a POST goes past the router's search: who answers it."""
         (path,) = {operation.path for operation in operations}
         super().__init__(path, app, methods=[operation.method for operation in operations])
         self.operations = operations
+        self.direct = direct
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, found = super().matches(scope)

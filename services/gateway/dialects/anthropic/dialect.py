@@ -1,11 +1,6 @@
 """Anthropic's messages and message batches, and its view of the models, for requests with its header."""
 
-from collections.abc import Mapping
-
-from services.gateway.api.backend import Backend
 from services.gateway.api.dialect import Dialect, ModelView, routes_of
-from services.gateway.api.generating import CompletionsRoute
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.anthropic.batches import message_batch_routes
 from services.gateway.dialects.anthropic.endpoint import MessagesEndpoint
 from services.gateway.dialects.anthropic.errors import (
@@ -16,11 +11,6 @@ from services.gateway.dialects.anthropic.errors import (
 )
 from services.gateway.dialects.anthropic.messages import message_routes
 from services.gateway.dialects.anthropic.models import ModelInfo, model_page
-
-
-def _direct(backend: Backend, settings: GatewaySettings) -> Mapping[str, CompletionsRoute]:
-    return {MESSAGES: CompletionsRoute("messages", backend, settings)}
-
 
 ANTHROPIC = Dialect(
     "anthropic",
@@ -33,5 +23,4 @@ ANTHROPIC = Dialect(
     claims=anthropic_models,
     answer_headers=anthropic_headers,
     models=ModelView(model_page, ModelInfo.of),
-    direct=_direct,
 )

@@ -111,4 +111,4 @@ async def count_tokens(ask: Ask) -> TokenCount:
 def message_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
     """All but those of batches."""
     create = CompletionsRoute("messages", backend, settings)
-    return [ApiRoute(create, CREATE), route(backend, settings, (COUNT, count_tokens))]
+    return [ApiRoute(create, CREATE, direct=create), route(backend, settings, (COUNT, count_tokens))]

@@ -191,18 +191,13 @@ async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -
             await send_json(ask.send, 200, await run.collect())
 
 
-def answer_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
-    """Those that generate text."""
-    message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
-    return [
-        ApiRoute(AnswerRoute(_chat, message, backend, settings), CHAT),
-        ApiRoute(AnswerRoute(_generate, {"response": ""}, backend, settings), GENERATE),
-    ]
-
-
 def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
+    chat = AnswerRoute(_chat, message, backend, settings)
+    generate = AnswerRoute(_generate, {"response": ""}, backend, settings)
     return [
-        *answer_routes(backend, settings),
+        ApiRoute(chat, CHAT, direct=chat),
+        ApiRoute(generate, GENERATE, direct=generate),
         route(backend, settings, (EMBED, embed)),
         route(backend, settings, (EMBEDDINGS, embeddings)),
     ]

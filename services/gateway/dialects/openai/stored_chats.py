@@ -7,11 +7,9 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.pagination import ListPage
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.openai.operations import CHAT
 from services.gateway.intake.decoding import convert, decode
 from services.gateway.intake.schemas import NamedMetadata
 from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
@@ -142,14 +140,9 @@ async def list_messages(ask: Ask) -> bytes:
         return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted, budget)
 
 
-def chat_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[BaseRoute]:
-    """For the application's router. `create` answers a POST."""
-
-    async def created(ask: Ask) -> None:
-        await create(ask.scope, ask.receive, ask.send)
-
+def routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """Those of one chat."""
     return [
-        route(backend, settings, (CHAT, created), (LIST, list_chats)),
         route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
         route(backend, settings, (MESSAGES, list_messages)),
     ]

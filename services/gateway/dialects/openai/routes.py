@@ -1,0 +1,113 @@
+"""Chats, completions, and what a model would read of either, as vLLM tells it."""
+
+import msgspec
+from starlette.routing import BaseRoute
+
+from services.gateway.api import shapes
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.openapi import operation
+from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.dialects.openai import stored_chats
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True):
+    """What a model would read of a request."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
+CHAT = Operation(
+    "POST /v1/chat/completions",
+    "createChatCompletion",
+    "Messages in, an answer out.",
+    "Chat",
+    "With `stream: true` the answer comes as server-sent events, the last of them `data: [DONE]`. The `id` of an "
+    "event is a position in the generation's log: any gateway goes on behind it (`Last-Event-ID`).",
+    request=ChatCompletionRequest,
+    example={
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "max_tokens": 32,
+    },
+    response=shapes.ChatCompletion,
+    events=(shapes.ChatCompletionChunk,),
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
+COMPLETIONS = Operation(
+    "POST /v1/completions",
+    "createCompletion",
+    "A prompt in, its continuation out.",
+    "Completions",
+    "`prompt` is a text, texts, token ids, or lists of token ids.",
+    request=CompletionRequest,
+    example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time", "max_tokens": 32},
+    response=shapes.Completion,
+    events=(shapes.Completion,),
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
+RENDER_CHAT = Operation(
+    "POST /v1/chat/completions/render",
+    "renderChatCompletion",
+    "The tokens that the model would read of a chat, as in vLLM.",
+    "Tokens",
+    request=ChatCompletionRequest,
+    example=CHAT.example,
+    response=RenderedPrompt,
+    errors=(404,),
+)
+RENDER_COMPLETION = Operation(
+    "POST /v1/completions/render",
+    "renderCompletion",
+    "The tokens that the model would read of each prompt, as in vLLM.",
+    "Tokens",
+    request=CompletionRequest,
+    example=COMPLETIONS.example,
+    response=list[RenderedPrompt],
+    errors=(404,),
+)
+
+
+async def render_chat(ask: Ask) -> RenderedPrompt:
+    intake = await ask.counted()
+    model, tokens = await intake.processor.chat_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
+    return RenderedPrompt(ask.request_id, model, tokens)
+
+
+async def render_completion(ask: Ask) -> list[RenderedPrompt]:
+    intake = await ask.counted()
+    model, prompts = await intake.processor.completion_rendered(
+        await ask.body(ask.settings.body_limit), ask.tenant
+    )
+    return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
+
+
+def chat_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """Those of stored chats too."""
+    create = CompletionsRoute("chat.completions", backend, settings)
+
+    async def created(ask: Ask) -> None:
+        await create(ask.scope, ask.receive, ask.send)
+
+    return [
+        route(backend, settings, (RENDER_CHAT, render_chat)),  # before the stored chats: it is no id
+        route(
+            backend, settings, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create
+        ),
+        *stored_chats.routes(backend, settings),
+    ]
+
+
+def completion_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """All of them."""
+    create = CompletionsRoute("completions", backend, settings)
+    return [
+        route(backend, settings, (RENDER_COMPLETION, render_completion)),
+        ApiRoute(create, COMPLETIONS, direct=create),
+    ]
