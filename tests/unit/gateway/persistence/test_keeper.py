@@ -7,7 +7,7 @@ from services.gateway.lifecycle.answer import Answer
 from services.gateway.persistence import keeper
 from services.gateway.persistence.keeper import TRIES, Keeper
 from shared.errors import BrokerUnavailable
-from tests.unit.gateway.streams.test_response_events import answer_for
+from tests.unit.gateway.dialects.responses.test_events import answer_for
 
 
 class Shelf:
