@@ -24,7 +24,7 @@ from services.gateway.dialects.ollama.dialect import OLLAMA
 from services.gateway.dialects.openai.dialect import OPENAI
 from services.gateway.dialects.pooling.dialect import POOLING
 from services.gateway.dialects.responses.dialect import RESPONSES
-from services.gateway.dialects.vllm.dialect import VLLM
+from services.gateway.dialects.vllm import VLLM
 
 
 def _sockets(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:

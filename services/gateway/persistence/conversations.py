@@ -6,7 +6,7 @@
 A turn is what one request brings: the items of a response and its output, or items that a client has added. A turn of a
 response has its name, so that whoever keeps the response, twice perhaps, adds it once. A response that fails or is
 cancelled adds nothing. Until its turn is there a response stands among `begun`: whoever reads the conversation first
-adds it then (`dialects/responses/history.py`).
+adds it then (`dialects/responses/conversation/history.py`).
 """
 
 import secrets

@@ -12,8 +12,8 @@ from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import empty_array
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.responses.history import History
-from services.gateway.dialects.responses.items import read_input
+from services.gateway.dialects.responses.conversation.history import History
+from services.gateway.dialects.responses.conversation.items import read_input
 from services.gateway.dialects.responses.routes import Include, ItemList, ItemsQuery, item_list
 from services.gateway.dialects.responses.schemas import check_include
 from services.gateway.intake.decoding import decode

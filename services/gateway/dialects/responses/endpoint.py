@@ -9,9 +9,9 @@ from functools import partial
 import msgspec
 
 from services.gateway.core.errors import unsupported
-from services.gateway.dialects.responses import compaction
-from services.gateway.dialects.responses.history import History, room_of
-from services.gateway.dialects.responses.items import Reference, droppable, read_input
+from services.gateway.dialects.responses.conversation import compaction
+from services.gateway.dialects.responses.conversation.history import History, room_of
+from services.gateway.dialects.responses.conversation.items import Reference, droppable, read_input
 from services.gateway.dialects.responses.schemas import (
     CompactRequest,
     InputFields,

@@ -23,7 +23,7 @@ from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operati
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, shown_raw
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.responses import compaction
+from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.endpoint import compacted
 from services.gateway.dialects.responses.endpoint import count_tokens as count
 from services.gateway.dialects.responses.schemas import (

@@ -17,7 +17,7 @@ from services.gateway.core.errors import (
     missing,
     unsupported,
 )
-from services.gateway.dialects.responses.compaction import ContextManagement
+from services.gateway.dialects.responses.conversation.compaction import ContextManagement
 from services.gateway.dialects.responses.tools import placed_tools
 from services.gateway.intake.rules import check_neutral, check_stream_options
 from services.gateway.intake.schemas import (

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import own_name, renamed
-from services.gateway.dialects.responses.items import chat_messages
+from services.gateway.dialects.responses.conversation.items import chat_messages
 from services.gateway.dialects.responses.schemas import (
     CompactRequest,
     InputFields,

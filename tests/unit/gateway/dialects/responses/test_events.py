@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.dialects.responses import compaction
+from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.stream.run import ResponseRun
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.dialects.responses.items import chat_messages, read_input
+from services.gateway.dialects.responses.conversation.items import chat_messages, read_input
 from services.gateway.dialects.responses.schemas import ResponseRequest, check_request
 from services.gateway.dialects.responses.stream.events import ResponseEvents
 from services.gateway.dialects.responses.stream.items import ResponseShape

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.dialects.responses.items import chat_messages, droppable, read_input
+from services.gateway.dialects.responses.conversation.items import chat_messages, droppable, read_input
 from services.gateway.dialects.responses.schemas import ResponseRequest, check_request
 from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.dialects.responses.translation import chat_request, own_words, shown_fields

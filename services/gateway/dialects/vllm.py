@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, also below /v1."""
+"""What vLLM has beside OpenAI's API: /tokenize, /detokenize, /tokenizer_info, and one path for all bodies."""
 
 import asyncio
 from typing import Annotated, Any
@@ -7,8 +7,12 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
+from services.gateway.api import shapes
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.openapi.operation import Operation
+from services.gateway.api.dialect import Dialect, routes_of
+from services.gateway.api.generating import CompletionsRoute
+from services.gateway.api.openapi import operation
+from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
@@ -162,10 +166,33 @@ async def tokenizer_info(ask: Ask) -> bytes:
     return tokenizer.info
 
 
-def token_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
-    """All of them."""
+INVOCATIONS = Operation(
+    "POST /invocations",
+    "invoke",
+    "Dispatches by the fields of the body, as in SageMaker and vLLM.",
+    "Chat",
+    "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
+    "embeddings. Each as at its own path.",
+    request=ChatCompletionRequest,
+    example={
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "max_tokens": 32,
+    },
+    response=shapes.ChatCompletion,
+    events=(shapes.ChatCompletionChunk,),
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
+
+
+def _routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     return [
+        ApiRoute(CompletionsRoute("invocations", backend, settings), INVOCATIONS),
         *(route(backend, settings, (item, tokenize)) for item in TOKENIZE),
         *(route(backend, settings, (item, detokenize)) for item in DETOKENIZE),
         *(route(backend, settings, (item, tokenizer_info)) for item in TOKENIZER_INFO),
     ]
+
+
+VLLM = Dialect("vllm", routes_of(_routes))

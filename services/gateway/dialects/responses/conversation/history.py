@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.dialects.responses import compaction
-from services.gateway.dialects.responses.items import Reference, identity_in
+from services.gateway.dialects.responses.conversation import compaction
+from services.gateway.dialects.responses.conversation.items import Reference, identity_in
 from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.lifecycle.answer import PREFIXES
 from services.gateway.persistence.budget import ByteBudget, HistoryBudget, beside_loop

@@ -1,0 +1,1 @@
+"""What a response goes on with: items, those of earlier turns, and summaries in their place."""

@@ -1,1 +1,0 @@
-"""What vLLM has beside OpenAI's API: tokens, and one path for all bodies."""
