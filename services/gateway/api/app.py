@@ -179,7 +179,9 @@ class _Exchange:
     def _begin(self, message: Any) -> None:
         self.status = message.get("status", 101)
         more = {"x-request-id": self.request_id, **self._more_headers}
-        more = dialects_of(self._scope).answer_headers(self._scope, self.request_id, more)
+        for paths, more_headers in self._scope["app"].dialects.headed:
+            if self._scope["path"].startswith(paths):
+                more |= more_headers(self._scope, self.request_id, more)
         headers = list(message.get("headers", ()))
         for name, value in more.items():
             headers.append((name.encode(), value.encode()))

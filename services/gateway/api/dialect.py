@@ -81,12 +81,14 @@ class Dialects:
     """Those that one gateway speaks."""
 
     def __init__(self, listed: Sequence[Dialect]) -> None:
-        self.listed = listed
         self.absent = {path: why for one in listed for path, why in one.absent.items()}
         self._claims = [(one, one.claims) for one in listed if one.claims is not None]
         self._paths = [(path, one) for one in listed for path in one.paths]
-        self._headers = [(one.paths, one.answer_headers) for one in listed if one.answer_headers is not None]
-        self._endpoints = {each.name: (one, each) for one in listed for each in one.endpoints}
+        self.headed = [(one.paths, one.answer_headers) for one in listed if one.answer_headers is not None]
+        """What paths begin with whose answers have more headers, and these."""
+        self.nameless = frozenset(each.name for one in listed for each in one.endpoints if each.nameless)
+        """Endpoints whose answers lack their generation's id."""
+        self.by_endpoint = {each.name: one for one in listed for each in one.endpoints}
 
     def of_path(self, path: str) -> Dialect:
         """Before anything else is known of a request."""
@@ -95,21 +97,6 @@ class Dialects:
     def of_request(self, scope: Scope) -> Dialect:
         """As `of_path`, for paths that two APIs have."""
         return next((one for one, claims in self._claims if claims(scope)), self.of_path(scope["path"]))
-
-    def of_endpoint(self, name: str) -> Dialect:
-        """Whose generation it is."""
-        return self._endpoints[name][0] if name in self._endpoints else PLAIN
-
-    def is_nameless(self, endpoint: str) -> bool:
-        """Whether its answers lack their generation's id."""
-        return endpoint in self._endpoints and self._endpoints[endpoint][1].nameless
-
-    def answer_headers(self, scope: Scope, request_id: str, headers: dict[str, str]) -> dict[str, str]:
-        """`headers`, with those that the answers of its API have beside them."""
-        for paths, more in self._headers:
-            if scope["path"].startswith(paths):
-                headers |= more(scope, request_id, headers)
-        return headers
 
 
 def dialects_of(scope: Scope) -> Dialects:

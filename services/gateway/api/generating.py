@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.backend import Backend
-from services.gateway.api.dialect import dialects_of
+from services.gateway.api.dialect import PLAIN, Dialect
 from services.gateway.auth.authenticator import Principal
 from services.gateway.core.asgi import (
     Chunk,
@@ -101,7 +101,7 @@ def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
     record = run.answer.record
-    if record.octets or dialects_of(scope).is_nameless(record.endpoint):
+    if record.octets or record.endpoint in scope["app"].dialects.nameless:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
     return _Reading(run, scope, receive)
@@ -172,7 +172,7 @@ async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False)
     """Events until the end, or lines, with `positions` if that is wanted. An error is raised: before the first chunk,
     so that it gets a status of its own; behind it, once the client has been told, so that it is logged and counted as
     what it is and not as a success."""
-    dialect = dialects_of(scope).of_endpoint(run.answer.record.endpoint)
+    dialect: Dialect = scope["app"].dialects.by_endpoint.get(run.answer.record.endpoint, PLAIN)
     lines = dialect.stream is LineStream
     connection = connection_of(scope)
     events = LineStream(send, connection, positions=positions) if lines else EventStream(send, connection)

@@ -77,16 +77,11 @@ class Endpoints:
 
     def __init__(self, listed: Iterable[Endpoint]) -> None:
         self._all = {one.name: one for one in listed}
-        self._bodies = {name: one for name, one in self._all.items() if isinstance(one, BodyEndpoint)}
-        self._invoked = {field: one for one in self._bodies.values() for field in one.invoked_by}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._bodies
+        self.bodies = {name: one for name, one in self._all.items() if isinstance(one, BodyEndpoint)}
+        self._invoked = {field: one for one in self.bodies.values() for field in one.invoked_by}
 
     def named(self, name: str, body: bytes | msgspec.Raw) -> BodyEndpoint:
-        """The one that takes `body`. Raises `RouteError`, `InvalidParameter`."""
-        if (found := self._bodies.get(name)) is not None:
-            return found
+        """The one that takes `body`, where `bodies` has none of that name. Raises `RouteError`, `InvalidParameter`."""
         if name == "invocations":
             return self._by_fields(body)
         raise RouteError(
@@ -104,7 +99,7 @@ class Endpoints:
     def of_conversation(self, body: bytes) -> BodyEndpoint | None:
         """The one whose conversation `body` describes; None: it is a chat. Raises `InvalidParameter`."""
         fields = _fields_of(body)
-        found = (one for one in self._bodies.values() if one.conversation_field in fields)
+        found = (one for one in self.bodies.values() if one.conversation_field in fields)
         return next(found, None)
 
     def generates(self, name: str) -> bool:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable, MutableMapping
 
+import msgspec
+
 from services.gateway.core.errors import InvalidParameter, unsupported
 
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
@@ -83,15 +85,12 @@ def tell_ignored(names: Iterable[str], headers: MutableMapping[str, str], *, str
         headers[IGNORED_HEADER] = ", ".join(before)
 
 
-class IgnoredFields:
+class IgnoredFields(msgspec.Struct, frozen=True):
     """Where the fields of one request are told that change nothing: in a header of its answer, or in a refusal."""
 
-    __slots__ = ("_headers", "strict")
-
-    def __init__(self, headers: MutableMapping[str, str], *, strict: bool) -> None:
-        self._headers = headers
-        self.strict = strict
+    headers: MutableMapping[str, str]
+    strict: bool
 
     def tell(self, names: Iterable[str]) -> None:
         """Raises as `tell_ignored`."""
-        tell_ignored(names, self._headers, strict=self.strict)
+        tell_ignored(names, self.headers, strict=self.strict)

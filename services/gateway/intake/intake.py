@@ -13,6 +13,7 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from services.gateway.intake.decoding import lacks_model, with_model
 from services.gateway.intake.endpoint import BodyEndpoint, Endpoint, Endpoints, streamed
+from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.prefill import Prefill, Prefills
 from services.gateway.intake.processor import Canonical, InputProcessor, decoded_chat
 from services.gateway.intake.record import Context
@@ -52,7 +53,7 @@ class Intake:
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
         self._authenticator.check(context.principal)
-        found = self._endpoints.named(endpoint, body)
+        found = self._endpoints.bodies.get(endpoint) or self._endpoints.named(endpoint, body)
         if not context.key:
             return await self._prepared(found, body, context, always_streamed)
         make = partial(self._prepared, found, body, context, always_streamed)
@@ -66,7 +67,7 @@ class Intake:
             context.body_bytes = len(body) if type(body) is bytes else memoryview(body).nbytes
             if type(body) is not bytes or len(body) > LARGE_REQUEST:
                 await self.large.turn(context.tenant, context.body_bytes)
-            ignored = self.processor.ignored(context.answer_headers)
+            ignored = IgnoredFields(context.answer_headers, self.processor.strict)
             try:
                 request = endpoint.decode(body, ignored)
             except InvalidParameter as error:
@@ -96,11 +97,12 @@ class Intake:
 
     def serves(self, endpoint: str) -> bool:
         """Whether bodies are taken for it."""
-        return endpoint in self._endpoints
+        return endpoint in self._endpoints.bodies
 
     def check(self, endpoint: str, body: bytes | msgspec.Raw) -> Any:
         """The request in `body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
-        found, ignored = self._endpoints.named(endpoint, body), self.processor.ignored({})
+        found = self._endpoints.bodies.get(endpoint) or self._endpoints.named(endpoint, body)
+        ignored = self.processor.ignored({})
         request = found.decode(body, ignored)
         found.check(request, ignored)
         return request

@@ -86,7 +86,7 @@ class InputProcessor:
         self._files = files
         self._limiter = limiter
         self._grammars = grammars
-        self._strict = parts.settings.strict_fields
+        self.strict = parts.settings.strict_fields
         self._catalog = catalog
         self._cold_starts = cold_starts
         self._tokenizers = tokenizers
@@ -95,7 +95,7 @@ class InputProcessor:
 
     def ignored(self, headers: dict[str, str]) -> IgnoredFields:
         """Where the fields of a request are told that change nothing: in `headers`."""
-        return IgnoredFields(headers, strict=self._strict)
+        return IgnoredFields(headers, self.strict)
 
     async def admit(self, context: Context) -> None:
         """Reserves what the limits allow. Raises `RateLimited`."""
@@ -217,7 +217,7 @@ class InputProcessor:
         answer = wanted_by(request, closes=closes)
         if not are_texts(request.messages):
             request = await with_files_read(request, context.tenant, self._files)
-        tokenizer = await self.tokenizer_of(card, context.tenant)
+        tokenizer = await self._tokenizers.get(card, context.tenant)
         plan, rendering = await rendered(request, card, tokenizer)
         if plan.ignored:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
@@ -347,7 +347,8 @@ class InputProcessor:
 
     def _take_name(self, request: GenerationFields, context: Context) -> None:
         """`context` gets the request's own id. Tells of fields that change nothing."""
-        self.ignored(context.answer_headers).tell(extra_fields.ignored_fields(request))
+        if ignored := extra_fields.ignored_fields(request):
+            self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
 

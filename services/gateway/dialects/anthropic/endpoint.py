@@ -62,7 +62,8 @@ def _decoded(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], ignore
         names += checked_fields(request.thinking, "thinking.")
     for index, tool in enumerate(request.tools or ()):
         names += checked_fields(tool, f"tools[{index}].")
-    ignored.tell(names)
+    if names:
+        ignored.tell(names)
     return request
 
 
