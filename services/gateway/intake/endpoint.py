@@ -79,6 +79,8 @@ class Endpoints:
         self._all = {one.name: one for one in listed}
         self.bodies = {name: one for name, one in self._all.items() if isinstance(one, BodyEndpoint)}
         self._invoked = {field: one for one in self.bodies.values() for field in one.invoked_by}
+        described = [one for one in self.bodies.values() if one.conversation_field]
+        self._conversations = {one.conversation_field: one for one in described}
 
     def named(self, name: str, body: bytes | msgspec.Raw) -> BodyEndpoint:
         """The one that takes `body`, where `bodies` has none of that name. Raises `RouteError`, `InvalidParameter`."""
@@ -99,8 +101,7 @@ class Endpoints:
     def of_conversation(self, body: bytes) -> BodyEndpoint | None:
         """The one whose conversation `body` describes; None: it is a chat. Raises `InvalidParameter`."""
         fields = _fields_of(body)
-        found = (one for one in self.bodies.values() if one.conversation_field in fields)
-        return next(found, None)
+        return next((one for field, one in self._conversations.items() if field in fields), None)
 
     def generates(self, name: str) -> bool:
         """Whether the answers of `GenerationRecord.endpoint` have text."""
