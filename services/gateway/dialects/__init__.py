@@ -1,1 +1,1 @@
-"""The APIs that the gateway speaks, a room each, and the list of them."""
+"""The APIs that the gateway speaks, a package each, and the list of them."""
