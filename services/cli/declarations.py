@@ -3,21 +3,29 @@
 declared + what stands there ──▶ plan_apply: errors, or what is to be written ──▶ KV `registry`, `adapters`
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
 
 from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.target import LocalSettings
 from services.cli.ui import ModelBars
+from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, ModelSpec, WantedAdapter
+from shared.model_store.catalog import BUILT_IN, is_ready
 from shared.nats.adapters import AdapterRefused, unregister, want
 from shared.nats.kv import Entry
-from shared.registry import DeclaredAdapter, adapter_problems, check
+from shared.registry import DeclaredAdapter, adapter_problems, check, of_hub
+
+if TYPE_CHECKING:  # it needs YAML, which those alone import who read such a file
+    from shared.models_file import Declaration
 
 Origin = Literal["up", "file"]
 
@@ -197,3 +205,33 @@ async def watch_adapters(
         end = await models.wait_adapters(names, timeout, report)
         report(end)
     return end
+
+
+def read_file(path: str) -> "Declaration":
+    """What a file declares. Raises `ConfigurationError` with every error."""
+    from shared.models_file import MAX_BYTES, read_models_file
+
+    try:
+        if path == "-":
+            return read_models_file(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input")
+        with Path(path).expanduser().open("rb") as stream:
+            return read_models_file(stream.read(MAX_BYTES + 1), path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The models file {path} cannot be read ({error.strerror}); check the path."
+        ) from None
+
+
+def spec_of(name: str) -> ModelSpec | None:
+    """A model as it is called by its source: hub name, built-in name, path, or a name in the cache; None: none."""
+    path = Path(name).expanduser()
+    built_in = next((known for known in BUILT_IN if known.lower() == name.lower()), "")
+    if built_in:
+        return ModelSpec(built_in, built_in, created=int(time.time()))
+    if path.exists() and (path.is_dir() or path.suffix == ".gguf"):
+        resolved = path.resolve()
+        served = resolved.name if resolved.is_dir() else resolved.stem
+        return ModelSpec(served, str(resolved), created=int(time.time()))
+    if of_hub(name) or is_ready(name, load_settings(LocalSettings).store):
+        return ModelSpec(name.removeprefix("hf://"), name, created=int(time.time()))
+    return None

@@ -1,7 +1,7 @@
 """Entry point of the command `ryzanstein`.
 
 `serve` and `probe` are handled before the command line's own packages are imported: a container installs one
-service's extra and nothing else. `up` is handled before the other commands' are: no service starts meanwhile.
+service's extra and nothing else. Of the other commands it knows the list alone (`groups.py`).
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from services.cli.serve import packages_of, probe, serve
 from shared.errors import RyzansteinError
 
 
@@ -23,33 +24,21 @@ def main() -> None:
         raise SystemExit(0)
     try:
         if command == "serve":
-            from services.cli.serve import serve
-
             serve(sys.argv[2:])
         if command == "probe":
-            from services.cli.serve import probe
-
             raise SystemExit(probe(sys.argv[2:]))
-        if command == "up":
-            from services.cli.supervision.early_executor import start_early
+        with packages_of("all" if command == "up" else "cli"):
+            if command == "up":
+                from services.cli.supervision.early_executor import start_early
 
-            start_early(sys.argv[2:])  # before the imports below, which run beside its own
-            from services.cli.commands.up import main as command_line
-        else:
-            from services.cli.commands.main import app as command_line
+                start_early(sys.argv[2:])  # before the imports below, which run beside its own
+            from services.cli.groups import app
+        _run(app)
     except RyzansteinError as error:
-        _end(str(error))
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("services", "shared"):
-            raise
-        _end(
-            f"The command line needs the package {package}, which is not installed here; install it with: "
-            f"pip install 'ryzanstein[{'all' if command == 'up' else 'cli'}]'"
-        )
-    _run(command_line)
 
 
 def _ignore_working_directory() -> None:
@@ -63,18 +52,8 @@ def _ignore_working_directory() -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
 
 
-def _run(command_line: Callable[[], object]) -> None:
+def _run(command_line: Callable[..., object]) -> None:
     from shared.service.logs import configure_logging
 
     configure_logging("cli", "cli", level="error", fmt="console", whole_process=False)
-    try:
-        command_line()
-    except RyzansteinError as error:
-        _end(str(error))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def _end(sentence: str) -> None:
-    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201
-    raise SystemExit(1)
+    command_line(prog_name="ryzanstein")

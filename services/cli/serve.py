@@ -7,11 +7,12 @@ A probe runs every few seconds in every container, so this module imports nothin
 themselves, and reads from the environment alone what the service was told there: its address and its TLS.
 """
 
+import contextlib
 import http.client
 import os
 import ssl
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -54,6 +55,22 @@ def require_packages(service: str, extra: str) -> None:
             f"The {service} needs packages that are not installed here (as {telltale}); install them with: "
             f"pip install 'ryzanstein[{extra}]'"
         )
+
+
+@contextlib.contextmanager
+def packages_of(extra: str) -> Iterator[None]:
+    """Around imports of the command line. Raises `ConfigurationError` where a package is not installed, with the
+    `extra` that brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("services", "shared"):
+            raise
+        raise ConfigurationError(
+            f"The command line needs the package {package}, which is not installed here; install it with: "
+            f"pip install 'ryzanstein[{extra}]'"
+        ) from None
 
 
 HELP = "Ask the service beside this command whether it is ready, as a container's health check does."

@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from pydantic_settings import CliSuppress
 
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
+from shared.messages import GroupRecord
 from shared.model_store.settings import ModelStoreSettings
 from shared.tls import client_context, pinned_context
 
@@ -303,3 +305,17 @@ def no_stack(directory: Path, instead: str) -> ConfigurationError:
         f"The stack on the data directory {directory} is starting: `ryzanstein status` shows how far each service is; "
         f"logs are in {directory / 'logs'}."
     )
+
+
+def known_group(records: Mapping[str, GroupRecord], group: str) -> GroupRecord:
+    """The group's record. Raises `ConfigurationError` where there is none, or it has left."""
+    present = sorted(name for name, record in records.items() if record.state != "gone")
+    if group in present:
+        return records[group]
+    names = f"the groups are: {', '.join(present)}" if present else "there is none at the moment"
+    if group in records:
+        raise ConfigurationError(
+            f"The group {group} has left ({records[group].message}); start its executor to have it back. "
+            f"{names[0].upper()}{names[1:]}."
+        )
+    raise ConfigurationError(f"There is no group {group}; {names}.")

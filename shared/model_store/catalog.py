@@ -131,6 +131,15 @@ def list_models(cache: Path) -> list[LocalModel]:
     return sorted(found, key=lambda model: model.name)
 
 
+def find_model(model: str, cache: Path) -> str | None:
+    """A path as it is; a name as the directory of the cache; None: there is none."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path)
+    local = {known.name.lower(): known.directory for known in list_models(cache.expanduser())}
+    return local.get(model.lower())
+
+
 def read_manifest(directory: Path) -> Manifest | None:
     """What was fetched into `directory`; None of what was made there by other means."""
     try:

@@ -92,6 +92,12 @@ def run_module(arguments: Sequence[str], progress: Progress, failed: str) -> dic
         raise ModelLoadError(last.error or f"{failed} ({last_complaint(complaints, process.returncode)}).")
 
 
+def convert_model(arguments: list[str], progress: Progress) -> dict[str, Any]:
+    """Converts or inspects a model, by the executor's code. Raises `ModelLoadError`."""
+    module = ["services.executor.model.conversion", *arguments]
+    return run_module(module, progress, "The files could not be converted or read")
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """Of the executor, on a model's configuration alone."""
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands.main import app
+from services.cli.groups import app
 from services.cli.target import read_run_file
 from shared.model_store.catalog import DEFAULT_MODEL
 from shared.process import VERSION

@@ -1,1 +1,1 @@
-"""The commands of `ryzanstein`, one module for each."""
+"""The commands of `ryzanstein`: a module or folder for each group that `services/cli/groups.py` lists."""

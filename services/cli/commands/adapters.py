@@ -274,3 +274,7 @@ def _run(data_dir: Path | None, nats_url: str, work: Callable[[Cluster], Awaitab
             return await work(Cluster(bus, models, await models.read()))
 
     return asyncio.run(run())
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(adapters_app, name="adapters")

@@ -347,3 +347,7 @@ def print_batches(batches: Sequence[Batch], console: Console) -> None:
 
 def _time(seconds: int) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(batch_app, name="batch")

@@ -170,3 +170,7 @@ def _show_progress(reading: Status, computed: int, total: int) -> None:
         f"[dim]the prompt is read: {computed:,} of {total:,} tokens, {computed / max(1, total):.0%}[/]"
     )
     reading.start()
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(chat)

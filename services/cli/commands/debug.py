@@ -14,8 +14,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.cli.commands.control import known_group
-from services.cli.target import AsJson, DataDir, NatsUrl, nats_of_stack
+from services.cli.target import AsJson, DataDir, NatsUrl, known_group, nats_of_stack
 from services.cli.ui import console, say
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded, NobodyThere
@@ -498,3 +497,7 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
         first, *numbers = zip(row, widths, strict=True)
         cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in numbers)]
         yield "  " + "  ".join(cells).rstrip()
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(debug_app, name="debug")

@@ -257,3 +257,7 @@ def _limit(limit: int) -> str:
 
 def _date(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M") if moment else "-"
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(keys_app, name="keys")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 import psutil
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -273,3 +274,7 @@ def _usage(pid: int) -> tuple[str, str]:
         return f"{times.user + times.system:.1f}", f"{process.memory_info().rss / (1 << 20):.0f} MiB"
     except psutil.Error:
         return UNKNOWN
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(status)

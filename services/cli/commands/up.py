@@ -200,7 +200,7 @@ def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec], "list[De
     """The executors' own model (empty: none), those beside it, and their adapters. Raises `ConfigurationError`."""
     if not file and len(names) < 2:
         return names[0] if names else model_store.DEFAULT_MODEL, [], []
-    from services.cli.commands.models.serving import read_file, spec_of
+    from services.cli.declarations import read_file, spec_of
     from shared.registry import check_all
 
     further: list[ModelSpec] = []
@@ -230,13 +230,6 @@ def _check_served_name(name: str, model: str, further: list[ModelSpec]) -> None:
         raise ConfigurationError(f"--served-model-name: {problems[0]}")
 
 
-def main() -> None:
-    """`ryzanstein up` alone."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(up)
-    app(sys.argv[2:], prog_name="ryzanstein up")
-
-
 def _renamed(proof: bool | None, smoke_test: bool) -> bool:
     """`--proof` is the old name of `--smoke-test`, taken for one release more."""
     if proof is None:
@@ -248,3 +241,7 @@ def _renamed(proof: bool | None, smoke_test: bool) -> bool:
 def _check_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
         raise ConfigurationError(f"{option} cannot be {value!r}; it is one of {', '.join(choices)}.")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(up)

@@ -182,3 +182,7 @@ def _bar(what: str) -> Iterator[Callable[[float], None]]:
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task(f"reading: {what}", total=1.0)
         yield lambda share: progress.update(task, completed=share)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(sla)

@@ -364,3 +364,7 @@ class StoreWatch:
             news = file.read()
         self._read += len(news)
         return SIGN in news
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("nats-config")(nats_config)

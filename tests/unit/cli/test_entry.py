@@ -1,11 +1,9 @@
 """The entry point of the command."""
 
-import builtins
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,15 +11,13 @@ from services.cli.entry import main
 
 
 def test_ctrl_c_while_packages_are_imported_is_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def interrupted(name: str, *more: Any) -> Any:
-        if name == "services.cli.commands.up":
-            raise KeyboardInterrupt
-        return real(name, *more)
+    def interrupted(name: str) -> None:
+        assert name == "services.cli.commands.up"
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["ryzanstein", "up"])
-    monkeypatch.setattr(builtins, "__import__", interrupted)
+    monkeypatch.setattr("services.cli.groups.import_module", interrupted)
+    monkeypatch.setattr("services.cli.supervision.early_executor.start_early", lambda arguments: None)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130

@@ -419,3 +419,7 @@ def _executor(progress: dict[str, Any]) -> str:
 
 def _print_json(found: Job | list[Job] | list[Event] | list[Checkpoint]) -> None:
     print(msgspec.json.encode(found).decode())  # noqa: T201
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(fine_tune_app, name="fine-tune")

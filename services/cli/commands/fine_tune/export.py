@@ -8,9 +8,12 @@ from typing import Any, Literal
 from rich.console import Console
 
 from services.cli.commands.fine_tune.client import ADAPTER_FILES, FineTuning
-from services.cli.commands.models.local import convert_model, find_model
+from services.cli.target import LocalSettings
 from services.cli.ui import megabytes, model_bars, say
+from shared.config import load_settings
 from shared.errors import ConfigurationError
+from shared.model_store.catalog import find_model
+from shared.model_store.programs import convert_model
 
 Format = Literal["peft", "safetensors", "gguf"]
 Fetch = Callable[[Callable[[FineTuning], Awaitable[str]]], str]
@@ -77,7 +80,7 @@ async def _download(jobs: FineTuning, name: str, checkpoint: int, directory: Pat
 
 
 def _directory_of(model: str) -> str:
-    found = find_model(model)
+    found = find_model(model, load_settings(LocalSettings).model_cache)
     if found is None:
         raise ConfigurationError(
             f"The base {model!r} is not in this machine's model cache, and merging needs its files; fetch it with "

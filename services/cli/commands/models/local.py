@@ -21,7 +21,7 @@ from shared.model_store import catalog
 from shared.model_store.disk import unfinished_downloads
 from shared.model_store.packed import Packed, packed_files
 from shared.model_store.preparation import prepare_model
-from shared.model_store.programs import Progress, run_module
+from shared.model_store.programs import Progress, convert_model, run_module
 from shared.models import here, hub_name
 
 models_app = typer.Typer(
@@ -183,7 +183,7 @@ def models_inspect(
 ) -> None:
     """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU. Of a name
     of the hub that is not pulled, whether it is served, by its config.json alone."""
-    if (path := find_model(model)) is None and _is_of_hub(model):
+    if (path := _found(model)) is None and _is_of_hub(model):
         _look_at(model, as_json=as_json)
         return
     facts = convert_model(["inspect", path or _path(model)], lambda *step: None)
@@ -282,27 +282,15 @@ def models_convert(
         )
 
 
-def convert_model(arguments: list[str], progress: Progress) -> dict[str, Any]:
-    """By the executor's code, in a process that ends with this one. Raises `ModelLoadError`."""
-    module = ["services.executor.model.conversion", *arguments]
-    return run_module(module, progress, "The files could not be converted or read")
+def _found(model: str) -> str | None:
+    return catalog.find_model(model, load_settings(LocalSettings).model_cache)
 
 
 def _path(model: str) -> str:
     """Raises `ConfigurationError` where there is none."""
-    if (found := find_model(model)) is None:
+    if (found := _found(model)) is None:
         raise ConfigurationError(_unknown(model))
     return found
-
-
-def find_model(model: str) -> str | None:
-    """A path as it is; a name as the directory of the cache; None: there is none."""
-    path = Path(model).expanduser()
-    if path.exists():
-        return str(path)
-    cache = load_settings(LocalSettings).model_cache.expanduser()
-    local = {known.name.lower(): known.directory for known in catalog.list_models(cache)}
-    return local.get(model.lower())
 
 
 def _unknown(model: str) -> str:
@@ -319,3 +307,7 @@ def _row(tensor: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
     shape = " x ".join(map(str, tensor["shape"]))
     bits = f"{8 * tensor['bytes'] / max(1, values):.2f}"
     return tensor["name"], tensor["format"], shape, f"{tensor['bytes']:,}", bits, tensor["computed_by"]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.add_typer(models_app, name="models")

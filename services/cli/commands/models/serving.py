@@ -1,11 +1,10 @@
 """`ryzanstein models load`, `unload`, `add`, `set`, `show`, `remove` and `apply`: what a running stack serves."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -20,19 +19,14 @@ from services.cli.commands.models.tables import (
     told_of,
     words,
 )
-from services.cli.declarations import Applied, apply, plan_apply, watch_adapters
-from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
+from services.cli.declarations import Applied, apply, plan_apply, read_file, spec_of, watch_adapters
+from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import ModelBars, console, described_traits, megabytes, say
 from shared import sparse_attention
-from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
 from shared.model_status import ModelStatus
-from shared.model_store.catalog import BUILT_IN, is_ready
 from shared.registry import SETTINGS, of_hub, read_spec
-
-if TYPE_CHECKING:  # it needs YAML, which those alone import who read such a file
-    from shared.models_file import Declaration
 
 T = TypeVar("T")
 
@@ -359,21 +353,6 @@ def _say_applied(applied: Applied) -> None:
         say(console(), applied.warning, "yellow")
 
 
-def read_file(path: str) -> "Declaration":
-    """What a file declares. Raises `ConfigurationError` with every error."""
-    from shared.models_file import MAX_BYTES, read_models_file
-
-    try:
-        if path == "-":
-            return read_models_file(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input")
-        with Path(path).expanduser().open("rb") as stream:
-            return read_models_file(stream.read(MAX_BYTES + 1), path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The models file {path} cannot be read ({error.strerror}); check the path."
-        ) from None
-
-
 # --- fields --------------------------------------------------------------------------------------
 
 
@@ -465,21 +444,6 @@ async def _registered(models: ClusterModels, name: str) -> str:
         return spec.name
     now.spec(model)
     return model
-
-
-def spec_of(name: str) -> ModelSpec | None:
-    """A model as it is called by its source: hub name, built-in name, path, or a name in the cache; None: none."""
-    path = Path(name).expanduser()
-    built_in = next((known for known in BUILT_IN if known.lower() == name.lower()), "")
-    if built_in:
-        return ModelSpec(built_in, built_in, created=int(time.time()))
-    if path.exists() and (path.is_dir() or path.suffix == ".gguf"):
-        resolved = path.resolve()
-        served = resolved.name if resolved.is_dir() else resolved.stem
-        return ModelSpec(served, str(resolved), created=int(time.time()))
-    if of_hub(name) or is_ready(name, load_settings(LocalSettings).store):
-        return ModelSpec(name.removeprefix("hf://"), name, created=int(time.time()))
-    return None
 
 
 def pull_on_hosts(name: str, data_dir: Path | None, nats_url: str, timeout: float) -> None:

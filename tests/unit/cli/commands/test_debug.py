@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from services.cli.commands import debug
 from services.cli.commands.debug import print_dump, print_plans, print_profile
-from services.cli.commands.main import app
+from services.cli.groups import app
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages.debugging import (

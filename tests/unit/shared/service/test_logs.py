@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.commands.control import meant_by
+from services.cli.commands.log_level import meant_by
 from shared.errors import ConfigurationError
 from shared.messages import GroupLoad, GroupRecord, ServiceRecord
 from shared.service.logs import Change
