@@ -160,7 +160,7 @@ def steps_of(work: Work, device: torch.device) -> Any:
         array("I", [work.length] * count).tobytes(),
     )
     examples = read_examples(known, 1, "training")
-    job = TrainingJob("ftjob-gpu", "", "random", "supervised", "", "", 0.0, 1, hyperparameters)
+    job = TrainingJob("ftjob-gpu", "", 0.0, "random", "supervised", "", "", 1, hyperparameters)
     optimizer = FactorOptimizer(named_factors(model), hyperparameters, device)
     course = course_of(hyperparameters, count)
     return Steps(job, model, optimizer, examples, course, device, SingleReplica())

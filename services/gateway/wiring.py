@@ -16,24 +16,24 @@ from services.gateway.api.management.keys import KeyManagement
 from services.gateway.api.management.models import Management
 from services.gateway.auth.authenticator import KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
-from services.gateway.batches.files import Files
 from services.gateway.batches.queue import BatchQueue
 from services.gateway.batches.results import Results
 from services.gateway.batches.runner import batch_work
 from services.gateway.batches.service import Batches, batch_jobs
-from services.gateway.batches.uploads import Uploads
 from services.gateway.core.adapters import RETENTION_FACTOR, AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
-from services.gateway.core.job_runners import Runners, sweep, watch
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
+from services.gateway.files.uploads import Uploads
 from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Parts as IntakeParts
 from services.gateway.intake.structured_output import Grammars
+from services.gateway.jobs.runners import Runners, sweep, watch
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.failover import Heirs
 from services.gateway.lifecycle.generations import Generations

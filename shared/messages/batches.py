@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shared.messages.jobs import JobRecord
+
 FileStatus = Literal["uploading", "processed"]
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -73,33 +75,24 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         return TokenCounts(self.input + other.input, self.cached + other.cached, self.output + other.output)
 
 
-class BatchJob(msgspec.Struct, frozen=True, omit_defaults=True):
+class BatchJob(JobRecord, frozen=True, omit_defaults=True):
     """A batch in the KV bucket `batches`; every change is a compare-and-set. Times are unix seconds, 0: not yet."""
 
-    id: str
-    tenant: str
     endpoint: str
     """The URL of its lines."""
     input_file_id: str
     input_object: str
     """Name of the input in the object store `files`."""
     completion_window: str
-    created_at: float
     expires_at: float
     """When the completion window ends."""
     status: BatchStatus = "validating"
-    metadata: dict[str, str] | None = None
     output_expires_after: float = 0.0
     """Seconds that output and error file are kept; 0: until somebody deletes them."""
     errors: list[BatchError] = []
     model: str = ""
     counts: Counts = Counts()
     usage: TokenCounts = TokenCounts()
-    owner: str = ""
-    """The gateway that runs it; empty: whoever comes first. It writes the record every other second, so that
-    a record that stands still has lost its owner."""
-    beat: int = 0
-    """Grows with each of these writings."""
     ending: Ending = ""
     in_progress_at: float = 0.0
     finalizing_at: float = 0.0
@@ -110,14 +103,6 @@ class BatchJob(msgspec.Struct, frozen=True, omit_defaults=True):
     cancelled_at: float = 0.0
     output_file_id: str = ""
     error_file_id: str = ""
-    clean: bool = False
-    """Whether its results have left the stream: nothing is left to do."""
-    fingerprint: str = ""
-    """Of the request under its idempotency key: another request under the same key is a mistake."""
-    key: str = ""
-    """Id of the API key that it came under, whose limits its lines keep; empty: none."""
-    traceparent: str = ""
-    """Of the span that created it, where that was sampled: the traces of its lines link to it."""
     own_input: bool = False
     """Whether its input file was made with it, and goes with it."""
     begun: int = 0

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.messages.jobs import JobRecord
 from shared.messages.registry import ModelSpec
 
 TrainingStatus = Literal[
@@ -158,36 +159,23 @@ class TrainedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     """Under which it is registered; empty: not yet."""
 
 
-class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
+class TrainingJob(JobRecord, frozen=True, omit_defaults=True):
     """A job in the KV bucket `training_jobs`. Times are unix seconds, 0: not yet."""
 
-    id: str
-    tenant: str
     model: str
     """Name of its base, as the catalog resolves it."""
     method: TrainingMethod
     training_file: str
     training_object: str
     """In the object store `files`."""
-    created_at: float
     seed: int
     hyperparameters: Hyperparameters = Hyperparameters()
     validation_file: str = ""
     validation_object: str = ""
     suffix: str = ""
-    metadata: dict[str, str] | None = None
     status: TrainingStatus = "validating_files"
     wanted: Literal["run", "pause", "cancel"] = "run"
     """What its tenant wants of it: who trains it obeys, and writes the status that comes of it."""
-    key: str = ""
-    """Of the API, under which it was made."""
-    fingerprint: str = ""
-    """Of the request, under an idempotency key."""
-    traceparent: str = ""
-    owner: str = ""
-    """The gateway that checks its files, or publishes its result, and renews `beat` meanwhile; empty: whoever comes
-    first."""
-    beat: int = 0
     base: ModelSpec | None = None
     """What a host needs to find the base's files, from the moment that it is queued; without a `source` the base is
     the model that the host was started with."""
@@ -221,8 +209,6 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     error: TrainingError | None = None
     threads: int = 0
     """That compute it, as its first host has chosen: with others the sums would be others. 0: it never ran."""
-    clean: bool = False
-    """Whether what it kept for training (examples, states) is gone again."""
     crashes: int = 0
     """Times that its trainer has ended by a fault since it has written its last state."""
     retry_at: float = 0.0

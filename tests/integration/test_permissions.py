@@ -13,8 +13,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from services.cli.supervision.nats_server import LocalNats, deployed, find_binary, variable_of
-from services.gateway.batches.files import Files
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
 from services.gateway.lifecycle.records import LargeRecords
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable

@@ -18,14 +18,14 @@ from services.gateway.api.management.keys import KeyManagement
 from services.gateway.api.management.models import Management
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator, Principal
-from services.gateway.batches.files import Files
 from services.gateway.batches.service import Batches
-from services.gateway.batches.uploads import Uploads
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
 from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
+from services.gateway.files.uploads import Uploads
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
 from services.gateway.persistence.budget import HistoryBudget

@@ -11,7 +11,6 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.gateway.auth.authenticator import Authenticator
-from services.gateway.batches.files import Files
 from services.gateway.batches.lines import refuse_for_lines
 from services.gateway.batches.results import Results
 from services.gateway.batches.service import LineUrl
@@ -19,6 +18,7 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
 from services.gateway.intake.endpoint import EndpointName
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context

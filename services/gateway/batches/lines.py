@@ -1,134 +1,22 @@
-r"""The lines of a batch's input, from the object store, a few at a time, however their bytes were cut into parts; and
-whether they are requests of one batch. Of the lines that are checked nothing is kept but eight bytes of each
-custom_id's hash, and of what is wrong the first hundred findings.
-
-    feed(b'\xef\xbb\xbf{"a') ──▶ []           feed(b'":1}\r\n\n{"b') ──▶ [line 1]      end() ──▶ [line 3]
-
-Lines end with \n or \r\n; blank ones are counted and left out; a byte order mark at the beginning is none of
-the text. A line that is too long is given up as soon as that is known, so memory is bounded by the limit and
-one part.
+"""Whether the lines of a file are requests of one batch. Of those that are checked nothing is kept but eight bytes of
+each custom_id's hash, and of what is wrong the first hundred findings.
 """
 
-import asyncio
-import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from services.gateway.batches.files import Files
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.files.lines import Line
 from services.gateway.intake.decoding import refusal
 from shared import limits
 from shared.errors import InvalidRequest
 from shared.messages.batches import BatchError
 
-BOM = b"\xef\xbb\xbf"
-Fault = Literal["", "too_long", "not_utf8"]
-
-
-class Line(NamedTuple):
-    """A line that is not blank."""
-
-    number: int
-    """From 1, blank lines counted."""
-    data: bytes
-    """Without its end; empty where there is a fault."""
-    fault: Fault
-
-
-class LineSplitter:
-    """Fed with the parts of one file."""
-
-    def __init__(self, limit: int) -> None:
-        """`limit`: bytes of a line, its end not counted."""
-        self._limit = limit
-        self._held = bytearray()
-        """The beginning of a line."""
-        self._number = 1
-        self._first = True
-        """Whether nothing has been said of the file's beginning yet."""
-        self._too_long = False
-        """Whether what is left of the current line is thrown away."""
-
-    def feed(self, part: bytes) -> list[Line]:
-        """The lines that end in `part`."""
-        lines: list[Line] = []
-        begin = 0
-        while (end := part.find(b"\n", begin)) >= 0:
-            self._hold(part[begin:end])
-            self._finish(lines)
-            begin = end + 1
-        self._hold(part[begin:])
-        return lines
-
-    def end(self) -> list[Line]:
-        """The last line, where it had no end."""
-        lines: list[Line] = []
-        self._finish(lines)
-        return lines
-
-    def _hold(self, data: bytes) -> None:
-        if self._too_long:
-            return
-        self._held += data
-        if self._first and len(self._held) >= len(BOM):
-            self._drop_mark()
-        if len(self._held) > self._limit + len(BOM) + 1:
-            self._too_long = True
-            self._held.clear()
-
-    def _drop_mark(self) -> None:
-        self._first = False
-        if self._held.startswith(BOM):
-            del self._held[: len(BOM)]
-
-    def _finish(self, lines: list[Line]) -> None:
-        number, too_long = self._number, self._too_long
-        self._number, self._too_long, self._first = number + 1, False, False
-        data = bytes(self._held.removesuffix(b"\r"))
-        self._held.clear()
-        if too_long or len(data) > self._limit:
-            lines.append(Line(number, b"", "too_long"))
-        elif data.strip():
-            lines.append(Line(number, data, "") if _is_utf8(data) else Line(number, b"", "not_utf8"))
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-AT_ONCE = 32
-"""Lines that are looked at before others get their turn."""
-PATIENCE = 60.0
-"""Seconds for which a chunk is tried again while the broker is away."""
 ENVELOPE = 64 << 10
 """Bytes of a line beside its body."""
-
-
-async def input_lines(files: Files, object_name: str, most: int) -> AsyncGenerator[Line, None]:
-    """Every line of a file that is not blank. `most`: bytes of a line. Raises `MissingObject`, `BrokerUnavailable`,
-    `InternalError`."""
-    splitter = LineSplitter(most)
-    count = 0
-    async with contextlib.aclosing(files.objects.read(object_name, patience=PATIENCE)) as parts:
-        async for part in parts:
-            for line in splitter.feed(part):
-                yield line
-                count += 1
-                if count % AT_ONCE == 0:
-                    await asyncio.sleep(0)
-    for line in splitter.end():
-        yield line
-
-
-# --- whether they are requests of one batch ------------------------------------------------------
-
 MAX_ERRORS = 100
 CheckBody = Callable[[msgspec.Raw], str]
 """Returns the model of a body; raises `InvalidRequest`."""

@@ -22,9 +22,9 @@ import structlog
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from services.gateway.batches.files import Files
 from services.gateway.batches.states import file_id
 from services.gateway.core.errors import describe, status_of
+from services.gateway.files.files import Files
 from shared.errors import RyzansteinError
 from shared.messages.batches import BatchJob, Counts, FileRecord, LineResult, LineResults, TokenCounts
 from shared.nats import subjects

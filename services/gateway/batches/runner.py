@@ -42,11 +42,12 @@ import structlog
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.line_runner import LineGate, LineRunner, backoff
-from services.gateway.batches.lines import ENVELOPE, Checker, Line, Request, Wrong, input_lines, parse
+from services.gateway.batches.lines import ENVELOPE, Checker, Request, Wrong, parse
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.core.errors import QuotaExceeded
-from services.gateway.core.job_runners import Work
-from services.gateway.core.leases import Lease, LeaseLost
+from services.gateway.files.lines import Line, input_lines
+from services.gateway.jobs.leases import Lease, LeaseLost
+from services.gateway.jobs.runners import Work
 from shared.errors import BrokerUnavailable, FatalRequest, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
 from shared.messages.batches import OVER, BatchError, BatchJob, Ending

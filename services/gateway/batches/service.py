@@ -10,12 +10,12 @@ from msgspec import Meta
 
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches import states
-from services.gateway.batches.files import BATCH_EXPIRY, Files
 from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.leases import JobKind, Jobs, fingerprint, job_id
 from services.gateway.core.pagination import page
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import BATCH_EXPIRY, Files
 from services.gateway.intake.schemas import Metadata
+from services.gateway.jobs.leases import Jobs, JobTraits, fingerprint, job_id
 from shared import tracing
 from shared.errors import InvalidRequest
 from shared.limits import KNOWN_BATCHES, TENANT_BATCHES
@@ -39,7 +39,7 @@ LineUrl = Literal[
 
 KEEP = 2_592_000.0
 """Seconds for which a batch is known after the last change: 30 days, as OpenAI keeps its files."""
-KIND = JobKind[BatchJob](
+TRAITS = JobTraits[BatchJob](
     "batch", "batches", lambda job: job.status in OVER, most=TENANT_BATCHES, known=KNOWN_BATCHES
 )
 
@@ -47,7 +47,7 @@ KIND = JobKind[BatchJob](
 def batch_jobs(bus: Bus, most: int) -> Jobs[BatchJob]:
     """`most`: batches of a tenant that are not over."""
     bucket = TenantBucket(bus, subjects.BATCHES_BUCKET, BatchJob, lambda job: job.tenant, ttl=KEEP)
-    return Jobs(KIND, bucket, most)
+    return Jobs(TRAITS, bucket, most)
 
 
 class BatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

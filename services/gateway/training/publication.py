@@ -17,10 +17,10 @@ from typing import Literal
 
 import structlog
 
-from services.gateway.batches.files import Files
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.errors import QuotaExceeded, RouteError
-from services.gateway.core.leases import Lease
+from services.gateway.files.files import Files
+from services.gateway.jobs.leases import Lease
 from services.gateway.training import states
 from services.gateway.training.objects import adapter_record, checkpoint_name, model_name
 from services.gateway.training.preparation import object_name

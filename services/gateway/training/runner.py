@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.gateway.core.job_runners import Work
-from services.gateway.core.leases import JobKind, Jobs, Lease, LeaseLost
 from services.gateway.core.metrics import PREFIX
+from services.gateway.jobs.leases import Jobs, JobTraits, Lease, LeaseLost
+from services.gateway.jobs.runners import Work
 from services.gateway.training import states
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.limits import KNOWN_TRAINING_JOBS, TENANT_TRAINING_JOBS
@@ -32,7 +32,7 @@ PREPARED_AT_ONCE = 32
 PUBLISHED_AT_ONCE = 8
 BROKER_PAUSE = 0.5
 """Seconds before a step is tried again whose failure could not even be written."""
-KIND = JobKind[TrainingJob](
+TRAITS = JobTraits[TrainingJob](
     "fine_tuning_job",
     "fine-tuning jobs",
     lambda job: job.status in TRAINING_OVER,
@@ -44,7 +44,7 @@ KIND = JobKind[TrainingJob](
 def fine_tuning_jobs(bus: Bus, most: int) -> Jobs[TrainingJob]:
     """`most`: jobs of a tenant that are not over."""
     events = TrainingEvents(bus)
-    return Jobs(KIND, training_jobs(bus), most, lambda job: events.clear(job.tenant, job.id))
+    return Jobs(TRAITS, training_jobs(bus), most, lambda job: events.clear(job.tenant, job.id))
 
 
 class Preparation(Protocol):

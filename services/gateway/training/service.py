@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from services.gateway.auth.authenticator import Principal
-from services.gateway.batches.files import Files
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError
-from services.gateway.core.leases import Jobs, fingerprint, job_id
 from services.gateway.core.pagination import page
+from services.gateway.files.files import Files
+from services.gateway.jobs.leases import Jobs, fingerprint, job_id
 from services.gateway.training import states
 from services.gateway.training.objects import (
     checkpoint_id,

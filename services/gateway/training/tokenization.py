@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from services.gateway.batches.files import Files
-from services.gateway.batches.lines import Line, input_lines
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
+from services.gateway.files.lines import Line, input_lines
 from services.gateway.intake.fine_tuning.dataset import Dataset
 from services.gateway.intake.fine_tuning.examples import (
     check_pair,

@@ -5,12 +5,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.batches.files import Files
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
-from services.gateway.core.job_runners import Runners, sweep, watch
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
+from services.gateway.jobs.runners import Runners, sweep, watch
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.training.preparation import FilePreparation, Stores
 from services.gateway.training.publication import Publication

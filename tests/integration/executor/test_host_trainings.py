@@ -96,7 +96,7 @@ class Host:
             "hyperparameters": Hyperparameters(epochs=1, batch_size=1, rank=4),
             **fields,
         }
-        job = TrainingJob(name, "t", "base", "supervised", "f", "f", time.time(), 3, **values)
+        job = TrainingJob(name, "t", time.time(), "base", "supervised", "f", "f", 3, **values)
         await self.jobs.create("t", name, job)
         return job
 

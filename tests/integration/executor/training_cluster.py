@@ -84,7 +84,7 @@ class Cluster:
             **fields,
         }
         tenant = values.pop("tenant", TENANT)
-        made = TrainingJob(job, tenant, model, "supervised", "file-1", "file-1", time.time(), 7, **values)
+        made = TrainingJob(job, tenant, time.time(), model, "supervised", "file-1", "file-1", 7, **values)
         await self.jobs.ensure()
         await self.jobs.create(tenant, job, made)
         return made

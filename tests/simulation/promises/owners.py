@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from services.gateway.core.leases import LEASE
+from services.gateway.jobs.leases import LEASE
 from shared.messages import ModelLease
 from shared.messages.batches import BatchJob
 from shared.messages.records import Ownership

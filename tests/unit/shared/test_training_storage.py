@@ -15,7 +15,7 @@ from shared.messages.training import (
 from shared.training_storage import KEPT_ADAPTERS, factor_values, kept_bytes, reserved_bytes
 
 WIDTHS = {"q_proj": 1000, "v_proj": 500, "down_proj": 2000}
-JOB = TrainingJob("job", "t", "m", "supervised", "f", "f", 1.0, 1)
+JOB = TrainingJob("job", "t", 1.0, "m", "supervised", "f", "f", 1)
 
 
 def test_of_targets_their_widths_count_and_of_an_unknown_one_all() -> None:

@@ -125,7 +125,7 @@ def ended(identity: str) -> bytes:
 
 def batch_job(owner: str, beat: int) -> bytes:
     made = BatchJob(
-        "batch_1", "", "/v1/completions", "file", "object", "24h", 0.0, 1.0, owner=owner, beat=beat
+        "batch_1", "", 0.0, "/v1/completions", "file", "object", "24h", 1.0, owner=owner, beat=beat
     )
     return msgspec.msgpack.encode(made)
 

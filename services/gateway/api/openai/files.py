@@ -11,10 +11,10 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
-from services.gateway.batches.files import ANCHOR, BATCH_EXPIRY, expiry
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, page, shown
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
 from services.gateway.intake.decoding import convert
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 

@@ -14,7 +14,7 @@ from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
-from services.gateway.batches.lines import AT_ONCE, Checker, Line, LineSplitter
+from services.gateway.batches.lines import Checker
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header
@@ -34,6 +34,7 @@ from services.gateway.dialects.anthropic.results import (
     result_of,
 )
 from services.gateway.dialects.anthropic.schemas import MessagesRequest
+from services.gateway.files.lines import AT_ONCE, Line, LineSplitter
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.lifecycle.idempotency import fingerprint

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from services.gateway.batches import runner
-from services.gateway.core import job_runners, leases
+from services.gateway.jobs import leases, runners
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.messages.batches import BatchJob
@@ -40,8 +40,8 @@ async def submitted(http: httpx.AsyncClient, headers: dict[str, str], lines: int
 async def test_one_tenants_batches_make_room_for_anothers(
     nats_settings: CommonSettings, ring: FakeRing, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runners, "TURN", 2.0)
-    monkeypatch.setattr(job_runners, "WAITS", 0.0)
+    monkeypatch.setattr(runners, "TURN", 2.0)
+    monkeypatch.setattr(runners, "WAITS", 0.0)
     gate = asyncio.Event()
 
     async def held(fake: FakeRing, request: GenerationRequest) -> None:
@@ -108,7 +108,7 @@ async def test_the_oldest_that_are_over_are_forgotten(
 ) -> None:
     monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
     jobs = gateway.service._work._jobs  # type: ignore[union-attr]
-    jobs.kind = replace(jobs.kind, known=structs.replace(jobs.kind.known, value=3))
+    jobs.traits = replace(jobs.traits, known=structs.replace(jobs.traits.known, value=3))
     await ready(ring)
     async with gateway.openai() as client:
         made = []
@@ -164,7 +164,7 @@ async def test_a_batch_of_the_version_before_is_run_where_it_is(
         file = await client.files.create(file=("input.jsonl", requests(3)), purpose="batch")
         old = await Bucket.open(bus, subjects.BATCHES_BUCKET, BatchJob)
         now = time.time()
-        job = BatchJob("batch_old", "", CHAT, file.id, file.id, "24h", now, now + 3600)
+        job = BatchJob("batch_old", "", now, CHAT, file.id, file.id, "24h", now + 3600)
         await old.create(job.id, job)
         done = await until_status(client, "batch_old")
         assert done.status == "completed"

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.batches.files import FOR_OUTPUTS
 from services.gateway.core.errors import QuotaExceeded
+from services.gateway.files.files import FOR_OUTPUTS
 from shared.config import CommonSettings
 from shared.messages.batches import FileRecord
 from shared.nats import subjects, tenants

@@ -12,8 +12,8 @@ import openai
 import pytest
 from nats.js.errors import NotFoundError
 
-from services.gateway.batches.files import Files
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
 from shared.config import CommonSettings
 from shared.errors import InternalError
 from shared.messages.batches import FileRecord

@@ -39,7 +39,7 @@ COUNT = 300
 @pytest.fixture(autouse=True)
 def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gateways in this process; still longer than two renewals of another one."""
-    monkeypatch.setattr("services.gateway.core.job_runners.LEASE", 5.0)
+    monkeypatch.setattr("services.gateway.jobs.runners.LEASE", 5.0)
 
 
 async def echo(fake: FakeRing, request: GenerationRequest) -> None:

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.batches.files import UPLOAD_TIME
+from services.gateway.files.files import UPLOAD_TIME
 from tests.integration.gateway.conftest import RunningGateway
 
 PARTS = [b"first,", b"second,", b"third"]

@@ -23,14 +23,14 @@ WITHIN = 60.0
 async def _batch(bus: Bus) -> Callable[[], Awaitable[object]]:
     jobs = batch_jobs(bus, 10)
     await jobs.bucket.ensure()
-    await jobs.create(BatchJob("batch_1", "t", "/v1/completions", "f", "f", "24h", 1.0, 2.0))
+    await jobs.create(BatchJob("batch_1", "t", 1.0, "/v1/completions", "f", "f", "24h", 2.0))
     return lambda: jobs.change("batch_1", "t", lambda job: states.announced(job, job.begun + 1))
 
 
 async def _lease(bus: Bus) -> Callable[[], Awaitable[object]]:
     jobs = batch_jobs(bus, 10)
     await jobs.bucket.ensure()
-    job = BatchJob("batch_1", "t", "/v1/completions", "f", "f", "24h", 1.0, 2.0)
+    job = BatchJob("batch_1", "t", 1.0, "/v1/completions", "f", "f", "24h", 2.0)
     await jobs.create(job)
     entry = await jobs.bucket.get("t", "batch_1")
     assert entry is not None

@@ -10,7 +10,7 @@ import msgspec
 import openai
 from openai.types.fine_tuning import FineTuningJob
 
-from services.gateway.core.leases import Jobs
+from services.gateway.jobs.leases import Jobs
 from services.gateway.training.runner import fine_tuning_jobs
 from shared.messages.training import TrainedAdapter, TrainingEvent, TrainingJob, TrainingMetrics
 from shared.nats.adapters import job_holder

@@ -173,7 +173,7 @@ async def test_the_oldest_that_are_over_are_forgotten_with_their_events(
 ) -> None:
     monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
     jobs = gateway.service.work._training._jobs
-    jobs.kind = replace(jobs.kind, known=structs.replace(jobs.kind.known, value=1))
+    jobs.traits = replace(jobs.traits, known=structs.replace(jobs.traits.known, value=1))
     file, made = await upload(client), []
     for _ in range(2):
         made.append((await submit(client, training_file=file)).id)

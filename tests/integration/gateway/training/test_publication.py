@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.batches.files import Files
 from services.gateway.core.adapters import AdapterRegistry
-from services.gateway.core.leases import Lease, LeaseLost
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.files.files import Files
+from services.gateway.jobs.leases import Lease, LeaseLost
 from services.gateway.training import publication, runner, states
 from services.gateway.training.publication import Publication
 from services.gateway.training.runner import TrainingRunner
@@ -120,11 +120,11 @@ async def trained(trainer: FakeTrainer) -> None:
     job = TrainingJob(
         JOB,
         "",
+        1.0,
         MODEL,
         "supervised",
         "file-1",
         "file-1",
-        1.0,
         1,
         status="running",
         host=HOST,
@@ -273,7 +273,7 @@ async def test_lost_metrics_cost_the_file_alone(publishing: Publishing) -> None:
 async def test_a_failure_that_cannot_be_written_is_tried_again_until_another_has_the_job(
     publishing: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.core.leases.RENEW", 0.05)
+    monkeypatch.setattr("services.gateway.jobs.leases.RENEW", 0.05)
     monkeypatch.setattr(runner, "BROKER_PAUSE", 0.0)
     trainer, tried = publishing.trainer, 0
     await trained(trainer)
@@ -328,7 +328,7 @@ async def test_a_tenant_whose_results_find_no_room_holds_up_nobody_else(
 async def finished(trainer: FakeTrainer, name: str) -> None:
     """A job of which only the result is to be published."""
     job = TrainingJob(
-        name, trainer.tenant, MODEL, "supervised", "file-1", "file-1", 1.0, 1, status="running", host=HOST,
+        name, trainer.tenant, 1.0, MODEL, "supervised", "file-1", "file-1", 1, status="running", host=HOST,
         attempt=1, steps=4,
     )  # fmt: skip
     await trainer.jobs.create(job)

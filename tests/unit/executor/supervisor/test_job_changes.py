@@ -34,11 +34,11 @@ NOW = 1_700_000_000.0
 JOB = TrainingJob(
     "job",
     "t",
+    NOW,
     "m",
     "supervised",
     "f",
     "f",
-    NOW,
     1,
     Hyperparameters(epochs=2, batch_size=3),
     status="queued",

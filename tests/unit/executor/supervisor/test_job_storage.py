@@ -17,7 +17,7 @@ from shared.messages.training import TrainedAdapter, TrainingJob, TrainingMetric
 from shared.nats.kv import Entry
 from shared.nats.tenants import TenantBucket
 
-JOB = TrainingJob("job", "t", "m", "supervised", "f", "f", 1.0, 1, status="running", host="h", attempt=1)
+JOB = TrainingJob("job", "t", 1.0, "m", "supervised", "f", "f", 1, status="running", host="h", attempt=1)
 
 
 class FakeBucket:

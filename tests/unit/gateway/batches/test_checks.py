@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from services.gateway.batches import states
 from services.gateway.batches.line_runner import LEAST, UNKNOWN, backoff, room
-from services.gateway.batches.lines import MAX_ERRORS, Checker, Line, LineSplitter
+from services.gateway.batches.lines import MAX_ERRORS, Checker
 from services.gateway.batches.results import CompletionBitmap, failed, not_run, succeeded
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import page
+from services.gateway.files.lines import Line, LineSplitter
 from shared.errors import InternalError
 from shared.messages.batches import OVER, BatchJob, Counts, LineResult, TokenCounts
 
@@ -99,7 +100,7 @@ def test_pauses_grow_and_are_bounded() -> None:
 
 
 def job() -> BatchJob:
-    return BatchJob("batch_1", "t", URL, "file-1", "file-1", "24h", 1.0, 100.0)
+    return BatchJob("batch_1", "t", 1.0, URL, "file-1", "file-1", "24h", 100.0)
 
 
 CHANGES = (

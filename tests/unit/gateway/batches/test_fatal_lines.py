@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.batches.line_runner import LineGate, LineRunner
-from services.gateway.batches.lines import Line
 from services.gateway.batches.runner import AHEAD, EVERY_LINE, BatchRunner
+from services.gateway.files.lines import Line
 from shared.messages.batches import BatchJob, LineResult
 from shared.service.endpoints import new_registry
 from shared.tasks import cancel_all
@@ -27,7 +27,7 @@ WITHIN = 30.0
 
 def new_job() -> BatchJob:
     now = time.time()
-    return BatchJob("batch_1", "", "/v1/completions", "f", "f", "24h", now, now + 3600)
+    return BatchJob("batch_1", "", now, "/v1/completions", "f", "f", "24h", now + 3600)
 
 
 def job_of(count: int) -> BatchJob:

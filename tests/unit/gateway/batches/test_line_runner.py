@@ -69,7 +69,7 @@ async def run(
         settings=SimpleNamespace(batch_parallelism=4),
     )
     runner, tally = LineRunner(parts, lambda: 1, LineGate()), CompletionBitmap()
-    job = BatchJob("b", "", "/v1/completions", "f", "f", "24h", 0.0, time.time() + 60)
+    job = BatchJob("b", "", 0.0, "/v1/completions", "f", "f", "24h", time.time() + 60)
     with capture_logs() as logs:
         request = Request(1, "one", msgspec.Raw(b"{}"))
         assert await runner.begin(job, request, Endpoint(outcomes), tally, announced)

@@ -19,7 +19,7 @@ from shared.messages.training import (
 )
 from shared.registry import wrong_name
 
-NEW = TrainingJob("ftjob-0123456789abcdef", "acme", "org/base", "supervised", "file-1", "file-1", 1.0, 7)
+NEW = TrainingJob("ftjob-0123456789abcdef", "acme", 1.0, "org/base", "supervised", "file-1", "file-1", 7)
 DATA = TokenizedData("d", 10, 100, 50, 20)
 CHOSEN = Hyperparameters(epochs=2, batch_size=4)
 MADE = TrainedAdapter(3, "d" * 64, 8, 400, 5, TrainingMetrics(3, 1.0))

@@ -27,7 +27,7 @@ def world(**settings: Any) -> tuple[TrainingStorage, AdapterRegistry]:
 
 
 def job(name: str, tenant: str = "acme", storage: int = 0) -> TrainingJob:
-    return TrainingJob(name, tenant, "m", "supervised", "f", "f", 1.0, 1, storage=storage)
+    return TrainingJob(name, tenant, 1.0, "m", "supervised", "f", "f", 1, storage=storage)
 
 
 def model(name: str, of: str, tenant: str = "acme", size: int = 10, **fields: Any) -> AdapterRecord:

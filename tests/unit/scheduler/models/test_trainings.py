@@ -69,7 +69,7 @@ class World:
         key = tenant_key(tenant, name)
         values: dict[str, Any] = {"status": "queued", "base": ModelSpec("m", "org/m"), **fields}
         created = values.pop("created_at", BEGIN + len(self.jobs))
-        self.jobs[key] = TrainingJob(name, tenant, "m", "supervised", "f", "f", created, 1, **values)
+        self.jobs[key] = TrainingJob(name, tenant, created, "m", "supervised", "f", "f", 1, **values)
         return key
 
     def beat(self) -> None:

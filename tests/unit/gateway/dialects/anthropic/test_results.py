@@ -13,7 +13,7 @@ from services.gateway.dialects.anthropic import results
 from shared.errors import QueueFull
 from shared.messages.batches import BatchError, BatchJob, Counts
 
-JOB = BatchJob("batch_ab", "", "/v1/messages", "file-1", "file-1", "24h", 1.75e9, 1.75e9 + 86400)
+JOB = BatchJob("batch_ab", "", 1.75e9, "/v1/messages", "file-1", "file-1", "24h", 1.75e9 + 86400)
 
 
 def over(status: Any, **changes: Any) -> BatchJob:

@@ -55,7 +55,7 @@ def test_of_several_texts_those_are_kept_that_have_something_to_learn() -> None:
 
 
 def test_what_may_not_be_meant_is_told() -> None:
-    job = TrainingJob("ftjob-1", "", "m", "supervised", "file-1", "o", 0.0, 1, validation_file="file-2")
+    job = TrainingJob("ftjob-1", "", 0.0, "m", "supervised", "file-1", "o", 1, validation_file="file-2")
     apart = Dataset("supervised", 8, 0, truncate=False)
     for line in (b"1", b"1"):
         apart.add(line, [text([1, 2, 3]), text([1, 2, 3])], "<think>\n")

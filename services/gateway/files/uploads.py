@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 
 import msgspec
 
-from services.gateway.batches.files import UPLOAD_TIME, Files
 from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.files.files import UPLOAD_TIME, Files
 from shared.errors import PayloadTooLarge
 from shared.limits import UPLOAD_BYTES
 from shared.messages.batches import FileRecord

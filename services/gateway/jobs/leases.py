@@ -1,4 +1,4 @@
-"""Jobs that outlive their gateway (batches, fine-tuning jobs), and the lease under which one gateway looks after one.
+"""Jobs that outlive their gateway, and the lease under which one gateway looks after one.
 
     owner ""  ──compare-and-set──▶ owner A, beat 1, 2, 3, ... every RENEW seconds
                                        │ the beat stands still for LEASE seconds, by the clock of whoever watches
@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import structlog
@@ -24,8 +24,7 @@ import structlog
 from services.gateway.core.errors import KeyReused, QuotaExceeded
 from shared.errors import BrokerUnavailable, Unavailable
 from shared.limits import Limit
-from shared.messages.batches import BatchJob
-from shared.messages.training import TrainingJob
+from shared.messages.jobs import JobRecord
 from shared.nats.kv import Contention, Entry
 from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 from shared.tasks import cancel_all
@@ -38,7 +37,7 @@ FORGOTTEN_AT_ONCE = 500
 KNOWN_WITHIN = 5.0
 """Seconds that a submission waits for a gateway that has just started to know what jobs there are."""
 
-JobT = TypeVar("JobT", BatchJob, TrainingJob)
+JobT = TypeVar("JobT", bound=JobRecord)
 
 
 class LeaseLost(Exception):
@@ -46,12 +45,12 @@ class LeaseLost(Exception):
 
 
 @dataclass(frozen=True)
-class JobKind(Generic[JobT]):
-    """What one kind of jobs has for itself."""
+class JobTraits(Generic[JobT]):
+    """What one kind of jobs is called, and how many there may be."""
 
-    word: Literal["batch", "fine_tuning_job"]
+    word: str
     """In logs, as a field and the beginning of events."""
-    plural: Literal["batches", "fine-tuning jobs"]
+    plural: str
     """In errors."""
     is_over: Callable[[JobT], bool]
     most: Limit
@@ -65,13 +64,13 @@ class Jobs(Generic[JobT]):
 
     def __init__(
         self,
-        kind: JobKind[JobT],
+        traits: JobTraits[JobT],
         bucket: TenantBucket[JobT],
         most: int,
         forgetting: Callable[[JobT], Awaitable[None]] | None = None,
     ) -> None:
-        """`most`: as `kind.most` is set; `forgetting`: what goes before the record of one that is forgotten."""
-        self.kind: JobKind[JobT] = kind
+        """`most`: as `traits.most` is set; `forgetting`: what goes before the record of one that is forgotten."""
+        self.traits = traits
         self.bucket: TenantBucket[JobT] = bucket
         self._most = most
         self._forgetting: Callable[[JobT], Awaitable[None]] | None = forgetting
@@ -86,11 +85,11 @@ class Jobs(Generic[JobT]):
         known, unfinished = self._held.of(tenant)
         if unfinished >= self._most:
             raise QuotaExceeded(
-                f"You have {unfinished:,} {self.kind.plural} that are not over "
-                f"({self.kind.most.cited(self._most)}); wait until one has ended, or cancel one."
+                f"You have {unfinished:,} {self.traits.plural} that are not over "
+                f"({self.traits.most.cited(self._most)}); wait until one has ended, or cancel one."
             )
-        if known >= self.kind.known.value:
-            await self._forget_oldest(tenant, known - self.kind.known.value + FORGOTTEN_AT_ONCE)
+        if known >= self.traits.known.value:
+            await self._forget_oldest(tenant, known - self.traits.known.value + FORGOTTEN_AT_ONCE)
 
     async def wait(self) -> None:
         """Until it is known what jobs there are. Raises `Unavailable`."""
@@ -98,7 +97,7 @@ class Jobs(Generic[JobT]):
             await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
         except TimeoutError:
             raise Unavailable(
-                f"The gateway does not know yet what {self.kind.plural} there are; try again in a moment.",
+                f"The gateway does not know yet what {self.traits.plural} there are; try again in a moment.",
                 retry_after=1,
             ) from None
 
@@ -110,7 +109,7 @@ class Jobs(Generic[JobT]):
                 await self._forgetting(entry.value)
             await self.bucket.delete(entry.key, entry.revision)
             self._held.forget(entry.key)
-        plural = self.kind.plural.replace("-", "_").replace(" ", "_")
+        plural = self.traits.plural.replace("-", "_").replace(" ", "_")
         log.info(f"oldest_{plural}_deleted", tenant=tenant, **{plural: len(entries[:count])})
 
     async def create(self, job: JobT) -> bool:
@@ -147,7 +146,7 @@ class Jobs(Generic[JobT]):
 
     async def change(self, job: str, tenant: str, change: Callable[[JobT], JobT]) -> JobT | None:
         """Applies `change` to whatever the job is now; None when there is none."""
-        contention = Contention(f"the {self.kind.word} {job}")
+        contention = Contention(f"the {self.traits.word} {job}")
         while True:
             entry = await self.bucket.get(tenant, job)
             if entry is None:
@@ -185,7 +184,7 @@ class Jobs(Generic[JobT]):
         return None if taken is None else Lease(self, Entry(key, mine, taken), owner)
 
     def _holds(self, job: JobT) -> Held:
-        return Held(job.tenant, int(not self.kind.is_over(job)), 0.0)
+        return Held(job.tenant, int(not self.traits.is_over(job)), 0.0)
 
 
 def job_id(prefix: str, tenant: str, key: str) -> str:
@@ -206,7 +205,7 @@ class Lease(Generic[JobT]):
 
     def __init__(self, jobs: Jobs[JobT], entry: Entry[JobT], owner: str) -> None:
         self.bucket: TenantBucket[JobT] = jobs.bucket
-        self._word = jobs.kind.word
+        self._word = jobs.traits.word
         self._entry: Entry[JobT] = entry
         self.owner = owner
         self._writing = asyncio.Lock()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.batches.lines import BOM, Line, LineSplitter
+from services.gateway.files.lines import BOM, Line, LineSplitter
 
 texts = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=30)
 contents = st.one_of(texts.map(str.encode), st.binary(max_size=30).map(lambda data: data.replace(b"\n", b"")))

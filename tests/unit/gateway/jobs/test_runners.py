@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.job_runners import (
+from services.gateway.jobs.runners import (
     SHORT_TURN,
     TURN,
     Runners,

@@ -21,10 +21,9 @@ import structlog
 from prometheus_client import Counter as EventCounter
 from prometheus_client import Gauge
 
-from services.gateway.core.leases import LEASE, Jobs, JobT, Lease, LeaseLost
+from services.gateway.jobs.leases import LEASE, Jobs, JobT, Lease, LeaseLost
 from shared.errors import RyzansteinError
-from shared.messages.batches import BatchJob
-from shared.messages.training import TrainingJob
+from shared.messages.jobs import JobRecord
 from shared.nats.bus import Bus
 from shared.tasks import cancel_all
 
@@ -85,7 +84,7 @@ WAITS = 5.0
 SWEEP_INTERVAL = 60.0
 
 
-JobIn = TypeVar("JobIn", BatchJob, TrainingJob, contravariant=True)
+JobIn = TypeVar("JobIn", bound=JobRecord, contravariant=True)
 
 
 class Runner(Protocol[JobIn]):
@@ -144,7 +143,7 @@ class Runners(Generic[JobT]):
     def __init__(self, bus: Bus, jobs: Jobs[JobT], work: Work[JobT], instance: str) -> None:
         self._bus = bus
         self._jobs: Jobs[JobT] = jobs
-        self._word = jobs.kind.word
+        self._word = jobs.traits.word
         self._work: Work[JobT] = work
         self._instance = instance
         self._seen: dict[str, _Seen[JobT]] = {}

@@ -1,0 +1,1 @@
+"""Jobs that outlive their gateway, of whatever kind: their leases, and who runs which."""

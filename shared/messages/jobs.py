@@ -1,0 +1,28 @@
+"""What every job that outlives its gateway has, whatever its kind: batches and fine-tuning jobs extend it."""
+
+import msgspec
+
+
+class _Named(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    tenant: str
+    created_at: float
+
+
+class JobRecord(_Named, frozen=True, omit_defaults=True, kw_only=True):
+    """A job in a KV bucket; every change is a compare-and-set. Times are unix seconds, 0: not yet."""
+
+    metadata: dict[str, str] | None = None
+    owner: str = ""
+    """The gateway that looks after it; empty: whoever comes first. It writes the record every other second, so that a
+    record that stands still has lost its owner."""
+    beat: int = 0
+    """Grows with each of these writings."""
+    clean: bool = False
+    """Whether nothing is left to do: what it kept while it ran is gone again."""
+    fingerprint: str = ""
+    """Of the request under its idempotency key: another request under the same key is a mistake."""
+    key: str = ""
+    """Id of the API key that it came under, whose limits it keeps; empty: none."""
+    traceparent: str = ""
+    """Of the span that created it, where that was sampled: the traces of its work link to it."""
