@@ -10,11 +10,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.auth.browsers import is_loopback, listed
 from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
+from services.gateway.job_kinds import KINDS, JobKind
 from services.gateway.server.connections import Door, Limits, allowed_by_files
 from services.gateway.server.held import HeldWatch
 from services.gateway.server.http1 import guarded_http
@@ -64,6 +66,7 @@ class GatewayService(Service):
     name: ClassVar[ServiceName] = "gateway"
     changes_streams: ClassVar[bool] = True
     traces: ClassVar[bool] = True
+    job_kinds: ClassVar[tuple[JobKind, ...]] = KINDS
     settings: GatewaySettings
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -126,7 +129,9 @@ class GatewayService(Service):
     @functools.cached_property
     def _app(self) -> Any:
         ops = OpsApp(self.health, self.registry)
-        app = GatewayApp(self._backend, ops, self.settings, self._metrics, DIALECTS)
+        jobs = routes_of(*(make for kind in self.job_kinds for make in kind.routes))
+        dialects = (*DIALECTS, Dialect("job kinds", jobs))
+        app = GatewayApp(self._backend, ops, self.settings, self._metrics, dialects)
         origins = listed(self.settings.allowed_origins)
         if not origins:
             return app
@@ -187,6 +192,7 @@ class GatewayService(Service):
             self.registry,
             self._metrics,
             self._backend,
+            self.job_kinds,
             self.spawn,
             endpoints,
         )
@@ -240,8 +246,16 @@ class GatewayService(Service):
             )
             pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
             self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
+        calls = {name: call for kind in self.job_kinds for name, call in kind.calls(self._backend).items()}
         self._grpc = make_server(
-            self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port, tls, self._door
+            self._backend,
+            settings,
+            self.health,
+            self._metrics,
+            self.settings.grpc_port,
+            tls,
+            self._door,
+            calls,
         )
 
     async def stop(self) -> None:

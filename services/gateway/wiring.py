@@ -1,6 +1,6 @@
 """What the gateway works with behind its routes: made, started and stopped in this order.
 
-groups, models, keys ──known──▶ generations, answers, heirs ──▶ files, batches ──▶ requests are taken
+groups, models, keys ──known──▶ generations, answers, heirs ──▶ files, jobs ──▶ requests are taken
 """
 
 import asyncio
@@ -15,11 +15,6 @@ from services.gateway.api.management.adapters import AdapterManagement
 from services.gateway.api.management.keys import KeyManagement
 from services.gateway.api.management.models import Management
 from services.gateway.auth.authenticator import KeyWatch
-from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
-from services.gateway.batches.queue import BatchQueue
-from services.gateway.batches.results import Results
-from services.gateway.batches.runner import batch_work
-from services.gateway.batches.service import Batches, batch_jobs
 from services.gateway.core.adapters import RETENTION_FACTOR, AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
@@ -33,7 +28,8 @@ from services.gateway.intake.intake import Intake
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Parts as IntakeParts
 from services.gateway.intake.structured_output import Grammars
-from services.gateway.jobs.runners import Runners, sweep, watch
+from services.gateway.job_kinds import JobKind
+from services.gateway.jobs.runtime import JobResources
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.failover import Heirs
 from services.gateway.lifecycle.generations import Generations
@@ -47,7 +43,6 @@ from services.gateway.persistence.store import ResponseStore
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.reading import Presentations, Reading, Runs
 from services.gateway.tokenizer.store import TokenizerStore
-from services.gateway.training.wiring import Training
 from shared.errors import BrokerUnavailable
 from shared.nats.bus import Bus
 from shared.nats.tenants import Quota
@@ -70,6 +65,7 @@ class Work:
         registry: CollectorRegistry,
         metrics: GatewayMetrics,
         backend: Backend,
+        kinds: Sequence[JobKind],
         spawn: Spawn,
         endpoints: Sequence[Endpoint],
     ) -> None:
@@ -119,27 +115,20 @@ class Work:
             StoredTurns(lookup, conversations, budgets),
         )
         intake = Intake(processor, endpoints, keys, reading, backend.authenticator)
-        jobs = self._jobs = batch_jobs(bus, settings.tenant_batches)
-        results = self._results = Results(bus, files.objects, settings.batch_window_limit)
-        lines = line_endpoints(intake, catalog)
-        batches = Batches(jobs, files, settings)
-        self._queue = BatchQueue(bus, batches, files)
-        authenticator = backend.authenticator
-        parts = BatchParts(
+        given = JobResources(
+            bus,
+            instance,
+            settings,
+            registry,
+            backend.authenticator,
             files,
-            results,
-            lines,
             catalog,
             cold,
-            BatchMetrics(registry),
-            settings,
-            authenticator,
-            instance,
+            tokenizers,
+            adapters,
+            intake,
         )
-        self._runners = Runners(bus, jobs, batch_work(parts), instance)
-        self._training = Training(
-            bus, instance, settings, registry, files, catalog, cold, tokenizers, adapters
-        )
+        self._jobs = [kind.make(given) for kind in kinds]
         management = Management(bus, catalog, settings)
         self._parts = Parts(
             intake,
@@ -150,12 +139,11 @@ class Work:
             conversations,
             files,
             Uploads(files),
-            batches,
-            self._training.service,
+            {type(one.service): one.service for one in self._jobs},
             Cluster(bus, catalog, answers),
             management,
             AdapterManagement(bus, catalog, management),
-            KeyManagement(authenticator, self.limiter),
+            KeyManagement(backend.authenticator, self.limiter),
         )
 
     async def start(self) -> None:
@@ -189,7 +177,7 @@ class Work:
     async def _open(self) -> None:
         """Everything that needs to know the models and the groups; then requests are taken."""
         large = self.answers.large_records
-        for one in (self._idempotency, self._store, self._chat_index, self._conversations, large, self._jobs):
+        for one in (self._idempotency, self._store, self._chat_index, self._conversations, large):
             await one.bucket.ensure()
         for bucket in self.heirs.buckets:
             await bucket.ensure()
@@ -206,27 +194,19 @@ class Work:
             self._spawn(self.limiter.run(), "in use"),
             self._spawn(self.limiter.windows.run(), "limits"),
         )
-        await self._open_batches()
-        self._loops += [self._spawn(work, name) for work, name in await self._training.start()]
-        self._backend.open(self._parts)
-
-    async def _open_batches(self) -> None:
         await self._files.start()
-        await self._results.start()
-        await self._queue.start()
         self._spawn(self._files.watch(), "files of tenants")
         self._spawn(self._files.run(), "files")
-        self._spawn(watch(self._jobs, self._runners), "batches")
-        self._spawn(self._runners.run(), "batch runners")
-        self._spawn(sweep(self._jobs), "batches that are forgotten")
+        for jobs in self._jobs:
+            self._loops += [self._spawn(work, name) for work, name in await jobs.start()]
+        self._backend.open(self._parts)
 
     async def stop(self) -> None:
         """No new connections come by now. What they brought is answered and streams may end within their time, then
         everything else does."""
         if self._opened:
-            await self._training.stop()
-            await self._runners.stop()  # its batches are left to other gateways, what is done of them stored
-            await self._results.stop()
+            for jobs in reversed(self._jobs):
+                await jobs.stop()
             await self._end_streams()
         await cancel_all(self._loops)
         if self._opened:

@@ -52,6 +52,7 @@ class GatewayApp:
         metrics: GatewayMetrics,
         dialects: Sequence[Dialect],
     ) -> None:
+        """`jobs`: the routes of kinds of jobs."""
         self._metrics = metrics
         self._metrics_need_key = settings.metrics_need_key
         self._backend = backend

@@ -6,11 +6,12 @@ everything         everything         nothing new         everything
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
+from starlette.routing import BaseRoute
 
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management.adapters import AdapterManagement
@@ -18,7 +19,6 @@ from services.gateway.api.management.keys import KeyManagement
 from services.gateway.api.management.models import Management
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator, Principal
-from services.gateway.batches.service import Batches
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
@@ -33,11 +33,11 @@ from services.gateway.persistence.chats import StoredChats
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.streams.reading import Reading
-from services.gateway.training.service import FineTuning
 from shared.errors import Unavailable
 from shared.service.endpoints import Receive, Scope, Send
 
 QueryT = TypeVar("QueryT", bound=msgspec.Struct)
+ServiceT = TypeVar("ServiceT")
 
 
 def shutting_down() -> Unavailable:
@@ -59,12 +59,16 @@ class Parts(msgspec.Struct, frozen=True):
     conversations: Conversations
     files: Files
     uploads: Uploads
-    batches: Batches
-    fine_tuning: FineTuning
+    jobs: Mapping[type, object]
+    """The services behind the kinds of jobs that this gateway runs, by their class."""
     cluster: Cluster
     management: Management
     adapters: AdapterManagement
     keys: KeyManagement
+
+    def job(self, service: type[ServiceT]) -> ServiceT:
+        """The one of that class, for routes of its kind."""
+        return cast(ServiceT, self.jobs[service])
 
 
 class _Active:
@@ -225,6 +229,7 @@ class Ask:
 
 Handler = Callable[[Ask], Awaitable[object]]
 """What it returns is sent as JSON, bytes as they are; None: it has answered by itself."""
+RouteMaker = Callable[[Backend, GatewaySettings], list[BaseRoute]]
 
 
 def route(

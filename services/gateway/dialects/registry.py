@@ -10,9 +10,7 @@ from services.gateway.api.generations import generation_routes
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
 from services.gateway.api.models.routes import model_routes
-from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.files import file_routes
-from services.gateway.api.openai.fine_tuning import fine_tuning_routes
 from services.gateway.api.openai.uploads import upload_routes
 from services.gateway.api.sessions import session_routes
 from services.gateway.api.websocket import ROUTE, StreamSocket
@@ -40,7 +38,7 @@ DIALECTS = (
     Dialect("websocket", _sockets),
     RESPONSES,
     Dialect("sessions", routes_of(session_routes)),
-    Dialect("jobs", routes_of(file_routes, upload_routes, batch_routes, fine_tuning_routes)),
+    Dialect("files", routes_of(file_routes, upload_routes)),
     ANTHROPIC,
     OLLAMA,
     COHERE,

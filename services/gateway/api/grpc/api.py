@@ -2,7 +2,7 @@
 
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from google.rpc.code_pb2 import Code
@@ -11,7 +11,7 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.grpc.call import Call
 from services.gateway.api.grpc.health import SERVICE as HEALTH
 from services.gateway.api.grpc.health import HealthService, ReflectionService
-from services.gateway.api.grpc.inference import SERVICE, Inference
+from services.gateway.api.grpc.inference import SERVICE, Answer, Inference
 from services.gateway.api.grpc.server import GrpcServer, ServerOptions
 from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, log_failure, status_of
@@ -33,10 +33,11 @@ def make_server(
     port: int,
     tls: ssl.SSLContext | None = None,
     door: Door | None = None,
+    calls: Mapping[str, Answer] | None = None,
 ) -> GrpcServer:
-    """A server on `port`, not started yet. Raises `PortInUse`, `ConfigurationError`."""
+    """A server on `port`, not started yet; `calls`: of kinds of jobs. Raises `PortInUse`, `ConfigurationError`."""
     methods = {
-        **Inference(backend, settings).methods(),
+        **Inference(backend, settings, calls or {}).methods(),
         **HealthService(health, [SERVICE]).methods(),
         **ReflectionService([SERVICE, HEALTH]).methods(),
     }

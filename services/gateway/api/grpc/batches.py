@@ -1,5 +1,7 @@
 """SubmitBatch, GetBatch, CancelBatch, ListBatches: the batches of /v1/batches, as protobuf messages."""
 
+from collections.abc import Awaitable, Callable
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.gateway.api.backend import Backend
@@ -7,7 +9,7 @@ from services.gateway.api.grpc import requests
 from services.gateway.api.grpc.call import Call
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.auth.authenticator import Principal
-from services.gateway.batches.service import BatchCreate
+from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.core.errors import InvalidParameter, RouteError, check_range, missing
 from services.gateway.core.pagination import MOST, USUAL
 from services.gateway.intake.decoding import convert
@@ -19,9 +21,18 @@ _KEYS_OF = "grpc "
 _WINDOW = "24h"
 
 
-class BatchMethods:
-    """The methods."""
+def batch_calls(backend: Backend) -> dict[str, Callable[[Call], Awaitable[None]]]:
+    """The methods by name."""
+    made = _BatchMethods(backend)
+    return {
+        "SubmitBatch": made.submit,
+        "GetBatch": made.get,
+        "CancelBatch": made.cancel,
+        "ListBatches": made.listed,
+    }
 
+
+class _BatchMethods:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
@@ -37,14 +48,14 @@ class BatchMethods:
         """GetBatch."""
         given = requests.decode(pb.GetBatchRequest, call.take())
         with self._backend.active():
-            job = await self._backend.parts.batches.get(_named(given.batch_id), call.principal.tenant)
+            job = await self._backend.parts.job(Batches).get(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.GetBatchResponse(batch=shown(job)).SerializeToString())
 
     async def cancel(self, call: Call) -> None:
         """CancelBatch."""
         given = requests.decode(pb.CancelBatchRequest, call.take())
         with self._backend.active():
-            job = await self._backend.parts.batches.cancel(_named(given.batch_id), call.principal.tenant)
+            job = await self._backend.parts.job(Batches).cancel(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.CancelBatchResponse(batch=shown(job)).SerializeToString())
 
     async def listed(self, call: Call) -> None:
@@ -54,7 +65,7 @@ class BatchMethods:
         check_range("page_size", size, 1, MOST)
         with self._backend.active():
             await self._backend.parts.intake.count(call.principal, {})
-            batches = self._backend.parts.batches
+            batches = self._backend.parts.job(Batches)
             try:
                 jobs, more = await batches.listed(call.principal.tenant, given.page_token or None, size)
             except RouteError:
@@ -74,7 +85,7 @@ class BatchMethods:
         if kind is None:
             raise missing("input", "input_file_id or jsonl")
         print_ = requests.fingerprint(given) if key else ""
-        batches = self._backend.parts.batches
+        batches = self._backend.parts.job(Batches)
         if key and (known := await batches.known(principal, key, print_)) is not None:
             return known
         if kind == "input_file_id":
@@ -87,7 +98,7 @@ class BatchMethods:
     ) -> BatchJob:
         """With the lines as a file of their own, which is gone again where no batch came of it."""
         await self._backend.parts.intake.count(principal, {})
-        batches, lines = self._backend.parts.batches, given.jsonl
+        batches, lines = self._backend.parts.job(Batches), given.jsonl
         return await batches.submit_lines(lambda file: _wanted(given, file), lines, principal, key, print_)
 
 

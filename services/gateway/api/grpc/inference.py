@@ -1,12 +1,11 @@
 """ryzanstein.v1.InferenceService: each method from its request to its answer."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.grpc import requests
-from services.gateway.api.grpc.batches import BatchMethods
 from services.gateway.api.grpc.call import Call
 from services.gateway.api.grpc.encoding import EmbedFormat
 from services.gateway.api.grpc.generated import inference_pb2 as pb
@@ -29,18 +28,20 @@ from services.gateway.intake.schemas import ChatCompletionRequest, CompletionReq
 from shared.messages import ModelCard
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+Answer = Callable[[Call], Awaitable[None]]
 
 
 class Inference:
     """The service's methods."""
 
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+    def __init__(self, backend: Backend, settings: GatewaySettings, calls: Mapping[str, Answer]) -> None:
+        """`calls`: further methods, by name."""
         self._backend = backend
         self._settings = settings
+        self._calls = calls
 
     def methods(self) -> dict[str, Method]:
         """By path."""
-        batches = BatchMethods(self._backend)
         unary = {
             "Generate": self.generate,
             "Chat": self.chat,
@@ -50,15 +51,12 @@ class Inference:
             "Detokenize": self.detokenize,
             "ListModels": self.list_models,
             "Embed": self.embed,
-            "SubmitBatch": batches.submit,
-            "GetBatch": batches.get,
-            "CancelBatch": batches.cancel,
-            "ListBatches": batches.listed,
+            **self._calls,
         }
         found = {f"/{SERVICE}/{name}": Method(self._in_turn(answer)) for name, answer in unary.items()}
         return found | {f"/{SERVICE}/ChatSession": Method(self.chat_session, streamed=True)}
 
-    def _in_turn(self, answer: Callable[[Call], Awaitable[None]]) -> Callable[[Call], Awaitable[None]]:
+    def _in_turn(self, answer: Answer) -> Answer:
         """`answer`, which decodes a large message in its turn."""
 
         async def answered(call: Call) -> None:

@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.batches.service import BatchCreate
+from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header
 from services.gateway.core.pagination import ListPage, PageQuery, shown
@@ -90,22 +90,22 @@ _decoder = msgspec.json.Decoder(BatchCreate)
 async def create(ask: Ask) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     wanted = decode(await ask.body(BODY_BYTES), _decoder)
-    return batch_object(await ask.parts.batches.submit(wanted, ask.principal, key))
+    return batch_object(await ask.parts.job(Batches).submit(wanted, ask.principal, key))
 
 
 async def list_batches(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(PageQuery)
     await ask.counted()
-    jobs, more = await ask.parts.batches.listed(ask.tenant, wanted.after, wanted.limit)
+    jobs, more = await ask.parts.job(Batches).listed(ask.tenant, wanted.after, wanted.limit)
     return shown([batch_object(job) for job in jobs], more)
 
 
 async def retrieve(ask: Ask) -> dict[str, Any]:
-    return batch_object(await ask.parts.batches.get(ask.named("batch"), ask.tenant))
+    return batch_object(await ask.parts.job(Batches).get(ask.named("batch"), ask.tenant))
 
 
 async def cancel(ask: Ask) -> dict[str, Any]:
-    return batch_object(await ask.parts.batches.cancel(ask.named("batch"), ask.tenant))
+    return batch_object(await ask.parts.job(Batches).cancel(ask.named("batch"), ask.tenant))
 
 
 def batch_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:

@@ -20,6 +20,7 @@ from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.training.objects import checkpoint_object, job_object
 from services.gateway.training.requests import FineTuningCreate
+from services.gateway.training.service import FineTuning
 from shared.messages.training import TrainingStatus
 
 PATH = "/v1/fine_tuning/jobs"
@@ -238,7 +239,7 @@ async def create(ask: Ask) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     wanted = decode(await ask.body(BODY_BYTES), _decoder)
     await ask.counted()
-    return job_object(await ask.parts.fine_tuning.create(wanted, ask.principal, key))
+    return job_object(await ask.parts.job(FineTuning).create(wanted, ask.principal, key))
 
 
 async def list_jobs(ask: Ask) -> dict[str, Any]:
@@ -252,26 +253,26 @@ async def list_jobs(ask: Ask) -> dict[str, Any]:
             "'metadata' is null and has keys; send one of the two.", param="metadata", reason="invalid_value"
         )
     await ask.counted()
-    jobs, more = await ask.parts.fine_tuning.listed(
+    jobs, more = await ask.parts.job(FineTuning).listed(
         ask.tenant, wanted.after, wanted.limit, None if without else wanted.metadata
     )
     return shown([job_object(job) for job in jobs], more)
 
 
 async def retrieve(ask: Ask) -> dict[str, Any]:
-    return job_object(await ask.parts.fine_tuning.get(ask.named("job"), ask.tenant))
+    return job_object(await ask.parts.job(FineTuning).get(ask.named("job"), ask.tenant))
 
 
 async def cancel(ask: Ask) -> dict[str, Any]:
-    return job_object(await ask.parts.fine_tuning.cancel(ask.named("job"), ask.tenant))
+    return job_object(await ask.parts.job(FineTuning).cancel(ask.named("job"), ask.tenant))
 
 
 async def pause(ask: Ask) -> dict[str, Any]:
-    return job_object(await ask.parts.fine_tuning.pause(ask.named("job"), ask.tenant))
+    return job_object(await ask.parts.job(FineTuning).pause(ask.named("job"), ask.tenant))
 
 
 async def resume(ask: Ask) -> dict[str, Any]:
-    return job_object(await ask.parts.fine_tuning.resume(ask.named("job"), ask.tenant))
+    return job_object(await ask.parts.job(FineTuning).resume(ask.named("job"), ask.tenant))
 
 
 async def events(ask: Ask) -> dict[str, Any] | None:
@@ -280,7 +281,9 @@ async def events(ask: Ask) -> dict[str, Any] | None:
     if wanted.stream == "true":
         await _stream(ask)
         return None
-    found, more = await ask.parts.fine_tuning.events(ask.named("job"), ask.tenant, wanted.after, wanted.limit)
+    found, more = await ask.parts.job(FineTuning).events(
+        ask.named("job"), ask.tenant, wanted.after, wanted.limit
+    )
     return shown(found, more)
 
 
@@ -288,7 +291,7 @@ async def _stream(ask: Ask) -> None:
     """Until the job is over, the client goes, its key is good no longer, or the gateway stops."""
     after = _position(header(ask.scope, b"last-event-id"))
     stream, gone = EventStream(ask.send), asyncio.create_task(disconnected(ask.receive))
-    following = ask.parts.fine_tuning.follow(ask.named("job"), ask.tenant, after)
+    following = ask.parts.job(FineTuning).follow(ask.named("job"), ask.tenant, after)
     try:
         async with contextlib.aclosing(following):
             async for event in following:
@@ -325,7 +328,7 @@ def _position(given: str | None) -> int:
 
 async def checkpoints(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(CheckpointsQuery)
-    job, found, more = await ask.parts.fine_tuning.checkpoints(
+    job, found, more = await ask.parts.job(FineTuning).checkpoints(
         ask.named("job"), ask.tenant, wanted.after, wanted.limit
     )
     return shown([checkpoint_object(job, one) for one in found], more)
@@ -334,7 +337,7 @@ async def checkpoints(ask: Ask) -> dict[str, Any]:
 async def adapter(ask: Ask) -> None:
     """The bytes, a chunk at a time, as fast as the client takes them."""
     step = ask.query(AdapterQuery).checkpoint
-    size, content = await ask.parts.fine_tuning.adapter_file(
+    size, content = await ask.parts.job(FineTuning).adapter_file(
         ask.named("job"), ask.tenant, ask.named("file"), step
     )
     async with contextlib.aclosing(content) as parts:

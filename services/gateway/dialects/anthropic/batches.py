@@ -15,7 +15,7 @@ from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
 from services.gateway.batches.lines import Checker
-from services.gateway.batches.service import BatchCreate
+from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import InvalidParameter, RouteError
@@ -172,7 +172,11 @@ async def create(ask: Ask) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     body = await ask.body(ask.settings.body_limit)
     given = decode(body, _decoder)
-    batches, key, print_ = ask.parts.batches, _KEYS_OF + key if key else "", fingerprint(body) if key else ""
+    batches, key, print_ = (
+        ask.parts.job(Batches),
+        _KEYS_OF + key if key else "",
+        fingerprint(body) if key else "",
+    )
     if key and (known := await batches.known(ask.principal, key, print_)) is not None:
         return batch_object(known)
     await ask.counted()
@@ -209,7 +213,7 @@ async def _checked(ask: Ask, given: _RawCreate) -> bytes:
 async def list_batches(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(NeighbourQuery)
     await ask.counted()
-    jobs = await ask.parts.batches.all_of(ask.tenant, "/v1/messages")
+    jobs = await ask.parts.job(Batches).all_of(ask.tenant, "/v1/messages")
     found, more = neighbours([_Listed(public_id(job), job) for job in jobs], wanted)
     first, last = (found[0].id, found[-1].id) if found else (None, None)
     data = [batch_object(item.job) for item in found]
@@ -222,12 +226,12 @@ async def retrieve(ask: Ask) -> dict[str, Any]:
 
 async def cancel(ask: Ask) -> dict[str, Any]:
     job = await _job(ask)
-    return batch_object(await ask.parts.batches.cancel(job.id, ask.tenant))
+    return batch_object(await ask.parts.job(Batches).cancel(job.id, ask.tenant))
 
 
 async def delete(ask: Ask) -> MessageBatchDeleted:
     job = await _job(ask)
-    await ask.parts.batches.delete(job.id, ask.tenant)
+    await ask.parts.job(Batches).delete(job.id, ask.tenant)
     return MessageBatchDeleted(public_id(job), "message_batch_deleted")
 
 
@@ -255,7 +259,7 @@ async def _job(ask: Ask) -> BatchJob:
     """Raises `RouteError`."""
     named = ask.named("message_batch")
     with contextlib.suppress(RouteError):
-        job = await ask.parts.batches.get(job_id(named), ask.tenant)
+        job = await ask.parts.job(Batches).get(job_id(named), ask.tenant)
         if job.endpoint == MESSAGES:
             return job
     raise RouteError(f"No message batch found with id '{named[:64]}'.", status=404, reason="not_found")

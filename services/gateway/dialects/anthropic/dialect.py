@@ -1,7 +1,6 @@
 """Anthropic's messages and message batches, and its view of the models, for requests with its header."""
 
 from services.gateway.api.dialect import Dialect, ModelView, routes_of
-from services.gateway.dialects.anthropic.batches import message_batch_routes
 from services.gateway.dialects.anthropic.endpoint import MessagesEndpoint
 from services.gateway.dialects.anthropic.errors import (
     MESSAGES,
@@ -14,7 +13,7 @@ from services.gateway.dialects.anthropic.models import ModelInfo, model_page
 
 ANTHROPIC = Dialect(
     "anthropic",
-    routes_of(message_routes, message_batch_routes),
+    routes_of(message_routes),
     endpoints=(MessagesEndpoint(),),
     describe=described,
     error_event=b"error",

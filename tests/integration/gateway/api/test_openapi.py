@@ -14,6 +14,7 @@ from starlette.routing import Route
 from services.gateway.api import shapes
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
+from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.models.shapes import ModelList
 from services.gateway.api.openapi.document import STATUSES, document
 from services.gateway.api.openapi.operation import ApiRoute, Operation
@@ -21,6 +22,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
+from services.gateway.job_kinds import KINDS
 from shared.service.endpoints import Health, OpsApp, new_registry
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL
@@ -32,7 +34,9 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 def app() -> GatewayApp:
     registry = new_registry()
     ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
-    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), DIALECTS)
+    jobs = Dialect("job kinds", routes_of(*(make for kind in KINDS for make in kind.routes)))
+    every = (*DIALECTS, jobs)
+    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every)
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ async def test_the_oldest_that_are_over_are_forgotten(
     gateway: RunningGateway, ring: FakeRing, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
-    jobs = gateway.service._work._jobs  # type: ignore[union-attr]
+    jobs = gateway.service._work._jobs[0]._jobs  # type: ignore[union-attr]
     jobs.traits = replace(jobs.traits, known=structs.replace(jobs.traits.known, value=3))
     await ready(ring)
     async with gateway.openai() as client:

@@ -9,7 +9,7 @@ import openai
 import pytest
 from msgspec import structs
 
-from services.gateway.core import leases
+from services.gateway.jobs import leases
 from shared.config import CommonSettings
 from tests.adapters import register
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -172,7 +172,7 @@ async def test_the_oldest_that_are_over_are_forgotten_with_their_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
-    jobs = gateway.service.work._training._jobs
+    jobs = gateway.service.work._jobs[1]._jobs
     jobs.traits = replace(jobs.traits, known=structs.replace(jobs.traits.known, value=1))
     file, made = await upload(client), []
     for _ in range(2):

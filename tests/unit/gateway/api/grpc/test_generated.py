@@ -10,6 +10,7 @@ from services.gateway.api.grpc.requests import chat_request, completion_request
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.schemas import GenerationFields
+from services.gateway.job_kinds import KINDS
 from tests.unit.gateway.api.grpc.generate import GENERATED, generate
 
 
@@ -22,7 +23,9 @@ def test_the_generated_code_is_up_to_date(tmp_path: Path) -> None:
 
 def test_every_method_has_an_answer() -> None:
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    methods = Inference(Backend(Authenticator()), GatewaySettings()).methods()
+    backend = Backend(Authenticator())
+    calls = {name: call for kind in KINDS for name, call in kind.calls(backend).items()}
+    methods = Inference(backend, GatewaySettings(), calls).methods()
     assert {f"/{service.full_name}/{method.name}" for method in service.methods} == methods.keys()
     for method in service.methods:
         assert methods[f"/{service.full_name}/{method.name}"].streamed == method.client_streaming
