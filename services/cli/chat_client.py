@@ -4,11 +4,11 @@ import asyncio
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import httpx
 import msgspec
 
+from services.cli.gateway_client import EventReader, http_options
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 Message = dict[str, str]
@@ -16,10 +16,6 @@ Message = dict[str, str]
 
 class _Model(msgspec.Struct, frozen=True):
     id: str
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -37,15 +33,12 @@ class _ErrorBody(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
-class _Event(msgspec.Struct, frozen=True):
-    """What is read of a line of the stream."""
+class _Said(msgspec.Struct, frozen=True):
+    """What is read of the gateway's words: of a list of models, of an event, of an error."""
 
+    data: list[_Model] | None = None
     choices: list[_Choice] = []
     error: _ErrorBody | None = None
-
-
-class _Failure(msgspec.Struct, frozen=True):
-    error: _ErrorBody
 
 
 class KeyNeeded(ConfigurationError):
@@ -93,7 +86,7 @@ class ChatClient:
         trust: ssl.SSLContext | bool = True,
     ) -> None:
         self.url = _checked(url)
-        self._client = httpx.Client(**_options(timeout, api_key, trust))
+        self._client = httpx.Client(**http_options(api_key, trust, _waits(timeout)))
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
@@ -140,14 +133,12 @@ class ChatClient:
                 if response.status_code != 200:
                     response.read()
                     raise _refusal(response)
+                answer = _Answer(self.url, self.on_progress)
                 for line in response.iter_lines():
-                    if self.on_progress is not None and (progress := _PROGRESS.fullmatch(line)):
-                        self.on_progress(int(progress[1]), int(progress[2]))
-                    text = _text_of(self.url, line)
-                    if text is None:
-                        return
-                    if text:
+                    if text := answer.take(line):
                         yield text
+                    if answer.whole:
+                        return
         except httpx.HTTPError as error:
             raise _unreachable(self.url, error) from None
         raise _broken_off()
@@ -167,7 +158,7 @@ async def answer_once(
     ends it at the gateway too. `model`: empty: the first that the gateway lists. Raises `NoChatTemplate` for a question
     to a model that knows no conversations, `TemplateRefused` where its template takes none such as this."""
     url = _checked(url)
-    async with httpx.AsyncClient(**_options(600, api_key, trust)) as client:
+    async with httpx.AsyncClient(**http_options(api_key, trust, _waits(600))) as client:
         try:
             model = model or _first_model(url, await _models(client, url))
             said = prompt if plain else [{"role": "user", "content": prompt}]
@@ -176,12 +167,12 @@ async def answer_once(
                 if response.status_code != 200:
                     await response.aread()
                     raise _refusal(response)
+                answer = _Answer(url)
                 async for line in response.aiter_lines():
-                    text = _text_of(url, line)
-                    if text is None:
-                        return
-                    if text:
+                    if text := answer.take(line):
                         yield text
+                    if answer.whole:
+                        return
         except httpx.HTTPError as error:
             raise _unreachable(url, error) from None
     raise _broken_off()
@@ -200,11 +191,8 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _options(timeout: float, api_key: str, trust: ssl.SSLContext | bool) -> dict[str, Any]:
-    """Of a client."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    seconds = httpx.Timeout(timeout, connect=5.0)
-    return {"timeout": seconds, "trust_env": False, "headers": headers, "verify": trust}
+def _waits(timeout: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout, connect=5.0)
 
 
 def _request(
@@ -233,47 +221,59 @@ async def _models(client: httpx.AsyncClient, url: str) -> httpx.Response:
 def _first_model(url: str, response: httpx.Response) -> str:
     if response.status_code != 200:
         raise _refusal(response)
-    try:
-        models = msgspec.json.decode(response.content, type=_Models).data
-    except msgspec.DecodeError:
-        raise _no_gateway(url) from None
+    models = _said(url, response.content).data
+    if models is None:
+        raise _no_gateway(url)
     if not models:
         raise Unavailable("The gateway serves no model yet; wait until a group is ready.")
     return models[0].id
 
 
-_PROGRESS = re.compile(r": prompt (\d{1,12})/(\d{1,12})", re.ASCII)
+_PROGRESS = re.compile(r"prompt (\d{1,12})/(\d{1,12})", re.ASCII)
 """A comment of the stream."""
 
 
-def _text_of(url: str, line: str) -> str | None:
-    """The text that a line of the stream brings; None: the stream has ended in good order."""
-    if not line.startswith("data: "):
-        return ""
-    data = line[len("data: ") :]
-    if data == "[DONE]":
-        return None
+class _Answer:
+    """The text of one answer, from the lines of its stream."""
+
+    def __init__(self, url: str, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self._url, self._on_progress = url, on_progress
+        self._events = EventReader()
+        self.whole = False
+        """Whether the stream has ended in good order."""
+
+    def take(self, line: str) -> str:
+        """What `line` adds to it. Raises what the gateway says where it ends the stream with an error."""
+        event = self._events.take(line)
+        if event is None:
+            if self._on_progress is not None and (progress := _PROGRESS.fullmatch(self._events.comment)):
+                self._on_progress(int(progress[1]), int(progress[2]))
+            return ""
+        if event.data == "[DONE]":
+            self.whole = True
+            return ""
+        said = _said(self._url, event.data)
+        if said.error is not None:
+            raise RyzansteinError(said.error.message)
+        return "".join(choice.delta.content or choice.text for choice in said.choices)
+
+
+def _said(url: str, data: str | bytes) -> _Said:
     try:
-        event = msgspec.json.decode(data.encode(), type=_Event)
+        return msgspec.json.decode(data, type=_Said)
     except msgspec.DecodeError:
         raise _no_gateway(url) from None
-    if event.error is not None:
-        raise RyzansteinError(event.error.message)
-    return "".join(choice.delta.content or choice.text for choice in event.choices)
 
 
 def _refusal(response: httpx.Response) -> RyzansteinError:
-    error = _error_of(response)
+    try:
+        error = msgspec.json.decode(response.content, type=_Said).error
+    except msgspec.DecodeError:
+        error = None
+    error = error or _ErrorBody(f"The gateway answered {response.status_code} {response.reason_phrase}.")
     if response.status_code == 401:
         return KeyNeeded(f"{error.message} Here: set RYZANSTEIN_API_KEY.")
     return _KINDS.get(error.code, RyzansteinError)(error.message)
-
-
-def _error_of(response: httpx.Response) -> _ErrorBody:
-    try:
-        return msgspec.json.decode(response.content, type=_Failure).error
-    except msgspec.DecodeError:
-        return _ErrorBody(f"The gateway answered {response.status_code} {response.reason_phrase}.")
 
 
 def _unreachable(url: str, error: httpx.HTTPError) -> Unavailable:

@@ -1,10 +1,11 @@
-"""The gateway's HTTP API as commands use it: objects, uploads, downloads, and its refusals as errors."""
+"""The gateway's HTTP API as commands use it: objects, uploads, downloads, events, and its refusals as errors."""
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import httpx
 from rich.console import Console
@@ -29,6 +30,36 @@ _AWAY = (502, 503, 504)
 
 class Refused(RyzansteinError):
     """The server's own words."""
+
+
+class ServerEvent(NamedTuple):
+    data: str
+    id: str
+
+
+class EventReader:
+    """Server-sent events, made of the lines of a stream: one is there with its blank line. No I/O. (httpx-sse has no
+    comments, in which the gateway says how far a prompt is.)"""
+
+    def __init__(self) -> None:
+        self._data: list[str] = []
+        self._id = ""
+        self.comment = ""
+        """The last line, where it is one."""
+
+    def take(self, line: str) -> ServerEvent | None:
+        """The event that ends with `line`."""
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        self.comment = value if line and not field else ""
+        if field == "data":
+            self._data.append(value)
+        elif field == "id":
+            self._id = value
+        elif not line and self._data:
+            event, self._data = ServerEvent("\n".join(self._data), self._id), []
+            return event
+        return None
 
 
 class GatewayClient:
@@ -69,11 +100,13 @@ class GatewayClient:
             async for part in response.aiter_bytes():
                 yield part
 
-    async def lines(self, path: str, headers: dict[str, str]) -> AsyncGenerator[str, None]:
-        """The lines of what it says at `path`, as they come."""
-        async with self._got(path, headers) as response:
+    async def events(self, path: str, last: str = "") -> AsyncGenerator["ServerEvent", None]:
+        """The events at `path`, as they come; `last`: those behind the one with that id."""
+        events = EventReader()
+        async with self._got(path, {"Last-Event-ID": last} if last else {}) as response:
             async for line in response.aiter_lines():
-                yield line
+                if (event := events.take(line)) is not None:
+                    yield event
 
     @contextlib.asynccontextmanager
     async def _got(self, path: str, headers: dict[str, str]) -> AsyncIterator[httpx.Response]:
@@ -132,16 +165,19 @@ async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(PAUSE)
 
 
+def http_options(key: str, trust: ssl.SSLContext | bool, timeout: httpx.Timeout | float) -> dict[str, Any]:
+    """Of a client of httpx; `key`: an API key, or none."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"headers": headers, "timeout": timeout, "trust_env": False, "verify": trust}
+
+
 @contextlib.asynccontextmanager
 async def connected(gateway: Gateway, key: str, ca: str = "") -> AsyncIterator[GatewayClient]:
     """`key`: an API key, or none; `ca`: a file of authorities to trust. Raises `ConfigurationError` for what is no
     address."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     trust = trust_of(gateway.certificate, ca)
     try:
-        http = httpx.AsyncClient(
-            base_url=gateway.url, headers=headers, timeout=TIMEOUT, trust_env=False, verify=trust
-        )
+        http = httpx.AsyncClient(base_url=gateway.url, **http_options(key, trust, TIMEOUT))
     except (httpx.InvalidURL, ValueError) as error:
         raise ConfigurationError(f"{gateway.url!r} is not the address of a gateway ({error}).") from None
     async with http:

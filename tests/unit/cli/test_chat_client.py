@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from services.cli.chat_client import PLAIN_TOKENS, ChatClient, NoChatTemplate, answer_once
+from services.cli.gateway_client import EventReader
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 CHUNK = 'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n'
@@ -170,3 +171,10 @@ def test_nobody_there() -> None:
     with pytest.raises(Unavailable, match="start the stack with `ryzanstein up`"):
         client.choose_model()
     client.close()
+
+
+def test_an_event_is_there_with_its_blank_line() -> None:
+    reader = EventReader()
+    lines = ["", "id: 7", ": sign of life", "data: a", "data:b", "event: step", "", "data: c", "", "id: 8"]
+    events = [event for line in lines if (event := reader.take(line)) is not None]
+    assert events == [("a\nb", "7"), ("c", "7")]

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 from rich.console import Console
 
-from services.cli.gateway_client import GatewayClient, patiently
+from services.cli.gateway_client import GatewayClient, ServerEvent, patiently
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable, UnknownModel
 from shared.messages.training import TRAINING_OVER
 
@@ -130,29 +130,22 @@ def _existing(given: str) -> Path | None:
 
 
 class _EventStream(AsyncIterator[Event]):
-    """Server-sent events. One that could not be read may be asked for again: the stream is resumed behind the last."""
+    """Its events. One that could not be read may be asked for again: the stream is resumed behind the last."""
 
     def __init__(self, gateway: GatewayClient, path: str) -> None:
         self._gateway, self._path = gateway, path
         self._last = ""
-        self._lines: AsyncGenerator[str, None] | None = None
+        self._events: AsyncGenerator[ServerEvent, None] | None = None
 
     async def __anext__(self) -> Event:
-        if self._lines is None:
-            self._lines = self._gateway.lines(self._path, {"Last-Event-ID": self._last} if self._last else {})
-        lines, data = self._lines, ""
+        events = self._events = self._events or self._gateway.events(self._path, self._last)
         try:
-            async for line in lines:
-                field, _, value = line.partition(": ")
-                if field == "data":
-                    data = value
-                elif field == "id":
-                    self._last = value
-                elif not line and data:
-                    return _event_of(data)
+            async for event in events:
+                self._last = event.id or self._last
+                return _event_of(event.data)
         except RyzansteinError:
-            self._lines = None
-            await lines.aclose()
+            self._events = None
+            await events.aclose()
             raise
         raise StopAsyncIteration
 
