@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from services.scheduler.groups import GroupTable
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
-from services.scheduler.models.controller import ModelController, waiting_of
+from services.scheduler.models.controller import HostedJobKind, ModelController, waiting_of
 from services.scheduler.models.metrics import ModelMetrics
 from services.scheduler.placement import SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
 from services.scheduler.router import Router
 from services.scheduler.settings import SchedulerSettings
+from services.scheduler.training.jobs import TrainingJobs
 from shared.messages import CancelRequest, GroupEvent, GroupRecord, ModelPlacement, SessionPin
 from shared.nats import subjects
 from shared.nats.kv import Bucket
@@ -28,6 +29,7 @@ class SchedulerService(Service):
 
     name = "scheduler"
     traces = True
+    job_kinds: tuple[HostedJobKind, ...] = (TrainingJobs,)
 
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
@@ -58,6 +60,8 @@ class SchedulerService(Service):
             self._waiting,
             self._model_metrics,
             self._placed,
+            self.registry,
+            self.job_kinds,
         )
         router = self._router = Router(
             self.bus, self._settings, self._table, pins, rejections, self._metrics, intake.more_coming, models

@@ -5,16 +5,18 @@
                                                   └──────────────────────────────▶ KV placements ──▶ all schedulers
 
 Every scheduler follows all of it, so that whoever takes over the lease knows what there is. While the registry is empty
-and there are no fine-tuning jobs nothing is said and nobody holds the lease.
+and there are no jobs for hosts nothing is said and nobody holds the lease.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
+from prometheus_client import CollectorRegistry
 
 from services.scheduler.models.adapter_reads import AdapterReads
 from services.scheduler.models.cluster import ClusterView
@@ -22,7 +24,6 @@ from services.scheduler.models.demand import DemandTracker
 from services.scheduler.models.lease import Lease
 from services.scheduler.models.metrics import ModelMetrics
 from services.scheduler.models.placement import Command, Decisions, ModelPlacer
-from services.scheduler.models.training_jobs import TrainingJobs
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.messages import (
     GroupRecord,
@@ -61,6 +62,36 @@ Waiting = Callable[[], Iterator[tuple[str, int, float]]]
 """Of one's own queue: model, requests, seconds that the first of them has waited."""
 
 
+class HostedJobs(Protocol):
+    """One kind of jobs that run on hosts, beside models. Only the scheduler that decides calls `step`."""
+
+    is_read: bool
+    """Whether all jobs that there were are known."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are jobs that are not over."""
+        ...
+
+    async def start(self, spawn: Callable[..., object]) -> None:
+        """Raises `BrokerUnavailable`."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    def step(self) -> None:
+        """Begins what is due."""
+        ...
+
+    def rest(self) -> None:
+        """Another scheduler decides, or nothing can be decided now."""
+        ...
+
+
+HostedJobKind = Callable[[Bus, ClusterView, CollectorRegistry, Callable[[], None]], HostedJobs]
+"""Makes one; the last argument is called when there may be something to decide."""
+
+
 class ModelController:
     """One per scheduler. `on_placement` is called with whatever is decided of a model, here or elsewhere."""
 
@@ -72,6 +103,8 @@ class ModelController:
         waiting: Waiting,
         metrics: ModelMetrics,
         on_placement: Callable[[str, ModelPlacement | None], None],
+        registry: CollectorRegistry,
+        kinds: Sequence[HostedJobKind],
     ) -> None:
         """`lease` in seconds."""
         self._bus = bus
@@ -101,10 +134,10 @@ class ModelController:
         self._lease = Lease(self._leases, instance, lease)
         self._changed = asyncio.Event()
         self._adapters = AdapterReads(bus, self._cluster, self._changed.set)
-        self._trainings = TrainingJobs(bus, self._cluster, metrics, self._heard_of_jobs)
+        self._jobs = [make(bus, self._cluster, registry, self._heard_of_jobs) for make in kinds]
         self._cold = asyncio.Event()
         self._registered = asyncio.Event()
-        """Set once there is something to decide: a model in the registry, or a fine-tuning job."""
+        """Set once there is something to decide: a model in the registry, or a job."""
         self._sending = TaskSet("command_failed")
 
     # --- life ------------------------------------------------------------------------------------
@@ -114,7 +147,8 @@ class ModelController:
         for bucket in (self._registry, self._hosts, self._placements, self._leases):
             await bucket.ensure()
         await self._adapters.start(spawn)
-        await self._trainings.start(spawn)
+        for jobs in self._jobs:
+            await jobs.start(spawn)
         await self._bus.subscribe(subjects.SCHEDULER_DEMAND, SchedulerDemand, self._on_scheduler)
         await self._bus.subscribe(subjects.MODEL_DEMAND, ModelDemand, self._on_gateway)
         spawn(self._follow_registry(), "registry")
@@ -128,7 +162,8 @@ class ModelController:
         """Another scheduler may decide from now on."""
         await self._sending.cancel()
         await self._adapters.stop()
-        await self._trainings.stop()
+        for jobs in self._jobs:
+            await jobs.stop()
         await self._lease.release()
 
     # --- from the scheduler ----------------------------------------------------------------------
@@ -215,7 +250,7 @@ class ModelController:
                 self._note(*update)
 
     def _heard_of_jobs(self) -> None:
-        if self._trainings.any:
+        if any(jobs.any for jobs in self._jobs):
             self._registered.set()
         self._changed.set()
 
@@ -291,12 +326,13 @@ class ModelController:
         while True:
             await self._registered.wait()
             took = 0.0
-            if self._lease.held and not self._unread and self._trainings.is_read:
+            if self._lease.held and not self._unread and all(jobs.is_read for jobs in self._jobs):
                 took = await self._once()
             else:
                 self._metrics.unplaced.set(0)
                 self._metrics.adapters_are(0, 0)
-                self._metrics.trainings_are(0, 0)
+                for jobs in self._jobs:
+                    jobs.rest()
             rest = (1 / LOOP_SHARE - 1) * took
             await _pause(self._changed, min(max(SHORTEST, rest), TICK), TICK)
 
@@ -316,7 +352,8 @@ class ModelController:
             self._sending.spawn(self._send(command), f"{command.host} {command.model}")
         self._metrics.unplaced.set(len(decisions.unplaced))
         self._metrics.adapters_are(*self._adapters.step(self._specs))
-        self._trainings.step()
+        for jobs in self._jobs:
+            jobs.step()
         await self._say(decisions)
         return took
 

@@ -38,13 +38,6 @@ class ModelMetrics:
             "adapters_wanted",
             "LoRA adapters that are declared and that no host has read yet; told by the scheduler that decides.",
         )
-        self.training = Gauge(
-            "ryzanstein_training_jobs",
-            "Fine-tuning jobs whose files are checked and that are not over, by whether a host has them; told by the "
-            "scheduler that decides.",
-            ["state"],
-            registry=registry,
-        )
         begin_at_zero(self.loads, [reason for reason in REASONS if reason in LOADS])
         begin_at_zero(self.unloads, [reason for reason in REASONS if reason not in LOADS])
         begin_at_zero(self.requests, ("hit", "cold"))
@@ -52,10 +45,6 @@ class ModelMetrics:
     def adapters_are(self, registered: int, wanted: int) -> None:
         self.adapters.set(registered)
         self.adapters_wanted.set(wanted)
-
-    def trainings_are(self, waiting: int, running: int) -> None:
-        self.training.labels("waiting").set(waiting)
-        self.training.labels("running").set(running)
 
     def told(self, command: Command) -> None:
         """A host has taken the command."""

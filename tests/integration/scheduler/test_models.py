@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.models.controller import HostedJobKind
+from services.scheduler.service import SchedulerService
 from shared.config import CommonSettings
 from shared.messages import (
     GroupRecord,
@@ -172,6 +174,26 @@ async def test_a_request_waits_while_its_model_is_loaded(
         assert figure(service, "ryzanstein_models_deciding") == 1
         assert len(host.told) == 1
     assert await yard.holder() == ""  # whoever leaves gives the lease back
+
+
+@pytest.mark.parametrize("gone", SchedulerService.job_kinds, ids=lambda kind: kind.__name__)
+async def test_without_a_kind_of_jobs_models_are_placed(
+    nats_settings: CommonSettings,
+    house: House,
+    yard: Yard,
+    monkeypatch: pytest.MonkeyPatch,
+    gone: HostedJobKind,
+) -> None:
+    kinds = tuple(kind for kind in SchedulerService.job_kinds if kind is not gone)
+    monkeypatch.setattr(SchedulerService, "job_kinds", kinds)
+    host = await yard.host()
+    await yard.register("a")
+    async with scheduler(nats_settings) as service:
+        await house.ask("r1", model="a")
+        await house.until(lambda: "h1/a" in host.leaders and bool(host.leaders["h1/a"].requests))
+        names = {metric.name for metric in service.registry.collect()}
+        assert "ryzanstein_models_deciding" in names
+        assert "ryzanstein_training_jobs" not in names
 
 
 async def test_an_idle_model_makes_room_and_what_a_gateway_holds_counts(

@@ -108,7 +108,7 @@ PACES = (
         10.0,
         "hosts show by their beats what they do",
     ),
-    Pace("services.scheduler.models.trainings", "SILENT_AFTER", 20.0, "the same of trainings"),
+    Pace("services.scheduler.training.placement", "SILENT_AFTER", 20.0, "the same of trainings"),
     Pace("tests.simulation.broker.jetstream", "EXPIRY", 1.0, "deletes what has lived for a minute or more"),
 )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.scheduler.models.cluster import ClusterView
-from services.scheduler.models.trainings import (
+from services.scheduler.training.placement import (
     GONE_AFTER,
     REFUSED_FOR,
     REPEAT,

@@ -1,4 +1,4 @@
-"""Gives fine-tuning jobs to hosts: the asyncio shell around `trainings`.
+"""Gives fine-tuning jobs to hosts: the asyncio shell around `placement`.
 
 KV training_jobs ──▶ TrainingPlacer ── holder of the lease ──┬─ host, attempt + 1 ──▶ KV training_jobs
 hosts, groups ─────────────┘                                 └─ StartTraining, StopTraining ──▶ hosts.<instance>.control
@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import msgspec
 import structlog
+from prometheus_client import CollectorRegistry
 
 from services.scheduler.models.cluster import ClusterView
-from services.scheduler.models.metrics import ModelMetrics
-from services.scheduler.models.trainings import TrainingPlacer
+from services.scheduler.training.metrics import TrainingMetrics
+from services.scheduler.training.placement import TrainingPlacer
 from shared.errors import RyzansteinError
 from shared.messages import HostCommand, HostReply
 from shared.messages.registry import StartTraining
@@ -30,14 +31,13 @@ log = structlog.get_logger(__name__)
 
 
 class TrainingJobs:
-    """One per scheduler; only the one that decides calls `step`."""
+    """As `HostedJobs`."""
 
     def __init__(
-        self, bus: Bus, cluster: ClusterView, metrics: ModelMetrics, changed: Callable[[], None]
+        self, bus: Bus, cluster: ClusterView, registry: CollectorRegistry, changed: Callable[[], None]
     ) -> None:
-        """`changed` is called when there may be something to decide."""
         self._bus = bus
-        self._metrics = metrics
+        self._metrics = TrainingMetrics(registry)
         self._changed = changed
         self._bucket = training_jobs(bus)
         self._placer = TrainingPlacer(cluster)
@@ -47,15 +47,12 @@ class TrainingJobs:
         self._writing: set[str] = set()
         self._tasks = TaskSet("training_decision_failed")
         self.is_read = False
-        """Whether all jobs that there were are known."""
 
     @property
     def any(self) -> bool:
-        """Whether there are jobs that are not over."""
         return bool(self._jobs)
 
     async def start(self, spawn: Callable[..., object]) -> None:
-        """Raises `BrokerUnavailable`."""
         await self._bucket.ensure()
         spawn(self._follow(), "training jobs")
 
@@ -63,7 +60,7 @@ class TrainingJobs:
         await self._tasks.cancel()
 
     def step(self) -> None:
-        """Begins what is due. Jobs whose change is still being written wait for the next step."""
+        """Jobs whose change is still being written wait for the next step."""
         decisions = self._placer.decide(self._jobs, time.time())
         for key, job in decisions.changes.items():
             if key not in self._writing:
@@ -71,7 +68,10 @@ class TrainingJobs:
                 self._tasks.spawn(self._write(key, job), key)
         for host, command in decisions.commands:
             self._tasks.spawn(self._tell(host, command), host)
-        self._metrics.trainings_are(decisions.waiting, decisions.running)
+        self._metrics.jobs_are(decisions.waiting, decisions.running)
+
+    def rest(self) -> None:
+        self._metrics.jobs_are(0, 0)
 
     async def _follow(self) -> None:
         async for update in self._bucket.watch_revisions():

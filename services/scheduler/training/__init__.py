@@ -1,0 +1,1 @@
+"""Which host trains which fine-tuning job, beside the models that it serves."""
