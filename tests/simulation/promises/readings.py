@@ -22,7 +22,7 @@ def of_gateway(name: str, service: Any) -> Iterator[Reading]:
     yield Reading(name, "open connections", len(service._http.connections))
     yield Reading(name, "readers of generations", sum(bool(one.readers) for one in answers))
     yield Reading(name, "taken slots of limits", sum(work.limiter.counts._here.values()))
-    yield Reading(name, "batches that it runs", len(work._runners._running))
+    yield Reading(name, "batches that it runs", len(work._jobs[0]._runners._running))
     yield Reading(name, "generations that wait to be handed in", len(work.generations._queued._waiting))
     most = service.settings.max_generations
     yield Reading(name, "generations in flight", len(work.generations._by_id), most, always=True)
