@@ -80,7 +80,7 @@ def test_eight_of_one_tenant_make_room_for_another() -> None:
 async def test_a_job_that_another_gateway_takes_meanwhile_is_left_to_it() -> None:
     """Two wait; while one is claimed, the watch tells that another gateway has the other (seed 40276 of training)."""
     jobs = {
-        name: BatchJob(name, "", "/v1/completions", "f", "f", "24h", created_at=at, expires_at=9e9)
+        name: BatchJob(name, "", float(at), "/v1/completions", "f", "f", "24h", expires_at=9e9)
         for at, name in enumerate("ab")
     }
     claimed = []
@@ -90,7 +90,7 @@ async def test_a_job_that_another_gateway_takes_meanwhile_is_left_to_it() -> Non
         runners.news("b", msgspec.structs.replace(jobs["b"], owner="other", beat=1), 3)
 
     work: Any = SimpleNamespace(needs=lambda job: True, can=lambda job: True, places=8, turns=True)
-    store: Any = SimpleNamespace(kind=SimpleNamespace(word="batch"), claim=claim)
+    store: Any = SimpleNamespace(traits=SimpleNamespace(word="batch"), claim=claim)
     bus: Any = SimpleNamespace(on_reconnect=lambda call: None)
     runners = Runners(bus, store, work, "here")
     for revision, (key, job) in enumerate(jobs.items(), 1):
