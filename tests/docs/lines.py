@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 CEILINGS = {
-    ("services", "shared"): 134_400,  # to come: 112,000
+    ("services", "shared"): 134_700,  # to come: 112,000
     ("benchmarks",): 23_300,  # to come: 13,000
-    ("tests",): 144_500,  # to come: 120,000
+    ("tests",): 144_700,  # to come: 120,000
 }
 """By the folders that are counted together."""
 
