@@ -52,9 +52,9 @@ class GatewayApp:
         metrics: GatewayMetrics,
         dialects: Sequence[Dialect],
     ) -> None:
-        """`jobs`: the routes of kinds of jobs."""
+        """`dialects`: what it speaks, in the order of its routes."""
         self._metrics = metrics
-        self._metrics_need_key = settings.metrics_need_key
+        self._settings = settings
         self._backend = backend
         self._ops = ops
         self._browsers = Browsers(
@@ -81,7 +81,7 @@ class GatewayApp:
             scope["path"] = path  # pages keep theirs: their links are relative
         scope["app"] = self  # lets the router raise where it would else answer in plain text
         public = scope["path"] in PUBLIC_PATHS and not (
-            self._metrics_need_key and scope["path"] == METRICS.path
+            self._settings.metrics_need_key and scope["path"] == METRICS.path
         )
         if public and scope["type"] == "http":
             await self._ops(scope, receive, _Exchange(scope, send).send)

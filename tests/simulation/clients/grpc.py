@@ -113,7 +113,7 @@ class _Call:
 async def serve_grpc(app: Any, scope: Event, receive: Any, send: Any, write: Write) -> None:
     """A ChatSession at the gateway whose application this is."""
     await receive()
-    backend, settings = app._backend, app._socket._settings
+    backend, settings = app._backend, app._settings
     call = _Call(scope, receive, send, write)
     scheme, _, token = (call.metadata("authorization") or "").partition(" ")
     try:
