@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
@@ -44,7 +43,6 @@ Threads = Annotated[int, typer.Option(help="CPU threads.", min=1)]
 Rounds = Annotated[int, typer.Option(help="Rounds, in each of which the variants take turns.", min=1)]
 Dtype = Annotated[str, typer.Option(help="bf16 or fp32.")]
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
-Jobs = Annotated[int, typer.Option(help="Runs at a time, each in a process.", min=1)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 
@@ -94,14 +92,6 @@ def in_turns(work: Mapping[K, Callable[[], T]], rounds: int, warm_up: int = 0) -
         if at >= warm_up:
             found[name].append(value)
     return found
-
-
-def in_processes(work: Callable[..., T], cases: Sequence[tuple[Any, ...]], jobs: int) -> list[T]:
-    """What each case gives, so many at a time; 1: in this process."""
-    if jobs == 1:
-        return [work(*case) for case in cases]
-    with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(work, *zip(*cases, strict=True)))
 
 
 def timed(work: Callable[[], object], times: int = 1) -> Callable[[], float]:

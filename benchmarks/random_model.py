@@ -1,4 +1,4 @@
-"""Llamas and mixtures of experts of random weights, written as fast as memory takes them
+"""Llamas of random weights, written as fast as memory takes them
 (`python -m benchmarks.random_model`): all tensors take some of the same numbers, each from a place of its own.
 
 What is measured on them does not depend on what they say. There is no tokenizer.
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig
 
 from benchmarks.harness import run
 from services.executor.model.quantized import QuantizedRows
@@ -62,43 +62,16 @@ class LlamaShape:
         }
 
 
-@dataclass(frozen=True)
-class MixtureShape(LlamaShape):
-    """Of a Mixtral, whose experts are `inner` wide."""
-
-    experts: int
-    chosen: int
-
-    @property
-    def layer(self) -> dict[str, tuple[int, ...]]:
-        dense = {name: size for name, size in super().layer.items() if not name.startswith("mlp.")}
-        block = "block_sparse_moe"
-        up, down = (self.inner, self.hidden), (self.hidden, self.inner)
-        return {
-            **dense,
-            f"{block}.gate": (self.experts, self.hidden),
-            **{
-                f"{block}.experts.{n}.{name}": down if name == "w2" else up
-                for n in range(self.experts)
-                for name in ("w1", "w2", "w3")
-            },
-        }
-
-
 def write_config(directory: Path, shape: LlamaShape, **others: Any) -> None:
     """config.json of a model of `shape`; `others`: more of its configuration."""
-    kind, name = LlamaConfig, "LlamaForCausalLM"
-    if isinstance(shape, MixtureShape):
-        kind, name = MixtralConfig, "MixtralForCausalLM"
-        others |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
-    kind(
+    LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         vocab_size=shape.vocabulary,
-        architectures=[name],
+        architectures=["LlamaForCausalLM"],
         **others,
     ).save_pretrained(str(directory))
 
@@ -108,8 +81,6 @@ SHAPES = {
     "1.1b": LlamaShape(2048, 32, 4, 5632, 22, 49152),
     "8b": LlamaShape(4096, 32, 8, 14336, 32, 128256),  # Llama 3 8B
     "13b": LlamaShape(5120, 40, 40, 13824, 40, 32000),  # Llama 2 13B
-    # 1.1 billion, of which a token takes 0.3: 32 experts, 4 of them for each token.
-    "moe": MixtureShape(1024, 16, 4, 768, 13, 32000, 32, 4),
     "tiny": LlamaShape(64, 2, 1, 128, 2, 256),
 }
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -90,27 +90,6 @@ def _computed(summary: Summary) -> str:
     )
 
 
-def peers_row(summaries: Sequence[Summary]) -> list[str] | None:
-    """W1 to W4 in the cells of the peers' table, or None if one of them was not run."""
-    by_name = {each.workload: each for each in summaries}
-    if not {"W1", "W2", "W3", "W4"} <= by_name.keys():
-        return None
-    one = by_name["W1"]
-    first = ", ".join(
-        [number(one.output_tokens_per_second), *(_p50(s) for s in (one.first_token_ms, one.gap_ms))]
-    )
-    loaded = [
-        ", ".join([number(each.output_tokens_per_second), spread(each.first_token_ms), spread(each.gap_ms)])
-        for each in (by_name["W2"], by_name["W3"])
-    ]
-    turns = "/".join(number(turn.first_token_ms) for turn in by_name["W4"].turns) or "-"
-    return [first, *loaded, turns]
-
-
-def _p50(value: Spread | None) -> str:
-    return number(value.p50) if value is not None else "-"
-
-
 def sheet(report: ServeReport) -> Sheet:
     styles = ["red" if each.errors else None for each in report.summaries]
     return Sheet(_COLUMNS, [cells(each) for each in report.summaries], styles=styles)
@@ -122,13 +101,8 @@ def parts(report: ServeReport) -> list[Sheet | str]:
     return [sheet(report), *remarks(report.summaries), *setting.lines(), f"Command: {setting.command}"]
 
 
-_PEERS = (*(f"{name} tok/s, first token, gap" for name in ("W1", "W2", "W3")), "W4 first token by turn")
-
-
 def markdown(report: ServeReport) -> str:
     """The same as Markdown, to be put into the documentation as it is."""
     lines = [f"`{report.setting.command}`", "", sheet(report).markdown()]
-    if (row := peers_row(report.summaries)) is not None:
-        lines += [Sheet(_PEERS, [row], left=_PEERS).markdown()]
     lines += [f"- {line}" for line in [*remarks(report.summaries), *report.setting.lines()]]
     return "\n".join(lines) + "\n"

@@ -1,9 +1,7 @@
 """What a second rank gains and what it costs: `python -m benchmarks.ring --help`.
 
-Prints the time of a sum over two ranks by its size, through shared memory and through gloo; decode and
-prefill at one rank and at two, one thread each, and at one rank with two threads, which is what a second
-thread brings without a ring; and where each rank's time goes: the part of a step in collectives (in which it
-also waits for a rank that has more to compute), and the native kernels' parts.
+Prints decode and prefill at one rank and at two, one thread each, and the part of a step that each rank spends in
+collectives (in which it also waits for a rank that has more to compute).
 
 The rank processes are the executor's own ring, without its leader's queue: the parent tells rank 0 what to run, and the
 others follow its plans, as in service.
@@ -13,13 +11,12 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import msgspec
 import typer
@@ -44,20 +41,18 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
-from services.executor.native.library import PARTS
 from services.executor.supervisor.rank_process import SPIN_COUNT
 from shared.data_types import KvDType
 from shared.messages import SamplingParams
 
 if TYPE_CHECKING:
     from services.executor.collectives.base import Collectives
-    from services.executor.worker.runner import ModelRunner
 
 
 READY_TIMEOUT = 300.0
 WARM_UP = 3
-_FIGURES = 2 + len(PARTS)
-"""Of a rank, in seconds so far: in collectives, waiting there, and on each part of the native kernels."""
+_FIGURES = 2
+"""Of a rank, in seconds so far: in collectives, and waiting there."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -65,8 +60,6 @@ class Share(msgspec.Struct, frozen=True):
 
     communication: float
     waiting: float
-    parts: dict[str, float] = {}
-    """Milliseconds of a step that the native kernels spend on each part; none where PyTorch computes."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -80,13 +73,12 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class BenchRing:
-    """A ring of `world` processes of `threads` threads that stay up until `close`."""
+    """A ring of `world` processes of one thread each that stay up until `close`."""
 
-    def __init__(self, settings: dict[str, object], world: int, threads: int = 1) -> None:
-        os.environ.update(
-            OMP_NUM_THREADS=str(threads), GOMP_SPINCOUNT=SPIN_COUNT
-        )  # read when torch is imported
-        settings = settings | {"tp": world, "threads": threads}
+    def __init__(self, settings: dict[str, object], world: int) -> None:
+        # Read when torch is imported.
+        os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT=SPIN_COUNT)
+        settings = settings | {"tp": world, "threads": 1}
         context = multiprocessing.get_context("spawn")
         self._directory = TemporaryDirectory(prefix="ryzanstein-bench-")
         board = Path(self._directory.name, "board")
@@ -124,20 +116,13 @@ class BenchRing:
         seconds = self._run(plan, count)
         used = [new - old for new, old in zip(list(self._times), before, strict=True)]
         ranks = [used[_FIGURES * rank : _FIGURES * (rank + 1)] for rank in range(self._world)]
-        return seconds, [_share(rank, sum(seconds), count) for rank in ranks]
+        return seconds, [Share(busy / sum(seconds), waited / sum(seconds)) for busy, waited in ranks]
 
     def _run(self, plan: StepPlan, count: int) -> list[float]:
         """Seconds of each of `count` steps."""
         self._pipes[0].send((plan, count))
         seconds: list[float] = self._answer()
         return seconds
-
-    def reduce(self, elements: int, count: int) -> float:
-        """Median seconds of a sum of `elements` bf16 values."""
-        for pipe in self._pipes:
-            pipe.send((elements, count))
-        answers = [self._answer(rank) for rank in range(self._world)]
-        return statistics.median(answers[0])
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -156,13 +141,6 @@ class BenchRing:
         return pipe.recv()
 
 
-def _share(used: Sequence[float], seconds: float, count: int) -> Share:
-    """Of one rank's figures over `count` steps that took `seconds`."""
-    busy, waited, *parts = used
-    by_part = {part: spent / count * 1e3 for part, spent in zip(PARTS, parts, strict=True)}
-    return Share(busy / seconds, waited / seconds, by_part if any(parts) else {})
-
-
 def _spec(rank: int, world: int, board: Path) -> RankSpec:
     return RankSpec(rank, world, "bench", "bench", 1, str(board), {})
 
@@ -174,9 +152,7 @@ def _rank(
 
     settings = ExecutorSettings.model_validate(values)
     torch.set_num_threads(settings.threads)
-    if not settings.model:
-        _reduce_only(settings, spec, pipe)
-    elif spec.rank == 0:
+    if spec.rank == 0:
         _lead(settings, spec, pipe, times)
     else:
         _follow(settings, spec, pipe, times)
@@ -221,7 +197,7 @@ def _lead(
                 assert logits is not None, "rank 0 gets the logits"
                 sampler.sample(logits, states)
             seconds.append(time.perf_counter() - began)
-        _note(runner, collectives, times)
+        _note(collectives, times)
         pipe.send(seconds)
     sender.close()
 
@@ -238,115 +214,46 @@ def _follow(
     runner = _member(settings, spec, collectives).runner
     while (plan := receiver.receive()) is not None:
         runner.forward(plan)
-        _note(runner, collectives, times)
+        _note(collectives, times)
 
 
-def _note(runner: "ModelRunner", collectives: "Collectives", times: "SynchronizedArray[Any]") -> None:
+def _note(collectives: "Collectives", times: "SynchronizedArray[Any]") -> None:
     from services.executor.collectives.shared_memory import SharedMemory
 
     figures = [0.0] * _FIGURES
     if isinstance(collectives, SharedMemory):
-        figures[:2] = [collectives.busy_seconds, collectives.waited_seconds]
-    if runner.is_native:
-        figures[2:] = runner.spent().values()
+        figures = [collectives.busy_seconds, collectives.waited_seconds]
     times[_FIGURES * collectives.rank : _FIGURES * (collectives.rank + 1)] = figures
 
 
-def _reduce_only(settings: ExecutorSettings, spec: RankSpec, pipe: Connection) -> None:
-    import torch
-
-    from services.executor.worker import rendezvous as meeting
-
-    collectives: Collectives
-    if spec.rank == 0:
-        _, collectives = meeting.lead(settings, spec, torch.device("cpu"), Path(), pipe.send)
-        pipe.send("ready")
-    else:
-        _, collectives = meeting.follow(settings, spec, pipe.recv(), torch.device("cpu"))
-    while (order := pipe.recv()) is not None:
-        elements, count = order
-        pipe.send(_reduce_times(collectives, torch.zeros(elements, dtype=torch.bfloat16), count))
-
-
-def _reduce_times(collectives: "Collectives", tensor: Any, count: int) -> Sequence[float]:
-    seconds = []
-    for _ in range(WARM_UP + count):
-        began = time.perf_counter()
-        collectives.all_reduce(tensor)
-        seconds.append(time.perf_counter() - began)
-    return seconds[WARM_UP:]
-
-
-HIDDEN = 576
-ROWS = (1, 16, 64, 512, 2048)
-"""Rows of a summed [rows, HIDDEN] tensor: decodes of one sequence and more, chunks of prompts."""
 KINDS: dict[str, Decode | Prefill] = {
     "decode, 16 sequences of 320": Decode(16, 320),
     "prefill, 512 tokens": Prefill(512),
 }
 
 
-class Size(NamedTuple):
-    """Of a ring."""
-
-    ranks: int
-    threads: int
-    """Of each rank."""
-
-
-SIZES = (Size(1, 1), Size(2, 1), Size(1, 2))
-
-
-class Reduce(msgspec.Struct, frozen=True):
-    """A sum of bf16 values over two ranks."""
-
-    backend: str
-    rows: int
-    microseconds: float
-    gigabytes_per_second: float
-    """Bytes of one rank's tensor over the time."""
-
-
 class Scaling(msgspec.Struct, frozen=True):
-    """One kind of step at one rank, at two, and at one rank of two threads."""
+    """One kind of step at one rank and at two."""
 
     step: str
     one: Timing
     two: Timing
-    threads: Timing
 
     @property
     def ratio(self) -> float:
         """What the second rank brings."""
         return self.two.tokens_per_second / self.one.tokens_per_second
 
-    @property
-    def ratio_of_threads(self) -> float:
-        """What the second thread brings to one rank."""
-        return self.threads.tokens_per_second / self.one.tokens_per_second
-
 
 class RingReport(Report, frozen=True, kw_only=True):
-    reduces: list[Reduce]
     scalings: list[Scaling]
-
-
-def measure_reduces(backends: Sequence[str], count: int) -> list[Reduce]:
-    found = []
-    for backend in backends:
-        ring = BenchRing({"collectives": backend}, 2)
-        for rows in ROWS:
-            seconds = ring.reduce(rows * HIDDEN, count)
-            found.append(Reduce(backend, rows, seconds * 1e6, rows * HIDDEN * 2 / seconds / 1e9))
-        ring.close()
-    return found
 
 
 def measure_steps(
     settings: dict[str, object], kinds: dict[str, Decode | Prefill], rounds: int
 ) -> list[Scaling]:
     """All rings are up at once and take turns, so that what disturbs the machine disturbs all."""
-    rings = [BenchRing(settings, *size) for size in SIZES]
+    rings = [BenchRing(settings, 1), BenchRing(settings, 2)]
     scalings = []
     for name, kind in kinds.items():
         plans = [ring.begin(kind) for ring in rings]
@@ -368,38 +275,17 @@ def timing(plan: StepPlan, seconds: list[float], shares: list[list[Share]]) -> T
 
 
 def sheets(report: RingReport) -> list[Sheet]:
-    sums = [
-        (
-            one.backend,
-            f"{one.rows} x {HIDDEN} bf16",
-            f"{one.microseconds:.1f}",
-            f"{one.gigabytes_per_second:.2f}",
-        )
-        for one in report.reduces
-    ]
     steps = []
     for scaling in report.scalings:
         shares = [f"{one.communication:.1%} ({one.waiting:.1%})" for one in scaling.two.shares]
         for name, found, ratio, parts in (
             ("1 rank", scaling.one, "", ["", ""]),
             ("2 ranks", scaling.two, f"{scaling.ratio:.2f}", shares),
-            ("1 rank, 2 threads", scaling.threads, f"{scaling.ratio_of_threads:.2f}", ["", ""]),
         ):
             ms, rate = f"{found.milliseconds:.1f}", f"{found.tokens_per_second:.0f}"
             steps.append((scaling.step, name, ms, rate, ratio, *parts))
     waits = (f"rank {rank} in sums (waiting)" for rank in range(2))
-    return [
-        Sheet(("sum over 2 ranks", "rows", "us", "GB/s"), sums),
-        Sheet(("step", "", "ms", "tok/s", "ratio", *waits), steps, left=("",)),
-        *map(parts_of, report.scalings),
-    ]
-
-
-def parts_of(scaling: Scaling) -> Sheet:
-    """Where the native kernels' time goes; without rows where PyTorch computes."""
-    columns = [*scaling.one.shares, *scaling.two.shares, *scaling.threads.shares]
-    rows = [(part, *(f"{column.parts[part]:.2f}" for column in columns)) for part in columns[0].parts]
-    return Sheet((f"{scaling.step}: ms", "1 rank", "rank 0", "rank 1", "2 threads"), rows)
+    return [Sheet(("step", "", "ms", "tok/s", "ratio", *waits), steps, left=("",))]
 
 
 def main(
@@ -407,17 +293,14 @@ def main(
         Path | None, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
     ] = None,
     random: Annotated[
-        str,
-        typer.Option(help="Instead: a random Llama, as hidden,heads,kv_heads,inner,layers,vocabulary."),
+        str, typer.Option(help="Instead: a random Llama, as hidden,heads,kv_heads,inner,layers,vocabulary.")
     ] = "",
     dtype: Dtype = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="Of full KV blocks: auto, bf16, int8 or fp8.")] = "auto",
     rounds: Rounds = 5,
-    sums: Annotated[int, typer.Option(help="Sums to take the median of; 0: leave them out.", min=0)] = 300,
-    steps: Annotated[bool, typer.Option(help="Measure decode and prefill.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """The time of a sum over two ranks, and decode and prefill at one rank and at two."""
+    """Decode and prefill at one rank and at two."""
     one_of("--kv-dtype", [kv_dtype], get_args(KvDType))
     if (model is None) != bool(random):
         raise typer.BadParameter("Name a model directory, or a shape with --random, and not both.")
@@ -426,11 +309,7 @@ def main(
         if model is None:
             write_checkpoint(Path(scratch), shape_option(random))
         settings["model"] = str((model or Path(scratch)).resolve())
-        report = RingReport(
-            **about(),
-            reduces=measure_reduces(("shm", "gloo"), sums) if sums else [],
-            scalings=measure_steps(settings, KINDS, rounds) if steps else [],
-        )
+        report = RingReport(**about(), scalings=measure_steps(settings, KINDS, rounds))
     publish(report, *sheets(report), json=json)
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import httpx
@@ -34,8 +32,7 @@ from benchmarks.errors import BenchError
 from benchmarks.harness import JsonFile, Report, Rounds, Sheet, about, publish, run
 from benchmarks.processes import status_bytes
 from benchmarks.random_model import shape_option, write_servable
-from services.cli.target import LocalSettings, read_run_file
-from shared.model_store.catalog import DEFAULT_MODEL
+from services.cli.target import read_run_file
 from shared.models import gguf_parts
 
 PATIENCE = 600.0
@@ -51,10 +48,6 @@ class Round(msgspec.Struct, frozen=True):
     kind: str
     phases: dict[str, float]
     total: float
-    cpu: float
-    """CPU seconds of all processes until then, of a start; of a kill 0."""
-    load: float
-    """Of the machine in the minute before (1-minute average)."""
 
 
 class StartReport(Report, frozen=True, kw_only=True):
@@ -108,35 +101,34 @@ def at(line: Line) -> float:
 def start_phases(log: Log, began: float, answered: float) -> dict[str, float]:
     """Seconds of each phase of a start at `began` whose first token came at `answered`."""
     service = at(log.of("ready", service="executor")[0])
-    forked = [at(line) for line in log.of("rank_started")]
-    loaded = log.of("rank_loaded")
-    ready = at(log.of("ring_ready")[0])
-    parts = _slowest(loaded)
-    began_loading = max(at(line) - sum(_parts(line).values()) for line in loaded)
-    return {
-        "command line, NATS, executor's imports": service - began,
-        "ranks' imports, forked": max(forked) - service,
-        "ranks meet": began_loading - max(forked),
-        **parts,
-        "announced": ready - max(map(at, loaded)),
-        "seen by all, first token": answered - ready,
-    }
+    first = {"command line, NATS, executor's imports": service - began}
+    return first | _ring_phases(
+        log, service, answered, 0.0, "ranks' imports, forked", "seen by all, first token"
+    )
 
 
 def kill_phases(log: Log, killed: float, answered: float) -> dict[str, float]:
     """Seconds of each phase of a return after a kill at `killed`."""
     told = at(log.of("ring_lost", killed)[0])
-    forked = max(at(line) for line in log.of("rank_started", killed))
-    loaded = log.of("rank_loaded", killed)
-    ready = at(log.of("ring_ready", killed)[0])
-    began_loading = max(at(line) - sum(_parts(line).values()) for line in loaded)
+    return {"told": told - killed} | _ring_phases(log, told, answered, killed, "ended, forked", "first token")
+
+
+def _ring_phases(
+    log: Log, began: float, answered: float, since: float, forking: str, ending: str
+) -> dict[str, float]:
+    """From `began` on, of what was logged `since` then; `forking` and `ending`: what the first and last are called."""
+    forked = max(at(line) for line in log.of("rank_started", since))
+    loaded = log.of("rank_loaded", since)
+    ready = at(log.of("ring_ready", since)[0])
+    parts = [{name: float(line.get(name, 0.0)) for name in _PARTS} for line in loaded]
+    loading = max(at(line) - sum(part.values()) for line, part in zip(loaded, parts, strict=True))
+    slowest = max(parts, key=lambda part: part["weights"])  # others wait for it
     return {
-        "told": told - killed,
-        "ended, forked": forked - told,
-        "ranks meet": began_loading - forked,
-        **_slowest(loaded),
+        forking: forked - began,
+        "ranks meet": loading - forked,
+        **{name: slowest[key] for key, name in _PARTS.items()},
         "announced": ready - max(map(at, loaded)),
-        "first token": answered - ready,
+        ending: answered - ready,
     }
 
 
@@ -151,19 +143,9 @@ _PARTS = {
 """Of a rank's loading, and what they are called."""
 
 
-def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
-    """Of the rank that was loaded last: others wait for it."""
-    parts = _parts(max(loaded, key=lambda line: _parts(line)["weights"]))
-    return {name: parts[key] for key, name in _PARTS.items()}
-
-
-def _parts(line: Line) -> dict[str, float]:
-    return {name: float(line.get(name, 0.0)) for name in _PARTS}
-
-
 def phases_of(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """Seconds of each phase over `rounds` of one kind, their totals and CPU time included."""
-    columns = [{**one.phases, "total": one.total, "CPU time": one.cpu} for one in rounds]
+    """Seconds of each phase over `rounds` of one kind, their totals included."""
+    columns = [{**one.phases, "total": one.total} for one in rounds]
     return {name: [column[name] for column in columns] for name in columns[0]}
 
 
@@ -236,10 +218,6 @@ class Stack:
     def processes(self) -> list[psutil.Process]:
         return [self._process, *self._process.children(recursive=True)]
 
-    def cpu_seconds(self) -> float:
-        times = [process.cpu_times() for process in self.processes]
-        return sum(one.user + one.system for one in times)
-
     def memory(self) -> dict[str, list[int]]:
         """(PSS, USS, peak RSS) of each process, in bytes."""
         ranks = {line["pid"]: f"rank {line['rank']}" for line in self.log.of("rank_started")}
@@ -270,17 +248,9 @@ class Stack:
 
 
 @contextmanager
-def stack_of(
-    scratch: Path,
-    model: str,
-    cache: Path | None,
-    options: Sequence[str],
-    settings: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[Stack]:
-    """A stack that is ended; `cache`: of its weights, None: the user's own. `settings`: environment variables."""
-    variables = {"RYZANSTEIN_LOG_FORMAT": "json", **settings}
-    if cache is not None:
-        variables["RYZANSTEIN_MODEL_CACHE"] = str(cache)
+def stack_of(scratch: Path, model: str, cache: Path, options: Sequence[str]) -> Iterator[Stack]:
+    """A stack that is ended; `cache`: of its weights."""
+    variables = {"RYZANSTEIN_LOG_FORMAT": "json", "RYZANSTEIN_MODEL_CACHE": str(cache)}
     with TemporaryDirectory(dir=scratch) as directory:
         stack = Stack(Path(directory) / "data", model, variables, options)
         try:
@@ -292,13 +262,7 @@ def stack_of(
 def measure_start(stack: Stack, kind: str) -> Round:
     stack.wait_ready()
     answered = stack.first_token()
-    return Round(
-        kind,
-        start_phases(stack.log, stack.began, answered),
-        answered - stack.began,
-        stack.cpu_seconds(),
-        _load(),
-    )
+    return Round(kind, start_phases(stack.log, stack.began, answered), answered - stack.began)
 
 
 def measure_kill(stack: Stack) -> Round:
@@ -307,7 +271,7 @@ def measure_kill(stack: Stack) -> Round:
     asked = stack.ask()
     stack.wait("ring again", lambda: stack.log.of("ring_ready", killed))
     answered = asked.result()
-    return Round("kill", kill_phases(stack.log, killed, answered), answered - killed, 0.0, _load())
+    return Round("kill", kill_phases(stack.log, killed, answered), answered - killed)
 
 
 def weight_bytes(model: Path) -> int:
@@ -350,17 +314,12 @@ def _is_kept(log: Log, ranks: int) -> bool:
     )
 
 
-def _load() -> float:
-    return os.getloadavg()[0]
-
-
 def parts(report: StartReport) -> Iterator[Sheet | str]:
     for kind in dict.fromkeys(one.kind for one in report.rounds):
         rounds = [one for one in report.rounds if one.kind == kind]
         rows = [
             (name, f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f}")
             for name, seconds in phases_of(rounds).items()
-            if name != "CPU time" or kind != "kill"
         ]
         yield Sheet((f"{kind}, seconds", "median", "least"), rows, f"{len(rounds)} rounds")
     memory = [(name, *(f"{size / 1e6:.0f}" for size in sizes)) for name, sizes in report.memory.items()]
@@ -370,30 +329,23 @@ def parts(report: StartReport) -> Iterator[Sheet | str]:
         f"The executor's processes hold {held / 1e6:.0f} MB (PSS): {report.model_bytes / 1e6:.0f} of weights' files "
         f"and up to {report.kv_bytes / 1e6:.0f} of KV cache among them."
     )
-    loads = [one.load for one in report.rounds]
-    least, most = min(loads, default=0), max(loads, default=0)
-    yield f"Model: {report.model}, {report.model_bytes / 1e6:.0f} MB. Load average {least:.1f} to {most:.1f}."
+    yield f"Model: {report.model}, {report.model_bytes / 1e6:.0f} MB."
 
 
 def _is_executors(name: str) -> bool:
     return name.startswith(("executor", "rank")) and not name.endswith(", cold")
 
 
-def _default_model() -> Path:
-    """The built-in model, fetched where it is not there yet."""
-    subprocess.run([sys.executable, "-m", "services.cli", "models", "pull", DEFAULT_MODEL], check=True)
-    return LocalSettings().model_cache.expanduser() / DEFAULT_MODEL
-
-
 def main(
     model: Annotated[
-        Path | None, typer.Option(help="A model directory or a .gguf file. Default: the built-in model.")
-    ] = None,
+        Path,
+        typer.Option(help="A model directory or a .gguf file; `ryzanstein models list` shows where one is."),
+    ],
     random: Annotated[
         str,
         typer.Option(
-            help="Instead of a directory: a random Llama of this shape, as hidden,heads,kv_heads,inner,layers,"
-            "vocabulary, or 1.1b; with the built-in model's tokenizer."
+            help="Instead, with the tokenizer of --model: a random Llama of this shape, as hidden,heads,kv_heads,inner,"
+            "layers,vocabulary, or 1.1b."
         ),
     ] = "",
     tp: Annotated[int, typer.Option(help="Ranks.", min=1)] = 1,
@@ -402,12 +354,10 @@ def main(
     json: JsonFile = None,
 ) -> None:
     """Start of a stack, and return of a ring whose rank was killed."""
-    if model is not None and random:
-        raise typer.BadParameter("Name a model, or a shape with --random, and not both.")
-    if model is not None and not model.exists():
+    if not model.exists():
         raise typer.BadParameter(f"There is no {model}.")
     with TemporaryDirectory(prefix="ryzanstein-bench-") as name:
-        scratch, directory = Path(name), model or _default_model()
+        scratch, directory = Path(name), model
         if random:
             write_servable(scratch / "random", shape_option(random), directory)
             directory = scratch / "random"

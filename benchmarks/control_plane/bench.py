@@ -5,27 +5,15 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from benchmarks.control_plane.idle import Idle, measure_idle
-from benchmarks.control_plane.load_client import (
-    MARK_RATE,
-    Added,
-    Load,
-    Measured,
-    compiled,
-    drive,
-    holds,
-)
+from benchmarks.control_plane.load_client import MARK_RATE, Added, Load, Measured, compiled, drive, holds
 from benchmarks.control_plane.systems import HOST, System
 from benchmarks.errors import BenchError
 from benchmarks.harness import turns
-from benchmarks.process_cpu import cpu_seconds
+from benchmarks.processes import cpu_seconds
 from benchmarks.serve.stats import Spread
 
 WARM_UP = 1.5
 OPEN_CONNECTIONS = 1024
-PRECISION = 1.06
-"""The search for the highest rate ends when the bounds are this close."""
-SEARCH_SECONDS = 3.0
 Tell = Callable[[str], None]
 
 
@@ -75,14 +63,14 @@ class Bench:
         self._tell(f"{system.name}: warming up")
         await self.measure(system, seconds=WARM_UP)
 
-    async def idle(self, systems: Sequence[System], seconds: float, rounds: int = 1) -> list[list[Idle]]:
-        """Round by round, all of them at the same time, after as long in which nobody has asked them anything."""
-        self._tell(f"{', '.join(system.name for system in systems)}: left alone")
+    async def idle(self, system: System, seconds: float) -> dict[str, float]:
+        """CPU milliseconds a second by process, after as long in which nobody has asked anything."""
+        self._tell(f"{system.name}: left alone")
         await asyncio.sleep(seconds)
-        return [
-            await asyncio.gather(*(measure_idle(system.processes(), seconds) for system in systems))
-            for _ in range(rounds)
-        ]
+        before = cpu_seconds(system.processes())
+        await asyncio.sleep(seconds)
+        after = cpu_seconds(system.processes())
+        return {name: (after[name] - before[name]) * 1e3 / seconds for name in before}
 
     async def closed(self, systems: Sequence[System], rounds: int) -> dict[str, list[Measured]]:
         """Systems take turns, so that what disturbs the machine disturbs all."""
@@ -92,23 +80,6 @@ class Bench:
             found[system.name].append(await self.measure(system))
         return found
 
-    async def search(self, system: System, start: float, limit_ms: float) -> list[Measured]:
-        """Open loops at rates that close in on the highest one within the limit. A rate has failed when it has
-        failed twice: machines have hiccups."""
-        low, high, rate = 0.0, 0.0, start
-        tried: list[Measured] = []
-        while not (low and high and high / low < PRECISION) and rate >= 1:
-            self._tell(f"{system.name}: open loop at {rate:.0f} requests/s")
-            tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
-            if not holds(tried[-1], limit_ms):
-                tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
-            if holds(tried[-1], limit_ms):
-                low = rate
-            else:
-                high = rate
-            rate = (low * high) ** 0.5 if low and high else (rate * 1.25 if low else rate / 1.25)
-        return tried
-
     async def at_mark(self, system: System, limit_ms: float) -> Measured:
         """The open loop at the rate of the mark; once more where the first one has not held."""
         self._tell(f"{system.name}: open loop at {MARK_RATE:.0f} requests/s")
@@ -117,7 +88,8 @@ class Bench:
 
     async def added(self, system: System, step_ms: float, streams: int) -> Added:
         """Poisson arrivals at the rate that keeps `streams` open, each with as many tokens as fill a second."""
-        tokens, rate = steady(step_ms, streams)
+        tokens = max(2, round(1000 / step_ms))
+        rate = streams / ((tokens + 0.5) * step_ms / 1e3)
         self._tell(f"{system.name}: {streams} streams at {step_ms:g} ms a step")
         await self.measure(system, rate=rate, seconds=WARM_UP, tokens=tokens)
         found = await self.measure(system, rate=rate, seconds=max(self._seconds, 4.0), tokens=tokens)
@@ -131,12 +103,6 @@ class Bench:
             token_ms=Spread(token.p50 - step_ms, token.p99 - step_ms),
             cpu_us_per_token={part: cpu * 1e3 / tokens for part, cpu in found.cpu_ms.items()},
         )
-
-
-def steady(step_ms: float, streams: int) -> tuple[int, float]:
-    """Tokens of a request that fill a second, and the requests/s that keep `streams` of them open."""
-    tokens = max(2, round(1000 / step_ms))
-    return tokens, streams / ((tokens + 0.5) * step_ms / 1e3)
 
 
 @contextlib.asynccontextmanager

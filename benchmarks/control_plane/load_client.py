@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.control_plane.idle import Idle, idle_line
 from benchmarks.errors import BenchError
 from benchmarks.harness import Report, Sheet, nearest
 from benchmarks.serve.stats import Spread
@@ -59,8 +58,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     rate: float = 0.0
     """Requests per second, at Poisson arrivals; 0: a closed loop."""
     seconds: float = 5.0
-    quickack: bool = True
-    """Whether every read is acknowledged at once."""
     seed: int = 1
     """Of the arrivals; also tells the prompts of one run from those of another."""
 
@@ -105,19 +102,14 @@ def http_request(host: str, port: int, body: bytes, path: str = "/v1/chat/comple
 
 def compiled(folder: Path) -> Path:
     """The client's program in `folder`. Raises BenchError where there is no C compiler."""
-    return built(_SOURCE, folder)
-
-
-def built(source: Path, folder: Path) -> Path:
-    """The program of a C file, in `folder`. Raises BenchError where there is no C compiler."""
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("cc")
     if compiler is None:
-        raise BenchError(f"{source.stem} needs a C compiler; install gcc, or name one with CC.")
-    program = folder / source.stem
-    command = [compiler, "-O2", "-std=gnu11", str(source), "-o", str(program), "-lm"]
+        raise BenchError("The load client needs a C compiler; install gcc, or name one with CC.")
+    program = folder / _SOURCE.stem
+    command = [compiler, "-O2", "-std=gnu11", str(_SOURCE), "-o", str(program), "-lm"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise BenchError(f"{source.name} cannot be compiled: {result.stderr.strip()[:300]}")
+        raise BenchError(f"{_SOURCE.name} cannot be compiled: {result.stderr.strip()[:300]}")
     return program
 
 
@@ -127,7 +119,7 @@ def drive(program: Path, load: Load) -> Figures:
         request, records = Path(folder, "request"), Path(folder, "records")
         request.write_bytes(load.request)
         words = (load.host, load.port, load.connections, load.seconds, load.rate, load.tokens, load.text)
-        command = [str(program), *map(str, words), str(int(load.quickack)), str(load.seed)]
+        command = [str(program), *map(str, words), "1", str(load.seed)]
         with subprocess.Popen(
             [*command, str(request), str(records)],
             stderr=subprocess.PIPE,
@@ -198,14 +190,11 @@ class Outcome(Report, frozen=True, kw_only=True):
     connections: int
     closed: dict[str, list[Measured]]
     """By system, round by round."""
-    searched: list[Measured] = []
-    """Every rate that was tried in the open loop."""
-    highest: Measured | None = None
-    """The run of the highest rate that kept the limit."""
     at_mark: Measured | None = None
     """The open loop at `MARK_RATE`."""
     added: Added | None = None
-    idle: Idle | None = None
+    idle_ms: dict[str, float] = {}
+    """CPU milliseconds a second by process, of a stack that nobody asks anything."""
     left_out: dict[str, str] = {}
     """Why a system was not measured."""
 
@@ -220,28 +209,18 @@ class Outcome(Report, frozen=True, kw_only=True):
             _row(f"{name}, {self.connections} at once", median_run(runs))
             for name, runs in self.closed.items()
         ]
-        if self.highest is not None:
-            rows.append(_row(f"ryzanstein, open loop, p99 below {self.limit_ms:g} ms", self.highest))
         head = (
             *("load", "requests/s", "events/s", "whole p50/p99 ms", "first p50/p99 ms", "faults"),
             *("CPU ms/request", "of which"),
         )
         table = Sheet(head, rows, f"{self.tokens} tokens a request", left=("of which",))
-        none_held = f"No rate kept the 99th percentile below {self.limit_ms:g} ms."
-        missed = [none_held] if self.searched and self.highest is None else []
-        return [table, *missed, *_remarks(self)]
+        return [table, *_remarks(self)]
 
 
 def holds(measured: Measured, limit_ms: float) -> bool:
     """Whether nothing was dropped or wrong and the 99th percentile is below the limit."""
     whole = measured.figures.whole_ms
     return measured.figures.clean and whole is not None and whole.p99 < limit_ms
-
-
-def highest(tried: Sequence[Measured], limit_ms: float) -> Measured | None:
-    """The run with the most requests per second that held."""
-    held = [each for each in tried if holds(each, limit_ms)]
-    return max(held, key=lambda each: each.figures.requests_per_second, default=None)
 
 
 def mark_line(at_mark: Measured, closed: float, limit_ms: float) -> str:
@@ -307,7 +286,8 @@ def _remarks(outcome: Outcome) -> list[str]:
             f"{_text_of(added.first_token_ms)} ms, each next token {_text_of(added.token_ms)} ms; "
             f"CPU us per token: {sum(added.cpu_us_per_token.values()):.0f} ({cpu})."
         )
-    if outcome.idle is not None:
-        lines.append(idle_line(outcome.idle))
+    if idle := outcome.idle_ms:
+        by_process = ", ".join(f"{name} {ms:.1f}" for name, ms in idle.items())
+        lines.append(f"Idle, CPU ms a second: {sum(idle.values()):.1f} ({by_process}).")
     lines += [f"{name} was left out: {reason}" for name, reason in outcome.left_out.items()]
     return lines

@@ -5,13 +5,11 @@ Both answer the same request with `tokens` output tokens. Of ours the text is kn
 
 import asyncio
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,7 +18,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.control_plane.load_client import MARK, http_request
 from benchmarks.errors import BenchError
-from benchmarks.peers.catalog import pip
+from benchmarks.peers.catalog import Environment, ensure, pip
 from benchmarks.peers.servers import free_port
 from benchmarks.serve.runner import wait_answered
 from benchmarks.serve.sse import Client
@@ -28,35 +26,13 @@ from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import StackSettings
 from services.executor.rank import FIRST_WORD
 from services.executor.worker.stub import stub_token
+from shared.config import CommonSettings
 from shared.errors import RyzansteinError
 from shared.process import die_with_parent
 
 HOST = "127.0.0.1"
 SEED = 7
 READY_SECONDS = 90.0
-
-
-class System(Protocol):
-    """One system under test, in processes of its own."""
-
-    name: str
-    port: int
-
-    async def start(self) -> None:
-        """Returns when a request is answered. Raises BenchError."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    def processes(self) -> Mapping[str, list[int]]:
-        """Process ids by what they are."""
-        ...
-
-    def request(self, tokens: int) -> bytes: ...
-
-    def text(self, tokens: int) -> str:
-        """What every response says, as it stands in JSON; empty where that is not known."""
-        ...
 
 
 def body(model: str, tokens: int, extra: Mapping[str, object]) -> bytes:
@@ -84,17 +60,11 @@ class Ours:
         variables: Mapping[str, str] | None = None,
         grpc: bool = False,
         engine: str = "stub",
-        gateways: int = 1,
-        schedulers: int = 1,
-        rings: int = 1,
     ) -> None:
         """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte. It computes with
         the `engine` torch.
         `variables`: RYZANSTEIN_* settings of the services. `grpc`: whether the gateway serves that too."""
-        several = {"gateways": gateways, "schedulers": schedulers, "rings": rings}
-        self.name = ", ".join(
-            ["ryzanstein", *(f"{count} {what}" for what, count in several.items() if count > 1)]
-        )
+        self.name = "ryzanstein"
         self._model = model
         self._variables = {
             "RYZANSTEIN_STUB_STEP_MS": str(step_ms),
@@ -110,12 +80,12 @@ class Ours:
             host=HOST,
             port=0,
             tp=1,
-            replicas=rings,
+            replicas=1,
             dtype="auto",
             engine=engine,
             grpc_port=0 if grpc else None,
         )
-        self._stack = LocalStack(plan, StackSettings(gateways=gateways, schedulers=schedulers))
+        self._stack = LocalStack(plan, StackSettings())
         self.port = 0
 
     async def start(self) -> None:
@@ -137,6 +107,10 @@ class Ours:
     @property
     def grpc_address(self) -> str:
         return self._stack.grpc_address
+
+    @property
+    def nats_settings(self) -> CommonSettings:
+        return self._stack.nats_settings
 
     async def stop(self) -> None:
         await self._stack.stop()
@@ -229,33 +203,16 @@ class Dynamo:
         return ""
 
 
-DYNAMO = "ai-dynamo==1.6.0"
-
-
 def dynamo_python(work: Path, base: str, report: Callable[[str], None]) -> Path:
     """The Python of Dynamo's environment below `work`, made with the interpreter `base` if it is not there.
 
     For Python 3.11 and newer the package needs another one from NVIDIA's own index. Raises BenchError.
     """
-    home = work / "dynamo"
-    python, stamp = home / "venv" / "bin" / "python", home / "installed"
-    if stamp.exists() and stamp.read_text() == DYNAMO:
-        return python
-    report("dynamo: installing")
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
-    for command in ([base, "-m", "venv", str(home / "venv")], [str(python), *pip(DYNAMO)]):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise BenchError(f"{command[0]} cannot be run ({error.strerror}).") from None
-        if done.returncode:
-            lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if "rror" in line]
-            raise BenchError(f"`{shlex.join(command)}` failed: {' '.join(lines[:3])[:400]}")
-    stamp.write_text(DYNAMO)
-    return python
+    environment = Environment("dynamo", (pip("ai-dynamo==1.6.0"),), python=base)
+    return ensure(environment, work, report) / "bin" / "python"
 
 
+System = Ours | Dynamo
 _EXACTLY = {"ignore_eos": True}
 """What Dynamo needs to give as many tokens as are asked for."""
 

@@ -1,8 +1,8 @@
 """Step times of the engine alone, in this process: `python -m benchmarks.engine --help`.
 
 What HTTP, NATS and the batcher cost is the difference to `benchmarks.serve`. One rank, no ring; greedy.
-With --profile it prints where a step's time goes: by part for the native kernels, by operator for PyTorch, which
-computes where RYZANSTEIN_NATIVE_KERNELS=0.
+With --profile it prints where a step's time goes in the native kernels. PyTorch computes where
+RYZANSTEIN_NATIVE_KERNELS=0.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,18 +71,6 @@ def print_parts(stepper: Stepper, plans: Mapping[str, Steps], rounds: int) -> No
     show(Sheet(["ms", *columns], [*parts, whole]))
 
 
-def print_profile(step: Callable[[StepPlan], object], plan: StepPlan, name: str) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(5):
-            step(plan)
-    print(f"\n{name}, 5 steps")
-    print(
-        profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=44)
-    )
-
-
 def main(
     model: ModelDirectory,
     dtype: Dtype = "bf16",
@@ -104,10 +92,6 @@ def main(
     show(Sheet(("step", "ms", "tokens/s"), rows))
     if profile and stepper.spent is not None:
         print_parts(stepper, plans, rounds)
-    elif profile:
-        for name in (next(iter(plans)), f"decode, {DECODES[-1][0]} sequences of {DECODES[-1][1]}"):
-            stepper.prepare(plans[name])
-            print_profile(stepper.step, plans[name].measured, name)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,24 @@
 without HTTP and NATS."""
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.engine import SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from shared.messages import TokenEntry
+from shared.messages import GenerationRequest, SamplingParams, TokenEntry
 
 if TYPE_CHECKING:
+    from benchmarks.serve.workloads import Workload
     from services.executor.core.settings import ExecutorSettings
     from services.executor.worker.engine import RingEngine
 
@@ -41,16 +42,6 @@ def ring_in(directory: Path, settings: "ExecutorSettings") -> "RingEngine":
     board = directory / "board"
     spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(board), {})
     return RingEngine(settings, spec, RingBoard(board, 1, create=True), lambda rendezvous: None)
-
-
-@contextmanager
-def ring_of_one(settings: "ExecutorSettings") -> "Iterator[tuple[RingEngine, EngineSpec]]":
-    with TemporaryDirectory() as scratch:
-        engine = ring_in(Path(scratch), settings)
-        try:
-            yield engine, engine.load(lambda done, total: None)
-        finally:
-            engine.close()
 
 
 @dataclass(frozen=True)
@@ -101,3 +92,36 @@ def make_execute(runner: Any, sampler: Any) -> Execute:
         return sampled
 
     return execute
+
+
+class InProcess:
+    """One rank of a ring and its batcher, as the leader has them, which are given closed loops of greedy requests."""
+
+    def __init__(self, directory: Path, scratch: Path, threads: int) -> None:
+        from services.executor.core.settings import ExecutorSettings
+        from shared.config import load_settings
+
+        settings = load_settings(ExecutorSettings, model=str(directory), threads=threads)
+        self._engine = ring_in(scratch, settings)
+        self._spec = self._engine.load(lambda done, total: None)
+        self._limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, max_drafts=0)
+        self._random = random.Random(1)
+
+    def rate(self, workload: "Workload") -> float:
+        """Output tokens/s of so many clients."""
+        batcher = ContinuousBatcher(self._spec, self._limits, "benchmark")
+        left, free, tokens, began = workload.requests, workload.clients, 0, time.perf_counter()
+        while True:
+            for _ in range(min(free, left)):
+                batcher.add(self._request(workload, left))
+                left -= 1
+            if not batcher.has_work:
+                return tokens / (time.perf_counter() - began)
+            entries = take_step(batcher, self._engine.execute).entries
+            tokens += sum(len(entry.tokens) for entry in entries)
+            free = sum(bool(entry.finish) for entry in entries)
+
+    def _request(self, workload: "Workload", number: int) -> GenerationRequest:
+        prompt = [self._random.randrange(100, self._spec.vocab_size) for _ in range(workload.prompt_tokens)]
+        greedy = SamplingParams(temperature=0)
+        return GenerationRequest(str(number), "r", "m", "c", prompt, workload.output_tokens, greedy)

@@ -22,7 +22,6 @@ from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, median, 
 from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.kv_cache.block_memory import MappedFiles
 from shared.data_types import BlockDType
 from shared.messages import SparseAttention
 
@@ -63,19 +62,11 @@ def make_step(
 class Long:
     """Steps of one sequence over int8 blocks of random content, up to `longest` tokens."""
 
-    def __init__(
-        self,
-        directory: Path,
-        threads: int,
-        longest: int,
-        sparse: SparseAttention,
-        files: MappedFiles | None = None,
-    ) -> None:
-        """`files`: where the blocks lie; None: in memory."""
+    def __init__(self, directory: Path, threads: int, longest: int, sparse: SparseAttention) -> None:
         self._blocks = -(-longest // BLOCK)
         self._sparse = to_bytes(list(Choice.of(sparse)))
         self.runner, self.store = load_one_rank(
-            directory, "bf16", threads, self._blocks, "int8", summaries=True, files=files
+            directory, "bf16", threads, self._blocks, "int8", summaries=True
         )
         for cold in self.store.cold_layers():
             if cold.scales is None:
@@ -97,11 +88,6 @@ class Long:
         pages = [at for at, page in enumerate(shape.pages) if not page.summary]
         return sum(shape.cold_bytes(page) for page in pages) * (tokens // BLOCK)
 
-    def forward(self, context: int, token: int) -> None:
-        """A sparse step of a context of so many tokens, the last of them `token`."""
-        plan = compressed(decode_plan(1, context), self._blocks)
-        self.runner.forward(structs.replace(plan, token_ids=to_bytes([token]), sparse=self._sparse))
-
     def steps(self, context: int) -> dict[str, Callable[[], tuple[float, float]]]:
         """Each returns the milliseconds of a step, and of its attention."""
         dense = compressed(decode_plan(1, context), self._blocks)
@@ -115,14 +101,13 @@ class Long:
         return {"dense": lambda: step(dense), "sparse": lambda: step(sparse)}
 
 
-def long_contexts(long: Long, lengths: list[int], threads: int, rounds: int) -> Sheet:
+def long_contexts(long: Long, lengths: list[int], rounds: int) -> Sheet:
     """Dense and sparse decode steps in turns, the medians."""
-    from benchmarks.engine.floors import Machine
-    from services.executor.native.library import load_library
+    import torch
 
-    machine, rows = Machine(load_library(), threads), []
+    large, rows = torch.ones(1 << 27), []  # half a gigabyte: memory's rate
     for context in lengths:
-        work = {**long.steps(context), "memory": lambda: (1e-9 / machine.memory(), 0.0)}
+        work = {**long.steps(context), "memory": lambda: (large.nbytes / timed(large.sum)() / 1e9, 0.0)}
         taken = in_turns(work, rounds, warm_up=1)
         (dense, attend), (sparse, _), (memory, _) = (median(taken[name]) for name in work)
         rate = long.kv(context) / attend / 1e6
@@ -155,29 +140,22 @@ def by_codec(model: Path, threads: int, rounds: int) -> Sheet:
 def main(
     model: Annotated[
         Path | None,
-        typer.Argument(
-            help="A model directory; with --sparse random weights of --shape where it is left out."
-        ),
+        typer.Argument(help="A model directory; with --sparse random weights where it is left out."),
     ] = None,
     sparse: Annotated[bool, typer.Option(help="Long contexts, dense and sparse.")] = False,
     lengths: Annotated[str, typer.Option(help="Of these contexts, in tokens; with --sparse.")] = LENGTHS,
-    share: Annotated[float, typer.Option(help="Of the position, in chosen pages; with --sparse.")] = 0.125,
-    budget: Annotated[int, typer.Option(help="Tokens in chosen pages at least; with --sparse.")] = 2048,
-    shape: Annotated[
-        str, typer.Option(help="hidden,heads,kv_heads,inner,layers,vocabulary of random weights.")
-    ] = SHAPE,
     threads: Threads = CORES,
     rounds: Rounds = 15,
 ) -> None:
     """What KV blocks cost a decode step."""
     if sparse:
         contexts = [int(length) for length in lengths.split(",")]
-        choice = SparseAttention(share=share, budget=budget)
+        choice = SparseAttention(share=0.125, budget=2048)
         with tempfile.TemporaryDirectory() as made:
             if model is None:
-                write_checkpoint(Path(made), LlamaShape.parse(shape))
+                write_checkpoint(Path(made), LlamaShape.parse(SHAPE))
             long = Long(model or Path(made), threads, max(contexts), choice)
-            show(long_contexts(long, contexts, threads, rounds))
+            show(long_contexts(long, contexts, rounds))
     elif model is None:
         raise typer.BadParameter("Name a model directory, or measure random weights with --sparse.")
     else:

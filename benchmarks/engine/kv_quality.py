@@ -4,10 +4,8 @@ A text is cut into windows of `context` tokens. Each is computed in chunks, by t
 runner and store, which compress each block as it is full. A token attends to its own block as it was
 computed and to those before it compressed, in whatever chunks the text is read (docs/adr/0024).
 
-Perplexity is over every token of a window but its first. Top-1: share of positions whose most likely next
-token is the same as with `bf16`. Generated: the same over greedy answers of `bf16`, one token at a time,
-which each codec then reads in chunks of one block; `bf16` itself reads some differently, since sums are
-rounded in another order.
+Perplexity is over every token of a window but its first. Top-1: share of positions whose most likely next token is the
+same as with `bf16`.
 
 The text, unless a file is given: the Python language reference that the interpreter carries for `help()`.
 """
@@ -163,23 +161,6 @@ def read_text(model: Model, codec: str, windows: Tokens, chunk: int, batch: int)
     return Reading(loss, best)
 
 
-def generate(model: Model, prompts: Tokens, tokens: int) -> Tokens:
-    """`prompts` [n, m] with the `tokens` that follow greedily, nothing compressed."""
-    feed = Feed(model, CODECS[0], len(prompts), prompts.shape[1] + tokens, prompts.shape[1])
-    text = prompts
-    logits = feed.step(prompts)
-    for _ in range(tokens):
-        text = np.hstack((text, logits[:, -1:].argmax(-1).numpy()))
-        logits = feed.step(text[:, -1:])
-    return text
-
-
-def agreement(model: Model, codec: str, texts: Tokens, prompt: int) -> float:
-    """Share of the tokens of `texts` after `prompt` that are the most likely ones."""
-    best = read_text(model, codec, texts, BLOCK, len(texts)).best
-    return float((best[:, prompt - 1 : -1] == texts[:, prompt:]).mean())
-
-
 def cut(text: str, directory: Path, tokens: int, context: int) -> Tokens:
     """The first `tokens` tokens of `text`, in windows [n, context]."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -215,7 +196,6 @@ def main(
     context: Context = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens of each sequence that a step computes.", min=2)] = 64,
     batch: Batch = 4,
-    answers: Annotated[int, typer.Option(help="Greedy answers of 128 tokens.", min=1)] = 16,
     dtype: Dtype = "bf16",
     codec: Annotated[
         list[str] | None, typer.Option(help='Such as "int8 0=bf16,-1=bf16"; several: repeat it.')
@@ -227,21 +207,19 @@ def main(
     name, whole = text_of(text)
     windows = cut(whole, model, tokens, context)
     loaded = Model.load(model, DTYPES[dtype])
-    prompts = windows[np.linspace(0, len(windows) - 1, answers).astype(int), -128:]
-    texts = generate(loaded, prompts, 128)
     readings = {}
     for each in (CODECS[0], *(codec or CODECS[1:])):
-        readings[each] = read_text(loaded, each, windows, chunk, batch), agreement(loaded, each, texts, 128)
-    first, predicted, rows = readings[CODECS[0]][0], windows.size - len(windows), []
-    for each, (reading, generated) in readings.items():
+        readings[each] = read_text(loaded, each, windows, chunk, batch)
+    first, predicted, rows = readings[CODECS[0]], windows.size - len(windows), []
+    for each, reading in readings.items():
         shape = loaded.shape(each)
         perplexity = math.exp(reading.loss / predicted)
         change = math.exp((reading.loss - first.loss) / predicted) - 1
         nbytes = shape.bytes_per_cold_block
         sizes = (f"{nbytes / BLOCK:.0f}", f"{nbytes / shape.bytes_per_block:.2%}")
-        same = (f"{(reading.best == first.best).mean():.2%}", f"{generated:.2%}")
-        rows.append((each, *sizes, f"{perplexity:.4f}", f"{change:+.3%}", *same))
-    head = ("blocks", "bytes/token", "of bf16", "perplexity", "change", "top-1", "generated")
+        same = f"{(reading.best == first.best).mean():.2%}"
+        rows.append((each, *sizes, f"{perplexity:.4f}", f"{change:+.3%}", same))
+    head = ("blocks", "bytes/token", "of bf16", "perplexity", "change", "top-1")
     about = f"{windows.size} tokens of {name}, windows of {context}, chunks of {chunk}"
     show(f"{model.name}, {dtype}: {about}", Sheet(head, rows))
 

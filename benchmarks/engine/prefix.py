@@ -106,14 +106,9 @@ class Load:
 
 CASES: dict[str, tuple[int, EngineSpec]] = {
     "8 sessions, room for all": (8, EngineSpec(BLOCK, 1024, 8192, VOCABULARY)),
-    "8 sessions, compressed": (8, EngineSpec(BLOCK, 64, 8192, VOCABULARY, num_cold=512)),
     "64 sessions, room for 9, nowhere to spill": (64, EngineSpec(BLOCK, 384, 8192, VOCABULARY)),
     "64 sessions, room for 9, host memory": (64, EngineSpec(BLOCK, 384, 8192, VOCABULARY, num_host=3072)),
     "64 sessions, room for 9, disk": (64, EngineSpec(BLOCK, 384, 8192, VOCABULARY, num_disk=3072)),
-    "64 sessions, room for 9, compressed, disk": (
-        64,
-        EngineSpec(BLOCK, 64, 8192, VOCABULARY, num_cold=320, num_host=256, num_disk=3072),
-    ),
 }
 """(sessions, what the cache holds): a session needs 41 blocks by its end."""
 

@@ -4,8 +4,6 @@ One linear layer in every format, at several counts of rows, in this process: th
 many rounds counts, so that a noisy machine troubles them alike. With few rows memory bounds them, and GB/s of packed
 weights tell; with many the processor does, and billions of multiplications and additions a second tell. bf16 is what
 they are compared with: an integer dot product does twice as many of them as a bf16 one.
-
-With `--model` also whole decode steps of that model, for each `--weight-dtype`.
 """
 
 import ctypes
@@ -13,14 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from benchmarks.engine.steps import decode_plan, load_one_rank
-from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, run, show, timed
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, run, show
 from services.executor.cpu.packed_linear import PackedLinear, one_after_another
 from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import QuantizedRows
@@ -33,7 +29,6 @@ OUTPUTS, INPUTS = 11264, 2048
 ROWS = (1, 2, 4, 16, 64, 256)
 COPIES_OF = 160 << 20
 """Bytes of each format that take turns at few rows: more than the caches hold."""
-NUM_BLOCKS = 64
 
 
 def formats() -> Iterator[tuple[str, Weight]]:
@@ -108,28 +103,9 @@ def _cells(nbytes: int, times: Sequence[float], plain: Sequence[float]) -> Itera
         yield f"{rate:.{int(few)}f} ({of_bf16 / taken:.2f})"
 
 
-def decode_steps(model: Path, threads: int, rounds: int, kinds: Sequence[str]) -> Sheet:
-    """Of one sequence with a short context."""
-    work = {}
-    for kind in ("bf16", *kinds):
-        runner, _ = load_one_rank(model, "bf16", threads, NUM_BLOCKS, weights=CODECS.get(kind))
-        work[kind] = timed(partial(runner.forward, decode_plan(1, 64)))
-    best = {kind: min(taken) for kind, taken in in_turns(work, rounds).items()}
-    rows = [
-        (kind, f"{taken * 1e3:.2f}", f"{1 / taken:.1f}", f"{best['bf16'] / taken:.2f}")
-        for kind, taken in best.items()
-    ]
-    return Sheet(("weights", "ms a token", "tokens/s", "x bf16"), rows, f"{model.name}, one sequence")
-
-
-def main(
-    model: Annotated[Path | None, typer.Option(help="A model directory, for decode steps too.")] = None,
-    threads: Threads = CORES,
-    rounds: Rounds = 8,
-    weights: Annotated[str, typer.Option(help="Kinds of --weight-dtype for --model.")] = "int8,q4_k,int4",
-) -> None:
+def main(threads: Threads = CORES, rounds: Rounds = 8) -> None:
     """Times products in every format."""
-    show(decode_steps(model, threads, rounds, weights.split(",")) if model else products(threads, rounds))
+    show(products(threads, rounds))
 
 
 if __name__ == "__main__":

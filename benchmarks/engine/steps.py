@@ -21,7 +21,6 @@ from benchmarks.engine.in_process import set_threads
 from services.executor.core.step_plan import StepPlan, to_bytes
 
 if TYPE_CHECKING:
-    from services.executor.kv_cache.block_memory import MappedFiles
     from services.executor.kv_cache.store import KvStore
     from services.executor.model.weight_formats import WeightCodec
     from services.executor.worker.runner import ModelRunner
@@ -42,11 +41,9 @@ def load_one_rank(
     weights: "WeightCodec | None" = None,
     *,
     summaries: bool = False,
-    files: "MappedFiles | None" = None,
 ) -> "tuple[ModelRunner, KvStore]":
     """A runner and its store of `num_blocks` hot blocks, and as many cold ones unless `kind` is bf16; its weights
     quantized where `weights` says how. `summaries`: with those that sparse attention chooses pages by.
-    `files`: where the cold blocks lie.
 
     `dtype_name`: bf16 or fp32.
     """
@@ -71,7 +68,7 @@ def load_one_rank(
     settings = ExecutorSettings(block_size=BLOCK, sparse_attention=summaries)
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
     cold, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
-    store = KvStore(shape, num_blocks, device, cold, slots, files=files)
+    store = KvStore(shape, num_blocks, device, cold, slots)
     return make_runner(RunnerRequest(model, store, layout, SingleRank(), device, threads)), store
 
 
@@ -120,12 +117,6 @@ def decode_plan(sequences: int, context: int) -> StepPlan:
     blocks = -(-context // BLOCK)
     rows = [Row(context, 1, range(at * blocks, (at + 1) * blocks)) for at in range(sequences)]
     return step_plan(rows, num_decodes=sequences, state_slots=to_bytes(np.arange(1, 1 + sequences)))
-
-
-def prefill_plan(tokens: int) -> StepPlan:
-    """A whole prompt of `tokens` tokens."""
-    row = Row(tokens, tokens, range(-(-tokens // BLOCK)))
-    return step_plan([row], num_decodes=0, state_slots=to_bytes([0]))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ mean divergence of the next token's distribution there, in nats.
 """
 
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -232,58 +231,6 @@ class Logits:
         return total
 
 
-@torch.no_grad()
-def shuffle(model: Any, seed: int = 0) -> None:
-    """Puts hidden and inner values, and those within a head, in another order: the model computes the same, and the
-    blocks in which it may have been quantized before are torn apart.
-
-    Raises BadParameter for models whose layers are not Llama's.
-    """
-    config, random = model.config, torch.Generator().manual_seed(seed)
-    if config.model_type not in ("llama", "mistral", "qwen2"):
-        raise typer.BadParameter(
-            f"--shuffle knows the layers of llama, mistral and qwen2, not {config.model_type}."
-        )
-    hidden = torch.randperm(config.hidden_size, generator=random)
-    for layer in model.model.layers:
-        _shuffle_layer(layer, config, hidden, random)
-    model.model.norm.weight.data = model.model.norm.weight.data[hidden]
-    tables = {id(module.weight): module.weight for module in (model.model.embed_tokens, model.lm_head)}
-    for table in tables.values():
-        table.data = table.data[:, hidden]
-
-
-def _shuffle_layer(layer: Any, config: Any, hidden: Tensor, random: torch.Generator) -> None:
-    attention, mlp, kv_heads = layer.self_attn, layer.mlp, config.num_key_value_heads
-    inner = torch.randperm(config.intermediate_size, generator=random)
-    within = torch.stack([torch.randperm(attention.head_dim, generator=random) for _ in range(kv_heads)])
-    read = within.repeat_interleave(config.num_attention_heads // kv_heads, dim=0)
-    for linear in (
-        attention.q_proj,
-        attention.k_proj,
-    ):  # their rows are in the order of the positions' rotations
-        _reorder(linear, slice(None), hidden)
-    _reorder(attention.v_proj, _flat(within), hidden)
-    _reorder(attention.o_proj, hidden, _flat(read))
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        _reorder(linear, inner, hidden)
-    _reorder(mlp.down_proj, hidden, inner)
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        norm.weight.data = norm.weight.data[hidden]
-
-
-def _reorder(linear: nn.Linear, rows: Tensor | slice, columns: Tensor) -> None:
-    linear.weight.data = linear.weight.data[rows][:, columns]
-    if linear.bias is not None:
-        linear.bias.data = linear.bias.data[rows]
-
-
-def _flat(within: Tensor) -> Tensor:
-    """Indices within heads [heads, size] as indices of all."""
-    heads, size = within.shape
-    return (within + size * torch.arange(heads).view(-1, 1)).flatten()
-
-
 def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
     """(the model, the directory that it is served from) of a model directory or a .gguf file, which is unpacked."""
     if model.is_file():
@@ -293,15 +240,6 @@ def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
             str(model.parent), dtype=dtype, **unpacked
         ).eval(), directory
     return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype).eval(), model
-
-
-def shuffled_copy(model: Any, directory: Path, scratch: Path) -> Path:
-    """Shuffles `model`, which came from `directory`; a directory that has it as it then is."""
-    shuffle(model)
-    made = scratch / "shuffled"
-    model.save_pretrained(str(made))
-    shutil.copy(directory / "tokenizer.json", made)
-    return made
 
 
 def main(
@@ -323,14 +261,6 @@ def main(
             min=0,
         ),
     ] = 0,
-    shuffled: Annotated[
-        bool,
-        typer.Option(
-            "--shuffle",
-            help="Put the weights in another order, in which the model computes the same, before anything else: else "
-            "weights that were quantized before lose too little.",
-        ),
-    ] = False,
     dtype: Dtype = "fp32",
     threads: Threads = CORES,
 ) -> None:
@@ -342,8 +272,6 @@ def main(
     chosen = [way for way in WAYS[1:] if way.name.startswith(tuple(ways.split(",")))]
     with tempfile.TemporaryDirectory() as scratch:
         loaded, directory = opened(model, DTYPES[dtype], Path(scratch))
-        if shuffled:
-            directory = shuffled_copy(loaded, directory, Path(scratch))
         windows = cut(whole, directory, tokens, context)
         show(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
         plain = Logits(Path(scratch), windows, loaded.config.vocab_size)

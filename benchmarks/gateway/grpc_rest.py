@@ -1,15 +1,8 @@
 """The same work over gRPC and over REST: `python -m benchmarks.gateway.grpc_rest --help`.
 
-Our stack on the stub engine without delay. Each request is a chat of one short message; of the answer every
-client reads all the text. Clients take turns, in closed loops:
-
-    rest httpx     httpx, the client of OpenAI's package, and JSON decoded, chunk by chunk
-    rest raw       bytes on kept-alive connections, looked through for the end and never decoded
-    grpc           grpcio's client, and protobuf's classes
-    grpc raw       bytes on one connection, looked through for the end and never decoded
-    grpc tokens    as grpc, with token ids for text
-
-CPU time is of the gateway's process and of the client's (with grpcio's threads), per request. With --edge the
+Our stack on the stub engine without delay. Each request is a chat of one short message. Clients take turns, in closed
+loops; they look through the answers' bytes for the end and decode nothing, on kept-alive connections (REST) and on one
+connection (gRPC). CPU time is of the gateway's process and of the client's, per request. With --edge the
 gateway has no NATS around it and makes its tokens itself (`edge.py`).
 """
 
@@ -17,13 +10,11 @@ import asyncio
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
-import grpc
-import httpx
 import msgspec
 import typer
 import uvloop
@@ -33,7 +24,7 @@ from benchmarks.control_plane.systems import HOST, SEED, Ours
 from benchmarks.gateway.edge import Edge
 from benchmarks.harness import JsonFile, Rounds, Sheet, median, nearest, publish
 from benchmarks.harness import run as run_program
-from benchmarks.process_cpu import cpu_seconds
+from benchmarks.processes import cpu_seconds
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.server.http2.frames import PREFACE
 from services.gateway.server.http2.hpack import literal
@@ -41,7 +32,8 @@ from services.gateway.server.http2.hpack import literal
 Ask = Callable[[int, bool], Awaitable[int]]
 """A request for so many tokens, streamed or not; returns the characters or tokens that came."""
 
-Connect = Callable[["Served", int], AbstractAsyncContextManager[Ask]]
+Served = Ours | Edge
+Connect = Callable[[Served, int], AbstractAsyncContextManager[Ask]]
 
 CHAT = "/ryzanstein.v1.InferenceService/Chat"
 QUESTION = "What is the capital of France?"
@@ -58,27 +50,11 @@ class Figure(msgspec.Struct, frozen=True):
     per_second: float
 
 
-class Served(Protocol):
-    """What is measured."""
-
-    port: int
-
-    @property
-    def grpc_address(self) -> str: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def processes(self) -> Mapping[str, list[int]]: ...
-
-
 class Plan(NamedTuple):
     """What was asked for."""
 
     rounds: int
     requests: int
-    only: str
     loops: Sequence[int]
 
 
@@ -97,27 +73,6 @@ def body(tokens: int, streamed: bool) -> dict[str, object]:
         "seed": SEED,
     }
     return fields | ({"stream": True, "stream_options": {"include_usage": True}} if streamed else {})
-
-
-@asynccontextmanager
-async def httpx_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
-    limits = httpx.Limits(max_connections=loops, max_keepalive_connections=loops)
-    async with httpx.AsyncClient(base_url=f"http://{HOST}:{ours.port}", limits=limits, timeout=60) as http:
-
-        async def ask(tokens: int, streamed: bool) -> int:
-            if not streamed:
-                answer = await http.post("/v1/chat/completions", json=body(tokens, streamed))
-                return len(answer.json()["choices"][0]["message"]["content"])
-            count = 0
-            async with http.stream("POST", "/v1/chat/completions", json=body(tokens, streamed)) as answer:
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        chunk = msgspec.json.decode(line[6:])
-                        for choice in chunk["choices"]:
-                            count += len(choice["delta"].get("content") or "")
-            return count
-
-        yield ask
 
 
 @asynccontextmanager
@@ -144,28 +99,6 @@ async def raw_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
     finally:
         for _, writer in every:
             writer.close()
-
-
-def grpc_client(kind: int) -> Connect:
-    @asynccontextmanager
-    async def make(ours: Served, loops: int) -> AsyncIterator[Ask]:
-        async with grpc.aio.insecure_channel(ours.grpc_address) as channel:
-            chat = channel.unary_stream(
-                CHAT,
-                request_serializer=pb.ChatRequest.SerializeToString,
-                response_deserializer=pb.GenerationEvent.FromString,
-            )
-
-            async def ask(tokens: int, streamed: bool) -> int:
-                count = 0
-                async for event in chat(chat_request(tokens, streamed, kind)):
-                    for choice in event.choices:
-                        count += len(choice.text) + len(choice.token_ids)
-                return count
-
-            yield ask
-
-    return make
 
 
 class _RawGrpc:
@@ -215,41 +148,32 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
     return struct.pack(">HBBBL", len(payload) >> 8, len(payload) & 0xFF, kind, flags, number) + payload
 
 
-def chat_request(tokens: int, streamed: bool, kind: int) -> pb.ChatRequest:
+def chat_request(tokens: int, streamed: bool) -> pb.ChatRequest:
     return pb.ChatRequest(
         model="stub",
         messages=[pb.ChatMessage(role=pb.ROLE_USER, content=QUESTION)],
         sampling=pb.SamplingParameters(max_tokens=tokens, seed=SEED),
-        output=pb.OutputOptions(kind=kind, whole=not streamed),
+        output=pb.OutputOptions(kind=pb.OUTPUT_KIND_TEXT, whole=not streamed),
     )
 
 
-def raw_grpc_client(kind: int) -> Connect:
-    @asynccontextmanager
-    async def make(ours: Served, loops: int) -> AsyncIterator[Ask]:
-        host, _, port = ours.grpc_address.rpartition(":")
-        raw = _RawGrpc(*await asyncio.open_connection(host, int(port)), ours.grpc_address)
-        requests = {case: chat_request(*case, kind).SerializeToString() for case in CASES}
+@asynccontextmanager
+async def raw_grpc_client(ours: Served, loops: int) -> AsyncIterator[Ask]:
+    host, _, port = ours.grpc_address.rpartition(":")
+    raw = _RawGrpc(*await asyncio.open_connection(host, int(port)), ours.grpc_address)
+    requests = {case: chat_request(*case).SerializeToString() for case in CASES}
 
-        async def ask(tokens: int, streamed: bool) -> int:
-            await raw.ask(requests[tokens, streamed])
-            return tokens
+    async def ask(tokens: int, streamed: bool) -> int:
+        await raw.ask(requests[tokens, streamed])
+        return tokens
 
-        try:
-            yield ask
-        finally:
-            await raw.close()
-
-    return make
+    try:
+        yield ask
+    finally:
+        await raw.close()
 
 
-CLIENTS: dict[str, Connect] = {
-    "rest httpx": httpx_client,
-    "rest raw": raw_client,
-    "grpc": grpc_client(pb.OUTPUT_KIND_TEXT),
-    "grpc raw": raw_grpc_client(pb.OUTPUT_KIND_TEXT),
-    "grpc tokens": grpc_client(pb.OUTPUT_KIND_TOKENS),
-}
+CLIENTS: dict[str, Connect] = {"rest raw": raw_client, "grpc raw": raw_grpc_client}
 
 
 async def measure(ours: Served, ask: Ask, run: Run, requests: int) -> Figure:
@@ -281,7 +205,7 @@ async def measure(ours: Served, ask: Ask, run: Run, requests: int) -> Figure:
 async def compare(ours: Served, plan: Plan) -> dict[Run, list[Figure]]:
     rounds, requests = plan.rounds, plan.requests
     found: dict[Run, list[Figure]] = {}
-    names = [name for name in CLIENTS if plan.only in name]
+    names = list(CLIENTS)
     await ours.start()
     try:
         for loops in plan.loops:
@@ -316,7 +240,6 @@ def sheet(found: dict[Run, Figure]) -> Sheet:
 def main(
     rounds: Rounds = 5,
     requests: Annotated[int, typer.Option(help="Requests of a run; a quarter in one loop.", min=64)] = 1024,
-    only: Annotated[str, typer.Option(help="Clients with this in their names.")] = "",
     loops: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,64",
     edge: Annotated[
         bool, typer.Option("--edge", help="The gateway without NATS; more at a time tells more.")
@@ -324,7 +247,7 @@ def main(
     json: JsonFile = None,
 ) -> None:
     """CPU time and latency of a request over gRPC and REST, of the gateway and of the client."""
-    plan = Plan(rounds, requests, only, [int(each) for each in loops.split(",")])
+    plan = Plan(rounds, requests, [int(each) for each in loops.split(",")])
     with tempfile.TemporaryDirectory() as folder:
         found = uvloop.run(compare(Edge() if edge else Ours(Path(folder), grpc=True), plan))
     rows = [{**run._asdict(), "runs": figures} for run, figures in found.items()]

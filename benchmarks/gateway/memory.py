@@ -1,8 +1,7 @@
 """What a gateway holds in memory: `python -m benchmarks.gateway.memory --help`.
 
 Our whole stack on the stub engine, which serves a made-up model with a vocabulary of the size that is asked for; the
-gateway's tokenizer and chat template are as for a real one. Measured at rest, under W3 (the most of it), afterwards,
-and during and after long texts that are sent together to be tokenized.
+gateway's tokenizer and chat template are as for a real one. Measured at rest, under W3, and afterwards.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import msgspec
 import psutil
 import typer
@@ -46,7 +44,7 @@ class Held(msgspec.Struct, frozen=True):
     anonymous: float
     """Of it what is its own."""
     templates: float
-    """Resident memory of the process that renders chat templates."""
+    """Of the process that renders chat templates."""
 
 
 def model_directory(directory: Path, vocabulary: int) -> None:
@@ -63,6 +61,8 @@ def model_directory(directory: Path, vocabulary: int) -> None:
     tokenizer = {
         "version": "1.0",
         "added_tokens": added,
+        "normalizer": None,
+        "post_processor": None,
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
         "model": model | {"vocab": entries, "merges": merges},
@@ -114,7 +114,8 @@ class Watch:
         rendering = [
             each.memory_info().rss for each in others if "template_process" in " ".join(each.cmdline())
         ]
-        return Held(when, _mib(whole.rss), _mib(whole.rss - whole.shared), _mib(sum(rendering)))
+        sizes = (whole.rss, whole.rss - whole.shared, sum(rendering))
+        return Held(when, *(round(size / (1 << 20), 1) for size in sizes))
 
     @contextlib.contextmanager
     def most(self, when: str, found: list[Held]) -> Iterator[None]:
@@ -135,11 +136,7 @@ class Watch:
             found.append(max(seen, key=lambda held: held.gateway))
 
 
-def _mib(size: float) -> float:
-    return round(size / (1 << 20), 1)
-
-
-def measured(vocabulary: int, texts: int, text_bytes: int) -> list[Held]:
+def measured(vocabulary: int) -> list[Held]:
     """Raises BenchError."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -149,12 +146,12 @@ def measured(vocabulary: int, texts: int, text_bytes: int) -> list[Held]:
         with asyncio.Runner() as runner:
             runner.run(ours.start())
             try:
-                return _stages(ours, texts, text_bytes)
+                return _stages(ours)
             finally:
                 runner.run(ours.stop())
 
 
-def _stages(ours: Ours, texts: int, text_bytes: int) -> list[Held]:
+def _stages(ours: Ours) -> list[Held]:
     watch = Watch(lambda: ours.processes()["gateway"])
     found: list[Held] = []
     time.sleep(REST_SECONDS)
@@ -162,11 +159,7 @@ def _stages(ours: Ours, texts: int, text_bytes: int) -> list[Held]:
     with watch.most("under W3, the most", found):
         _load(ours)
     time.sleep(REST_SECONDS)
-    found.append(watch.now("after W3"))
-    with watch.most(f"{texts} texts of {text_bytes >> 10} KiB, the most", found):
-        _tokenize(ours, texts, text_bytes)
-    time.sleep(REST_SECONDS)
-    found.append(watch.now("after them"))
+    found.append(watch.now("afterwards"))
     return found
 
 
@@ -178,29 +171,14 @@ def _load(ours: Ours) -> None:
         raise BenchError("Requests of W3 failed; look at the stack's logs.")
 
 
-def _tokenize(ours: Ours, texts: int, text_bytes: int) -> None:
-    generator = random.Random(texts)
-    words = ["".join(generator.choices("abcdefghijklmnop", k=generator.randint(2, 9))) for _ in range(4096)]
-    text = " ".join(generator.choices(words, k=text_bytes // 4))[:text_bytes]
-
-    async def send() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
-            url = f"http://{HOST}:{ours.port}/tokenize"
-            await asyncio.gather(*(client.post(url, json={"prompt": text}) for _ in range(texts)))
-
-    asyncio.run(send())
-
-
 def main(
     vocabulary: Annotated[
         list[int] | None, typer.Option(min=2000, help="Tokens of the model; may be repeated.")
     ] = None,
-    texts: Annotated[int, typer.Option(min=1, help="Long texts at once.")] = 6,
-    text_kib: Annotated[int, typer.Option(min=1, help="Size of each.")] = 3900,
     json: JsonFile = None,
 ) -> None:
-    """Memory of a gateway at rest, under W3, and with long texts. Default: vocabularies of 49,152 and 262,144."""
-    found = {size: measured(size, texts, text_kib << 10) for size in vocabulary or (49_152, 262_144)}
+    """Memory of a gateway at rest and under W3. Default: vocabularies of 49,152 and 262,144."""
+    found = {size: measured(size) for size in vocabulary or (49_152, 262_144)}
     rows = [
         (f"{size:,}", held.when, *(f"{one:.0f}" for one in (held.gateway, held.anonymous, held.templates)))
         for size, stages in found.items()

@@ -1,10 +1,10 @@
 """How long a tenant's requests wait while another tenant sends the worst that it may:
 `python -m benchmarks.gateway.neighbours --help`.
 
-A gateway in a process of its own on a NATS of its own, with a key for each of the two tenants; this process answers
-every generation with a token (`idle_streams.SilentRing`). The one tenant asks for a short chat over and over, one at a
-time, and measures until its first token; the other has several connections that repeat one kind of request, or of
-frames, as fast as they are answered. What a client of either spends of the processor's time counts against the gateway.
+Our stack on the stub engine, with a key for each of the two tenants. The one tenant asks for a short chat over and
+over, one at a time, and measures until its first token; the other has several connections that repeat one kind of
+request, or of frames, as fast as they are answered. What a client of either, and the stub, spend of the processor's
+time counts against the gateway.
 """
 
 import asyncio
@@ -12,25 +12,29 @@ import http.client
 import itertools
 import random
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from benchmarks.control_plane.systems import HOST
+from benchmarks.control_plane.systems import HOST, Ours
 from benchmarks.errors import BenchError
-from benchmarks.gateway.idle_streams import MODEL, answered_gateway
+from benchmarks.gateway.memory import model_directory
 from benchmarks.harness import JsonFile, Sheet, publish, run
 from benchmarks.serve.workloads import WORDS
 from services.cli.commands.keys import open_keys
 from services.gateway.server.http2 import frames
 from services.gateway.server.http2.hpack import literal
 from shared.keys import new_key
+from shared.nats.bus import Bus
 
+MODEL, VOCABULARY = "stub", 49_152
 LIMIT_MS = 500.0
 """Longer than this nobody's request may wait because of another tenant's."""
 CONNECTIONS = 8
@@ -169,7 +173,9 @@ def burdens() -> Iterator[tuple[str, Send | None]]:
 
 
 def nested(levels: int) -> object:
-    return msgspec.Raw(b'{"model":"idle","messages":' + b"[" * levels + b"]" * levels + b"}")
+    return msgspec.Raw(
+        b'{"model":"' + MODEL.encode() + b'","messages":' + b"[" * levels + b"]" * levels + b"}"
+    )
 
 
 class Measurement:
@@ -215,13 +221,25 @@ class Measurement:
 
 async def measured(seconds: float, only: str) -> list[Waits]:
     """Raises `BenchError`."""
-    async with answered_gateway(2_000, "length") as (gateway, _, bus):
-        keys, bucket = [new_key(tenant, time.time()) for tenant in ("victim", "burden")], await open_keys(bus)
-        for key in keys:
-            await bucket.create(key.identity, key.record)
-        measurement = Measurement((gateway.port, gateway.grpc_port), (keys[0].token, keys[1].token))
-        kinds = [(name, send) for name, send in burdens() if only in name]
-        return [await asyncio.to_thread(measurement.beside, *kind, seconds) for kind in kinds]
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        model_directory(model, VOCABULARY)
+        ours = Ours(Path(folder) / "data", model=model, grpc=True)
+        await ours.start()
+        try:
+            keys = [new_key(tenant, time.time()) for tenant in ("victim", "burden")]
+            bus = await Bus.connect(ours.nats_settings, "benchmark")
+            bucket = await open_keys(bus)
+            for key in keys:
+                await bucket.create(key.identity, key.record)
+            await bus.close()
+            grpc_port = int(ours.grpc_address.rpartition(":")[2])
+            measurement = Measurement((ours.port, grpc_port), (keys[0].token, keys[1].token))
+            kinds = [(name, send) for name, send in burdens() if only in name]
+            return [await asyncio.to_thread(measurement.beside, *kind, seconds) for kind in kinds]
+        finally:
+            await ours.stop()
 
 
 def sheet(waits: list[Waits]) -> Sheet:

@@ -1,4 +1,4 @@
-"""How fast ranks load a model from the page cache, and what memory it takes: `python -m benchmarks.loading`.
+"""How fast ranks load a model from the page cache: `python -m benchmarks.loading`.
 
 Without a directory it writes a random Llama into a temporary one. Every rank is a process of its own, and
 the ranks of a ring load at the same time, with the processor's cores shared out between them.
@@ -8,14 +8,11 @@ the ranks of a ring load at the same time, with the processor's cores shared out
               has to do at the least, page faults included. The better of the two is the measure.
     read      the loader's copying, from the first report of its progress to the last: slices, file by file
     load      all of `load_model`: configuration, empty model, files, copying, packing of the weights
-    memory    peak of anonymous memory (RssAnon, sampled) and of all resident memory (VmHWM, the kernel's)
-              over what was there before, while reading and in all, as parts of the rank's share
 """
 
-import json
+import contextlib
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.harness import CORES, Rounds, Sheet, machine, run, show
-from benchmarks.loading.rank import write_random
+from benchmarks.loading.rank import serve, write_random
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,6 @@ class Figures:
     copy: dict[str, float]
     read: float
     load_seconds: float
-    memory: dict[str, float]
-    """The rank's peak over its share, the worst rank's."""
 
     @property
     def part(self) -> float:
@@ -45,40 +40,32 @@ class Figures:
         return self.read / max(self.copy.values())
 
 
-class Rank:
-    """A rank's process, which does one thing for each line it is sent."""
+class Ranks:
+    """Processes of a ring; each does one thing for each word that it is sent."""
 
-    def __init__(self, directory: Path, rank: int, world_size: int, threads: int, dtype: str):
-        command = [sys.executable, "-m", "benchmarks.loading.rank", str(directory)]
-        command += [str(rank), str(world_size), str(threads), dtype]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.answer()
+    def __init__(self, directory: Path, world_size: int, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, directory, rank, world_size, threads)
+            self._processes.append(context.Process(target=serve, args=arguments, daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
 
-    def ask(self, what: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("A rank of the benchmark ended; its error is above.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def all_do(self, what: str) -> list[dict[str, Any]]:
+        """Every rank does `what` at the same time; their answers. Raises EOFError where one has ended."""
+        for pipe in self._pipes:
+            pipe.send(what)
+        return [pipe.recv() for pipe in self._pipes]
 
     def close(self) -> None:
-        self._process.communicate()
-
-
-def all_do(ranks: list[Rank], what: str) -> list[dict[str, Any]]:
-    """Every rank does `what` at the same time; their answers."""
-    for rank in ranks:
-        rank.ask(what)
-    return [rank.answer() for rank in ranks]
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send("")
+            process.join()
 
 
 def rate(answers: list[dict[str, Any]]) -> float:
@@ -87,29 +74,23 @@ def rate(answers: list[dict[str, Any]]) -> float:
     return float(sum(answer["bytes"] for answer in answers) / span)
 
 
-def measure(directory: Path, world_size: int, threads: int, dtype: str, rounds: int) -> Figures:
-    """Best of `rounds` for the times; memory is measured in a load of its own."""
-    ranks = [Rank(directory, rank, world_size, threads, dtype) for rank in range(world_size)]
+def measure(directory: Path, world_size: int, threads: int, rounds: int) -> Figures:
+    """The best of `rounds`."""
+    ranks = Ranks(directory, world_size, threads)
     try:
         copies: dict[str, list[float]] = {"huge": [], "small": []}
         loads = []
         for _ in range(rounds):
             for pages, rates in copies.items():
-                rates.append(rate(all_do(ranks, f"copy-{pages}")))
-            loads.append(all_do(ranks, "load"))
-        peaks = all_do(ranks, "memory")
+                rates.append(rate(ranks.all_do(pages)))
+            loads.append(ranks.all_do("load"))
     finally:
-        for rank in ranks:
-            rank.close()
+        ranks.close()
     return Figures(
-        share=max(answer["bytes"] for answer in peaks),
+        share=max(answer["bytes"] for answer in loads[0]),
         copy={pages: max(rates) for pages, rates in copies.items()},
         read=max(rate(answers) for answers in loads),
         load_seconds=min(max(answer["seconds"] for answer in answers) for answers in loads),
-        memory={
-            kind: max(answer[kind] / answer["bytes"] for answer in peaks)
-            for kind in ("read_anonymous", "read_resident", "anonymous", "resident")
-        },
     )
 
 
@@ -123,10 +104,6 @@ def sheet(figures: dict[str, Figures]) -> Sheet:
         ("loader over the better copy", *(f"{one.part:.0%}" for one in found)),
         ("load_model in all, s", *(f"{one.load_seconds:.2f}" for one in found)),
     ]
-    for when, prefix in (("reading", "read_"), ("in all", "")):
-        for kind in ("anonymous", "resident"):
-            cells = (f"{one.memory[prefix + kind]:.3f}" for one in found)
-            rows.append((f"peak {kind} over share, {when}", *cells))
     return Sheet(("", *figures), rows)
 
 
@@ -136,10 +113,9 @@ def main(
     ] = None,
     gigabytes: Annotated[float, typer.Option(help="Size of the random model.", min=0.1)] = 1.5,
     ranks: Annotated[str, typer.Option(help="Ring sizes, with commas between them.")] = "1,2",
-    dtype: Annotated[str, typer.Option(help="What the ranks serve: bf16 or fp32.")] = "bf16",
     rounds: Rounds = 5,
 ) -> None:
-    """Loading from the page cache: rate against the machine's copy bandwidth, and peak memory."""
+    """Loading from the page cache: rate against the machine's copy bandwidth."""
     with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-") as scratch:
         if directory is None:
             directory = Path(scratch)
@@ -148,8 +124,8 @@ def main(
         for size in (int(text) for text in ranks.split(",")):
             threads = max(1, CORES // size)
             name = f"{size} rank{'s' * (size > 1)} of {threads} thread{'s' * (threads > 1)}"
-            figures[name] = measure(directory, size, threads, dtype, rounds)
-        show(f"{machine()}; served in {dtype}", sheet(figures))
+            figures[name] = measure(directory, size, threads, rounds)
+        show(machine(), sheet(figures))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,22 @@
-"""One rank of `benchmarks.loading`: reads commands on stdin, answers each with a line of JSON on stdout."""
+"""One rank of `benchmarks.loading`."""
 
-import ctypes
-import gc
-import json
 import mmap
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.processes import status_bytes
 from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.loading.arena import allocate
 from services.executor.model.loading.loader import load_config, load_model
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CPU = torch.device("cpu")
 
 
@@ -70,7 +64,8 @@ def copy(directory: Path, total: int, member: Member, pages: str) -> dict[str, f
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         share = size // member.world_size
-        count = min(share, total - done)
+        if not (count := min(share, total - done)):
+            break
         source = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=share * member.rank)
         held[done : done + count].copy_(source)
         done += count
@@ -93,80 +88,15 @@ def timed_load(directory: Path, member: Member, dtype: torch.dtype) -> dict[str,
     return {"begin": reports[0][0], "end": reports[-1][0], "bytes": reports[-1][2], "seconds": seconds}
 
 
-class PeakMemory:
-    """Peaks of this process's memory over what it held at the start, in bytes."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._before = {key: _status(key) for key in ("RssAnon", "VmRSS")}
-        self._anonymous = self._before["RssAnon"]
-        self._over = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._sampler.start()
-
-    def _sample(self) -> None:
-        while not self._over.wait(0.001):
-            self._anonymous = max(self._anonymous, _status("RssAnon"))
-
-    def peaks(self) -> dict[str, int]:
-        """Peak so far of anonymous and of all resident memory."""
-        self._anonymous = max(self._anonymous, _status("RssAnon"))
-        return {
-            "anonymous": self._anonymous - self._before["RssAnon"],
-            "resident": _status("VmHWM") - self._before["VmRSS"],
-        }
-
-    def close(self) -> None:
-        self._over.set()
-        self._sampler.join()
-
-
-def _status(key: str) -> int:
-    return status_bytes("self", "status", key)
-
-
-def measured_load(directory: Path, member: Member, dtype: torch.dtype) -> dict[str, int]:
-    """Peak memory of a load: at the end of reading and in all."""
-    memory = PeakMemory()
-    reading: dict[str, int] = {}
-
-    def told(done: int, total: int) -> None:
-        if done == total:
-            reading.update(
-                {"bytes": total, **{f"read_{kind}": peak for kind, peak in memory.peaks().items()}}
-            )
-
-    model = load(directory, member, dtype, told)
-    peaks = memory.peaks()
-    memory.close()
-    del model
-    return {**reading, **peaks}
-
-
-def main() -> None:
-    """`python -m benchmarks.loading.rank DIRECTORY RANK WORLD_SIZE THREADS DTYPE`."""
-    directory, member = Path(sys.argv[1]), Member(int(sys.argv[2]), int(sys.argv[3]))
-    torch.set_num_threads(int(sys.argv[4]))
-    dtype = DTYPES[sys.argv[5]]
+def serve(pipe: Connection, directory: Path, rank: int, world_size: int, threads: int) -> None:
+    """Does what `pipe` says, until it says nothing."""
+    torch.set_num_threads(threads)
+    member, dtype = Member(rank, world_size), torch.bfloat16
     with tempfile.TemporaryDirectory() as scratch:
         write_random(Path(scratch), 10**7)
         load(Path(scratch), member, dtype, lambda done, total: None)  # imports and first uses
     total = int(timed_load(directory, member, dtype)["bytes"])
-    answer: dict[str, Any] = {"ready": True}
-    while True:
-        print(json.dumps(answer), flush=True)
-        match sys.stdin.readline().strip():
-            case "copy-huge" | "copy-small" as what:
-                answer = copy(directory, total, member, what.removeprefix("copy-"))
-            case "load":
-                answer = timed_load(directory, member, dtype)
-            case "memory":
-                answer = measured_load(directory, member, dtype)
-            case _:
-                return
-
-
-if __name__ == "__main__":
-    main()
+    while what := pipe.recv():
+        pipe.send(
+            timed_load(directory, member, dtype) if what == "load" else copy(directory, total, member, what)
+        )

@@ -120,11 +120,11 @@ def verdict(report: Report) -> int:
 
 def _page(results: Path, into: Path | None) -> None:
     try:
-        table = markdown(read_report(results))
+        report = read_report(results)
         if into is None:
-            print(table)
+            print(markdown(report))
         else:
-            into.write_text(put_into(into.read_text(encoding="utf-8"), table), encoding="utf-8")
+            into.write_text(put_into(into.read_text(encoding="utf-8"), report), encoding="utf-8")
     except ValueError as error:
         raise BenchError(f"{error}.") from None
 

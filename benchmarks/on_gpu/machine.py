@@ -93,7 +93,7 @@ GB, TERA = 1e9, 1e12
 
 def run(bench: Bench) -> None:
     """Every rate on its own: one that this machine does not have leaves the others."""
-    bench.each("machine", (_copy, _bf16, _fp8, _read, _to_device, _launch))
+    bench.each("machine", (_copy, _bf16, _fp8, _launch))
 
 
 def _copy(bench: Bench) -> None:
@@ -103,15 +103,6 @@ def _copy(bench: Bench) -> None:
     seconds = took(lambda: target.copy_(source), bench.device, 12).device
     what = "device to device copy, read and written"
     bench.measured(COPY, what, 2 * size / seconds / GB, "GB/s", _printed(bench, 0, GB))
-
-
-def _read(bench: Bench) -> None:
-    size = 1 << (18 if bench.tiny else 31)
-    numbers = torch.ones(size, dtype=torch.bfloat16, device=bench.device)
-    seconds = took(lambda: numbers.amax(), bench.device, 12).device
-    bench.measured(
-        "machine/read", "reading alone (a maximum)", 2 * size / seconds / GB, "GB/s", _printed(bench, 0, GB)
-    )
 
 
 def _bf16(bench: Bench) -> None:
@@ -136,15 +127,6 @@ def _fp8(bench: Bench) -> None:
     seconds = took(product, bench.device, 20).device
     what = f"fp8 matrix product, {size} x {size} x {size}"
     bench.measured(FP8, what, 2 * size**3 / seconds / TERA, "TFLOP/s", _printed(bench, 2, TERA))
-
-
-def _to_device(bench: Bench) -> None:
-    pinned = bench.device.type == "cuda"
-    size = 1 << (18 if bench.tiny else 30)
-    source = torch.ones(size, dtype=torch.uint8, pin_memory=pinned)
-    target = torch.empty(size, dtype=torch.uint8, device=bench.device)
-    seconds = took(lambda: target.copy_(source, non_blocking=True), bench.device, 6).device
-    bench.measured("machine/to-device", "host to device copy, pinned", size / seconds / GB, "GB/s")
 
 
 def _launch(bench: Bench) -> None:

@@ -1,15 +1,12 @@
 """What a served step costs besides the GPU's work (the batcher's plans, launches, sampling, the tokens' way back), and
 what `--batch-invariant` costs.
 
-The real loop runs requests to their end; a few steps of it are run once more under PyTorch's profiler, whose kernel
-times say how long the GPU was at work. What is left of a step is overhead.
+The real loop runs requests to their end; what a step takes more than the section `decode` says is overhead.
 """
 
 import random
 import statistics
 from typing import Any
-
-import torch
 
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.machine import release
@@ -26,13 +23,12 @@ MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def overhead(bench: Bench) -> None:
-    """Times first, of all modes: once PyTorch's profiler has run, launches in its process are slower."""
+    """Of all modes."""
     shape = TINY if bench.tiny else LLAMA_8B
     batches = (2,) if bench.tiny else (1, 32)
     cases = [
         (batch, *sampling) for batch in batches for sampling in (("greedy", GREEDY), ("sampled", SAMPLED))
     ]
-    steps: dict[tuple[str, int, str], float] = {}
     for mode, settings in MODES:
         if bench.left() <= 0:
             bench.missing(f"overhead/{mode}", f"a step, {mode}", "no time was left")
@@ -40,14 +36,10 @@ def overhead(bench: Bench) -> None:
         try:
             with _ring(bench, shape, max(batches), settings) as ring:
                 for batch, name, sampling in cases:
-                    steps[mode, batch, name] = _measure(bench, ring, mode, batch, name, sampling)
+                    _measure(bench, ring, mode, batch, name, sampling)
         except Exception as error:  # one mode that fails leaves the others
             bench.failed(f"overhead/{mode}", f"a step, {mode}", error)
         release(bench.device)
-    if bench.device.type == "cuda" and steps and bench.left() > 0:
-        with _ring(bench, shape, max(batches), MODES[0][1]) as ring:
-            for batch, name, sampling in cases:
-                _outside(bench, ring, batch, name, sampling, steps)
 
 
 def _ring(bench: Bench, shape: Shape, batch: int, settings: dict[str, Any]) -> Any:
@@ -62,68 +54,21 @@ def _lengths(bench: Bench) -> tuple[int, int]:
     return (16, 5) if bench.tiny else (256, 96)
 
 
-def _measure(bench: Bench, ring: Served, mode: str, batch: int, name: str, sampling: SamplingParams) -> float:
-    """Seconds of a step."""
+def _measure(bench: Bench, ring: Served, mode: str, batch: int, name: str, sampling: SamplingParams) -> None:
     new = _lengths(bench)[1]
     prompts = _prompts(bench, batch)
     generate(ring, prompts, 2, sampling)  # compiles
     run = generate(ring, prompts, new, sampling)
     # The first steps are the prompts'; at the end sequences end.
     step = statistics.median(run.steps[-(new - 2) : -1])
-    key, what = _named(mode, batch, name)
-    bench.measured(key, what, step * 1e3, "ms", note="from one plan to the next")
-    return step
-
-
-def _named(mode: str, batch: int, name: str) -> tuple[str, str]:
-    """(key, what) of a step."""
     key = f"overhead/{mode}/{batch}/{name}".replace(", ", "+").replace(" ", "-")
-    return key, f"a step of {batch} in the server's loop, {mode}, {name}"
+    what = f"a step of {batch} in the server's loop, {mode}, {name}"
+    bench.measured(key, what, step * 1e3, "ms", note="from one plan to the next")
 
 
 def _prompts(bench: Bench, batch: int) -> list[list[int]]:
     draw = random.Random(batch)
     return [[draw.randrange(3, 250) for _ in range(_lengths(bench)[0])] for _ in range(batch)]
-
-
-def _outside(
-    bench: Bench,
-    ring: Served,
-    batch: int,
-    name: str,
-    sampling: SamplingParams,
-    steps: dict[tuple[str, int, str], float],
-) -> None:
-    """What is left of a step of each mode without the GPU's work, which is the same in all."""
-    busy = _busy(ring, _prompts(bench, batch), sampling)
-    for (mode, *case), step in steps.items():
-        if busy is not None and case == [batch, name]:
-            key, what = _named(mode, batch, name)
-            note = f"GPU at work {busy * 1e3:.2f} ms of {step * 1e3:.2f} ms, by the profiler"
-            bench.measured(
-                f"{key}/outside", f"{what}: without the GPU's work", (step - busy) * 1e3, "ms", note=note
-            )
-
-
-def _busy(ring: Served, prompts: list[list[int]], sampling: SamplingParams) -> float | None:
-    """Seconds in which a decode step keeps the GPU at work, by the profiler; None where it cannot say."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    few, many = 4, 12
-    times = []
-    try:
-        for new in (few, many):
-            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-                generate(ring, prompts, new, sampling)
-                torch.cuda.synchronize()
-            # Kernels alone: what launched them is listed beside them.
-            kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
-            times.append(sum(event.self_device_time_total for event in kernels) / 1e6)
-    except (RuntimeError, AttributeError, TypeError):
-        return None
-    busy = (times[1] - times[0]) / (many - few)
-    return busy if busy > 0 else None
 
 
 FROM_ALL = SamplingParams(temperature=1.0, seed=3)

@@ -2,6 +2,8 @@
 
 products    with bf16, fp8 and int8 weights and codes with scales for groups, by each way that the number of rows
             chooses, against float64
+experts     a layer of Qwen 3 30B-A3B in bf16, fp8 and int4, against PyTorch in float32
+adapters    of rank 16 and 64 beside queries, keys and values of 8B, against PyTorch in float32
 blocks      compressed by the kernel, against the codec in PyTorch
 sparse      attention to the blocks that a decode chooses, against PyTorch's choice and attention
 loading     a checkpoint on the device, bit by bit what its files hold; and quantised on the way
@@ -17,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu import collective_speed, sparse_speed
+from benchmarks.on_gpu import adapter_cases, collective_speed, expert_cases, sparse_speed
 from benchmarks.on_gpu.bench import Bench, Row, checked
 from benchmarks.random_model import SHAPES, LlamaShape, random_rows, write_checkpoint
 from services.executor.collectives.base import SingleRank
@@ -44,11 +46,23 @@ MODEL = LlamaShape(1024, 8, 2, 3584, 8, 32000)
 
 
 def run(bench: Bench) -> None:
-    bench.each("correctness", (products, blocks, sparse, loading, sums), wrong=True)
+    bench.each("correctness", (products, experts, adapters, blocks, sparse, loading, sums), wrong=True)
 
 
 def sparse(bench: Bench) -> None:
-    for row in sparse_speed.errors(bench):
+    _report(bench, sparse_speed.errors(bench))
+
+
+def experts(bench: Bench) -> None:
+    _report(bench, expert_cases.errors(bench))
+
+
+def adapters(bench: Bench) -> None:
+    _report(bench, adapter_cases.errors(bench))
+
+
+def _report(bench: Bench, rows: Iterator[Row]) -> None:
+    for row in rows:
         bench.report(msgspec.structs.replace(row, key=f"correctness/{row.key}"))
 
 

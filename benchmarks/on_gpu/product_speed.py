@@ -1,23 +1,16 @@
-"""How fast products are, each way at each number of rows: `python -m benchmarks.on_gpu.product_speed`.
+"""How fast products are, each way at each number of rows.
 
 It shows where `services/executor/gpu/quantized_matmul.py` should change from one way to the other, and what a product
 of few rows reaches of the rate at which weights can be read.
 """
 
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import torch
-import typer
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks import harness
 from benchmarks.on_gpu.bench import Bench, Row, rate
 from benchmarks.on_gpu.machine import graph_seconds
 from benchmarks.random_model import random_rows
@@ -25,37 +18,25 @@ from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import quantize
 
-SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""(outputs, inputs) of the layers of Llama 3 8B."""
-ROWS = (1, 2, 8, 16, 32, 64, 128, 512, 2048)
-BRIEF_ROWS = (1, 256, 4096)
+GATE_UP, TINY = (28672, 4096), (32, 64)
+"""(outputs, inputs) of the widest layer of Llama 3 8B, and of a dry run's."""
+ROWS, TINY_ROWS = (1, 256, 4096), (1, 3, 17)
 GROUPED = ("int4", "q4_k", "q6_k", "q8_0")
 COLD = 512 << 20
 """Bytes of weights to go round in, so that none of them are in the processor's cache."""
 
 
 def run(bench: Bench) -> Iterator[Row]:
-    """Of one shape, with a few numbers of rows."""
-    return product_speed(bench, {"gate_up": SHAPES["gate_up"]}, BRIEF_ROWS)
-
-
-def product_speed(
-    bench: Bench, shapes: Mapping[str, tuple[int, int]] = SHAPES, counts: Sequence[int] = ROWS
-) -> Iterator[Row]:
     """Rows of `products/...`: GB/s of weights with one row of activations, TFLOP/s with more, and of which limit."""
-    if bench.tiny:
-        shapes, counts = {"tiny": (32, 64)}, (1, 3, 17)
-    for name, (outputs, inputs) in shapes.items():
-        for rows in counts:
-            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=bench.device)
-            for way, (size, works) in _ways(bench.device, outputs, inputs, rows).items():
-                seconds = graph_seconds([partial(work, x) for work in works], bench.device)
-                done = (size if rows == 1 else 2 * rows) * outputs * inputs
-                limit, unit = (
-                    (bench.bandwidth, "GB/s") if rows == 1 else (bench.matrix_rate("bf16"), "TFLOP/s")
-                )
-                key, what = f"products/{name}/{rows}/{way}", f"{name} of 8B, {rows} rows: {way}"
-                yield rate(key, what, done, seconds, limit, unit)
+    name, (outputs, inputs), counts = ("tiny", TINY, TINY_ROWS) if bench.tiny else ("gate_up", GATE_UP, ROWS)
+    for rows in counts:
+        x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=bench.device)
+        for way, (size, works) in _ways(bench.device, outputs, inputs, rows).items():
+            seconds = graph_seconds([partial(work, x) for work in works], bench.device)
+            done = (size if rows == 1 else 2 * rows) * outputs * inputs
+            limit, unit = (bench.bandwidth, "GB/s") if rows == 1 else (bench.matrix_rate("bf16"), "TFLOP/s")
+            key, what = f"products/{name}/{rows}/{way}", f"{name} of 8B, {rows} rows: {way}"
+            yield rate(key, what, done, seconds, limit, unit)
 
 
 def _ways(
@@ -99,18 +80,3 @@ def _ways(
             [lambda x, w=w: quantized_matmul.scaled_by_rows(*encode_rows(x, FP8), *w, None) for w in scaled],
         )
     return ways
-
-
-def main(
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu, ...")] = "cuda",
-    tiny: Annotated[bool, typer.Option(help="A tiny product, to see that it runs.")] = False,
-) -> None:
-    """Products by shape, rows and way, as JSON."""
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-    bench = Bench(torch.device(device), tiny, Path(os.devnull), math.inf)
-    print(msgspec.json.format(msgspec.json.encode(list(product_speed(bench))), indent=2).decode())
-
-
-if __name__ == "__main__":
-    harness.run(main)

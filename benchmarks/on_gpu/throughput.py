@@ -14,16 +14,7 @@ import torch
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.machine import release, took
 from benchmarks.on_gpu.served import BackToBack, Served, decode_plan, greedy, prefill_plan, served
-from benchmarks.on_gpu.shapes import (
-    BLOCK,
-    LLAMA_8B,
-    LLAMA_13B,
-    TINY,
-    KvDType,
-    Shape,
-    WeightDType,
-    at_most,
-)
+from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, LLAMA_13B, TINY, KvDType, Shape, WeightDType, at_most
 
 SHORT, LONG = 1024, 8192
 CHUNK = 512

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.machine import release, wait
-from benchmarks.on_gpu.shapes import BITS, LLAMA_7B, TINY, Shape
+from benchmarks.on_gpu.shapes import LLAMA_7B, TINY, Shape
 
 EXAMPLES = 10_000
 GOAL_MINUTES = 60.0
@@ -56,10 +56,6 @@ class Work:
         products = 6.0 * tokens * shape.layers * shape.layer_weights
         attention = 4.5 * 4.0 * shape.layers * shape.heads * shape.head_dim * pairs
         return products + 8.0 * tokens * self.factors + attention + 4.0 * tokens / 2 * shape.head_weights
-
-    def weight_traffic(self, micro_batches: int) -> float:
-        """Bytes: a weight's codes are read, bf16 is written and read, in each of the three passes."""
-        return 3.0 * micro_batches * self.shape.layers * self.shape.layer_weights * (BITS["q4_k"][0] / 8 + 4)
 
     @property
     def held_bytes(self) -> float:

@@ -8,22 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-NEEDED = {
+_SAME = "msgspec structlog platformdirs llguidance safetensors accelerate gguf transformers rich typer"
+NEEDED = {name: name for name in _SAME.split()} | {
     # module: distribution. torch, triton and numpy are expected to be there, in versions that fit the driver.
-    "msgspec": "msgspec",
-    "structlog": "structlog",
     "pydantic_settings": "pydantic-settings",
-    "platformdirs": "platformdirs",
     "nats": "nats-py",
     "prometheus_client": "prometheus-client",
-    "llguidance": "llguidance",
-    "safetensors": "safetensors",
-    "accelerate": "accelerate",
-    "gguf": "gguf",
     "huggingface_hub": "huggingface-hub",
-    "transformers": "transformers",
-    "rich": "rich",
-    "typer": "typer",
 }
 BASE = {"torch": "torch", "numpy": "numpy"}
 LEFT_OUT = ("torch", "triton", "numpy", "nvidia-", "cuda-")
@@ -76,12 +67,10 @@ def closure(names: list[str], environment: dict[str, str]) -> dict[str, str]:
 
 def download_command(directory: Path, pinned: dict[str, str], python: str) -> list[str]:
     """pip's, for another machine's Python (like "3.12") on Linux x86-64."""
-    platforms = [option for platform in PLATFORMS for option in ("--platform", platform)]
     return [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"),
-        *("--implementation", "cp", "--python-version", python),
-        *platforms,
-        *("--dest", str(directory)),
+        *("--implementation", "cp", "--python-version", python, "--dest", str(directory)),
+        *(option for platform in PLATFORMS for option in ("--platform", platform)),
         *(f"{name}=={number}" for name, number in sorted(pinned.items())),
     ]
 
@@ -90,17 +79,13 @@ def download(directory: Path, python: str) -> int:
     """Puts the wheels into `directory`; how many bytes they are. Raises `BenchError`."""
     from benchmarks.errors import BenchError
 
-    environment = {
-        "python_version": python,
-        "python_full_version": f"{python}.0",
-        "sys_platform": "linux",
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    environment |= {
         "platform_system": "Linux",
         "platform_machine": "x86_64",
         "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
     }
     pinned = closure(list(NEEDED.values()), environment)
-    done = subprocess.run(download_command(directory, pinned, python), check=False)
-    if done.returncode:
+    if subprocess.run(download_command(directory, pinned, python), check=False).returncode:
         raise BenchError("pip could not download the wheels; what it has said above says which, and why.")
     return sum(wheel.stat().st_size for wheel in directory.glob("*.whl"))

@@ -70,11 +70,7 @@ def random_model(text: str, tokenizer: Path, work: Path) -> Path:
 
 def _compare(contest: Contest, run: Run) -> Comparison:
     setting = Setting(
-        **about(),
-        model=contest.model.name,
-        threads=contest.threads,
-        rounds=contest.rounds,
-        seed=contest.seed,
+        **about(), model=contest.model.name, threads=contest.threads, rounds=contest.rounds, seed=contest.seed
     )
     return compare(setting, list(run.results.values()))
 
@@ -114,8 +110,6 @@ def main(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the prompts. Default: random.")] = None,
-    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to start.")] = 300.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take in all.")] = 600.0,
     prepare_only: Annotated[bool, typer.Option(help="Install the peers and measure nothing.")] = False,
     json: JsonFile = None,
     as_markdown: Markdown = False,
@@ -142,8 +136,6 @@ def main(
         seed=secrets.randbits(32) if seed is None else seed,
         work=work,
         vocabulary=local_vocabulary(directory),
-        ready_timeout=ready_timeout,
-        request_timeout=timeout,
     )
     work.mkdir(parents=True, exist_ok=True)
     comparison, interrupted = _run(contest, prepare_only=prepare_only)

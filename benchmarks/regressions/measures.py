@@ -23,10 +23,10 @@ import msgspec
 
 from benchmarks.control_plane.load_client import http_request
 from benchmarks.control_plane.systems import HOST, Ours
-from benchmarks.engine.in_process import set_threads
+from benchmarks.engine.in_process import InProcess, set_threads
 from benchmarks.errors import BenchError
 from benchmarks.harness import CORES, timed
-from benchmarks.process_cpu import cpu_seconds
+from benchmarks.processes import cpu_seconds
 from benchmarks.serve.workloads import Workload
 
 MARGIN = 0.05
@@ -256,8 +256,6 @@ def served(model: Path, rounds: int, effort: int) -> Rounds:
 async def _served(model: Path, rounds: int, effort: int, scratch: Path) -> Rounds:
     threads = CORES
     set_threads(threads)
-    from benchmarks.inprocess import InProcess
-
     ours = Ours(scratch / "stack", model=model, engine="torch")
     await ours.start()
     try:
@@ -269,10 +267,10 @@ async def _served(model: Path, rounds: int, effort: int, scratch: Path) -> Round
             rates = found[f"served, tokens/s against in-process, {name}"] = []
             for at in range(rounds + 1):
                 there = await _rate(ours.port, sized, source) if at % 2 else 0.0
-                times = await asyncio.to_thread(here.run, sized)
+                alone = await asyncio.to_thread(here.rate, sized)
                 there = there or await _rate(ours.port, sized, source)
                 if at:
-                    rates.append(there * times.wall / times.tokens)
+                    rates.append(there / alone)
         return found
     finally:
         await ours.stop()

@@ -1,8 +1,8 @@
 """Load client for any server with OpenAI's chat completions: `python -m benchmarks.serve --help`.
 
-Runs the named workloads (see `benchmarks.serve.workloads`), or a load of your own in an open or closed loop,
-and prints throughput, time to first token, gaps between tokens and errors. Answers are streamed, greedy
-and of a fixed length (end of sequence ignored); tokens are counted by the server's usage field.
+Runs the named workloads (see `benchmarks.serve.workloads`), or a closed loop of your own, and prints throughput, time
+to first token, gaps between tokens and errors. Answers are streamed, greedy and of a fixed length (end of sequence
+ignored); tokens are counted by the server's usage field.
 
 How requests are sent and timed is told in `benchmarks.serve.sse`, how figures are computed in `benchmarks.serve.stats`,
 how prompts get an exact size in `benchmarks.serve.workloads`.
@@ -28,17 +28,10 @@ from benchmarks.report import ServeReport, Setting, markdown, parts
 from benchmarks.serve.runner import Between, Target, choose_model, run_round, server_measure, warm_up
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, Summary, median_round
-from benchmarks.serve.workloads import (
-    WORKLOADS,
-    PromptSource,
-    Vocabulary,
-    Workload,
-    calibrate,
-    sessions,
-)
+from benchmarks.serve.workloads import WORKLOADS, PromptSource, Vocabulary, Workload, calibrate, sessions
 
 _REQUESTS = 64
-"""Of an open or closed loop without --requests."""
+"""Of a loop of the user's own without --requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +57,23 @@ class Plan:
     between: Between | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FreeForm:
-    """A load of the user's own: exactly one of `rate` and `concurrency` is set."""
-
-    rate: float | None
-    concurrency: int | None
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-    def workload(self) -> Workload:
-        name = f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency} clients"
-        return Workload(
-            name=name,
-            clients=self.concurrency or 1,
-            requests=self.requests,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            rate=self.rate,
-        )
-
-
 def choose_workloads(
-    names: Iterable[str], free_form: FreeForm, *, requests: int | None = None, clients: int | None = None
+    names: Iterable[str],
+    own: Workload | None = None,
+    *,
+    requests: int | None = None,
+    clients: int | None = None,
 ) -> list[Workload]:
-    """The workloads that the options ask for; without any, all. `requests` and `clients` replace those of
-    named workloads. Raises BenchError if the options contradict."""
+    """The workloads that the options ask for: the user's `own` where there is one, else those of these names, without
+    any, all. `requests` and `clients` replace those of named workloads. Raises BenchError if the options contradict."""
     wanted = list(names)
-    if free_form.rate is not None and free_form.concurrency is not None:
-        raise BenchError("--rate is an open loop and --concurrency a closed one: give only one of them.")
-    if free_form.rate is not None or free_form.concurrency is not None:
-        if clients is not None:
-            raise BenchError("--clients is for named workloads: with --rate or --concurrency leave it out.")
-        if wanted:
-            raise BenchError(
-                "--workload has its own load: leave out --rate and --concurrency, or --workload."
-            )
-        return [free_form.workload()]
-    return [each.resized(requests=requests, clients=clients) for each in named_workloads(wanted)]
+    if own is None:
+        return [each.resized(requests=requests, clients=clients) for each in named_workloads(wanted)]
+    if clients is not None or wanted:
+        raise BenchError(
+            "--workload and --clients are for named workloads: leave them out, or --concurrency."
+        )
+    return [own]
 
 
 def named_workloads(wanted: Sequence[str]) -> list[Workload]:
@@ -165,7 +136,6 @@ async def _run_rounds(
                     target,
                     workload,
                     loads[index][at],
-                    arrival_seed=plan.seed + at,
                     on_request=_advance(progress, task),
                     between=plan.between,
                 )
@@ -208,10 +178,9 @@ def main(
     workload: Annotated[
         list[str] | None, typer.Option(help="W1, W2, W3, W4, W4s or all; may be repeated. Default: all.")
     ] = None,
-    rate: Annotated[
-        float | None, typer.Option(min=1e-3, help="Open loop: requests per second, Poisson arrivals.")
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="A load of your own: clients at once.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop: clients at once.")] = None,
     clients: Annotated[
         int | None, typer.Option(min=1, help="Clients at once, instead of those of the named workloads.")
     ] = None,
@@ -234,8 +203,7 @@ def main(
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer key.")] = None,
     extra: Annotated[
-        str | None,
-        typer.Option(help="JSON object merged into every request; null takes a field out."),
+        str | None, typer.Option(help="JSON object merged into every request; null takes a field out.")
     ] = None,
     think: Annotated[
         float, typer.Option(min=0, help="Seconds between an answer and the session's next turn (W4, W4s).")
@@ -252,15 +220,18 @@ def main(
 ) -> None:
     """Measure a server with OpenAI's chat completions: throughput, time to first token, gaps, errors.
 
-    Without --rate or --concurrency the named workloads are run. Exits with 1 if any request failed.
+    Without --concurrency the named workloads are run. Exits with 1 if any request failed.
     """
-    free_form = FreeForm(rate, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
+    own = None
+    if concurrency is not None:
+        name = f"{concurrency} clients"
+        own = Workload(name, concurrency, requests or _REQUESTS, prompt_tokens, output_tokens)
     plan = Plan(
         url=url,
         model=model,
         api_key=api_key,
         extra=_parse_extra(extra),
-        workloads=choose_workloads(workload or (), free_form, requests=requests, clients=clients),
+        workloads=choose_workloads(workload or (), own, requests=requests, clients=clients),
         rounds=rounds,
         seed=secrets.randbits(32) if seed is None else seed,
         timeout=timeout,

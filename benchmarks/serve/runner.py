@@ -1,13 +1,9 @@
-"""Puts a workload on a server and measures every request: the loops, open and closed.
-
-A closed loop has a fixed number of clients, each of which starts its next session when its last one has
-ended. An open loop starts sessions at Poisson arrivals whatever the server does, and counts time from the
-planned arrival, so that a server that falls behind cannot hide its queue.
-"""
+"""Puts a workload on a server and measures every request. The loop is closed: each client starts its next session when
+its last one has ended."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +11,7 @@ import msgspec
 from benchmarks.errors import BenchError
 from benchmarks.serve.sse import Answer, Client, Usage
 from benchmarks.serve.stats import Sample, Summary, summarise
-from benchmarks.serve.workloads import Measure, Session, Workload, poisson_arrivals
+from benchmarks.serve.workloads import Measure, Session, Workload
 
 
 class _Model(msgspec.Struct):
@@ -139,7 +135,6 @@ async def run_round(
     workload: Workload,
     sessions: Sequence[Session],
     *,
-    arrival_seed: int,
     on_request: Callable[[Sample], None],
     between: "Between | None" = None,
 ) -> Summary:
@@ -147,10 +142,7 @@ async def run_round(
     between two turns of a session; None: nothing."""
     cpu = time.process_time()
     play = _Player(target, workload.output_tokens, on_request, between)
-    if workload.rate is None:
-        await _closed_loop(play, workload.clients, sessions)
-    else:
-        await _open_loop(play, poisson_arrivals(workload.rate, arrival_seed), sessions)
+    await _closed_loop(play, workload.clients, sessions)
     return summarise(workload, play.samples, time.process_time() - cpu)
 
 
@@ -165,16 +157,6 @@ async def _closed_loop(play: "_Player", clients: int, sessions: Sequence[Session
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):
             group.create_task(client())
-
-
-async def _open_loop(play: "_Player", arrivals: Iterator[float], sessions: Sequence[Session]) -> None:
-    begin = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for session, arrival in zip(sessions, arrivals, strict=False):
-            planned = begin + arrival
-            if (wait := planned - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            group.create_task(play.session(session, planned))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +185,7 @@ class _Player:
         self._output_tokens = output_tokens
         self._on_request = on_request
 
-    async def session(self, session: Session, planned: float | None = None) -> None:
+    async def session(self, session: Session) -> None:
         """All turns in order; the answers stay in the history. A failed turn fails those after it, which
         cannot be asked without its answer."""
         headers = {"X-Session-ID": session.session_id} if session.session_id else {}
@@ -216,10 +198,8 @@ class _Player:
                     return
             contents.append(message)
             body = self.target.body(conversation(contents), self._output_tokens)
-            late = time.perf_counter() - planned if planned is not None else 0.0
-            answer = await self.target.client.stream(body, headers, started=planned)
-            planned = None
-            sample = _sample(answer, turn, late)
+            answer = await self.target.client.stream(body, headers)
+            sample = _sample(answer, turn)
             self._record(sample)
             if sample.error is not None:
                 why = "not sent: an earlier turn failed"
@@ -249,7 +229,7 @@ class _Player:
         self._on_request(sample)
 
 
-def _sample(answer: Answer, turn: int, late: float) -> Sample:
+def _sample(answer: Answer, turn: int) -> Sample:
     usage = answer.usage or Usage()
     return Sample(
         started=answer.started,
@@ -261,5 +241,4 @@ def _sample(answer: Answer, turn: int, late: float) -> Sample:
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
-        late=late,
     )

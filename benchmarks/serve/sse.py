@@ -17,7 +17,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -314,25 +314,12 @@ class Client:
         """The answer to a POST of JSON that is not streamed. Raises BenchError as `get` does."""
         return await self._demand("POST", path, msgspec.json.encode(body), headers or {})
 
-    async def ask(
-        self, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
-    ) -> Any:
-        """The JSON that a POST is answered with, or a GET where there is no body. Raises BenchError where it is not
-        answered with 200."""
-        answer = await (self.get(path) if body is None else self.post(path, body, headers))
-        if answer.status != 200:
-            raise BenchError(f"{self.url}{path} answered {answer.refusal()}.")
-        return msgspec.json.decode(answer.body)
-
-    async def stream(
-        self, body: Mapping[str, object], headers: Mapping[str, str], *, started: float | None = None
-    ) -> Answer:
+    async def stream(self, body: Mapping[str, object], headers: Mapping[str, str]) -> Answer:
         """A streamed chat completion. Never raises for what the server does: see `Answer.fault`.
 
-        Times count from `started`, so that an open loop counts a late start; by default from the moment
-        the request is written, with the connection already made.
+        Times count from the moment the request is written, with the connection already made.
         """
-        answer = Answer(started=started or 0.0, needs_done=self._needs_done)
+        answer = Answer(needs_done=self._needs_done)
         encoded = msgspec.json.encode(body)
         try:
             await self._exchange("POST", "/v1/chat/completions", encoded, headers, answer)

@@ -25,7 +25,6 @@ from benchmarks.serve.workloads import Workload
 
 _BUNDLED = 1.1
 """Tokens per event above which the report says so."""
-_LATE_SECONDS = 0.02
 _BUSY = 0.7
 
 
@@ -42,8 +41,6 @@ class Sample:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    late: float = 0.0
-    """How much later than planned the client handed the request in (open loop)."""
 
     @property
     def first_token(self) -> float:
@@ -213,11 +210,6 @@ def _warnings(workload: Workload, good: Sequence[Sample], client_cpu: float) -> 
         found.append(
             f"events held {per_event:.1f} tokens on average: gaps are per token,"
             " the stream itself paused longer"
-        )
-    late = max((s.late for s in good), default=0.0)
-    if late > _LATE_SECONDS:
-        found.append(
-            f"the client handed in a request {late * 1e3:.0f} ms late: its rate is beyond this machine"
         )
     if client_cpu > _BUSY:
         found.append(

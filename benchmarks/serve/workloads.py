@@ -1,4 +1,4 @@
-"""The workloads, as data, and what they expand to: sessions of user messages, and arrival times.
+"""The workloads, as data, and what they expand to: sessions of user messages.
 
 | name | clients | requests | prompt | output | note |
 | --- | --- | --- | --- | --- | --- |
@@ -22,7 +22,7 @@ template, and none of those that follow each other closely shares even that.
 """
 
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -138,8 +138,7 @@ async def _narrow(group: list[str], fits: Callable[[Sequence[str]], Awaitable[bo
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One kind of load. `rate` set means open loop: sessions start at Poisson arrivals, whatever the
-    server does; otherwise `clients` clients each start their next session when the last has ended."""
+    """One kind of load: `clients` clients each start their next session when the last has ended."""
 
     name: str
     clients: int
@@ -148,8 +147,6 @@ class Workload:
     """Tokens that each turn adds: the whole rendered prompt in a first turn."""
     output_tokens: int
     turns: int = 1
-    rate: float | None = None
-    """Sessions per second."""
 
     @property
     def sessions(self) -> int:
@@ -191,13 +188,3 @@ def _session(workload: Workload, source: PromptSource, session_id: str) -> Sessi
     first = source.prompt(workload.prompt_tokens)
     later = [source.follow_up(workload.prompt_tokens) for _ in range(workload.turns - 1)]
     return Session(session_id if later else None, (first, *later))
-
-
-def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Endless arrival times in seconds from the start, the first at 0, with exponential gaps of mean
-    1 / `rate`."""
-    generator = random.Random(seed)
-    at = 0.0
-    while True:
-        yield at
-        at += generator.expovariate(rate)

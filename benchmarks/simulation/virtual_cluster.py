@@ -1,5 +1,4 @@
-"""A cluster of rings in virtual time, the work that comes to it, and who places it: the scheduler's own classes, and
-what is usual elsewhere.
+"""A cluster of rings in virtual time, the work that comes to it, and who places it: the scheduler's own classes.
 
 A ring computes prompts one after another and answers side by side, one place each:
 
@@ -16,7 +15,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
 
 from services.scheduler.dispatcher import Batcher
 from services.scheduler.fair_queue import RequestQueue
@@ -142,7 +140,6 @@ class Ring:
 class Measured:
     """What a run has shown."""
 
-    requests: int = 0
     first_token: list[float] = field(default_factory=list)
     followed: int = 0
     """Turns of sessions that had one before."""
@@ -158,33 +155,10 @@ class Measured:
     ended: int = 0
 
 
-class Policy(Protocol):
-    """Who decides where requests go. Rings are named by number."""
-
-    decided: "array[float]"
-    """Real seconds of each decision."""
-
-    def admit(self, request: Request, now: float) -> None:
-        """A request has arrived. It is handed to a ring with the cluster's `hand_over`, now or later."""
-        ...
-
-    def freed(self, now: float) -> None:
-        """There may be room: requests that wait can be tried again."""
-        ...
-
-    def heard(self, ring: Ring, now: float) -> None:
-        """A ring's regular report."""
-        ...
-
-    def lost(self, ring: Ring, now: float) -> None:
-        """A ring is out of service."""
-        ...
-
-
 class Cluster:
     """Rings, sessions, and the order of events."""
 
-    def __init__(self, scale: Scale, seed: int, policy: Callable[["Cluster"], Policy]) -> None:
+    def __init__(self, scale: Scale, seed: int) -> None:
         self.scale = scale
         self.random = random.Random(seed)
         self.rings = [Ring(number, scale.slots) for number in range(scale.groups)]
@@ -193,7 +167,7 @@ class Cluster:
         self._number = 0
         self._made = 0
         self._sessions: list[Session] = []
-        self.policy = policy(self)
+        self.schedulers = Schedulers(self)
         self._span = scale.requests / scale.rate
         self._window = min(10.0, self._span / 4)
         self._warm = min(6 * self._window, self._span / 2)
@@ -237,7 +211,7 @@ class Cluster:
         self._made += 1
         if self._made < self.scale.requests:
             self.at(now + self.random.expovariate(self.scale.rate), self._arrive)
-        self.policy.admit(request, now)
+        self.schedulers.admit(request, now)
 
     def _start(self, ring: Ring, now: float) -> None:
         while ring.waiting and len(ring.running) < ring.slots:
@@ -272,8 +246,8 @@ class Cluster:
     def _beats(self, ring: Ring) -> Callable[[float], None]:
         def beat(now: float) -> None:
             if ring.up:
-                self.policy.heard(ring, now)
-                self.policy.freed(now)
+                self.schedulers.heard(ring, now)
+                self.schedulers.freed(now)
             self.at(now + BEAT, beat)
 
         return beat
@@ -287,7 +261,7 @@ class Cluster:
             ring.running.clear()
             ring.waiting.clear()
             ring.waiting_tokens, ring.up = 0, False
-            self.policy.lost(ring, now)
+            self.schedulers.lost(ring, now)
             self.at(now + FAILOVER, lambda now: self._again(lost, now))
             self.at(now + REPAIR, lambda now: self._repaired(ring, now))
 
@@ -297,13 +271,13 @@ class Cluster:
         for request in lost:
             self.measured.failovers += 1
             request.attempt += 1
-            self.policy.admit(request, now)
+            self.schedulers.admit(request, now)
 
     def _repaired(self, ring: Ring, now: float) -> None:
         ring.up, ring.epoch, ring.up_since, ring.prompts_until = True, ring.epoch + 1, now, now
         ring.version = 0
-        self.policy.heard(ring, now)
-        self.policy.freed(now)
+        self.schedulers.heard(ring, now)
+        self.schedulers.freed(now)
 
     # --- measuring -------------------------------------------------------------------------------
 
@@ -426,7 +400,7 @@ class Scheduler:
         self.table.accepted(group)
 
 
-class Ours:
+class Schedulers:
     """Several schedulers side by side, each with a view of its own; pins are common, as in NATS."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -454,80 +428,6 @@ class Ours:
     def lost(self, ring: Ring, now: float) -> None:
         for scheduler in self._schedulers:
             scheduler.table.event(GroupEvent(str(ring.number), MODEL, ring.epoch, "down", at=now))
-
-
-class _Simple:
-    """Sends each request at once, by what the rings have said last and what was sent to them since."""
-
-    name: ClassVar[str] = ""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._random = cluster.random
-        self.decided: array[float] = array("d")
-        self._views = [[0] * cluster.scale.groups for _ in range(cluster.scale.schedulers)]
-        self._turn = [0] * cluster.scale.schedulers
-
-    def admit(self, request: Request, now: float) -> None:
-        scheduler = self._random.randrange(len(self._views))
-        view = self._views[scheduler]
-        began = time.perf_counter()
-        number = self._choose(scheduler, view)
-        self._decided(began)
-        self._cluster.hand_over(request, number, now)
-        view[number] = self._cluster.rings[number].sequences
-
-    def _decided(self, began: float) -> None:
-        self.decided.append(time.perf_counter() - began)
-
-    def freed(self, now: float) -> None: ...
-
-    def heard(self, ring: Ring, now: float) -> None:
-        for view in self._views:
-            view[ring.number] = ring.sequences
-
-    def lost(self, ring: Ring, now: float) -> None:
-        for view in self._views:
-            view[ring.number] = 1 << 30
-
-    def _choose(self, scheduler: int, view: list[int]) -> int:
-        raise NotImplementedError
-
-
-class RoundRobin(_Simple):
-    """One after the other."""
-
-    def _choose(self, scheduler: int, view: list[int]) -> int:
-        while True:
-            self._turn[scheduler] = (self._turn[scheduler] + 1) % len(view)
-            if view[self._turn[scheduler]] < 1 << 30:
-                return self._turn[scheduler]
-
-
-class LeastLoaded(_Simple):
-    """The one with the fewest sequences, of all."""
-
-    def _choose(self, scheduler: int, view: list[int]) -> int:
-        return view.index(min(view))
-
-
-class TwoChoices(_Simple):
-    """The better of two at random (Mitzenmacher, 2001)."""
-
-    def _choose(self, scheduler: int, view: list[int]) -> int:
-        while True:
-            one, two = self._random.randrange(len(view)), self._random.randrange(len(view))
-            better = one if view[one] <= view[two] else two
-            if view[better] < 1 << 30:
-                return better
-
-
-POLICIES: dict[str, type[Ours] | type[_Simple]] = {
-    "ours": Ours,
-    "round robin": RoundRobin,
-    "least loaded": LeastLoaded,
-    "two choices": TwoChoices,
-}
 
 
 def _waiting(request: Request, now: float) -> WaitingRequest:

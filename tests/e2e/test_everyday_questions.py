@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.engine.answers import Asked, by_engine, by_transformers, load_float32, read_questions
 from services.executor.model.tokenizer_files import read_json
 from shared.messages import SamplingParams
 from shared.model_store.catalog import DEFAULT_MODEL
+from tests.e2e.everyday_questions import Asked, by_engine, by_transformers, load_float32, read_questions
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -3,7 +3,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.loading.__main__ import rate
-from benchmarks.loading.rank import Member, copy, measured_load, timed_load, write_random
+from benchmarks.loading.rank import Member, copy, timed_load, write_random
 
 
 def test_shares_of_a_random_model(tmp_path: Path) -> None:
@@ -16,13 +16,6 @@ def test_shares_of_a_random_model(tmp_path: Path) -> None:
     for pages in ("huge", "small"):
         copied = copy(tmp_path, int(whole["bytes"]) // 4, Member(1, 2), pages)
         assert copied["bytes"] == int(whole["bytes"]) // 4
-
-
-def test_memory_of_a_load(tmp_path: Path) -> None:
-    write_random(tmp_path, 4_000_000)
-    peaks = measured_load(tmp_path, Member(0, 1), torch.float32)
-    assert peaks["bytes"] > 4_000_000
-    assert 0 < peaks["read_resident"] <= peaks["resident"]
 
 
 def test_rate_of_ranks_side_by_side() -> None:

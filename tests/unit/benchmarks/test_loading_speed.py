@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.on_gpu.loading_speed import run
-from benchmarks.random_model import SHAPES, MixtureShape, bytes_of, write_checkpoint
+from benchmarks.random_model import SHAPES, bytes_of, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.loading.loader import load_config, load_model
@@ -28,14 +28,6 @@ def test_a_random_checkpoint_loads(tmp_path: Path) -> None:
         assert 0.018 < float(weight.float().std()) < 0.022
     assert len({tuple(weight.flatten()[:4].tolist()) for weight in matrices.values()}) == len(matrices)
     assert all(bool((weight == 1).all()) for weight in weights.values() if weight.dim() == 1)
-
-
-def test_a_random_mixture_of_experts_loads(tmp_path: Path) -> None:
-    shape = MixtureShape(64, 2, 1, 96, 2, 256, 4, 2)
-    total = write_checkpoint(tmp_path, shape, threads=2)
-    layout = ShardLayout.from_config(load_config(tmp_path), 1, 0)
-    model = load_model(tmp_path, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None)
-    assert sum(weight.nbytes for weight in model.parameters()) == total == bytes_of(shape)
 
 
 def test_loading_is_measured() -> None:

@@ -4,7 +4,7 @@ import msgspec
 
 from benchmarks.errors import write_json
 from benchmarks.harness import machine, versions
-from benchmarks.report import ServeReport, Setting, cells, markdown, number, parts, peers_row, remarks
+from benchmarks.report import ServeReport, Setting, cells, markdown, number, parts, remarks
 from benchmarks.serve.stats import Spread, Summary, Turn
 from tests.unit.benchmarks.terminal import shown
 
@@ -97,14 +97,6 @@ def test_turns_say_what_they_had_to_compute() -> None:
         "W4s: prompt tokens not found in the cache, by turn: 60/104; "
         "ms to the first token for each of them: 0.50/0.38."
     ]
-
-
-def test_all_workloads_give_a_row_of_the_peers_table() -> None:
-    every = [summary("W1"), summary("W2"), summary("W3"), summary("W4", turns=TURNS)]
-    row = ["614, 155, 8.3", "614, 155/1198, 8.3/81", "614, 155/1198, 8.3/81", "183/71/79/12.3"]
-    assert peers_row(every) == row
-    assert f"| {' | '.join(row)} |" in markdown(report(*every))
-    assert peers_row(every[:3]) is None
 
 
 def test_the_terminal_shows_the_same() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.errors import BenchError
 from benchmarks.harness import program
-from benchmarks.serve.__main__ import FreeForm, _command_line, choose_workloads, main
+from benchmarks.serve.__main__ import _command_line, choose_workloads, main
 from benchmarks.serve.runner import Target, run_round
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample
@@ -34,7 +34,7 @@ async def load(fake: FakeServer, workload: Workload, sessions: Sequence[Session]
     samples: list[Sample] = []
     client = Client(fake.url)
     target = Target(client, "small", {})
-    await run_round(target, workload, sessions, arrival_seed=1, on_request=samples.append)
+    await run_round(target, workload, sessions, on_request=samples.append)
     client.close()
     return samples
 
@@ -89,15 +89,6 @@ async def test_no_measured_prompt_was_sent_before() -> None:
     ]
     for prompt in prompts(fake):
         assert sum(other.startswith(prompt[:12]) for other in asked) == 1
-
-
-async def test_an_open_loop_from_the_command_line() -> None:
-    options = ["--rate", "200", "--requests", "10", "--prompt-tokens", "30", "--output-tokens", "5"]
-    async with serving() as fake:
-        result = await bench(fake.url, *options, "--markdown")
-    assert result.exit_code == 0, result.output
-    assert "| 200/s | 10 |" in result.output
-    assert len(fake.streamed) == 11
 
 
 async def test_sessions_keep_their_answers_and_their_id() -> None:
@@ -172,8 +163,7 @@ async def test_bundled_tokens_are_told() -> None:
             [],
             "HTTP 400: min_tokens?.",
         ),
-        ({}, ["--rate", "1"], "give only one of them"),
-        ({}, ["--workload", "W1", *SMALL], "leave out --rate and --concurrency"),
+        ({}, ["--workload", "W1", *SMALL], "leave them out, or --concurrency"),
         ({}, ["--prompt-tokens", "5"], "too small: the model's chat template alone takes 10"),
         ({}, ["--extra", "[]"], "--extra is no JSON object"),
     ],
@@ -218,20 +208,9 @@ async def test_a_closed_loop_has_no_more_than_its_clients_at_once() -> None:
     assert max(running) <= 3
 
 
-async def test_an_open_loop_counts_time_from_the_planned_arrival() -> None:
-    # All are due at practically the same moment, so that those sent later start no later.
-    workload = Workload("o", clients=1, requests=20, prompt_tokens=10, output_tokens=2, rate=1e9)
-    async with serving() as fake:
-        samples = await load(fake, workload, [Session(None, (f"prompt {i}",)) for i in range(20)])
-    starts = [sample.started for sample in samples]
-    assert max(starts) - min(starts) < 1e-6
-    assert all(sample.late > 0 for sample in samples)
-    assert len(samples) == 20
-
-
 def test_an_unknown_workload_is_told_with_those_there_are() -> None:
     with pytest.raises(BenchError, match="There is no workload 'W9': choose from W1, W2, W3, W4, W4s, all"):
-        choose_workloads(["W9"], FreeForm(None, None, 1, 1, 1))
+        choose_workloads(["W9"])
 
 
 @pytest.mark.parametrize("options", [["--api-key", "k"], ["--api-key=k"]])
@@ -241,21 +220,19 @@ def test_the_key_is_not_in_the_report(options: list[str]) -> None:
 
 
 def test_without_options_all_workloads_are_run() -> None:
-    nothing = FreeForm(None, None, 1, 1, 1)
     names = ["W1", "W2", "W3", "W4", "W4s"]
-    assert [workload.name for workload in choose_workloads([], nothing)] == names
-    assert [workload.name for workload in choose_workloads(["ALL"], nothing)] == names
-    assert [workload.name for workload in choose_workloads(["w4S", "W1"], nothing)] == ["W4s", "W1"]
+    assert [workload.name for workload in choose_workloads([])] == names
+    assert [workload.name for workload in choose_workloads(["ALL"])] == names
+    assert [workload.name for workload in choose_workloads(["w4S", "W1"])] == ["W4s", "W1"]
 
 
 def test_named_workloads_take_other_numbers() -> None:
-    nothing = FreeForm(None, None, 1, 1, 1)
-    found = choose_workloads(["W2", "W4"], nothing, requests=5, clients=2)
+    found = choose_workloads(["W2", "W4"], requests=5, clients=2)
     assert [(each.requests, each.clients, each.output_tokens) for each in found] == [(5, 2, 128), (8, 2, 64)]
-    [own] = choose_workloads(["W4"], nothing)
+    [own] = choose_workloads(["W4"])
     assert (own.requests, own.clients) == (32, 8)
-    with pytest.raises(BenchError, match="--clients is for named workloads"):
-        choose_workloads([], FreeForm(None, 4, 1, 1, 1), clients=2)
+    with pytest.raises(BenchError, match="are for named workloads"):
+        choose_workloads([], own, clients=2)
 
 
 async def test_a_small_run_of_a_named_workload() -> None:
@@ -269,5 +246,5 @@ async def test_a_small_run_of_a_named_workload() -> None:
 def test_help_explains_every_option() -> None:
     result = CliRunner().invoke(program(main), ["--help"])
     assert result.exit_code == 0
-    for option in ("--url", "--workload", "--rate", "--concurrency", "--rounds", "--json", "--markdown"):
+    for option in ("--url", "--workload", "--concurrency", "--rounds", "--json", "--markdown"):
         assert option in result.output

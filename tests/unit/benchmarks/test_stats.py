@@ -114,7 +114,6 @@ def test_a_round_without_any_success_has_no_percentiles() -> None:
         ({"output_tokens": 3}, "1 of 1 answers had 3 output tokens instead of 4"),
         ({"prompt_tokens": 21}, "1 of 1 first prompts had 21 tokens instead of 20"),
         ({"arrivals": [1.0, 1.4], "deltas": [1, 1]}, "events held 2.0 tokens on average"),
-        ({"late": 0.05}, "50 ms late"),
     ],
 )
 def test_what_spoils_a_comparison_is_told(changes: dict[str, object], warning: str) -> None:

@@ -1,5 +1,3 @@
-import itertools
-import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +10,6 @@ from benchmarks.serve.workloads import (
     PromptSource,
     Vocabulary,
     calibrate,
-    poisson_arrivals,
     sessions,
 )
 from tests.unit.benchmarks.fake_server import FIRST_OVERHEAD, NEXT_OVERHEAD, FakeServer
@@ -104,14 +101,3 @@ async def test_calibration_gives_up_on_a_server_that_counts_something_else() -> 
 
     with pytest.raises(BenchError, match=r"usage\.prompt_tokens does not grow"):
         await calibrate(measure)
-
-
-def test_poisson_arrivals_start_at_once_and_keep_the_rate() -> None:
-    found = list(itertools.islice(poisson_arrivals(50.0, 3), 20_001))
-    steps = [later - earlier for earlier, later in itertools.pairwise(found)]
-    assert found[0] == 0
-    assert min(steps) >= 0
-    # Mean and deviation of an exponential distribution are equal.
-    assert statistics.mean(steps) == pytest.approx(0.02, rel=0.05)
-    assert statistics.stdev(steps) == pytest.approx(0.02, rel=0.05)
-    assert found == list(itertools.islice(poisson_arrivals(50.0, 3), 20_001))

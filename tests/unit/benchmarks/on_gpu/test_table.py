@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.on_gpu.bench import Report, Row, SectionResult, data_sheet, line, shown
-from benchmarks.on_gpu.table import BEGIN, END, aims, markdown, parts, predictions, put_into
+from benchmarks.on_gpu.table import BEGIN, END, aims, parts, put_into
 from tests.unit.benchmarks.terminal import shown as rendered
 
 PAGE = Path(__file__).parents[4] / "docs/gpu.md"
@@ -57,25 +57,16 @@ def test_the_table_has_every_row_every_error_and_the_aims() -> None:
         assert part in text
 
 
-def test_markdown_puts_measured_figures_beside_predicted_ones() -> None:
-    text = markdown(report(BF16))
-    assert "measured (NVIDIA H200, 2026-01-01)" in text
-    assert "| 250 tok/s, 87% of the limit |" in text
-    assert text.count("not yet measured") == len(predictions()) - 1
-
-
 def test_a_page_gets_its_figures_between_the_marks() -> None:
-    assert (
-        put_into(f"head\n{BEGIN}\nold\n{END}\ntail\n", f"{BEGIN}new{END}") == f"head\n{BEGIN}new{END}\ntail\n"
-    )
-    with pytest.raises(ValueError, match="has no lines"):
-        put_into("nothing", "new")
-
-
-def test_the_page_has_the_predictions_of_the_code() -> None:
     page = PAGE.read_text()
-    for one in predictions():
-        assert f"| {one.what} | {one.predicted} | {one.why} |" in page, f"make the table of {PAGE.name} anew"
+    filled = put_into(page, report(BF16))
+    assert "| 250 tok/s, 87% of the limit (NVIDIA H200, 2026-01-01) |" in filled
+    assert filled.count("not yet measured") == page.count("not yet measured") - 1 > 0
+    assert filled.count(BF16.key) == page.count(BF16.key)
+    assert "| decode | 250 tok/s |" in filled
+    assert put_into(filled, report(BF16)) == filled, "what was there before is replaced"
+    with pytest.raises(ValueError, match=f"has no lines {BEGIN} and {END}"):
+        put_into("nothing", report())
 
 
 def test_figures_have_three_digits() -> None:

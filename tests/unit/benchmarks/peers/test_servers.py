@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from benchmarks.errors import BenchError
 from benchmarks.peers import catalog
-from benchmarks.peers.catalog import Environment, InstallError, Launch, Pace, Peer, Place
+from benchmarks.peers.catalog import Environment, InstallError, Launch, Peer, Place
 from benchmarks.peers.rounds import Contest, Run
 from benchmarks.peers.servers import Server, free_port, wait_ready
 from benchmarks.serve.sse import Client
@@ -108,7 +108,6 @@ def peer(name: str, script: str) -> Peer:
         environment=None,
         packages=("psutil",),
         launch=launch,
-        pace=Pace(1, 1000, 1000),
     )
 
 

@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
-from benchmarks.on_gpu.product_speed import product_speed
+from benchmarks.on_gpu.product_speed import run
 from tests.unit.benchmarks.on_gpu.bench_on_cpu import dry_bench
 
 
 def test_each_way_is_measured() -> None:
-    rows = list(product_speed(dry_bench()))
+    rows = list(run(dry_bench()))
     assert {row.key for row in rows} >= {
         "products/tiny/1/bf16",
         "products/tiny/1/bf16, our own",

@@ -128,7 +128,7 @@ def test_where_requests_alternate_each_waits_for_one_load(load: float) -> None:
 
 
 def mixed(host: OneHost, requests: int, seed: int) -> None:
-    """As `benchmarks.models` has it: 0.8 requests a second, three of ten are for another model than the last."""
+    """Mixed: 0.8 requests a second, three of ten are for another model than the last."""
     generator = random.Random(seed)
     at, model = host.now, 0
     for _ in range(requests):

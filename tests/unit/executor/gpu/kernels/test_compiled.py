@@ -16,15 +16,14 @@ MOST_SHARED = 227 << 10
 REGISTERS = 65_536
 """That it has, for at most 2,048 threads."""
 MOST_STACK = 160
-"""Bytes of each thread that attention may spill around its loops (benchmarks/on_gpu/compiled.py)."""
+"""Bytes of each thread that attention may spill around its loops (compiled.py)."""
 
 
 def compiled(family: str) -> dict[str, Any]:
-    """By name; of attention a few variants, the most demanding ones among them: `python -m
-    benchmarks.on_gpu.compiled` takes all."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.on_gpu.compiled"]
+    """By name."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.executor.gpu.kernels.compiled"]
     found = subprocess.run(
-        [*command, "--some", "--json", "--only", family],
+        [*command, "--json", "--only", family],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "0"},

@@ -1,57 +1,42 @@
-"""How many questions a model answers right, as it is served and as transformers computes it in float32:
-`python -m benchmarks.engine.answers --help`.
+"""How many questions a model answers right, as it is served and as transformers computes it in float32.
 
 The engine answers as behind the server: weights, KV cache, batcher and sampler, in this process. transformers computes
 the same files in float32, and its logits go through the same sampler. A drawn token depends on its seed and position
 alone, so both draw by the same numbers, and what differs comes from the logits.
 
 Greedily a question counts as answered where the answer stands in the text; sampled, where it stands in more than half
-of the texts, of one seed each. Behind are the questions that
-transformers answers and the other way does not.
-
-    --ways auto,bf16,"bf16 bf16"      `--weight-dtype`, and after a space `--kv-dtype`, of the engine
-    --rounded "nothing,lm_head"       transformers, with the inputs of linear layers rounded to int8 as the CPU's
-                                      kernels round them, but for those that are named
-
-With `auto` the codes of a GGUF file are multiplied as they are where MODEL is the file; the directory of a built-in
-model may say that they are unpacked.
+of the texts, of one seed each. Behind are the questions that transformers answers and the engine does not.
 """
 
 import re
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
-import typer
 from msgspec import structs
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from benchmarks.engine.in_process import ring_of_one, steps_of
-from benchmarks.engine.weight_quality import rounded
-from benchmarks.harness import CORES, Sheet, Threads, run, show
+from benchmarks.engine.in_process import ring_in, steps_of
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
 from services.executor.model.card import end_tokens
-from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.tokenizer_files import read_json
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
-from shared.model_store.settings import Store
 
 GREEDY = SamplingParams(temperature=0)
 SEEDS = range(1, 4)
 TOKENS = 24
 """Of an answer; a right one comes at its beginning."""
-QUESTIONS = Path(__file__).parents[2] / "tests/e2e/everyday_questions.jsonl"
+QUESTIONS = Path(__file__).with_suffix(".jsonl")
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -96,8 +81,8 @@ class Right:
         return greedy, sampled
 
 
-def read_questions(path: Path = QUESTIONS) -> list[Question]:
-    return [msgspec.json.decode(line, type=Question) for line in path.read_bytes().splitlines()]
+def read_questions() -> list[Question]:
+    return [msgspec.json.decode(line, type=Question) for line in QUESTIONS.read_bytes().splitlines()]
 
 
 class Asked:
@@ -134,7 +119,8 @@ def by_engine(asked: Asked, **settings: str) -> Texts:
     said: dict[str, list[int]] = {request.generation_id: [] for request in requests}
     known = {"weight_cache_bytes": 0, "kv_memory": 512 << 20}
     loaded = load_settings(ExecutorSettings, model=str(asked.directory), **known, **settings)
-    with ring_of_one(loaded) as (engine, spec):
+    with TemporaryDirectory() as scratch, closing(ring_in(Path(scratch), loaded)) as engine:
+        spec = engine.load(lambda done, total: None)
         batcher = ContinuousBatcher(spec, BatchSettings())
         for request in requests:
             batcher.add(request)
@@ -187,63 +173,3 @@ def _last_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Dy
     )
     logits: torch.Tensor = said.logits[:, -1].float()
     return logits
-
-
-@contextmanager
-def rounding(model: Any, left_out: str) -> Iterator[None]:
-    """Has what goes into linear layers rounded to int8, but for those with `left_out` in their name."""
-    linears = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and left_out not in name
-    ]
-    hooks = [module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),)) for module in linears]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def main(
-    model: Annotated[Path, typer.Argument(help="A model directory or a .gguf file.")],
-    ways: Annotated[
-        str, typer.Option(help="Of the engine, with commas between.")
-    ] = "auto,bf16,bf16 bf16,auto bf16",
-    also: Annotated[
-        str, typer.Option("--rounded", help="Of transformers, with commas between; empty: none.")
-    ] = "",
-    temperature: Annotated[float, typer.Option(help="Of sampled texts; the built-in model's default.")] = 0.2,
-    top_p: Annotated[float, typer.Option(help="Likewise.")] = 0.9,
-    questions: Annotated[
-        Path, typer.Option(help="Lines of JSON: a question, and what answers it.")
-    ] = QUESTIONS,
-    threads: Threads = CORES,
-) -> None:
-    """Questions answered right by each way."""
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = resolve_model(str(model), Store.at(Path(scratch)), lambda *_: None)
-        asked = Asked(
-            directory, read_questions(questions), SamplingParams(temperature=temperature, top_p=top_p)
-        )
-        loaded = load_float32(directory)
-        first = by_transformers(asked, loaded)
-        told = {"transformers, float32": first}
-        for way in ways.split(","):
-            weights, _, kv = way.partition(" ")
-            told[way] = by_engine(asked, weight_dtype=weights, kv_dtype=kv or "auto", threads=str(threads))
-        for left_out in filter(None, also.split(",")):
-            with rounding(loaded, left_out):
-                told[f"transformers, rounded: {left_out}"] = by_transformers(asked, loaded)
-    best, rows = first.right(asked.questions), []
-    for name, texts in told.items():
-        right = texts.right(asked.questions)
-        same = sum(a == b for a, b in zip(texts.greedy, first.greedy, strict=True))
-        greedy, sampled = right.behind(best)
-        rows.append((name, sum(right.greedy), greedy, sum(right.sampled), sampled, same))
-    show(Sheet(("way", "right", "behind", "right, sampled", "behind", "same greedy text"), rows))
-
-
-if __name__ == "__main__":
-    run(main)

@@ -1,4 +1,5 @@
-"""What Triton's compiler makes of the kernels for a GPU that need not be there: `python -m benchmarks.on_gpu.compiled`.
+"""What Triton's compiler makes of the kernels for a GPU that need not be there:
+`python -m tests.unit.executor.gpu.kernels.compiled`.
 
 For each kernel, and of attention each variant that serving uses: registers, bytes of stack (spilled registers lie
 there), shared memory, and how often instructions that matter occur. Kernels that the interpreter has decorated cannot
@@ -12,14 +13,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.launched import (
-    INSTRUCTIONS,
+from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, pages, sampling
+from services.executor.gpu.kernels.grouped import multiply_grouped
+from services.executor.gpu.kernels.matmul import (
+    BLOCK_N,
+    arrivals_for,
+    encode_rows,
+    multiply_few,
+    tiles_of,
+)
+from services.executor.gpu.kernels.tiles import SHARED, rows_for
+from services.executor.gpu.quantized_matmul import packed_rows
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.quantizing import CODECS as QUANTIZERS
+from tests.unit.executor.gpu.kernels.launched import (
     Compiled,
     Launched,
     compile_launched,
@@ -27,21 +39,6 @@ from benchmarks.on_gpu.launched import (
     launches,
     meta,
 )
-from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, pages, sampling
-from services.executor.gpu.kernels.grouped import multiply_grouped
-from services.executor.gpu.kernels.matmul import (
-    BLOCK_N,
-    arrivals_for,
-    decode_rows,
-    encode_rows,
-    multiply_few,
-    multiply_one,
-    tiles_of,
-)
-from services.executor.gpu.kernels.tiles import SHARED, rows_for
-from services.executor.gpu.quantized_matmul import packed_rows
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.quantizing import CODECS as QUANTIZERS
 
 MOST_STACK = 160
 """Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
@@ -72,30 +69,14 @@ class Variant(NamedTuple):
         return " ".join((parts, *self.asks, *dtype))
 
 
-def variants(every: bool) -> Iterator[Variant]:
-    """What serving uses; or the most demanding of it."""
-    if not every:
-        yield Variant(1, "fp8", 128, 4, 8)
-        yield Variant(512, "hot", 128, 4)
-        yield Variant(512, "int8", 256, 8)
-        yield Variant(512, "int8", 128, 4, asks=("first",))
-        yield Variant(512, "int8", 256, 1, dtype=torch.float32)
-        return
-    for tokens, cold, width, group in product((1, 512), CODECS, (64, 128, 256), (1, 4, 8)):
-        yield Variant(tokens, cold, width, group)
-    for cold, width in product(CODECS, (64, 80, 96, 128, 256)):
-        yield Variant(1, cold, width, 4, 16)
-    for tokens, cold in product((4, 16, 512), CODECS):
-        yield Variant(tokens, cold, 128, 4, 4)
-        yield Variant(tokens, cold, 256, 3)
-    for cold in CODECS:
-        for asks in (("softcap",), ("window",), ("sinks", "window"), ("slopes",), ("first",)):
-            yield Variant(1, cold, 128, 4, 8, asks)
-            yield Variant(512, cold, 128, 4, 1, asks)
-    for tokens in (1, 512):
-        yield Variant(tokens, "fp8", 128, 4, dtype=torch.float16)
-        yield Variant(tokens, "fp8", 128, 4, dtype=torch.float32)
-        yield Variant(tokens, "int8", 256, 1, dtype=torch.float32)
+VARIANTS = (
+    Variant(1, "fp8", 128, 4, 8),
+    Variant(512, "hot", 128, 4),
+    Variant(512, "int8", 256, 8),
+    Variant(512, "int8", 128, 4, asks=("first",)),
+    Variant(512, "int8", 256, 1, dtype=torch.float32),
+)
+"""The most demanding of what serving uses."""
 
 
 def calls(variant: Variant) -> list[attention_launch.Call]:
@@ -165,10 +146,10 @@ def compile_variant(variant: Variant) -> list[Compiled]:
     ]
 
 
-def attention_kernels(every: bool) -> Iterator[Compiled]:
+def attention_kernels() -> Iterator[Compiled]:
     """All kernels; one process per core."""
     with ProcessPoolExecutor() as pool:
-        for found in pool.map(compile_variant, list(variants(every))):
+        for found in pool.map(compile_variant, VARIANTS):
             yield from found
     for name, call in block_calls():
         yield compile_call(name, call)
@@ -188,13 +169,8 @@ def page_work(width: int, group: int, cold: str) -> None:
     pages.choose(meta(64, 8, group, width), lines, rows, 1.0)
 
 
-def page_kernels(every: bool) -> Iterator[Compiled]:
-    """What serving uses; or some of it."""
-    cases = [(128, 4, "int8")]
-    if every:
-        cases = list(product((64, 80, 128, 256), (1, 4, 8), CODECS))
-    for width, group, cold in cases:
-        yield from compile_work(f"pages {cold} d{width} group{group}", partial(page_work, width, group, cold))
+def page_kernels() -> Iterator[Compiled]:
+    return compile_work("pages int8 d128 group4", partial(page_work, 128, 4, "int8"))
 
 
 TOKENS = 64
@@ -264,11 +240,6 @@ def fused_kernels() -> Iterator[Compiled]:
 
 
 PROCESSORS = 132
-SHAPES = (
-    (2, 6144, 4096, False), (17, 6144, 4096, False), (33, 1024, 4096, True), (128, 6144, 4096, False),
-    (16, 152_064, 5120, False), (8, 100, 131, True), (1, 100, 131, True),
-)  # fmt: skip
-"""Rows, outputs, inputs, and whether there is a bias."""
 
 
 def few(rows: int, outputs: int, inputs: int, codec: Codec, bias: bool) -> None:
@@ -288,30 +259,11 @@ def few_grouped(rows: int, kind: str, bias: bool) -> None:
     multiply_grouped(meta(rows, 4096), replace(packed, **parts), addend, arrivals, cut, out)
 
 
-def widen(codec: Codec) -> None:
-    """Launches the widening of rows."""
-    decode_rows(meta(64, 4096, dtype=codec.dtype), meta(64, dtype=torch.float32), meta(64, 4096))
-
-
-def product_kernels(every: bool) -> Iterator[Compiled]:
-    """What serving uses; or the most demanding of it."""
+def product_kernels() -> Iterator[Compiled]:
     yield from compile_work("few rows", partial(few, 64, 4096, 4096, FP8, bias=True))
     yield from compile_work("one row", partial(few, 1, 4096, 4096, FP8, bias=True))
     yield from compile_work("encode", partial(encode_rows, meta(64, 28_672), FP8))
     yield from compile_work("few rows int4", partial(few_grouped, 1, "int4", bias=False))
-    if not every:
-        return
-    for codec in (FP8, INT8):
-        for rows, outputs, inputs, bias in SHAPES:
-            name = f"{codec.name} {rows} x {outputs} x {inputs}"
-            yield from compile_work(name, partial(few, rows, outputs, inputs, codec, bias))
-        yield from compile_work(f"widen {codec.name}", partial(widen, codec))
-    for kind, rows in product(("int4", "q4_k", "q6_k", "q8_0"), (1, 64)):
-        yield from compile_work(f"{kind} {rows}", partial(few_grouped, rows, kind, bias=True))
-    yield from compile_work("encode 5120", partial(encode_rows, meta(64, 5120), FP8))
-    yield from compile_work(
-        "one row bf16", partial(multiply_one, meta(1, 4096), meta(4096, 4096), None, None)
-    )
 
 
 EXPERTS, EXPERT_INNER, EXPERT_HIDDEN = 128, 768, 2048
@@ -342,20 +294,12 @@ def mixture(tokens: int, kind: str, rule: experts.Rule) -> None:
     experts.combine(made, routed, EXPERTS, meta(tokens, EXPERT_HIDDEN), logits)
 
 
-def expert_kernels(every: bool) -> Iterator[Compiled]:
-    """What serving uses; or the most demanding of it."""
+def expert_kernels() -> Iterator[Compiled]:
     plain = experts.Rule(8)
     grouped = experts.Rule(8, sigmoid=True, groups=8, top_groups=4, scale=2.5)
+    cases = [(tokens, kind, plain) for tokens in (1, 2048) for kind in ("bf16", "fp8", "int4")]
     seen: list[Launched] = []
-    for tokens, kind, rule in (
-        *((tokens, kind, plain) for tokens in (1, 2048) for kind in ("bf16", "fp8", "int4")),
-        (64, "bf16", grouped),
-        *(
-            ((tokens, kind, plain) for tokens in (16, 256) for kind in ("int8", "q4_k", "q6_k", "q8_0"))
-            if every
-            else ()
-        ),
-    ):
+    for tokens, kind, rule in (*cases, (64, "bf16", grouped)):
         for launched in launches(partial(mixture, tokens, kind, rule)):
             if launched not in seen:
                 seen.append(launched)
@@ -371,20 +315,11 @@ def adapted(tokens: int, rank: int, dtype: torch.dtype) -> None:
     low_rank.add_low_rank(out, x, table, ranks, meta(4, dtype=torch.int32), 4096, rank, rows)
 
 
-def adapter_kernels(every: bool) -> Iterator[Compiled]:
-    """What serving uses; or some of it."""
-    cases = [(16, 64, torch.bfloat16)]
-    if every:
-        cases += list(product((1, 2048), (16, 256), (torch.bfloat16, torch.float32)))
-    for tokens, rank, dtype in cases:
-        kind = LOGIT_TYPES[dtype]
-        yield from compile_work(
-            f"adapters {tokens} rank {rank} {kind}", partial(adapted, tokens, rank, dtype)
-        )
+def adapter_kernels() -> Iterator[Compiled]:
+    return compile_work("adapters 16 rank 64 bf16", partial(adapted, 16, 64, torch.bfloat16))
 
 
 MOST_BY_LOGIT = 1024
-LOGIT_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def draw(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
@@ -407,54 +342,47 @@ def named(launched: Launched) -> str:
     return f"{launched.name} {'weights' if weights else 'counts'}"
 
 
-def sampling_kernels(every: bool) -> Iterator[Compiled]:
-    """What serving uses; or some of it."""
-    cases = [(16, 128_256, torch.bfloat16)]
-    if every:
-        cases += list(product((1, 5, 256), (100, 4096, 4097, 32_000, 152_064), LOGIT_TYPES))
+def sampling_kernels() -> Iterator[Compiled]:
     seen: list[Launched] = []
-    for rows, vocabulary, dtype in cases:
-        for launched in launches(lambda: draw(rows, vocabulary, dtype)):  # noqa: B023  # called at once
-            if launched not in seen:
-                seen.append(launched)
-                yield compile_launched(
-                    f"{named(launched)} {rows} x {vocabulary} {LOGIT_TYPES[dtype]}", launched
-                )
+    for launched in launches(partial(draw, 16, 128_256, torch.bfloat16)):
+        if launched not in seen:
+            seen.append(launched)
+            yield compile_launched(f"{named(launched)} 16 x 128256 bf16", launched)
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Compiled]]] = {
+    "attention": attention_kernels,
+    "pages": page_kernels,
+    "fused": fused_kernels,
+    "products": product_kernels,
+    "experts": expert_kernels,
+    "adapters": adapter_kernels,
+    "sampling": sampling_kernels,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu.compiled", description=__doc__)
-    parser.add_argument("--some", action="store_true", help="few variants, the largest among them")
-    parser.add_argument(
-        "--only", default="", help="attention, pages, fused, products, experts, adapters or sampling"
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.unit.executor.gpu.kernels.compiled", description=__doc__
     )
+    parser.add_argument("--only", choices=FAMILIES)
     parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel, and no verdict")
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
     given = parser.parse_args()
-    families: dict[str, Callable[[], Iterator[Compiled]]] = {
-        "attention": partial(attention_kernels, not given.some),
-        "pages": partial(page_kernels, not given.some),
-        "fused": fused_kernels,
-        "products": partial(product_kernels, not given.some),
-        "experts": partial(expert_kernels, not given.some),
-        "adapters": partial(adapter_kernels, not given.some),
-        "sampling": partial(sampling_kernels, not given.some),
-    }
-    if given.only:
-        families = {given.only: families[given.only]}
     bad = 0
-    if not (given.json or given.sass):
-        print(f"{'kernel':48} {'registers':>9} {'stack':>6} {'shared':>7}  " + "  ".join(INSTRUCTIONS))
-    for family in families.values():
-        for one in family():
+    for family in [given.only] if given.only else FAMILIES:
+        for one in FAMILIES[family]():
             bad += _is_bad(one)
             if given.json:
-                print(json.dumps({**one._asdict(), "sass": ""}), flush=True)
-            elif not given.sass:
-                counts = "  ".join(f"{one.counts[what]:>{len(what)}}" for what in INSTRUCTIONS)
-                print(f"{one.name:48} {one.registers:9} {one.stack:6} {one.shared:7}  {counts}", flush=True)
-            elif given.sass in one.name:
-                print(one.name, one.sass, sep="\n")
+                line = json.dumps({**one._asdict(), "sass": ""})
+            elif given.sass:
+                line = f"{one.name}\n{one.sass}" if given.sass in one.name else ""
+            else:
+                counts = ", ".join(f"{count} {what}" for what, count in one.counts.items() if count)
+                memory = f"{one.stack} B of stack, {one.shared} B shared"
+                line = f"{one.name}: {one.registers} registers, {memory}; {counts}"
+            sys.stdout.write(f"{line}\n" if line else "")
+            sys.stdout.flush()
     if bad and not (given.json or given.sass):
         sys.exit(f"{bad} kernels spill registers or need more shared memory than there is")
 

@@ -1,18 +1,12 @@
-"""A layer's mixture of experts: whether it is right, and how fast it is, beside what its experts' bytes or operations
-ask for: `python -m benchmarks.gpu --only experts`.
-
-Rows go to other experts each time, so that what they read is in no cache.
-"""
+"""Whether a layer's mixture of experts is right."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked, rate
-from benchmarks.on_gpu.machine import graph_seconds
+from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked
 from benchmarks.random_model import random_rows
 from services.executor.kv_cache.codecs import FP8
 from services.executor.model.lowered_experts import Choice, Routing
@@ -22,8 +16,6 @@ from services.executor.model.weight_formats import Quantized, quantize
 
 FORMS = ("bf16", "fp8", "int4")
 ROWS = (1, 8, 64, 512, 2048)
-BATCHES = 4
-"""Of rows that are computed in turn."""
 
 
 class Shape(NamedTuple):
@@ -38,17 +30,13 @@ QWEN = Shape(128, 8, 2048, 768)
 TINY = Shape(6, 2, 64, 32)
 
 
-def run(bench: Bench) -> Iterator[Row]:
-    """Rows of `experts/...`: errors; GB/s of the experts that are read where rows are few, TFLOP/s where they are many;
-    and of which limit."""
+def errors(bench: Bench) -> Iterator[Row]:
+    """Rows of `experts/...`."""
     shape = TINY if bench.tiny else QWEN
     for form in FORMS:
         layer = _Layer(shape, form, bench.device)
         for count in (1, 5) if bench.tiny else ROWS:
-            size = (BATCHES, count, shape.hidden)
-            batches = [*torch.randn(size, dtype=torch.bfloat16, device=bench.device)]
-            yield layer.error(batches[0])
-            yield layer.speed(batches, bench.bandwidth, bench.matrix_rate("bf16"))
+            yield layer.error(torch.randn(count, shape.hidden, dtype=torch.bfloat16, device=bench.device))
 
 
 class _Layer:
@@ -61,7 +49,7 @@ class _Layer:
         self._router = torch.randn(shape.experts, shape.hidden, device=device) * shape.hidden**-0.5
         holder: Any = nn.Module()
         holder.is_transposed, holder.is_concatenated = False, True
-        self._values, self._bytes = [], 0
+        self._values = []
         sizes = {"gate_up_proj": (2 * shape.inner, shape.hidden), "down_proj": (shape.hidden, shape.inner)}
         for name, size in sizes.items():
             stored, values = _weight(form, shape.experts, size, device)
@@ -71,7 +59,6 @@ class _Layer:
             else:
                 keep_quantized_experts(holder, name, stored)
             self._values.append(values)
-            self._bytes += _bytes_of(stored) // shape.experts
         choice = Choice("softmax", shape.chosen, normalised=True, groups=1, top_groups=1, scale=1.0)
         routing = Routing(holder, self._router, None, None, None, choice)
         processors = (
@@ -87,19 +74,8 @@ class _Layer:
 
     def error(self, x: Tensor) -> Row:
         what = f"{self._form} experts by {len(x)} rows, against PyTorch in float32"
-        key = f"experts/right/{self._form}/{len(x)}"
+        key = f"experts/{self._form}/{len(x)}"
         return checked(key, what, self(x), self._expected(x.float()), ROUNDED)
-
-    def speed(self, batches: list[Tensor], bandwidth: float | None, matrix_rate: float | None) -> Row:
-        shape, rows = self._shape, len(batches[0])
-        device = batches[0].device
-        seconds = graph_seconds([partial(self, x) for x in batches], device)
-        read = sum(len(self._chosen(x.float())[1].unique()) for x in batches) / len(batches) * self._bytes
-        few = rows * shape.chosen <= 8 * shape.experts
-        done = read if few else 6 * rows * shape.chosen * shape.hidden * shape.inner
-        limit, unit = (bandwidth, "GB/s") if few else (matrix_rate, "TFLOP/s")
-        what = f"a layer of {shape.chosen} of {shape.experts} {self._form} experts, {rows} rows"
-        return rate(f"experts/speed/{self._form}/{rows}", what, done, seconds, limit, unit)
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = (x @ self._router.t()).softmax(-1).topk(self._shape.chosen)
@@ -133,10 +109,3 @@ def _weight(
     coded = quantize(plain, FP8)
     assert isinstance(coded, Quantized)
     return coded, coded.dequantized().view(experts, outputs, inputs)
-
-
-def _bytes_of(stored: Tensor | StackedWeight) -> int:
-    if isinstance(stored, Quantized):
-        return stored.codes.nbytes + stored.scales.nbytes
-    size: int = stored.nbytes  # type: ignore[union-attr]
-    return size

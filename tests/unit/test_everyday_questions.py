@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.engine.answers import Question, Texts, read_questions
+from tests.e2e.everyday_questions import Question, Texts, read_questions
 
 
 @pytest.mark.parametrize(

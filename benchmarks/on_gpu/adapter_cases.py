@@ -1,5 +1,4 @@
-"""What LoRA adapters cost beside a product: whether they are right, and how fast they are, beside what their factors'
-bytes ask for: `python -m benchmarks.gpu --only adapters`.
+"""Whether LoRA adapters beside a product are right.
 
 A product is the joined queries, keys and values of a layer; its rows take turns among the adapters.
 """
@@ -10,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked, rate
-from benchmarks.on_gpu.machine import graph_seconds
+from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked
 from services.executor.model.adapters.files import LowRank
 
 ROWS = (1, 16, 64, 2048)
@@ -30,13 +28,12 @@ LLAMA = Shape(4096, (4096, 1024, 1024))
 TINY = Shape(64, (64, 32, 32))
 
 
-def run(bench: Bench) -> Iterator[Row]:
-    """Rows of `adapters/...`: errors; GB/s of the factors that are read."""
+def errors(bench: Bench) -> Iterator[Row]:
+    """Rows of `adapters/...`."""
     for rank in (5,) if bench.tiny else RANKS:
         held = _Held(TINY if bench.tiny else LLAMA, rank, bench.device)
         for count in (1, 9) if bench.tiny else ROWS:
             yield held.error(count)
-            yield held.speed(count, bench.bandwidth)
 
 
 class _Held:
@@ -81,13 +78,4 @@ class _Held:
             parts = [x[rows].float() @ pair.a.float().T @ pair.b.float().T for pair in factors.values()]
             expected[rows] = torch.cat(parts, dim=1)
         what = f"adapters of rank {self._rank} by {count} rows, against PyTorch in float32"
-        return checked(f"adapters/right/{self._rank}/{count}", what, found, expected, ROUNDED)
-
-    def speed(self, count: int, bandwidth: float | None) -> Row:
-        x = torch.randn(count, self._shape.inputs, dtype=torch.bfloat16, device=self._device)
-        out, slots = x.new_zeros(count, sum(self._shape.outputs)), self._slots(count)
-        seconds = graph_seconds([lambda: self._made(x, out, slots)], self._device)
-        used = len(set(slots.tolist()) - {-1})
-        read = 2 * used * self._rank * (len(NAMES) * self._shape.inputs + sum(self._shape.outputs))
-        what = f"queries, keys and values of {count} rows with {used} adapters of rank {self._rank}"
-        return rate(f"adapters/speed/{self._rank}/{count}", what, read, seconds, bandwidth)
+        return checked(f"adapters/{self._rank}/{count}", what, found, expected, ROUNDED)

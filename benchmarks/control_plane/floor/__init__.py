@@ -1,1 +1,0 @@
-"""What bare servers and bare messages cost: the floor under the control plane's figures."""

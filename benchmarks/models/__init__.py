@@ -1,1 +1,0 @@
-"""Several models on one machine that has room for one of them."""
