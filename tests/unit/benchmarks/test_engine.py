@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine import floors
 from benchmarks.engine.__main__ import DECODES, PREFILLS
+from benchmarks.engine.floors import Rates, floor_of
 from benchmarks.engine.kv_decode import Long
-from benchmarks.engine.steps import BLOCK, Prefill, decode_plan
+from benchmarks.engine.steps import BLOCK, Decode, Prefill, decode_plan, load_one_rank
 from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.native.library import why_not
 from shared.messages import SparseAttention
+from tests.unit.executor.model.tiny import settings_for
 
 
 def check(plan: StepPlan) -> None:
@@ -35,6 +38,43 @@ def test_decodes(sequences: int, context: int) -> None:
 @pytest.mark.parametrize("tokens", PREFILLS)
 def test_prefills(tokens: int) -> None:
     check(Prefill(tokens).steps(64, 0).measured)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+def test_floors_count_what_a_step_of_random_weights_reads_and_multiplies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floors, "NUMBERS", 1 << 16)
+    settings = settings_for("qwen3_5_text", head_dim=32, tie_word_embeddings=True)
+    floors.write_random(tmp_path, {"model_type": "qwen3_5_text", **settings})
+    runner, store = load_one_rank(tmp_path, "bf16", 2, 64)
+    assert store.states is not None
+    for kind in (Decode(3, 40), Prefill(40)):
+        steps = kind.steps(64, 0)
+        for plan in (*steps.before, steps.measured):
+            runner.forward(plan)
+    one, three = floor_of(runner, store, 1, 32, 1), floor_of(runner, store, 3, 32, 3)
+    assert three.nbytes - one.nbytes == 2 * (
+        2 * store.states.slot_bytes + 32 // BLOCK * store.shape.bytes_per_block
+    )
+    assert three.operations == 3 * one.operations
+    assert one.operations < one.nbytes < 2 * one.operations, "bf16 weights, padded, and a state"
+    assert one.milliseconds(Rates(1e6, 1e12)) == one.nbytes / 1e3
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+def test_floors_count_sampled_rows_alone_where_layers_store_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floors, "NUMBERS", 1 << 16)
+    settings = settings_for("gemma4_text", head_dim=32)
+    floors.write_random(tmp_path, {"model_type": "gemma4_text", **settings})
+    runner, store = load_one_rank(tmp_path, "bf16", 2, 64)
+    one, prompt = floor_of(runner, store, 1, 32, 1), floor_of(runner, store, 1, 32, 32)
+    assert runner.packed is not None
+    *_, last = runner.packed.layers
+    readers = 2 * sum(linear.outputs * linear.inputs for linear in last.linears)
+    assert 16 * one.operations < prompt.operations < 32 * one.operations - 31 * readers
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
