@@ -26,7 +26,7 @@ trainer_process.STUB = "tests.integration.executor.idle_trainer"
 
 async def main():
     settings = ExecutorSettings(engine="stub")
-    job = TrainingJob("job", "t", "base", "supervised", "f", "f", 0.0, 3)
+    job = TrainingJob("job", "t", 0.0, "base", "supervised", "f", "f", 3)
     spec = TrainerSpec(job, "", "", settings.model_dump(mode="json"), 1)
     process = await trainer_process.TrainerProcess.start(spec, settings, {})
     pids = [process.pid] + [event.step async for event in first(process)]
