@@ -7,7 +7,6 @@ import functools
 import time
 from typing import Any
 
-from services.executor.supervisor.trainings.job_storage import JobStorage
 from services.gateway.batches import line_runner, states
 from services.gateway.core.catalog import Catalog
 from services.gateway.lifecycle.answers import Answers
@@ -116,16 +115,3 @@ def one_quota_for_all() -> None:
         return sum(entries for entries, _ in sums), sum(size for _, size in sums)
 
     Holdings.of = of  # type: ignore[method-assign]
-
-
-def states_before_events() -> None:
-    """A fine-tuning job's state is stored while events of the steps before it are not."""
-    made = JobStorage.__init__
-
-    async def nothing() -> None:
-        pass
-
-    def without(self: JobStorage, record: Any, files: Any, directory: Any, tell: Any) -> None:
-        made(self, record, files, directory, nothing)
-
-    JobStorage.__init__ = without  # type: ignore[method-assign]

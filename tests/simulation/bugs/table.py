@@ -113,13 +113,5 @@ _ALL = (
         "quotas_apart",
         (1, 2),
     ),
-    Bug(
-        "states_before_events",
-        "A fine-tuning job goes on from a state whose steps nobody has told of: its events have a gap.",
-        _patch("states_before_events"),
-        "training",
-        "one_result_per_job",
-        (20048,),
-    ),
 )
 BUGS: dict[str, Bug] = {bug.name: bug for bug in _ALL}
