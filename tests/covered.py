@@ -1,8 +1,7 @@
 """Coverage is measured of one part of the project in turn, by that part's own fast tests: tracing makes Python less
 than half as fast. While another test runs neither its process nor those that it starts are traced.
 
-python -m tests.covered turn           the part whose turn it is, by the number of commits
-python -m tests.covered files PART     its files, as `coverage report --include` takes them
+python -m tests.covered PART     its files, as `coverage report --include` takes them
 """
 
 import os
@@ -17,7 +16,7 @@ import pytest
 CONFIG = "COVERAGE_PROCESS_CONFIG"
 """Where it is set, coverage measures each process that starts (its patch "subprocess")."""
 CHOSEN = "COVERED_PART"
-"""Names the part; unset: all fast tests are traced."""
+"""Names the part; `turn`: the one whose turn it is, by the number of commits; empty: all fast tests are traced."""
 
 
 class Part(NamedTuple):
@@ -50,8 +49,8 @@ class Traced:
     """A plugin of each process that runs tests."""
 
     def __init__(self, chosen: str) -> None:
-        """`chosen`: of PARTS; empty: all."""
-        self._chosen = chosen
+        """`chosen`: as CHOSEN has it."""
+        self._chosen = named(chosen)
 
     def _is_traced(self, item: pytest.Item) -> bool:
         if item.get_closest_marker("slow") is not None:
@@ -64,7 +63,7 @@ class Traced:
         if config is None or self._is_traced(item):
             yield
             return
-        # Coverage's own stop and start cost 50 ms after some thousands of times.
+        # Not by coverage's own stop and start, which make a tracer each time and keep all of them.
         here, in_threads = sys.gettrace(), threading.gettrace()
         del os.environ[CONFIG]
         sys.settrace(None)
@@ -92,7 +91,10 @@ def follow_environment() -> None:
         measured.stop()
 
 
-def _turn() -> str:
+def named(chosen: str) -> str:
+    """`chosen`, where that is `turn` the part whose turn it is."""
+    if chosen != "turn":
+        return chosen
     counted = subprocess.run(
         ["git", "rev-list", "--count", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -100,4 +102,4 @@ def _turn() -> str:
 
 
 if __name__ == "__main__":
-    print(_turn() if sys.argv[1:] == ["turn"] else ",".join(PARTS[sys.argv[2]].files))
+    print(",".join(PARTS[named(sys.argv[1])].files))

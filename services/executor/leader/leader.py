@@ -341,7 +341,7 @@ class Leader:
         of_engine = batcher.drafter.engine_counts
         totals.model_drafted_tokens, totals.model_accepted_tokens = of_engine.drafted, of_engine.accepted
         totals.draft_passes, totals.draft_seconds = of_engine.passes, of_engine.seconds
-        totals.adapter_loads, totals.adapter_evictions = batcher.adapter_loads, batcher.adapter_evictions
+        totals.adapter_loads, totals.adapter_evictions = batcher.adapter_reads
 
     def _show_activity(self) -> None:
         """How many requests somebody waits for: trainers on this host are suspended meanwhile."""

@@ -277,16 +277,14 @@ class ContinuousBatcher:
         self.step += 1
         states = self._tables.states_of(lambda: rows_in(batch), self._planner.running)
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
-        if states:
-            plan = msgspec.structs.replace(plan, **states)
+        if states or followed:
+            plan = msgspec.structs.replace(plan, **states, followed=followed)
         pools, scored, named = steps.parts_of(batch)
         plan = self._tables.exchange.extend(plan)
         if pools or scored or named:
             plan = steps.with_parts(plan, pools, scored, named)
         for extend in self._extensions:
             plan = extend(plan, batch)
-        if followed:
-            plan = msgspec.structs.replace(plan, followed=True)
         rows = rows_of(sampled, self._planner.rows)
         self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named, followed=followed))
         return plan, list(rows)
@@ -471,14 +469,9 @@ class ContinuousBatcher:
         return self._planner.shared
 
     @property
-    def adapter_loads(self) -> int:
-        """Adapters that were read into a slot."""
-        return self._planner.slots.loads
-
-    @property
-    def adapter_evictions(self) -> int:
-        """Adapters whose slot another was read into."""
-        return self._planner.slots.evictions
+    def adapter_reads(self) -> tuple[int, int]:
+        """Adapters that were read into a slot; those whose slot another was read into."""
+        return self._planner.slots.loads, self._planner.slots.evictions
 
     @property
     def cached_tokens(self) -> int:

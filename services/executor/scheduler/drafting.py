@@ -7,7 +7,7 @@
 
 Drafts take what is left of the step's token budget and blocks that nobody needs, after everything else.
 Tokens are put out as if they had come one by one: an end in the middle cuts what follows.
-What proposes them is behind a door (`proposer.py`): of each sequence the best offer counts.
+Proposers make them (`proposer.py`): of each sequence the best offer counts.
 """
 
 from collections.abc import Collection, Iterable

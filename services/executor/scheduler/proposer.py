@@ -1,4 +1,4 @@
-"""The door for whatever proposes tokens for a step to check: n-grams, draft models, draft heads (`proposers/`).
+"""The interface of what proposes tokens for a step to check: n-grams, draft models, draft heads (`proposers/`).
 
     before a step   propose ──▶ offers ──▶ `Speculation` takes what pays ──▶ chosen
     behind it       learn: what was drawn where they had looked

@@ -1,1 +1,1 @@
-"""Rooms of what proposes tokens; `catalog.py` lists them. None imports another."""
+"""Proposers of draft tokens; `catalog.py` lists them. None imports another."""

@@ -1,1 +1,1 @@
-"""Rooms of what computes a rank's steps; `catalog.py` lists them. None imports another."""
+"""Backends, which compute a rank's steps; `catalog.py` lists them. None imports another."""

@@ -1,4 +1,4 @@
-"""The door of backends: what a runner is made of, and for which models."""
+"""The interface of backends: what a runner is made of, and for which models."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""The door for what a rank drafts with: a model of its own, or a head of the model that is served (`catalog.py`).
+"""What a rank drafts with: a model of its own, or a head of the model that is served (`catalog.py`).
 
 directory_of ──▶ check, on rank 0 ──▶ load, on every rank ──▶ computing: beside the model, in its own page layers
 """

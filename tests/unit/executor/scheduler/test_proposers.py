@@ -1,4 +1,4 @@
-"""The door of proposers: each can be taken out of the list, and the rest serves as ever."""
+"""Proposers: each can be taken out of the list, and the rest serves as ever."""
 
 import random
 

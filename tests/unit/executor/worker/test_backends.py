@@ -1,4 +1,4 @@
-"""The door of backends: each can be taken out of the list, and what is left computes."""
+"""Backends: each can be taken out of the list, and what is left computes."""
 
 from pathlib import Path
 

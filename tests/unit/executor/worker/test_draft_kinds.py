@@ -1,4 +1,4 @@
-"""The door of what a rank drafts with: each kind can be taken out of the list."""
+"""What a rank drafts with: each kind can be taken out of the list."""
 
 import json
 from pathlib import Path
