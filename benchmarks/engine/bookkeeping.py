@@ -19,7 +19,7 @@ from benchmarks.harness import Rounds, Sheet, nearest, run, show
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.step_plan import StepPlan, encode_plan
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest, SamplingParams
 
 VOCABULARY = 50_000
@@ -51,7 +51,7 @@ class StepTimes(NamedTuple):
 
 def run_case(case: Case, spec: EngineSpec, seed: int = 0) -> list[StepTimes]:
     """One run of a workload, every step timed."""
-    batcher = ContinuousBatcher(spec, BatchSettings(session_ttl=900.0), "benchmark")
+    batcher = Scheduler(spec, BatchSettings(session_ttl=900.0), "benchmark")
     waiting, times = _requests(case, seed), list[StepTimes]()
     answers = [SampledToken(7 + n % 11) for n in range(case.clients)]
     ended = case.clients

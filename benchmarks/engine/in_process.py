@@ -15,7 +15,7 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Step:
         return self.ended - self.began
 
 
-def take_step(batcher: ContinuousBatcher, execute: Execute) -> Step:
+def take_step(batcher: Scheduler, execute: Execute) -> Step:
     """What a leader does for a step."""
     began = time.perf_counter()
     scheduled = batcher.schedule(began)
@@ -73,7 +73,7 @@ def take_step(batcher: ContinuousBatcher, execute: Execute) -> Step:
     return Step(plan, entries, began, planned, computed, time.perf_counter())
 
 
-def steps_of(batcher: ContinuousBatcher, execute: Execute) -> Iterator[Step]:
+def steps_of(batcher: Scheduler, execute: Execute) -> Iterator[Step]:
     """Until nothing is left to do."""
     while batcher.has_work:
         yield take_step(batcher, execute)
@@ -109,7 +109,7 @@ class InProcess:
 
     def rate(self, workload: "Workload") -> float:
         """Output tokens/s of so many clients."""
-        batcher = ContinuousBatcher(self._spec, self._limits, "benchmark")
+        batcher = Scheduler(self._spec, self._limits, "benchmark")
         left, free, tokens, began = workload.requests, workload.clients, 0, time.perf_counter()
         while True:
             for _ in range(min(free, left)):

@@ -20,7 +20,7 @@ from msgspec import structs
 from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
 from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, median, run, show, timed
 from benchmarks.random_model import LlamaShape, write_checkpoint
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from shared.data_types import BlockDType
 from shared.messages import SparseAttention
@@ -64,7 +64,7 @@ class Long:
 
     def __init__(self, directory: Path, threads: int, longest: int, sparse: SparseAttention) -> None:
         self._blocks = -(-longest // BLOCK)
-        self._sparse = to_bytes(list(Choice.of(sparse)))
+        self._sparse = to_bytes(list(SparsePattern.of(sparse)))
         self.runner, self.store = load_one_rank(
             directory, "bf16", threads, self._blocks, "int8", summaries=True
         )

@@ -22,7 +22,7 @@ from benchmarks.serve.workloads import Workload
 from services.executor.core.settings import longest_stretch
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.store import KvStore
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 
 QUIET_STEPS = 200
 """Steps of the streams alone; the first tenth is not counted."""
@@ -62,7 +62,7 @@ class Streams(InProcess):
 
     def gaps(self, streams: int, prompt_tokens: int, stretch: float, gap: float) -> Gaps:
         limits = msgspec.structs.replace(self._limits, prefill_stretch=stretch, prefill_gap=gap)
-        batcher = ContinuousBatcher(self._spec, limits, f"benchmark-{stretch}")
+        batcher = Scheduler(self._spec, limits, f"benchmark-{stretch}")
         longest = self._spec.context_length
         for number in range(streams):
             batcher.add(self._request(Workload("stream", 1, 1, 64, longest - 65), number))

@@ -17,7 +17,7 @@ from benchmarks.serve.workloads import WORKLOADS, Workload
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest, SamplingParams
 
 VOCABULARY = 50_000
@@ -58,7 +58,7 @@ class Load:
         template = self._tokens(TEMPLATE_TOKENS)
         self._queue = deque(Conversation(f"s{n}", list(template)) for n in range(sessions))
         self._open: dict[str, Conversation] = {}
-        self._batcher = ContinuousBatcher(spec, BatchSettings(session_ttl=900.0), "benchmark")
+        self._batcher = Scheduler(spec, BatchSettings(session_ttl=900.0), "benchmark")
         self.reuse = Reuse()
 
     def run(self) -> Reuse:

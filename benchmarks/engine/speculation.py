@@ -39,7 +39,7 @@ from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import MOST_DRAFTS, MTP
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from shared.messages import GenerationRequest, SamplingParams
@@ -193,7 +193,7 @@ def decode(
     """All requests, `at_once` at a time; `draft`: the draft model's rounds."""
     settings = BatchSettings(max_sequences=at_once, max_drafts=drafts)
     spec = msgspec.structs.replace(spec, drafts=draft is not None)
-    batcher = ContinuousBatcher(spec, settings, "benchmark", Drafter(spec, settings, PROPOSERS))
+    batcher = Scheduler(spec, settings, "benchmark", Drafter(spec, settings, PROPOSERS))
     for request in requests:
         batcher.add(request)
     result = Run({request.generation_id: [] for request in requests})

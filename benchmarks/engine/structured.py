@@ -23,7 +23,7 @@ from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.structured_output import GrammarCompiler, GrammarWork, Vocabulary
 from shared.messages import GenerationRequest, Grammar, SamplingParams
 
@@ -92,7 +92,7 @@ class Bench:
         return statistics.median(times) * 1e3, text
 
     def _steps(self, case: Case, sequences: int, tokens: int) -> Iterator[Step]:
-        batcher = ContinuousBatcher(self._spec, BatchSettings(max_drafts=0), "benchmark")
+        batcher = Scheduler(self._spec, BatchSettings(max_drafts=0), "benchmark")
         for number in range(sequences):
             request = self._request(case, number, tokens)
             batcher.add(request)

@@ -19,7 +19,7 @@ from benchmarks.peers.servers import free_port
 from benchmarks.processes import Child, python
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
-from services.gateway.api.backend import Parts as BackendParts
+from services.gateway.api.backend import GatewayServices as BackendParts
 from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.catalog import Resolved, SparseKinds
@@ -28,9 +28,9 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.processor import InputProcessor
-from services.gateway.intake.record import Parts
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.intake.record import RunDependencies
 from services.gateway.lifecycle.generation import Deliver
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.reading import Presentations
@@ -57,20 +57,20 @@ class _Answers:
     def __init__(self) -> None:
         self._open: dict[str, list[Any]] = {}
 
-    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
+    async def submit(self, answer: RequestState, *, record_first: bool = False) -> "asyncio.Future[None]":
         stored = asyncio.get_running_loop().create_future()
         stored.set_result(None)
         return stored
 
-    def join(self, answer: Answer, deliver: Deliver) -> None:
+    def join(self, answer: RequestState, deliver: Deliver) -> None:
         self._open[answer.identity] = [answer.generations[0].request, deliver, 0]
 
-    def leave(self, answer: Answer, deliver: Deliver) -> None:
+    def leave(self, answer: RequestState, deliver: Deliver) -> None:
         self._open.pop(answer.identity, None)
 
-    def cancel(self, answer: Answer) -> None: ...
+    def cancel(self, answer: RequestState) -> None: ...
 
-    def end_choice(self, answer: Answer, index: int) -> None: ...
+    def end_choice(self, answer: RequestState, index: int) -> None: ...
 
     async def run(self) -> None:
         while True:
@@ -123,7 +123,7 @@ def edge_parts() -> EdgeParts:
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
     endpoints = [one for dialect in DIALECTS for one in dialect.endpoints]
     presentations = Presentations({one.name: one.presentation for one in endpoints})
-    parts = Parts(settings, cast(Any, answers), metrics, presentations)
+    parts = RunDependencies(settings, cast(Any, answers), metrics, presentations)
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
     authenticator = Authenticator()
     authenticator.complete()

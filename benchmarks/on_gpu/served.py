@@ -1,4 +1,4 @@
-"""A ring of one rank in this process, as it is served: `RingEngine`, `ContinuousBatcher` and sampler, over a model of
+"""A ring of one rank in this process, as it is served: `RingEngine`, `Scheduler` and sampler, over a model of
 random weights that is made where it is used: neither files nor host memory, so a 13B takes a second.
 
 Only reading the weights is taken out of the engine's way; everything else is chosen by its settings. Weights are
@@ -37,11 +37,11 @@ from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.model.attention import register_attention
 from services.executor.model.loading import loader
 from services.executor.model.parallel.layers import VocabParallelEmbedding, VocabParallelHead, WeightShard
-from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.parallel.module_patches import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
 from services.executor.model.quantizing import RowsCodec
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker import backend
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.gpu_decoder import gpu_runner
@@ -144,9 +144,9 @@ class Served:
     def runner(self) -> Any:
         return self.engine._member.runner  # noqa: SLF001
 
-    def batcher(self) -> ContinuousBatcher:
+    def batcher(self) -> Scheduler:
         limits = BatchSettings(self.settings.max_batch_tokens, self.settings.max_sequences, max_drafts=0)
-        return ContinuousBatcher(self.spec, limits, "benchmark")
+        return Scheduler(self.spec, limits, "benchmark")
 
     def fill_cache(self) -> None:
         """Random keys and values in every block, without computing a prompt."""

@@ -18,7 +18,7 @@ from benchmarks.engine.steps import Row as Sequence
 from benchmarks.engine.steps import step_plan
 from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked
 from benchmarks.on_gpu.machine import graph_seconds
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.codecs import INT8
 from services.executor.kv_cache.store import KvStore
@@ -115,7 +115,9 @@ class _Held:
     def _plan(self, choice: SparseAttention | None) -> StepPlan:
         """A decode of the last token."""
         row, size = Sequence(self.context, 1, self._table), self.shape.block
-        return step_plan([row], size, token_ids=to_bytes([0]), sparse=to_bytes(list(Choice.of(choice))))
+        return step_plan(
+            [row], size, token_ids=to_bytes([0]), sparse=to_bytes(list(SparsePattern.of(choice)))
+        )
 
     @property
     def _rule(self) -> ScoreRule:
@@ -155,7 +157,7 @@ class _Held:
     def _share(self, choice: SparseAttention | None) -> float:
         """Of a layer's keys and values, with the summaries of the blocks that are scored."""
         size, position = self.shape.block, self.context - 1
-        if choice is None or (reading := Choice.of(choice).reading(position, size)) is None:
+        if choice is None or (reading := SparsePattern.of(choice).reading(position, size)) is None:
             return 1.0
         own = position // size
         read = reading.first + reading.top + own + 1 - reading.recent

@@ -133,8 +133,8 @@ def steps_of(work: Work, device: torch.device) -> Any:
     from services.executor.training.base import loading
     from services.executor.training.model import TrainableModel
     from services.executor.training.trainer.examples import read_examples
-    from services.executor.training.trainer.gate import Gate
     from services.executor.training.trainer.optimizer import FactorOptimizer
+    from services.executor.training.trainer.pause_point import Gate
     from services.executor.training.trainer.schedule import course_of
     from services.executor.training.trainer.steps import SingleReplica, Steps, named_factors
     from shared.messages.training import Examples, Hyperparameters, TrainingJob

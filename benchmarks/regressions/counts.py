@@ -29,7 +29,7 @@ from benchmarks.harness import Sheet, run, show
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.leader.frames import Gathering, acknowledgements
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.asgi import CONNECTION
 from services.gateway.core.catalog import Catalog
@@ -91,9 +91,9 @@ def counting() -> Iterator[Calls]:
 # --- executor ------------------------------------------------------------------------------------
 
 
-def full_batch(sequences: int, steps: int) -> tuple[ContinuousBatcher, Gathering, list[SampledToken]]:
+def full_batch(sequences: int, steps: int) -> tuple[Scheduler, Gathering, list[SampledToken]]:
     """Sequences that go on for that many steps, what gathers their tokens into frames, and one token of each."""
-    batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
+    batcher = Scheduler(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
     for number in range(sequences):
         batcher.add(request(number, prompt=4, output=steps + 8))
     return batcher, Gathering(), [SampledToken(7)] * sequences
@@ -124,7 +124,7 @@ def steps_ahead(sequences: int, steps: int) -> int:
 
 def whole_requests(count: int) -> int:
     """Calls of that many requests of one token, one after the other: each is taken on, computed and over."""
-    batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
+    batcher = Scheduler(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
     gathering = Gathering()
     with counting() as calls:
         for number in range(count):
@@ -135,7 +135,7 @@ def whole_requests(count: int) -> int:
     return calls.count
 
 
-def _step(batcher: ContinuousBatcher, gathering: Gathering, answers: list[SampledToken], now: float) -> None:
+def _step(batcher: Scheduler, gathering: Gathering, answers: list[SampledToken], now: float) -> None:
     scheduled = batcher.schedule(now)
     assert scheduled is not None
     _, rows = scheduled

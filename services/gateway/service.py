@@ -17,11 +17,11 @@ from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
 from services.gateway.job_kinds import KINDS, JobKind
-from services.gateway.server.connections import Door, Limits, allowed_by_files
+from services.gateway.server.connections import ConnectionLimiter, Limits, allowed_by_files
 from services.gateway.server.held import HeldWatch
 from services.gateway.server.http1 import guarded_http
 from services.gateway.server.websocket import GuardedWebSocket
-from services.gateway.wiring import Work
+from services.gateway.wiring import Container
 from shared.errors import ConfigurationError
 from shared.messages import ServiceName
 from shared.service.endpoints import OpsApp, Receive, Scope, Send
@@ -78,16 +78,16 @@ class GatewayService(Service):
         self._backend = Backend(Authenticator(required=settings.require_key))
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None
-        self._work: Work | None = None
+        self._work: Container | None = None
 
     @functools.cached_property
-    def _door(self) -> Door:
+    def _door(self) -> ConnectionLimiter:
         """Made with the first server, for it takes as many files as the process may have."""
         limit = allowed_by_files(self.settings.max_connections)
-        return Door(limit, self.settings.head_timeout, self._metrics.connection_refused)
+        return ConnectionLimiter(limit, self.settings.head_timeout, self._metrics.connection_refused)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> Container:
         """There once it has been started."""
         assert self._work is not None, "not started"
         return self._work
@@ -185,7 +185,7 @@ class GatewayService(Service):
             watch = self._certificates.run(self.settings.tls_check_interval, expiry.refresh)
             self.spawn(watch, "certificates")
         endpoints = [one for dialect in DIALECTS for one in dialect.endpoints]
-        self._work = Work(
+        self._work = Container(
             self.bus,
             self.instance,
             self.settings,

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api.backend import Backend, Parts, shutting_down
+from services.gateway.api.backend import Backend, GatewayServices, shutting_down
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management.adapters import AdapterManagement
 from services.gateway.api.management.keys import KeyManagement
@@ -26,18 +26,18 @@ from services.gateway.files.uploads import Uploads
 from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.processor import InputProcessor
-from services.gateway.intake.record import Parts as IntakeParts
+from services.gateway.intake.record import RunDependencies as IntakeParts
 from services.gateway.intake.structured_output import Grammars
 from services.gateway.job_kinds import JobKind
 from services.gateway.jobs.runtime import JobResources
-from services.gateway.lifecycle.answers import Answers
-from services.gateway.lifecycle.failover import Heirs
+from services.gateway.lifecycle.failover import GatewayFailover
 from services.gateway.lifecycle.generations import Generations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.persistence.budget import HistoryBudgets
-from services.gateway.persistence.chats import ChatIndex, ChatShelf, StoredChats
+from services.gateway.persistence.chats import ChatIndex, ChatStore, StoredChats
 from services.gateway.persistence.conversations import Conversations
-from services.gateway.persistence.keeper import Keeper, ResponseShelf
+from services.gateway.persistence.keeper import ResponseArchive, ResponseShelf
 from services.gateway.persistence.responses import ResponseLookup, StoredTurns
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.ratelimit.limiter import Limiter
@@ -54,7 +54,7 @@ ERROR_FLUSH_TIMEOUT_S = 2.0
 """Seconds that streams get to write their error when the time to drain is over."""
 
 
-class Work:
+class Container:
     """Built at once, without I/O; `backend` is opened by `start`, when requests can be taken."""
 
     def __init__(
@@ -91,12 +91,12 @@ class Work:
         store = self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
         chats = self._chat_index = ChatIndex(bus, settings.response_ttl, quota)
         conversations = self._conversations = Conversations(bus, settings.response_ttl, quota)
-        keeper = Keeper(ResponseShelf(store, runs, conversations), ChatShelf(chats, store, runs))
+        keeper = ResponseArchive(ResponseShelf(store, runs, conversations), ChatStore(chats, store, runs))
         self.generations = Generations(bus, instance, settings, metrics, catalog)
-        answers = self.answers = Answers(
+        answers = self.answers = RequestTracker(
             bus, instance, settings, metrics, self.generations, keys, keeper, runs
         )
-        self.heirs = Heirs(bus, instance, answers, answers.owners, keeper, settings.journal_max_age)
+        self.heirs = GatewayFailover(bus, instance, answers, answers.owners, keeper, settings.journal_max_age)
         reading = Reading(answers, runs, metrics, store.is_deleted)
         lookup = ResponseLookup(store, keeper, answers, runs)
         self._api_keys = KeyWatch(bus, backend.authenticator)
@@ -130,7 +130,7 @@ class Work:
         )
         self._jobs = [kind.make(given) for kind in kinds]
         management = Management(bus, catalog, settings)
-        self._parts = Parts(
+        self._parts = GatewayServices(
             intake,
             reading,
             catalog,

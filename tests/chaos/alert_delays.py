@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tests.alerts.prometheus import Prometheus
 from tests.chaos.alerting import askers, fires, hang, kill, signal_if_there, signal_ranks, start, watched
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.expected import stub_tasks
-from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 
 LIMIT = 180.0

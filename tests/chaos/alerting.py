@@ -13,7 +13,7 @@ import httpx
 
 from tests.alerts import rules
 from tests.alerts.prometheus import Prometheus, Target
-from tests.chaos.house import House
+from tests.chaos.cluster_fixture import House
 from tests.chaos.load import PAUSE
 from tests.monitoring.dashboards import scrape_interval
 

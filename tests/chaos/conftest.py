@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.exercise import Row, markdown
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import CUTTABLE
-from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 
 _rows: list[Row] = []

@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass
 
+from tests.chaos.cluster_fixture import House
 from tests.chaos.faults import Fault
-from tests.chaos.house import House
 from tests.chaos.load import Load, Record, median
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tests.chaos.house import House
+from tests.chaos.cluster_fixture import House
 
 HOLD = 4.0
 """Seconds that NATS stands still."""

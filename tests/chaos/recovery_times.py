@@ -13,10 +13,10 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from tests.chaos.cluster_fixture import House
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import all_faults
-from tests.chaos.house import House
 from tests.chaos.load import Load
 
 FAULTS = (

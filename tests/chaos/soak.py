@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.exercise import Row, markdown, row_of
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import CUTTABLE, all_faults
-from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.schedule import Strike, rounds
 

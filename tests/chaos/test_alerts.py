@@ -26,10 +26,10 @@ from shared.nats import subjects
 from tests.alerts.prometheus import need
 from tests.alerts.rules import PENDING
 from tests.chaos.alerting import askers, fires, hang, kill, signal_if_there, signal_ranks, start, watched
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import group_of
-from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.mischief import DeafToBatches
 

@@ -18,7 +18,7 @@ from shared.nats.bus import Bus
 from shared.nats.journal import Begin, SubjectReader
 from shared.nats.kv import Bucket
 from shared.nats.tenants import tenant_key
-from tests.chaos.house import House, Plan
+from tests.chaos.cluster_fixture import House, Plan
 
 LINES = 800
 OVER = ("completed", "failed", "expired", "cancelled")

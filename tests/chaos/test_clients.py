@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.conftest import Loader
 from tests.chaos.expected import Task, stub_tasks, stub_text
-from tests.chaos.house import House, Plan
 from tests.chaos.load import CHAT, Load, Record, Wrong
 from tests.chaos.streams import Answer
 

@@ -11,9 +11,9 @@ import pytest
 from nats.js.api import StreamConfig
 from nats.js.errors import APIError
 
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.exercise import Row, row_of
 from tests.chaos.expected import stub_tasks
-from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.chaos]

@@ -10,7 +10,7 @@ import pytest
 from services.executor.worker.stub import FAULT_TOKEN
 from shared.messages import GroupEvent
 from shared.nats import subjects
-from tests.chaos.house import House, Plan
+from tests.chaos.cluster_fixture import House, Plan
 
 CAUSES = {"crash": "crashed", "exit": "crashed", "error": "out_of_memory", "hang": "hung"}
 INNOCENT = 19

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.chaos.cluster_fixture import House
 from tests.chaos.conftest import Loader
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.faults import all_faults
-from tests.chaos.house import House
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.conftest import Loader
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import Fault, PartitionExecutor, StopRing
-from tests.chaos.house import House, Plan
 from tests.chaos.load import Load
 from tests.chaos.mischief import FrameMischief, Repeater
 

@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 import torch
 
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.exercise import Row, row_of
 from tests.chaos.expected import Task, repeated
 from tests.chaos.faults import KillRing
-from tests.chaos.house import House, Plan
 from tests.chaos.load import CHAT, Load, logprobs_of
 from tests.chaos.streams import Answer
 from tests.integration.executor.rings import VOCABULARY

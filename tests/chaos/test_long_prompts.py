@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.chaos.house import House, Plan
+from tests.chaos.cluster_fixture import House, Plan
 
 BEGINNING = [5 + (at * at + at // 7) % 200 for at in range(4200)]
 PROMPT = BEGINNING + [5 + (3 * at) % 200 for at in range(2800)]

@@ -16,10 +16,10 @@ from services.executor.native.library import why_not
 from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
 from shared.model_store.settings import Store
 from shared.models import linked_gguf
+from tests.chaos.cluster_fixture import House, Plan
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import Task, repeated
 from tests.chaos.faults import all_faults
-from tests.chaos.house import House, Plan
 from tests.chaos.load import CHAT, Load, logprobs_of
 from tests.chaos.streams import Answer
 

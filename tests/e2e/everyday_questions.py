@@ -28,7 +28,7 @@ from services.executor.model.card import end_tokens
 from services.executor.model.tokenizer_files import read_json
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 
@@ -121,7 +121,7 @@ def by_engine(asked: Asked, **settings: str) -> Texts:
     loaded = load_settings(ExecutorSettings, model=str(asked.directory), **known, **settings)
     with TemporaryDirectory() as scratch, closing(ring_in(Path(scratch), loaded)) as engine:
         spec = engine.load(lambda done, total: None)
-        batcher = ContinuousBatcher(spec, BatchSettings())
+        batcher = Scheduler(spec, BatchSettings())
         for request in requests:
             batcher.add(request)
         for step in steps_of(batcher, engine.execute):

@@ -9,7 +9,7 @@ from benchmarks.regressions.counts import grown, load
 from shared.config import CommonSettings
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from tests.integration.rollout.house import House, until_answered
+from tests.integration.rollout.cluster_fixture import House, until_answered
 
 REQUESTS, TOKENS = 20, 12
 WHAT = f"NATS: {REQUESTS} requests of {TOKENS} tokens"

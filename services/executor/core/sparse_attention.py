@@ -40,7 +40,7 @@ class Reading(NamedTuple):
     """How many of [first, recent) are read besides; fewer than there are."""
 
 
-class Choice(NamedTuple):
+class SparsePattern(NamedTuple):
     """A request's choice, as plans have it; in tokens."""
 
     kind: int
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
     dense_layers: int
 
     @classmethod
-    def of(cls, wanted: SparseAttention | None) -> "Choice":
+    def of(cls, wanted: SparseAttention | None) -> "SparsePattern":
         if wanted is None:
             return cls(*NO_CHOICE)
         share = round(wanted.share * MILLION)

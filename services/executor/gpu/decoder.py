@@ -79,7 +79,7 @@ class _Layer:
     window: int | None
 
 
-class Taps(NamedTuple):
+class AuxHiddenStates(NamedTuple):
     """Where a step leaves what a draft head reads of it."""
 
     layers: Sequence[int]
@@ -169,7 +169,10 @@ class GpuDecoder:
     # --- what a graph can hold -------------------------------------------------------------------
 
     def compute(
-        self, inputs: StepInputs, on_layer: Callable[[], None] = lambda: None, taps: Taps | None = None
+        self,
+        inputs: StepInputs,
+        on_layer: Callable[[], None] = lambda: None,
+        taps: AuxHiddenStates | None = None,
     ) -> Tensor:
         """The normed hidden states [T, hidden] of `inputs`, whose token ids are tokens; writes their keys and values,
         and `taps`.
@@ -197,10 +200,10 @@ class GpuDecoder:
             taps.take_last(states)
         return states
 
-    def taps(self, rows: int, layers: Sequence[int]) -> Taps:
+    def taps(self, rows: int, layers: Sequence[int]) -> AuxHiddenStates:
         """Room for what `layers` read of a step of so many rows."""
         width = max(len(layers), 1) * len(self._final_norm)
-        return Taps(layers, self._final_norm.new_empty((rows, width), dtype=self.dtype))
+        return AuxHiddenStates(layers, self._final_norm.new_empty((rows, width), dtype=self.dtype))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """This rank's share of the logits [R, rows of the head] of `rows`, integers [R], of `hidden` [T, hidden]: in

@@ -29,7 +29,7 @@ from torch import Tensor
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
-from services.executor.gpu.decoder import GpuDecoder, Taps
+from services.executor.gpu.decoder import AuxHiddenStates, GpuDecoder
 from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import (
     Ints,
@@ -244,8 +244,8 @@ class StepGraphs:
         self._adapter_slots = torch.full((most_sequences,), -1, dtype=torch.int32, device=before.device)
         self._most_memory = MOST_MEMORY
         self.tapped_layers: Sequence[int] | None = None
-        """Layers whose inputs a draft head reads, as `Taps` has them; None: there is none. To be set before graphs are
-        captured."""
+        """Layers whose inputs a draft head reads, as `AuxHiddenStates` has them; None: there is none. To be set before
+        graphs are captured."""
         self._input_states = torch.zeros(
             (most_sequences, layers.states_width), dtype=layers.dtype, device=before.device
         )
@@ -311,7 +311,7 @@ class StepGraphs:
         return Computed(*(result[:count] for result in self._results))
 
     def tapped(self, rows: int) -> Tensor | None:
-        """What the last replay, of so many rows, has left as `Taps` has it; None: nothing is tapped."""
+        """What the last replay, of so many rows, has left as `AuxHiddenStates` has it; None: nothing is tapped."""
         return None if self._tapped is None else self._tapped[:rows]
 
     def _graph_with_adapters(self, rung: int) -> Work | None:
@@ -377,7 +377,7 @@ class StepGraphs:
             inputs = inputs._replace(states=self._input_states[:rung])
         logits_of, largest_of, tokens_of = (result[:rung] for result in self._results)
         tapped = self.tapped(rung)
-        taps = None if tapped is None else Taps(self.tapped_layers or (), tapped)
+        taps = None if tapped is None else AuxHiddenStates(self.tapped_layers or (), tapped)
 
         def work() -> None:
             resolved = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))
@@ -427,7 +427,8 @@ class GraphedDecoder:
         self.label = inner.label
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Has steps leave what a draft head reads, as `Taps` has it; to be called before graphs are captured."""
+        """Has steps leave what a draft head reads, as `AuxHiddenStates` has it; to be called before graphs are
+        captured."""
         self._tapped_layers = layers
         if self._graphs is not None:
             self._graphs.tapped_layers = layers

@@ -20,7 +20,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.core.sparse_attention import FIELDS, Choice, Reading
+from services.executor.core.sparse_attention import FIELDS, Reading, SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import Round, Split, inputs_of, to_device
@@ -44,7 +44,7 @@ class SparseRow(NamedTuple):
 
 def sparse_rows(plan: StepPlan, block_size: int) -> list[SparseRow]:
     """Those of `plan`, in their order."""
-    choices = [Choice(*numbers) for numbers in as_int32(plan.sparse).reshape(-1, FIELDS).tolist()]
+    choices = [SparsePattern(*numbers) for numbers in as_int32(plan.sparse).reshape(-1, FIELDS).tolist()]
     positions, ends = as_int32(plan.positions), np.cumsum(as_int32(plan.query_lens)).tolist()
     found = []
     for sequence, (choice, first, end) in enumerate(zip(choices, [0, *ends], ends, strict=False)):

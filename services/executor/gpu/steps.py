@@ -27,7 +27,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.progress import Progress
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.sparse_attention import PAGES, WINDOW, Choice
+from services.executor.core.sparse_attention import PAGES, WINDOW, SparsePattern
 from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
@@ -81,7 +81,7 @@ def sparse_warmups(shape: StoreShape, context_length: int) -> list[StepPlan]:
     if not shape.choosing or context > context_length:
         return []
     summarised = any(pages.summary for pages in shape.pages)
-    choice = Choice(PAGES if summarised else WINDOW, 0, 0, 1, 1, 0, 0)
+    choice = SparsePattern(PAGES if summarised else WINDOW, 0, 0, 1, 1, 0, 0)
     return [structs.replace(plan_alone(context, [-1], shape.block_size), sparse=to_bytes(list(choice)))]
 
 

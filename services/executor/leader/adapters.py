@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from services.executor.leader.adapter_cache import AdapterCache
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError, StorageFull, reason_of
 from shared.messages.registry import AdapterRecord, is_digest
 from shared.nats import subjects
@@ -40,7 +40,7 @@ class Adapters:
         self,
         model: str,
         cache: AdapterCache,
-        batcher: ContinuousBatcher,
+        batcher: Scheduler,
         digest_of: Callable[[Path], str],
         wake: Callable[[], None],
     ) -> None:

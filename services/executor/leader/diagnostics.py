@@ -20,9 +20,9 @@ from services.executor.core.settings import SlowSteps
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.flight_recorder import FlightRecorder, StepTimes
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.steps import Row
+from services.executor.scheduler.steps import SampledRow
 from shared.messages.debugging import LeaderDump, QueuedDump
 
 log = structlog.get_logger(__name__)
@@ -34,9 +34,7 @@ RANKS_END = 0.1
 
 
 class LeaderDebug:
-    def __init__(
-        self, spec: RankSpec, batcher: ContinuousBatcher, engine: EngineSpec, slow_step: str
-    ) -> None:
+    def __init__(self, spec: RankSpec, batcher: Scheduler, engine: EngineSpec, slow_step: str) -> None:
         """`slow_step`: as in the settings. To be made in the event loop's thread."""
         flight = FlightRecorder.beside(Path(spec.board), spec.world_size)
         self._plans = flight.plans
@@ -52,11 +50,11 @@ class LeaderDebug:
     def planned(self, plan: StepPlan) -> None:
         self._add(plan, self._batcher.sequences_under_way())
 
-    def drafting(self, plan: DraftPlan, rows: list[Row]) -> None:
+    def drafting(self, plan: DraftPlan, rows: list[SampledRow]) -> None:
         """A round of the draft model begins."""
         self._add(plan.plan, rows)
 
-    def _add(self, plan: StepPlan, whose: Iterable[Sequence | Row]) -> None:
+    def _add(self, plan: StepPlan, whose: Iterable[Sequence | SampledRow]) -> None:
         ids = [one.request.generation_id for one in whose]
         self._plans.add(plan, ids, self._block_size, self._state_blocks)
 
@@ -66,7 +64,7 @@ class LeaderDebug:
     def took(
         self,
         plan: StepPlan,
-        rows: list[Row],
+        rows: list[SampledRow],
         seconds: float,
         computed: int,
         expected: float,
@@ -92,7 +90,9 @@ class LeaderDebug:
             # The other ranks may not have noted their end yet.
             self._loop.call_later(RANKS_END, self._log_slow, plan, rows, computed, fields)
 
-    def _log_slow(self, plan: StepPlan, rows: list[Row], computed: int, fields: dict[str, Any]) -> None:
+    def _log_slow(
+        self, plan: StepPlan, rows: list[SampledRow], computed: int, fields: dict[str, Any]
+    ) -> None:
         times = [rank.step(plan.step) for rank in self._ranks]
         parts = {
             "prefill_tokens": computed,
@@ -171,7 +171,7 @@ MOST_QUEUED = 256
 MOST_HOLDERS = 10
 
 
-def describe(batcher: ContinuousBatcher, now: float, by_loop: bool) -> LeaderDump:
+def describe(batcher: Scheduler, now: float, by_loop: bool) -> LeaderDump:
     """`now`: of the clock by which the batcher takes requests on."""
     sequences, blocks = batcher.look()
     states = [sequence.state.value for sequence in sequences]
@@ -204,7 +204,7 @@ def _queued(sequence: Sequence, now: float) -> QueuedDump:
     )
 
 
-def _invariants(batcher: ContinuousBatcher) -> str:
+def _invariants(batcher: Scheduler) -> str:
     try:
         batcher.check()
     except AssertionError as broken:

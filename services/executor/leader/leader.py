@@ -29,10 +29,10 @@ from services.executor.leader.adapter_cache import AdapterCache
 from services.executor.leader.adapters import Adapters
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
-from services.executor.leader.step_loop import Stepping, looks_ahead
+from services.executor.leader.step_loop import EngineLoop, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.structured_output import GrammarState, GrammarWork
@@ -188,11 +188,11 @@ class Leader:
             prefill_gap=self._settings.prefill_gap,
         )
         drafter = Drafter(engine_spec, limits, PROPOSERS)
-        self._batcher = ContinuousBatcher(engine_spec, limits, self._model, drafter, self._board)
+        self._batcher = Scheduler(engine_spec, limits, self._model, drafter, self._board)
         self._board.totals.recovered_blocks = self._batcher.recover(self._engine.recovered())
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._supervisor.desk.on_state(self._debug.tell)
-        self._steps = Stepping(
+        self._steps = EngineLoop(
             self._engine,
             self._thread,
             self._batcher,

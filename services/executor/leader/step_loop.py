@@ -39,8 +39,8 @@ from services.executor.ipc.board import RingBoard
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import output_tokens
 from services.executor.leader.tracing import Attempts, ids_of
-from services.executor.scheduler.batcher import ContinuousBatcher, Entries
-from services.executor.scheduler.steps import Row, prompt_tokens
+from services.executor.scheduler.batcher import Entries, Scheduler
+from services.executor.scheduler.steps import SampledRow, prompt_tokens
 from services.executor.structured_output import GrammarWork
 
 log = structlog.get_logger(__name__)
@@ -115,8 +115,8 @@ OF_ROWS = (BadLogits, GrammarFailed, RestoreFailed)
 """Errors that some sequences end with, or are computed again after; others end the ring."""
 
 
-class _Flight:
-    def __init__(self, plan: StepPlan, rows: list[Row], traced: bool) -> None:
+class _InFlightStep:
+    def __init__(self, plan: StepPlan, rows: list[SampledRow], traced: bool) -> None:
         self.plan, self.rows, self.traced = plan, rows, traced
         self.measured = True
         """Whether its time says how fast the ring is."""
@@ -129,14 +129,14 @@ class _Flight:
         """None: nothing has been launched, it is to be executed as one."""
 
 
-class Stepping:
+class EngineLoop:
     """The steps of one ring. Called from the leader's event loop."""
 
     def __init__(
         self,
         engine: Engine,
         thread: ThreadPoolExecutor,
-        batcher: ContinuousBatcher,
+        batcher: Scheduler,
         grammars: GrammarWork,
         attempts: Attempts,
         board: RingBoard,
@@ -156,7 +156,7 @@ class Stepping:
         self.lookahead = lookahead
         """Whether steps may be launched ahead."""
         self._meanwhile = meanwhile
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_InFlightStep] = deque()
         self._over = 0
         """When the last step was over; nanoseconds."""
         self._drafting = 0
@@ -214,12 +214,12 @@ class Stepping:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _begin(self, plan: StepPlan, rows: list[Row]) -> _Flight:
+    def _begin(self, plan: StepPlan, rows: list[SampledRow]) -> _InFlightStep:
         self._debug.planned(plan)
         traced = self._attempts.traced
         if traced:
             plan = self._attempts.begin_step(plan, self._batcher.under_way)
-        flight = _Flight(plan, rows, traced)
+        flight = _InFlightStep(plan, rows, traced)
         flight.measured = not self._batcher.shares_time
         flight.drafting, self._drafting = self._drafting, 0
         self._grammars.begin_masks([row.sampling for row in rows])
@@ -227,11 +227,11 @@ class Stepping:
         self._flights.append(flight)
         return flight
 
-    def _launch(self, flight: _Flight) -> None:
+    def _launch(self, flight: _InFlightStep) -> None:
         samples = [row.sampling for row in flight.rows]
         flight.launched = self._thread.submit(self._engine.launch, flight.plan, samples)
 
-    async def _compute(self, flight: _Flight) -> Entries:
+    async def _compute(self, flight: _InFlightStep) -> Entries:
         """One step in the engine's thread, while the tokens of the last one go out. Rows that are no numbers end
         their own sequences only; what cannot be restored is computed again."""
         computing = self._run(flight)
@@ -256,7 +256,7 @@ class Stepping:
         scores = self._engine.scored() if flight.plan.score_rows else None
         return self._batcher.update(sampled, seconds, pooled, scores)
 
-    def _run(self, flight: _Flight) -> "asyncio.Future[list[SampledToken]]":
+    def _run(self, flight: _InFlightStep) -> "asyncio.Future[list[SampledToken]]":
         loop = asyncio.get_running_loop()
         if flight.launched is None:
             samples = [row.sampling for row in flight.rows]
@@ -273,7 +273,7 @@ class Stepping:
             if later.traced:
                 self._attempts.end_step(0.0)
 
-    def _note(self, flight: _Flight, taken: int, entries: Entries) -> None:
+    def _note(self, flight: _InFlightStep, taken: int, entries: Entries) -> None:
         """`taken` in nanoseconds."""
         plan, rows = flight.plan, flight.rows
         if flight.traced:

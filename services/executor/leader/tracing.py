@@ -20,7 +20,7 @@ import structlog
 
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RankTime
-from services.executor.scheduler.steps import Chunk, Row
+from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 from shared import tracing
 from shared.messages import GenerationRequest, Refusal, TokenEntry
 from shared.sparse_attention import told
@@ -43,7 +43,7 @@ class _Attempt:
         self._seconds = self._longest = 0.0
         self._preempted = False
 
-    def step(self, chunk: Chunk, samples: bool, batch: int, began: int, seconds: float) -> None:
+    def step(self, chunk: ScheduledTokens, samples: bool, batch: int, began: int, seconds: float) -> None:
         """A step has computed `chunk` of it, among `batch` sequences; `samples`: it has given a token. `began` in
         unix nanoseconds."""
         self._first_step = self._first_step or began
@@ -79,7 +79,7 @@ class _Attempt:
         self.span.fail("replaced")
         self.span.end()
 
-    def _prefill(self, chunk: Chunk, samples: bool, batch: int, began: int, seconds: float) -> None:
+    def _prefill(self, chunk: ScheduledTokens, samples: bool, batch: int, began: int, seconds: float) -> None:
         self._chunks += 1
         if self._chunks <= MOST_CHUNKS:
             about: Attributes = {
@@ -91,7 +91,7 @@ class _Attempt:
         if samples:
             self._next("decode", self._last_step)
 
-    def _decode(self, chunk: Chunk, batch: int, began: int, seconds: float) -> None:
+    def _decode(self, chunk: ScheduledTokens, batch: int, began: int, seconds: float) -> None:
         self._steps += 1
         self._drafted += len(chunk.drafts)
         self._batch += batch
@@ -140,7 +140,7 @@ class _Attempt:
 
 
 class _TracedStep(NamedTuple):
-    chunks: list[tuple[Chunk, bool]]
+    chunks: list[tuple[ScheduledTokens, bool]]
     """Of traced attempts, and whether they give a token."""
     began: int
     """When it was sent; unix nanoseconds."""
@@ -153,7 +153,7 @@ REMEMBERED = 16384
 log = structlog.get_logger(__name__)
 
 
-def ids_of(rows: Sequence[Row], which: Sequence[int] | None = None) -> list[str]:
+def ids_of(rows: Sequence[SampledRow], which: Sequence[int] | None = None) -> list[str]:
     """Generations of the rows with these indices; None: of all."""
     found = rows if which is None else [rows[index] for index in which]
     return sorted({row.request.generation_id for row in found})
@@ -246,7 +246,7 @@ class Attempts:
         if span is not NONE:
             self._live[request.generation_id] = _Attempt(request, span, self._times())
 
-    def begin_step(self, plan: StepPlan, batch: Sequence[Chunk]) -> StepPlan:
+    def begin_step(self, plan: StepPlan, batch: Sequence[ScheduledTokens]) -> StepPlan:
         """`plan` computes `batch`; the ranks take their times where some of it is traced."""
         live = self._live
         traced = [(chunk, chunk.samples) for chunk in batch if chunk.sequence.request.generation_id in live]

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.executor.core.sparse_attention import FIELDS, Choice
+from services.executor.core.sparse_attention import FIELDS, SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.kv_cache.store import KvStore
 
@@ -295,7 +295,7 @@ class StepContext:
         blocks = -(-self._context_lens // store.block_size)
         self._table_starts: Int64Array = np.cumsum(blocks) - blocks
         choices = as_int32(plan.sparse).reshape(-1, FIELDS).tolist()
-        self._choices = [Choice(*choice) for choice in choices]
+        self._choices = [SparsePattern(*choice) for choice in choices]
         self._recurrent: RecurrentBatch | None = None
         self._plan = plan
         self._decodes: dict[Reach, DecodeBatch] = {}
@@ -336,9 +336,9 @@ class StepContext:
         blocks = self.to_device(self._slots[last] // size if not self.store.num_cold else self._slots[:0])
         return blocks, blocks
 
-    def choice_of(self, sequence: int) -> Choice:
+    def choice_of(self, sequence: int) -> SparsePattern:
         """What the tokens of the step's `sequence`-th sequence read."""
-        return self._choices[sequence] if self._choices else Choice.of(None)
+        return self._choices[sequence] if self._choices else SparsePattern.of(None)
 
     def chooses(self, page: int, layer: int) -> bool:
         """Whether some row may not read everything in layer `layer`, whose page layer is `page`."""

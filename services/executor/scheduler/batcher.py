@@ -36,7 +36,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.overlap import (
-    Lookahead,
+    OverlapScheduling,
     StepsUnderWay,
     drop_wasted_rows,
     plan_ahead,
@@ -47,8 +47,8 @@ from services.executor.scheduler.stats import Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import (
     NO_STEP,
-    Chunk,
-    Row,
+    SampledRow,
+    ScheduledTokens,
     Step,
     build_plan,
     in_order,
@@ -62,10 +62,10 @@ from shared.messages.debugging import AllocatorDump
 
 Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
-Extension = Callable[[StepPlan, Seq[Chunk]], StepPlan]
+Extension = Callable[[StepPlan, Seq[ScheduledTokens]], StepPlan]
 
 
-class ContinuousBatcher:
+class Scheduler:
     """Decides every step of one ring, and owns its sequences and KV blocks. No clock, no I/O.
 
     Life of a step: `schedule()` → the engine executes the plan, in any thread → `update()` or
@@ -93,7 +93,7 @@ class ContinuousBatcher:
         self._tables = BlockTables(spec, settings, self._root)
         self.drafter = drafter or Drafter(spec, settings, ())
         self._planner = StepPlanner(spec, settings, self._tables)
-        self._lookahead = Lookahead(self._tables, self._planner, self.drafter)
+        self._lookahead = OverlapScheduling(self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
         features = (
             (spec.max_adapters > 0, self._with_adapters),
@@ -256,7 +256,7 @@ class ContinuousBatcher:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+    def schedule(self, now: float = 0.0) -> tuple[StepPlan, list[SampledRow]] | None:
         """The next step, and what is sampled, aligned with the plan's `sample_rows`.
 
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
@@ -289,7 +289,7 @@ class ContinuousBatcher:
         self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named, followed=followed))
         return plan, list(rows)
 
-    def plan_drafts(self, now: float = 0.0) -> tuple[DraftPlan, list[Row]] | None:
+    def plan_drafts(self, now: float = 0.0) -> tuple[DraftPlan, list[SampledRow]] | None:
         """What the engine is to draft for the next step, and the rows that it samples first; None: nothing. With
         no step under way; `take_drafts` or `drop_drafts` must follow before `schedule`."""
         planner, engine = self._planner, self.drafter.engine
@@ -324,7 +324,7 @@ class ContinuousBatcher:
             sequence.in_flight = False
         self._settle()
 
-    def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
+    def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[SampledRow]] | None:
         """The step behind the one under way, as `schedule` would plan it when that is over. Its token ids of -1 - k
         stand for what row k of that one samples. None where it cannot be planned yet."""
         successors = self._lookahead.after(self._steps.oldest) if self._steps.alone else None
@@ -344,7 +344,7 @@ class ContinuousBatcher:
         self._steps.begin(step)
         return plan, list(step.rows)
 
-    def _with_adapters(self, plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
+    def _with_adapters(self, plan: StepPlan, batch: Seq[ScheduledTokens]) -> StepPlan:
         if self._planner.slots.empty:
             return plan
         loads = [
@@ -352,7 +352,7 @@ class ContinuousBatcher:
         ]
         return steps.with_adapters(plan, (chunk.sequence for chunk in in_order(batch)), loads)
 
-    def _with_choices(self, plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
+    def _with_choices(self, plan: StepPlan, batch: Seq[ScheduledTokens]) -> StepPlan:
         if not self._planner.choosing:
             return plan
         return steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
@@ -454,7 +454,7 @@ class ContinuousBatcher:
         return self._tables.receivable(self._planner.running)
 
     @property
-    def under_way(self) -> Seq[Chunk]:
+    def under_way(self) -> Seq[ScheduledTokens]:
         """What the step that was scheduled last computes of each sequence."""
         return self._steps.newest.batch
 

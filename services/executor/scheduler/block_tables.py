@@ -37,7 +37,7 @@ DISK_COST = 4
 """What a restore from disk counts for, against one from host memory."""
 
 
-class Beginning(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Where that of a sequence is: block ids, and ~slot of those that are spilled."""
 
     blocks: list[int]
@@ -112,7 +112,7 @@ class BlockTables:
         freed = sum(self._needed(len(s.tokens)) for s in lent)
         return self.free_blocks(running) + freed >= self.missing(sequence)
 
-    def place(self, sequence: Sequence, running: Collection[Sequence]) -> Beginning | None:
+    def place(self, sequence: Sequence, running: Collection[Sequence]) -> PrefixMatch | None:
         """What is known of a waiting sequence's beginning; None: no room for now.
 
         Beside others it leaves a block for each of them, so that their decodes do not push it out at once.
@@ -126,13 +126,13 @@ class BlockTables:
             return None
         return found
 
-    def _known(self, sequence: Sequence) -> Beginning:
+    def _known(self, sequence: Sequence) -> PrefixMatch:
         limit = self._shareable(sequence)
         if self.states.total:
-            return Beginning(*self._allocator.match_state(sequence.chain, limit, self._spec.state_blocks))
-        return Beginning(self._allocator.match(sequence.chain, limit))
+            return PrefixMatch(*self._allocator.match_state(sequence.chain, limit, self._spec.state_blocks))
+        return PrefixMatch(self._allocator.match(sequence.chain, limit))
 
-    def _has_room(self, sequence: Sequence, found: Beginning, running: Collection[Sequence]) -> bool:
+    def _has_room(self, sequence: Sequence, found: PrefixMatch, running: Collection[Sequence]) -> bool:
         room, hot = self._allocator.room_after([*found.blocks, *found.snapshot])
         needed = self.missing(sequence) - sum([place >= 0 for place in found.blocks])
         needed += sum([place < 0 for place in found.snapshot])
@@ -148,7 +148,7 @@ class BlockTables:
 
     # --- tables ----------------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, found: Beginning) -> None:
+    def admit(self, sequence: Sequence, found: PrefixMatch) -> None:
         """Gives a sequence its known beginning, from `place`."""
         blocks, snapshot, sequence.alike = found
         taken = self._allocator.take([*blocks, *snapshot])

@@ -28,7 +28,7 @@ from services.executor.scheduler.proposer import (
 )
 from services.executor.scheduler.sequence import Ending, Sequence
 from services.executor.scheduler.speculation import Offer, Speculation
-from services.executor.scheduler.steps import Chunk, Step
+from services.executor.scheduler.steps import ScheduledTokens, Step
 
 _KEEP = 0.9
 _WORTH = 0.1
@@ -72,7 +72,9 @@ class Drafter:
     def engine_counts(self) -> EngineCounts:
         return EngineCounts() if self.engine is None else self.engine.counts
 
-    def extend(self, batch: list[Chunk], tables: BlockTables, running: Collection[Sequence]) -> None:
+    def extend(
+        self, batch: list[ScheduledTokens], tables: BlockTables, running: Collection[Sequence]
+    ) -> None:
         """Gives chunks of `batch` drafts, where they are likely to pay."""
         if not self._settings.max_drafts:
             return
@@ -162,7 +164,7 @@ class Drafter:
         return drawn
 
     def _take_drawn(
-        self, sampled: Seq[Chunk], results: Seq[SampledToken]
+        self, sampled: Seq[ScheduledTokens], results: Seq[SampledToken]
     ) -> list[tuple[Sequence, list[SampledToken]]]:
         drawn: list[tuple[Sequence, list[SampledToken]]] = []
         learners = [one for one in self._proposers if one.expects] if self._proposers else []
@@ -191,7 +193,7 @@ class Drafter:
             proposer.learn(learnt)
         return drawn
 
-    def _accept(self, chunk: Chunk, results: list[SampledToken]) -> list[SampledToken]:
+    def _accept(self, chunk: ScheduledTokens, results: list[SampledToken]) -> list[SampledToken]:
         """Appends what a chunk with drafts has given: `results` are drawn after its last token and after each draft.
         The last one of the new tokens may end the sequence."""
         sequence, length, _, drafts = chunk

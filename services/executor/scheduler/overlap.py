@@ -41,7 +41,14 @@ from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
 from services.executor.scheduler.step_planner import StepPlanner
-from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, compressions_of, table_of
+from services.executor.scheduler.steps import (
+    NO_STEP,
+    SampledRow,
+    ScheduledTokens,
+    Step,
+    compressions_of,
+    table_of,
+)
 
 
 class Successor(NamedTuple):
@@ -52,11 +59,11 @@ class Successor(NamedTuple):
     """Of the step under way: it samples the token that the later step computes."""
     position: int
     """Of that token."""
-    chunk: Chunk
+    chunk: ScheduledTokens
     """What the later step computes of it."""
 
 
-class Lookahead:
+class OverlapScheduling:
     """Decides whether a step may be planned ahead."""
 
     def __init__(self, tables: BlockTables, planner: StepPlanner, drafter: Drafter) -> None:
@@ -93,7 +100,7 @@ class Lookahead:
             if not sequence.sampling.foreseeable:
                 return []
             if length > 1:
-                chunk = Chunk(sequence, 1, samples=True)
+                chunk = ScheduledTokens(sequence, 1, samples=True)
             found.append(Successor(sequence, row, sequence.num_computed + length, chunk))
         return found if len(step.sampled) - ended == len(self._planner.running) else []
 
@@ -101,7 +108,10 @@ class Lookahead:
 def step_ahead(successors: Seq[Successor]) -> Step:
     chunks = [one.chunk for one in successors]
     return Step(
-        chunks, chunks, [Row(one.sequence, one.sequence.sampling.later()) for one in successors], ahead=True
+        chunks,
+        chunks,
+        [SampledRow(one.sequence, one.sequence.sampling.later()) for one in successors],
+        ahead=True,
     )
 
 

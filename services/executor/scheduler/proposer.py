@@ -18,7 +18,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.speculation import Offer, StepCost
-from services.executor.scheduler.steps import Chunk, Row
+from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 
 
 class Result(NamedTuple):
@@ -101,7 +101,7 @@ class EngineProposer(Proposer, Protocol):
         these are to be of each; 0: there is no round. `is_sure`: of the sequences for which others propose."""
         ...
 
-    def draft_plan(self, step: int, copies: Copies) -> tuple[DraftPlan, list[Row]]:
+    def draft_plan(self, step: int, copies: Copies) -> tuple[DraftPlan, list[SampledRow]]:
         """The plan of the round that has begun, which takes the numbers from `step` on."""
         ...
 
@@ -118,7 +118,7 @@ class EngineProposer(Proposer, Protocol):
         """The step that the proposals were for has failed."""
         ...
 
-    def follows(self, batch: Seq[Chunk]) -> bool:
+    def follows(self, batch: Seq[ScheduledTokens]) -> bool:
         """Whether it is to compute the rows of a step too (`StepPlan.followed`): else it would be behind for good
         with some sequence."""
         ...

@@ -19,7 +19,7 @@ import msgspec
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.prompt_results import WHOLE, NamedScores, PromptScores, Vector
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 from services.executor.scheduler.adapter_slots import NO_SLOT
 from shared.errors import InternalError, NoGroupAvailable, RyzansteinError
@@ -134,7 +134,7 @@ class Sequence:
         self.prompt_tokens = len(request.prompt)
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)
-        self.choice = Choice.of(request.sparse)
+        self.choice = SparsePattern.of(request.sparse)
         """Which earlier blocks its tokens read."""
         chosen = (self.choice.threshold, self.choice.salt()) if self.choice.kind else None
         self.chain = BlockChain(self.tokens, block_size, root, chosen)

@@ -14,7 +14,7 @@ A prompt that needs more than one step gets a share of the time of each while so
 (`prefill_pace.py`); several such prompts take turns, a step each. Shorter ones are computed at once.
 
 Batch work may starve while others keep the ring full: that is what the lane is for. What bounds it is the
-request's deadline (`ContinuousBatcher.expire`).
+request's deadline (`Scheduler.expire`).
 """
 
 from bisect import bisect_left, insort
@@ -25,10 +25,10 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.sparse_attention import DENSE
 from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, Claims
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.block_tables import Beginning, BlockTables
+from services.executor.scheduler.block_tables import BlockTables, PrefixMatch
 from services.executor.scheduler.prefill_pace import PrefillPace
 from services.executor.scheduler.sequence import Sequence, SequenceState
-from services.executor.scheduler.steps import Chunk, Row
+from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 from shared.messages import LANES
 
 URGENCY = attrgetter("urgency")
@@ -45,7 +45,7 @@ class _Step:
         self.claims = claims
         self.passed = 0
         """How many of those that wait, from the first on, cannot have a slot for their adapter now."""
-        self.chunks: list[Chunk] = []
+        self.chunks: list[ScheduledTokens] = []
         self.budget = budget
         """Tokens that it may still compute."""
         self.scorable = scorable
@@ -65,7 +65,7 @@ class _Step:
 
     def add(self, sequence: Sequence, length: int) -> None:
         last = length == sequence.remaining
-        self.chunks.append(Chunk(sequence, length, last and sequence.continues))
+        self.chunks.append(ScheduledTokens(sequence, length, last and sequence.continues))
         self.budget = max(0, self.budget - length)
         if sequence.scores is not None and sequence.scoring:
             self.scorable -= length
@@ -97,9 +97,9 @@ class StepPlanner:
         self._scorable = max(1, SCORED_LOGITS_BYTES // (4 * spec.vocab_size))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._decodes: dict[Sequence, Chunk] = {}
+        self._decodes: dict[Sequence, ScheduledTokens] = {}
         """Of those that run: the chunk that each of their decodes is."""
-        self.rows: dict[Sequence, Row] = {}
+        self.rows: dict[Sequence, SampledRow] = {}
         """Of those that run: the row that each of their chunks without drafts is sampled in."""
         self.slots = AdapterSlots(spec.max_adapters)
         self.admitted: list[Sequence] = []
@@ -124,7 +124,7 @@ class StepPlanner:
         self._turn = 0
         self._was_alone = False
 
-    def plan(self) -> list[Chunk]:
+    def plan(self) -> list[ScheduledTokens]:
         """The next step's chunks. Their tables cover what they compute."""
         step = _Step(self._settings.max_batch_tokens, self._scorable, Claims(self.slots))
         for step.only in self._turns() if self.isolates else (None,):
@@ -159,7 +159,7 @@ class StepPlanner:
             self._turn += 1
             only.turn = self._turn
 
-    def took(self, batch: Collection[Chunk], seconds: float) -> None:
+    def took(self, batch: Collection[ScheduledTokens], seconds: float) -> None:
         """A step of `batch`, whose sequences have not moved on yet, took `seconds`; 0: nobody knows."""
         assert self._pace is not None, "nobody wants to know"
         prompts = [(c.sequence.num_computed, c.length) for c in batch if c.length > 1 or not c.samples]
@@ -259,7 +259,7 @@ class StepPlanner:
                 continue
             chunk = self._decodes.get(sequence)
             if chunk is None:
-                chunk = self._decodes[sequence] = Chunk(sequence, 1, sequence.continues)
+                chunk = self._decodes[sequence] = ScheduledTokens(sequence, 1, sequence.continues)
             step.chunks.append(chunk)
             step.budget -= 1
 
@@ -435,13 +435,13 @@ class StepPlanner:
         """Whether its prompt needs more than one step, and may be cut."""
         return sequence.remaining > self._settings.max_batch_tokens and not self._spec.whole_prompts
 
-    def _place(self, sequence: Sequence) -> Beginning | None:
+    def _place(self, sequence: Sequence) -> PrefixMatch | None:
         """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""
         if len(self.running) >= self._settings.max_sequences:
             return None
         return self._tables.place(sequence, self.running)
 
-    def _make_way(self, step: _Step, sequence: Sequence) -> Beginning | None:
+    def _make_way(self, step: _Step, sequence: Sequence) -> PrefixMatch | None:
         """Sequences of the batch lane, the last first, give up their places to a more urgent one, unless all
         of theirs would not be enough. Returns its place."""
         lent = self._running_in(batch_lane=True)

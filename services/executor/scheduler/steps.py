@@ -40,7 +40,7 @@ from services.executor.scheduler.sequence import Ending, Sequence
 from shared.messages import GenerationRequest, TokenEntry
 
 
-class Chunk(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """The next `length` tokens of a sequence, to be computed in one step, and drafts of those that follow."""
 
     sequence: Sequence
@@ -72,7 +72,7 @@ class PromptPart(NamedTuple):
     end: int
 
 
-class Row(NamedTuple):
+class SampledRow(NamedTuple):
     sequence: Sequence
     sampling: SamplingState
     """As if the drafts before the row were the sequence's tokens."""
@@ -85,10 +85,10 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    batch: Seq[Chunk]
-    sampled: Seq[Chunk]
+    batch: Seq[ScheduledTokens]
+    sampled: Seq[ScheduledTokens]
     """Those that give tokens, in the order of their rows."""
-    rows: Seq[Row]
+    rows: Seq[SampledRow]
     pools: Seq[PromptPart] = ()
     """What it sums up."""
     ahead: bool = False
@@ -100,10 +100,10 @@ class Step(NamedTuple):
     followed: bool = False
     """`StepPlan.followed`"""
 
-    def failed(self, rows: Collection[int] | None) -> list[Row]:
+    def failed(self, rows: Collection[int] | None) -> list[SampledRow]:
         """The rows with these indices, in order; None: one for each chunk."""
         if rows is None:
-            return [Row(chunk.sequence, chunk.sequence.sampling) for chunk in self.batch]
+            return [SampledRow(chunk.sequence, chunk.sequence.sampling) for chunk in self.batch]
         return [self.rows[row] for row in sorted(rows)]
 
 
@@ -112,8 +112,8 @@ NO_STEP = Step((), (), ())
 
 
 def build_plan(
-    step: int, batch: list[Chunk], copies: Copies, block_size: int
-) -> tuple[StepPlan, list[Chunk]]:
+    step: int, batch: list[ScheduledTokens], copies: Copies, block_size: int
+) -> tuple[StepPlan, list[ScheduledTokens]]:
     """The plan, and the chunks that are sampled, in the order of the plan's `sample_rows`.
 
     Every block that a chunk writes to is in its sequence's table already. The batch may be empty where
@@ -182,7 +182,7 @@ def compressions_of(chunks: Iterable[tuple[Sequence, int, int]], block_size: int
     return to_bytes(pairs)
 
 
-def in_order(batch: Seq[Chunk]) -> list[Chunk]:
+def in_order(batch: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
     """`batch` in the order of the flat batch: single tokens first."""
     singles = [chunk for chunk in batch if chunk.length == 1 and not chunk.drafts]
     if len(singles) == len(batch):  # nearly always
@@ -190,33 +190,33 @@ def in_order(batch: Seq[Chunk]) -> list[Chunk]:
     return singles + [chunk for chunk in batch if chunk.length > 1 or chunk.drafts]
 
 
-def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int, int]]:
+def rows_in(batch: Seq[ScheduledTokens]) -> list[tuple[Sequence, int, int, int]]:
     """(sequence, position of its first token, tokens, drafts behind them) in the order of the flat batch."""
     return [(c.sequence, c.sequence.num_computed, c.length, len(c.drafts)) for c in in_order(batch)]
 
 
-def rows_of(sampled: list[Chunk], known: dict[Sequence, Row]) -> list[Row]:
+def rows_of(sampled: list[ScheduledTokens], known: dict[Sequence, SampledRow]) -> list[SampledRow]:
     """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts. `known`:
     of sequences, those after the last token, which are the same in every step; those that lack are added."""
     rows = []
     for sequence, _, _, drafts in sampled:
         row = known.get(sequence)
         if row is None:
-            row = known[sequence] = Row(sequence, sequence.sampling)
+            row = known[sequence] = SampledRow(sequence, sequence.sampling)
         rows.append(row)
         if drafts:
             states = sequence.sampling.after_each(drafts)
-            rows += [Row(sequence, state, n) for n, state in enumerate(states, 1)]
+            rows += [SampledRow(sequence, state, n) for n, state in enumerate(states, 1)]
     return rows
 
 
-def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
+def prompt_tokens(plan: StepPlan, rows: list[SampledRow]) -> int:
     """Tokens of a plan that are neither decodes nor drafts."""
     drafting = sum(1 + (row.ahead == 1) for row in rows if row.ahead)  # a chunk's own row counts once
     return len(plan.token_ids) // 4 - plan.num_decodes - drafting
 
 
-def _sample_rows(ordered: list[Chunk], decodes: int) -> list[int]:
+def _sample_rows(ordered: list[ScheduledTokens], decodes: int) -> list[int]:
     """Rows of the flat batch: of each chunk that is sampled, its last token's and those of its drafts. The first
     `decodes` chunks have one row each."""
     rows = [row for row, chunk in enumerate(ordered[:decodes]) if chunk.samples]
@@ -244,7 +244,7 @@ def in_draft_order(members: Seq[Sequence]) -> list[Sequence]:
 
 def build_draft_plan(
     step: int, members: Seq[Sequence], count: int, copies: Copies, block_size: int
-) -> tuple[DraftPlan, list[Row]]:
+) -> tuple[DraftPlan, list[SampledRow]]:
     """The plan of `count` proposals for each of `members`, whose tables cover these, and the rows that are sampled.
 
     Blocks that are not full are read as they are written: none of them is compressed before the step.
@@ -271,7 +271,7 @@ def build_draft_plan(
         save_keys=copies.keys,
     )
     behind = [_slots(s, end, end + count - 1, block_size).tobytes() for s, _, end in parts]
-    return DraftPlan(plan, count, b"".join(behind)), [Row(s, s.sampling) for s in ordered]
+    return DraftPlan(plan, count, b"".join(behind)), [SampledRow(s, s.sampling) for s in ordered]
 
 
 _VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
@@ -279,14 +279,14 @@ _SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
 _NAMED: Callable[[Sequence], PromptRows | None] = attrgetter("named")
 
 
-def parts_of(batch: Seq[Chunk]) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart]]:
+def parts_of(batch: Seq[ScheduledTokens]) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart]]:
     """What of its prompts a step sums up, what it scores, and behind what it scores given tokens."""
     if not [chunk for chunk in batch if chunk.sequence.tells_of_prompt]:  # nearly always
         return [], [], []
     return _parts(batch, _VECTOR), _parts(batch, _SCORES), _parts(batch, _NAMED)
 
 
-def _parts(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
+def _parts(batch: Seq[ScheduledTokens], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
     found, row = [], 0
     for chunk in in_order(batch):
         of, start = wanted(chunk.sequence), chunk.sequence.num_computed
@@ -343,7 +343,7 @@ def _targets_of(sequence: Sequence) -> list[int]:
     return [] if sequence.named is None else sequence.named.targets
 
 
-def with_segments(plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
+def with_segments(plan: StepPlan, batch: Seq[ScheduledTokens]) -> StepPlan:
     """`plan` of `batch`, told where the second segments of its sequences begin."""
     begins = [chunk.sequence.request.second_segment for chunk in in_order(batch)]
     return msgspec.structs.replace(plan, second_segments=to_bytes(begins)) if any(begins) else plan

@@ -69,14 +69,14 @@ def _capability(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-class _KeptStates:
+class _HiddenStateHook:
     """The hidden states behind a model's last norm, of the forward pass in the context."""
 
     def __init__(self, model: Any, *, wanted: bool) -> None:
         self._model, self._wanted = model, wanted
         self._states: Tensor | None = None
 
-    def __enter__(self) -> "_KeptStates":
+    def __enter__(self) -> "_HiddenStateHook":
         self._handle = self._model.base_model.register_forward_hook(self._keep) if self._wanted else None
         return self
 
@@ -418,7 +418,7 @@ class ModelRunner:
                 logits, self.pooled = self._decoder.forward(plan, progress, pools)
             return logits
         watched = nullcontext() if self._draft is None else self._draft.watching(self._model, plan)
-        with span("compute"), watched, _KeptStates(self._model, wanted=len(pools) > 0) as kept:
+        with span("compute"), watched, _HiddenStateHook(self._model, wanted=len(pools) > 0) as kept:
             local = self._compute_with_pytorch(plan, progress)
         self.pooled = kept.sums(pools)
         return local

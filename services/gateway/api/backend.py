@@ -48,7 +48,7 @@ def shutting_down() -> Unavailable:
     )
 
 
-class Parts(msgspec.Struct, frozen=True):
+class GatewayServices(msgspec.Struct, frozen=True):
     """What is there once the gateway has started."""
 
     intake: Intake
@@ -97,11 +97,11 @@ class Backend:
 
     def __init__(self, authenticator: Authenticator) -> None:
         self.authenticator = authenticator
-        self._parts: Parts | None = None
+        self._parts: GatewayServices | None = None
         self._draining = self._closed = False
         self._active = _Active()
 
-    def open(self, parts: Parts) -> None:
+    def open(self, parts: GatewayServices) -> None:
         """From now on requests are taken."""
         self._parts = parts
 
@@ -120,14 +120,14 @@ class Backend:
             raise shutting_down()
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> GatewayServices:
         """For a request."""
         if self._closed:
             raise shutting_down()
         return self.started
 
     @property
-    def started(self) -> Parts:
+    def started(self) -> GatewayServices:
         """To the gateway's end: what is there may be asked for as long as anybody listens."""
         if self._parts is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
@@ -151,7 +151,7 @@ class Backend:
         return True
 
 
-class Ask:
+class RequestContext:
     """One request to a route."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Ask:
         self.answer_headers: dict[str, str] = scope["state"]["answer_headers"]
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> GatewayServices:
         """Raises `Unavailable`."""
         return self.backend.parts
 
@@ -227,7 +227,7 @@ class Ask:
         self.scope["state"]["model"] = model
 
 
-Handler = Callable[[Ask], Awaitable[object]]
+Handler = Callable[[RequestContext], Awaitable[object]]
 """What it returns is sent as JSON, bytes as they are; None: it has answered by itself."""
 RouteMaker = Callable[[Backend, GatewaySettings], list[BaseRoute]]
 
@@ -241,7 +241,7 @@ def route(
     class Answer:  # an instance: of a function Starlette would make an endpoint of its own
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             handler = handlers.get(scope["method"]) or handlers["GET"]  # HEAD
-            answer = await handler(Ask(backend, settings, scope, receive, send))
+            answer = await handler(RequestContext(backend, settings, scope, receive, send))
             if answer is not None:
                 await send_json(send, 200, answer)
 

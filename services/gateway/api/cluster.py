@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from services.gateway.core.catalog import Catalog
-from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.request_state import RequestState
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from shared.messages import GroupRecord, ServiceRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -94,7 +94,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 class Cluster:
     """What a gateway knows of the others."""
 
-    def __init__(self, bus: Bus, catalog: Catalog, answers: Answers) -> None:
+    def __init__(self, bus: Bus, catalog: Catalog, answers: RequestTracker) -> None:
         self._bus = bus
         self._catalog = catalog
         self._answers = answers
@@ -161,13 +161,13 @@ def services_of(records: Iterable[ServiceRecord]) -> list[ServiceInstance]:
     return [ServiceInstance(one.name, one.instance, one.state, one.heard_at) for one in ordered]
 
 
-def running(answers: Iterable[Answer]) -> list[RunningGeneration]:
+def running(answers: Iterable[RequestState]) -> list[RunningGeneration]:
     """The newest first. Pure."""
     newest = sorted(answers, key=lambda one: one.record.created, reverse=True)[:MOST]
     return [_generation(answer) for answer in newest]
 
 
-def _generation(answer: Answer) -> RunningGeneration:
+def _generation(answer: RequestState) -> RunningGeneration:
     record = answer.record
     tokens = sum(len(generation.tokens) for generation in answer.generations)
     return RunningGeneration(

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend
+from services.gateway.api.backend import Backend, RequestContext
 from services.gateway.core.asgi import EventStream, LineStream
 from services.gateway.core.errors import describe
 from services.gateway.core.metrics import GatewayMetrics
@@ -28,7 +28,7 @@ MakeRoutes = Callable[[Backend, GatewaySettings, GatewayMetrics], Sequence[BaseR
 class ModelView:
     """How an API shows models on the paths that it shares with OpenAI's."""
 
-    page: Callable[[Ask, Sequence[Any]], object]
+    page: Callable[[RequestContext, Sequence[Any]], object]
     """The list of them, each as OpenAI's (`api.models.shapes.Model`)."""
     one: Callable[[Any], object]
 

@@ -39,7 +39,7 @@ from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import octets_of
 from services.gateway.streams.progress import tell_progress
-from services.gateway.streams.run import LARGE, Run
+from services.gateway.streams.stream_reader import LARGE, StreamReader
 from shared.service.endpoints import Receive, Scope, Send
 
 DONE = Chunk(b"[DONE]")
@@ -66,7 +66,7 @@ class CompletionsRoute:
             else:
                 await send_json(send, 200, await run.collect())
 
-    async def _prepared(self, scope: Scope, receive: Receive) -> Run:
+    async def _prepared(self, scope: Scope, receive: Receive) -> StreamReader:
         """What it is made of is held no longer than that takes."""
         settings = self._settings
         context = context_of(scope, settings, gone=partial(disconnected, receive))
@@ -75,7 +75,7 @@ class CompletionsRoute:
         return await self._backend.parts.intake.prepare(self._endpoint, body, context)
 
 
-async def _send_octets(run: Run, send: Send) -> None:
+async def _send_octets(run: StreamReader, send: Send) -> None:
     """Vectors, and in a header where each lies."""
     whole, record = await run.collect(), run.answer.record
     named = {"id": run.answer.public_id, "created": int(record.created)}
@@ -88,7 +88,7 @@ async def _send_octets(run: Run, send: Send) -> None:
 class _Reading(UntilGone):
     __slots__ = ("_run",)
 
-    def __init__(self, run: Run, scope: Scope, receive: Receive) -> None:
+    def __init__(self, run: StreamReader, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive, run.client_gone)
         self._run = run
 
@@ -97,7 +97,7 @@ class _Reading(UntilGone):
         self._run.close()
 
 
-def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[None]:
+def reading(run: StreamReader, scope: Scope, receive: Receive) -> AbstractContextManager[None]:
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
     record = run.answer.record
@@ -168,7 +168,7 @@ def wants_positions(scope: Scope) -> bool:
     return given is not None and check_flag(given, "X-Ryzanstein-Positions")
 
 
-async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False) -> None:
+async def stream(run: StreamReader, scope: Scope, send: Send, *, positions: bool = False) -> None:
     """Events until the end, or lines, with `positions` if that is wanted. An error is raised: before the first chunk,
     so that it gets a status of its own; behind it, once the client has been told, so that it is logged and counted as
     what it is and not as a success."""

@@ -6,7 +6,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.generating import positions_of, reading, stream, wants_positions
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
@@ -54,7 +54,7 @@ GENERATION_STREAM = Operation(
 )
 
 
-async def retrieve_generation(ask: Ask) -> GenerationState:
+async def retrieve_generation(ask: RequestContext) -> GenerationState:
     """What has come of it so far."""
     state = await ask.parts.reading.state(
         ask.named("generation"), ask.request_id, ask.tenant, ask.answer_headers
@@ -63,12 +63,12 @@ async def retrieve_generation(ask: Ask) -> GenerationState:
     return state
 
 
-async def cancel_generation(ask: Ask) -> Cancelled:
+async def cancel_generation(ask: RequestContext) -> Cancelled:
     answer, going = await ask.parts.reading.cancel(ask.named("generation"), ask.tenant)
     return Cancelled(answer.public_id, "generation", going)
 
 
-async def stream_generation(ask: Ask) -> None:
+async def stream_generation(ask: RequestContext) -> None:
     """Its events behind `Last-Event-ID`, in the format of the endpoint that began it."""
     after, positions = positions_of(ask.scope), wants_positions(ask.scope)
     run = await ask.parts.reading.attach(ask.named("generation"), after, tenant=ask.tenant)

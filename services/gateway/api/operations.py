@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
 from services.gateway.api.management.keys import ApiKeyList
@@ -93,15 +93,15 @@ OPEN_PATHS = frozenset((*PATHS, DOCUMENT.path, PING))
 """Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
 
 
-async def version(ask: Ask) -> Version:
+async def version(ask: RequestContext) -> Version:
     return Version(VERSION)
 
 
-async def ping(ask: Ask) -> Pong:
+async def ping(ask: RequestContext) -> Pong:
     return Pong()
 
 
-async def load(ask: Ask) -> Load:
+async def load(ask: RequestContext) -> Load:
     return Load(ask.backend.active_now - 1)
 
 

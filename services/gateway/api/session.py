@@ -20,7 +20,7 @@ from services.gateway.api.backend import Backend
 from services.gateway.core.errors import ClientGone, InvalidParameter, log_failure
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.record import Context
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import DeadlineExceeded, QueueFull
 from shared.tasks import TaskSet
 
@@ -42,7 +42,7 @@ class Turn(Generic[MessageT]):
         self.name = name
         self.message = message
         self.began = time.perf_counter()
-        self.run: Run | None = None
+        self.run: StreamReader | None = None
         """None until the request is prepared."""
         self.ended: BaseException | None = None
         """Why it ends before its answer does."""
@@ -55,7 +55,7 @@ class Turn(Generic[MessageT]):
         elif self._preparing is not None:
             self._preparing.cancel()
 
-    async def prepared(self, making: Awaitable[Run]) -> Run:
+    async def prepared(self, making: Awaitable[StreamReader]) -> StreamReader:
         """What `making` makes, which may wait for its model. Raises what it was ended with meanwhile."""
         task = self._preparing = asyncio.current_task()
         try:
@@ -67,7 +67,7 @@ class Turn(Generic[MessageT]):
         finally:
             self._preparing = None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: StreamReader) -> None:
         """Raises what it was ended with while its request was prepared."""
         if self.ended is not None:
             raise self.ended
@@ -90,11 +90,11 @@ class Session(Generic[MessageT]):
 
     # --- of each transport -----------------------------------------------------------------------
 
-    async def prepare(self, message: MessageT) -> Run:
+    async def prepare(self, message: MessageT) -> StreamReader:
         """The reading that `message` asks for."""
         raise NotImplementedError
 
-    async def show(self, turn: Turn[MessageT], run: Run) -> None:
+    async def show(self, turn: Turn[MessageT], run: StreamReader) -> None:
         """Sends what `run` reads, to its end."""
         raise NotImplementedError
 

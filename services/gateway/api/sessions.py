@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import RouteError
@@ -69,7 +69,7 @@ CANCEL = Operation(
 )
 
 
-async def prefill(ask: Ask) -> None:
+async def prefill(ask: RequestContext) -> None:
     if not ask.settings.prefill_ahead:
         raise RouteError(
             "Preparing prompts ahead is off (RYZANSTEIN_PREFILL_AHEAD); send the request itself.",
@@ -92,7 +92,7 @@ async def prefill(ask: Ask) -> None:
     await send_json(ask.send, 202 if told.status == "in_progress" else 200, told)
 
 
-async def cancel(ask: Ask) -> PrefillCancelled:
+async def cancel(ask: RequestContext) -> PrefillCancelled:
     session = check_session_id(ask.named("session"))
     return PrefillCancelled(session, ask.parts.intake.prefills.cancel(ask.tenant, session))
 

@@ -57,7 +57,7 @@ from services.gateway.intake.headers import (
 )
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tracing.requests import begin_message, handshake_context
 from shared import tracing
 from shared.errors import QueueFull
@@ -166,7 +166,7 @@ class Connection(Session[ClientMessage]):
         except (InvalidParameter, QueueFull) as error:
             await self.send_end(_id_in(text), error)
 
-    async def show(self, turn: Turn[ClientMessage], run: Run) -> None:
+    async def show(self, turn: Turn[ClientMessage], run: StreamReader) -> None:
         framed = self.framing(turn.name)
 
         def messages(batch: Sequence[Chunk]) -> list[bytes]:
@@ -188,7 +188,7 @@ class Connection(Session[ClientMessage]):
 
         return framed
 
-    async def prepare(self, message: ClientMessage) -> Run:
+    async def prepare(self, message: ClientMessage) -> StreamReader:
         position = message.position
         after = [position] if isinstance(position, int) else position
         if after is not None:

@@ -8,7 +8,7 @@ from msgspec import Meta
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
@@ -17,8 +17,8 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.rules import check_chat, check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, Messages, TokenId
+from services.gateway.intake.validation import check_chat, check_token_ids
 from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import Tool
@@ -117,7 +117,7 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
-async def tokenize(ask: Ask) -> Tokenized:
+async def tokenize(ask: RequestContext) -> Tokenized:
     intake = await ask.counted()
     request = decode(await ask.body(ask.settings.body_limit), _tokenize_decoder)
     if (request.prompt is None) == (request.messages is None):
@@ -152,7 +152,7 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
     return await tokenizer.encode_rendered((await rendered(chat, card, tokenizer)).prompt)
 
 
-async def detokenize(ask: Ask) -> Detokenized:
+async def detokenize(ask: RequestContext) -> Detokenized:
     intake = await ask.counted()
     request = decode(await ask.body(ask.settings.body_limit), _detokenize_decoder)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
@@ -160,7 +160,7 @@ async def detokenize(ask: Ask) -> Detokenized:
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
 
 
-async def tokenizer_info(ask: Ask) -> bytes:
+async def tokenizer_info(ask: RequestContext) -> bytes:
     intake = await ask.counted()
     _, tokenizer = await intake.processor.speaker(ask.query(ModelQuery).model, ask.tenant)
     return tokenizer.info

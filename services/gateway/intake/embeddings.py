@@ -15,8 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, check_range, check_size, missing
-from services.gateway.intake.record import Context, Parts
-from services.gateway.intake.rules import check_chat, check_task, check_token_ids, check_truncation
+from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.sampling import cache_salt, check_text, session_of
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -26,7 +25,8 @@ from services.gateway.intake.schemas import (
     PositiveCount,
     User,
 )
-from services.gateway.lifecycle.answer import new_identity
+from services.gateway.intake.validation import check_chat, check_task, check_token_ids, check_truncation
+from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
@@ -247,7 +247,7 @@ def record_of(
     request: EmbeddingRequest,
     card: ModelCard,
     context: Context,
-    parts: Parts,
+    parts: RunDependencies,
     endpoint: RecordedEndpoint = "embeddings",
 ) -> GenerationRecord:
     """The record of a checked request. Raises `PayloadTooLarge`."""

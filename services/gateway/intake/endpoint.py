@@ -1,6 +1,6 @@
 """What a dialect brings to the intake: its endpoints, each with how its bodies are read and its answers are shown.
 
-    body ──decode──▶ request ──prepare──▶ a canonical request ──▶ `InputProcessor` ──▶ `Run`
+    body ──decode──▶ request ──prepare──▶ a canonical request ──▶ `InputProcessor` ──▶ `StreamReader`
 
 The intake knows them by their names and imports none.
 """
@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from services.gateway.core.errors import RouteError, missing
-from services.gateway.intake import rules
+from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.streams.reading import Presentation
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 
 EndpointName = Literal[
     "chat.completions",
@@ -61,7 +61,7 @@ class BodyEndpoint(Endpoint):
     def check(self, request: Any, ignored: IgnoredFields) -> None:
         """As far as that needs no model. Raises `InvalidRequest`."""
 
-    async def prepare(self, processor: InputProcessor, request: Any, context: Context) -> Run:
+    async def prepare(self, processor: InputProcessor, request: Any, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
         raise NotImplementedError
 
@@ -124,4 +124,4 @@ def streamed(endpoint: Endpoint, request: Any) -> Any:
             status=400,
             reason="unsupported_parameter",
         )
-    return rules.streamed(request)
+    return validation.streamed(request)

@@ -2,7 +2,7 @@
 
 | field | honoured by |
 | --- | --- |
-| best_of, n | as many choices as candidates; `formats.Shown` shows the best of them |
+| best_of, n | as many choices as candidates; `formats.EchoFormat` shows the best of them |
 | echo, include_stop_str_in_output, stream_options | what the record says of how the text is shown |
 | service_tier | the lane |
 | prediction | drafts in the ring |
@@ -22,7 +22,6 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
 from services.gateway.intake import sampling
-from services.gateway.intake.rules import check_neutral, check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,6 +32,7 @@ from services.gateway.intake.schemas import (
     are_texts,
     marked,
 )
+from services.gateway.intake.validation import check_neutral, check_token_ids
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded

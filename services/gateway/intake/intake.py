@@ -19,7 +19,7 @@ from services.gateway.intake.processor import Canonical, InputProcessor, decoded
 from services.gateway.intake.record import Context
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.streams.reading import Reading
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared import tracing
 from shared.messages.records import Idempotency
 from shared.nats.kv import Contention, Entry
@@ -46,7 +46,7 @@ class Intake:
 
     async def prepare(
         self, endpoint: str, body: bytes | msgspec.Raw, context: Context, *, always_streamed: bool = False
-    ) -> Run:
+    ) -> StreamReader:
         """A large one is decoded in its turn. `always_streamed`: the connection knows no other way, so `stream` need
         not be given.
 
@@ -61,7 +61,7 @@ class Intake:
 
     async def _prepared(
         self, endpoint: BodyEndpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
-    ) -> Run:
+    ) -> StreamReader:
         with tracing.stage("prepare"):
             await self.processor.admit(context)
             context.body_bytes = len(body) if type(body) is bytes else memoryview(body).nbytes
@@ -80,7 +80,7 @@ class Intake:
 
     async def prepare_decoded(
         self, endpoint: str, request: Canonical, context: Context, print_: str = ""
-    ) -> Run:
+    ) -> StreamReader:
         """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
         `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
         self._authenticator.check(context.principal)
@@ -90,7 +90,7 @@ class Intake:
             endpoint, print_, context, partial(self._prepared_decoded, request, context)
         )
 
-    async def _prepared_decoded(self, request: Canonical, context: Context) -> Run:
+    async def _prepared_decoded(self, request: Canonical, context: Context) -> StreamReader:
         with tracing.stage("prepare"):
             await self.processor.admit(context)
             return await self.processor.run(request, context)
@@ -127,8 +127,8 @@ class Intake:
         await self.processor.admit(Context("", principal=principal, answer_headers=headers))
 
     async def _repeatable(
-        self, endpoint: str, print_: str, context: Context, make: Callable[[], Awaitable[Run]]
-    ) -> Run:
+        self, endpoint: str, print_: str, context: Context, make: Callable[[], Awaitable[StreamReader]]
+    ) -> StreamReader:
         """A reading of what the key stands for, or a new request that has taken the key."""
         context.idempotency = name = entry_name(context.tenant, endpoint, context.key)
         contention = Contention("what the Idempotency-Key stands for")
@@ -150,7 +150,7 @@ class Intake:
                 return run
             contention.lost()
 
-    async def _repeat(self, known: Entry[Idempotency], context: Context) -> Run | None:
+    async def _repeat(self, known: Entry[Idempotency], context: Context) -> StreamReader | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:

@@ -22,7 +22,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import sampling
 from services.gateway.intake.chat import rendered
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import QueueFull, RyzansteinError
@@ -114,7 +114,7 @@ def ahead(record: GenerationRecord) -> GenerationRecord:
 class Prefill:
     """One that is under way, or has ended."""
 
-    def __init__(self, run: Run, session: str) -> None:
+    def __init__(self, run: StreamReader, session: str) -> None:
         self.run = run
         self.session = session
         self.cancelled = False
@@ -170,9 +170,9 @@ class Prefills:
         self._of_tenant: Counter[str] = Counter()
         self._tasks = TaskSet("prefill_failed")
 
-    async def begin(self, run: Run, session: str) -> Prefill:
-        """Hands in `run`, or leaves it where the session has the same under way. Raises as `Run.begin`, and `QueueFull`
-        where the tenant has too many."""
+    async def begin(self, run: StreamReader, session: str) -> Prefill:
+        """Hands in `run`, or leaves it where the session has the same under way. Raises as `StreamReader.begin`, and
+        `QueueFull` where the tenant has too many."""
         tenant = run.answer.record.tenant
         asked = Prefill(run, session)
         known = self._under_way.get((tenant, session))

@@ -1,4 +1,5 @@
-"""From a canonical request (a chat, a completion, inputs to embed) to a `Run`: checked, rendered, tokenized, recorded.
+"""From a canonical request (a chat, a completion, inputs to embed) to a `StreamReader`: checked, rendered, tokenized,
+recorded.
 
 Other endpoints translate their requests into one of these before they come here, so the way leads down alone.
 """
@@ -14,14 +15,21 @@ import structlog
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import embeddings, extra_fields, rules, sampling
+from services.gateway.intake import embeddings, extra_fields, sampling, validation
 from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendered, schemas_of
 from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.prefill import ahead, next_prompt, without_answer
-from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
+from services.gateway.intake.record import (
+    Context,
+    OuterResponse,
+    RunDependencies,
+    may_cost,
+    record_of,
+    run_of,
+)
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -32,7 +40,7 @@ from services.gateway.intake.schemas import (
 from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import markers_of
@@ -71,7 +79,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunDependencies,
         catalog: Catalog,
         cold_starts: ColdStarts,
         tokenizers: TokenizerStore,
@@ -175,7 +183,7 @@ class InputProcessor:
 
     async def chat_prompt(self, request: ChatCompletionRequest, tenant: str = "") -> list[int]:
         """What the model would read. Raises as `prepare`."""
-        rules.check_chat(request)
+        validation.check_chat(request)
         request = await with_files_read(request, tenant, self._files)
         card = self._catalog.card(request.model, tenant)
         tokenizer = await self._tokenizers.get(card, tenant)
@@ -189,14 +197,14 @@ class InputProcessor:
     async def completion_rendered(self, body: bytes, tenant: str) -> tuple[str, list[list[int]]]:
         """As `chat_rendered`, of each prompt of a completion."""
         request = self.of_some_model(decoded_completion, body)
-        rules.check_completion(request)
+        validation.check_completion(request)
         card, tokenizer = await self.speaker(request.model, tenant)
         special = request.add_special_tokens is not False
-        return request.model, await _prompt_ids(rules.prompts_of(request), tokenizer, card, special)
+        return request.model, await _prompt_ids(validation.prompts_of(request), tokenizer, card, special)
 
     # --- from a canonical request to its run ------------------------------------------------------
 
-    async def run(self, request: Canonical, context: Context) -> Run:
+    async def run(self, request: Canonical, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
         if isinstance(request, ChatCompletionRequest):
             return await self.chat(request, context)
@@ -206,13 +214,13 @@ class InputProcessor:
 
     async def chat(
         self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None
-    ) -> Run:
+    ) -> StreamReader:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
-        rules.check_chat(request)
+        validation.check_chat(request)
         self._take_name(request, context)
         card = self._catalog.card_at_hand(request.model) or await self.loaded(request, context)
         card = self.resolve(request.model, card, context)
-        rules.check_task(card, "generate")
+        validation.check_task(card, "generate")
         closes = closes_objects(request, usual=self.parts.settings.close_objects)
         answer = wanted_by(request, closes=closes)
         if not are_texts(request.messages):
@@ -265,14 +273,14 @@ class InputProcessor:
         finally:
             run.close()
 
-    async def completion(self, request: CompletionRequest, context: Context) -> Run:
+    async def completion(self, request: CompletionRequest, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
-        rules.check_completion(request)
+        validation.check_completion(request)
         self._take_name(request, context)
         card = await self.loaded(request, context)
         card = self.resolve(request.model, card, context)
-        rules.check_task(card, "generate")
-        given = rules.prompts_of(request)
+        validation.check_task(card, "generate")
+        given = validation.prompts_of(request)
         closes = self.parts.settings.close_objects
         grammar = await self._grammars.of(request, context.tenant, closes=closes)
         tokenizer = await self.tokenizer_of(card, context.tenant)
@@ -295,7 +303,7 @@ class InputProcessor:
         request: EmbeddingRequest,
         context: Context,
         endpoint: RecordedEndpoint = "embeddings",
-    ) -> Run:
+    ) -> StreamReader:
         """A vector of each input. Raises as `Intake.prepare`."""
         given = embeddings.inputs_of(request)
         card = await self.loaded(request, context)
@@ -310,11 +318,11 @@ class InputProcessor:
         record = embeddings.record_of(prompts, request, card, context, self.parts, endpoint)
         return run_of(record, sum(map(len, prompts)), card, tokenizer, context, self.parts)
 
-    async def prefill(self, request: ChatCompletionRequest, context: Context) -> Run:
+    async def prefill(self, request: ChatCompletionRequest, context: Context) -> StreamReader:
         """What computes the prompt of a conversation so far before its next turn. Raises as `chat`, and
         `ModelNotLoaded`."""
         request = without_answer(request)
-        rules.check_chat(request)
+        validation.check_chat(request)
         self._take_name(request, context)
         card = self._catalog.card(request.model, context.tenant)
         if not self._catalog.has_ready_group(card.model):
@@ -324,7 +332,7 @@ class InputProcessor:
                 param="model",
             )
         card = self.resolve(request.model, card, context)
-        rules.check_task(card, "generate")
+        validation.check_task(card, "generate")
         request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self.tokenizer_of(card, context.tenant)
         with tracing.stage("tokenize"):
@@ -359,7 +367,7 @@ class InputProcessor:
         card: ModelCard,
         tokenizer: Tokenizer,
         context: Context,
-    ) -> Run:
+    ) -> StreamReader:
         _tell_exact(card, context)
         if record.user:
             log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
@@ -381,7 +389,7 @@ async def _prompt_ids(
     encoded = iter(await tokenizer.encode_all(texts, special=special) if texts else ())
     for prompt in prompts:
         if not isinstance(prompt, str):
-            rules.check_token_ids("prompt", prompt, card.vocab_size)
+            validation.check_token_ids("prompt", prompt, card.vocab_size)
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

@@ -1,4 +1,4 @@
-"""From a checked, tokenized request to its record, and to the `Run` that hands it in and reads it."""
+"""From a checked, tokenized request to its record, and to the `StreamReader` that hands it in and reads it."""
 
 import math
 import time
@@ -12,16 +12,16 @@ from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import extra_fields, rules, sampling
+from services.gateway.intake import extra_fields, sampling, validation
 from services.gateway.intake.sampling import cache_salt, session_of
 from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
-from services.gateway.lifecycle.answer import PREFIXES, Answer, new_identity, requests_of
-from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.request_state import PREFIXES, RequestState, new_identity, requests_of
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.lifecycle.token_stream import limits_of
 from services.gateway.ratelimit.limiter import Admission
 from services.gateway.streams.reading import Presentations, View
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
 from shared import tracing
@@ -83,7 +83,7 @@ class Context(msgspec.Struct):
     """Set by the intake."""
 
 
-class Parts:
+class RunDependencies:
     """What every run is made with."""
 
     __slots__ = ("answers", "limits", "metrics", "presentations", "settings")
@@ -91,7 +91,7 @@ class Parts:
     def __init__(
         self,
         settings: GatewaySettings,
-        answers: Answers,
+        answers: RequestTracker,
         metrics: GatewayMetrics,
         presentations: Presentations,
     ) -> None:
@@ -122,7 +122,7 @@ def record_of(
     request: GenerationFields,
     card: ModelCard,
     context: Context,
-    parts: Parts,
+    parts: RunDependencies,
     *,
     session: str,
     grammar: Grammar | None = None,
@@ -165,7 +165,7 @@ def record_of(
         prediction=extras.prediction,
         cache_ttl=extra_fields.cache_ttl(request),
     )
-    stops = rules.stop_strings(request)
+    stops = validation.stop_strings(request)
     count = extra_fields.candidates(request)
     best = count > (request.n or 1)
     fitting = [_fitting(prompt, request, card, parts, capped=capped) for prompt in prompts]
@@ -184,9 +184,9 @@ def record_of(
         for index, (prompt, most) in enumerate(fitting)
     ]
     if most_logprobs >= 0:
-        rules.check_prompt_logprobs(requests, count)
+        validation.check_prompt_logprobs(requests, count)
     if request.return_token_ids:
-        rules.check_prompt_ids(requests, count)
+        validation.check_prompt_ids(requests, count)
     _check_size(requests, count, parts.settings.generation_bytes)
     endpoint: RecordedEndpoint = context.endpoint or _own_endpoint(request, response)
     return GenerationRecord(
@@ -224,15 +224,15 @@ def run_of(
     card: ModelCard,
     tokenizer: Tokenizer,
     context: Context,
-    parts: Parts,
-) -> Run:
+    parts: RunDependencies,
+) -> StreamReader:
     """What hands a record's generations in and reads them. `may_cost`: tokens that they may come to."""
     now = time.monotonic()
     trace = None
     if tracing.on():
         choices = len(record.requests) * record.choices
         record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, choices)
-    answer = Answer(
+    answer = RequestState(
         record,
         [
             Generation(request, index, parts.limits, now=now, started_at=record.created, trace=trace)
@@ -263,7 +263,7 @@ def _asked(request: GenerationFields) -> int:
 
 
 def _fitting(
-    prompt: list[int], request: GenerationFields, card: ModelCard, parts: Parts, *, capped: bool
+    prompt: list[int], request: GenerationFields, card: ModelCard, parts: RunDependencies, *, capped: bool
 ) -> tuple[list[int], int]:
     """A prompt as far as it is read, and the output tokens that it may have."""
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
@@ -284,7 +284,7 @@ def _fitting(
         )
     limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens, capped=capped)
     if request.min_tokens is not None:
-        rules.check_min_tokens(request, limit)
+        validation.check_min_tokens(request, limit)
     return prompt, limit
 
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.rules import check_token_ids, text_of
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
     Message,
 )
-from services.gateway.lifecycle.answer import UINT64
+from services.gateway.intake.validation import check_token_ids, text_of
+from services.gateway.lifecycle.request_state import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import ContextLengthExceeded
 from shared.limits import PROMPT_TOKENS, TRUNCATED_TEXT

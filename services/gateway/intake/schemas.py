@@ -1,7 +1,7 @@
 """Request bodies, as OpenAI defines them, with the extensions that vLLM made common.
 
 The annotation of a field is the one place that says its type, range, length and values: `decoding.py` refuses what is
-beyond them, and the OpenAPI document shows them. What fields demand of each other stands in `rules.py`.
+beyond them, and the OpenAPI document shows them. What fields demand of each other stands in `validation.py`.
 
 A field that is null counts as not given. Fields of OpenAI's API that this server does not have are declared too
 (`neutral`), so that they are refused by name and not as if they were typing errors; any other field is refused as

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import structlog
 from nats.js.errors import APIError
 
-from services.gateway.lifecycle.answer import of_choice
 from services.gateway.lifecycle.claims import Claims
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.request_state import of_choice
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.messages import Cancel, CancelRequest, Claimed, ControlCommand, ControlReply
 from shared.nats import subjects

@@ -20,9 +20,9 @@ from collections.abc import Collection
 
 import structlog
 
-from services.gateway.lifecycle.answer import place, writer_of
-from services.gateway.lifecycle.answers import Answers, Keeper
 from services.gateway.lifecycle.ownership import Owners
+from services.gateway.lifecycle.request_state import place, writer_of
+from services.gateway.lifecycle.request_tracker import Archive, RequestTracker
 from shared.errors import RyzansteinError
 from shared.messages import ServiceRecord
 from shared.messages.records import GenerationRecord, Inheritance, Unfinished
@@ -49,11 +49,11 @@ TRIES = 5
 PAUSE = 1.0
 
 
-class Heirs:
+class GatewayFailover:
     """Lists what is unfinished here, and watches for gateways that are lost."""
 
     def __init__(
-        self, bus: Bus, consumer: str, answers: Answers, owners: Owners, keeper: Keeper, ttl: float
+        self, bus: Bus, consumer: str, answers: RequestTracker, owners: Owners, keeper: Archive, ttl: float
     ) -> None:
         """`ttl`: seconds after which a list or an inheritance is of no use any more."""
         self._bus = bus

@@ -12,11 +12,11 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.core.tenant_pool import Bound, TenantPool
-from services.gateway.lifecycle.answer import of_choice
 from services.gateway.lifecycle.cancellation import Cancellations
 from services.gateway.lifecycle.claims import Claims
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.recovery import Losses, QueuedRequests, Suspects
+from services.gateway.lifecycle.request_state import of_choice
 from services.gateway.lifecycle.token_logs import Sources, TokenConsumer
 from services.gateway.lifecycle.token_stream import Decision
 from services.gateway.tracing.generations import taken_over

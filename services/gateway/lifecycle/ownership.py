@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import structlog
 
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.claims import Claims
+from services.gateway.lifecycle.request_state import RequestState
 from shared.errors import BrokerUnavailable, NobodyThere
 from shared.messages.records import Listen, Listened, Ownership
 from shared.nats import subjects
@@ -45,15 +45,15 @@ ASKED_AT_ONCE = 4096
 class AnswersAtHand(Protocol):
     """The answers of this gateway, of which somebody looks after each."""
 
-    def all(self) -> list[Answer]: ...
+    def all(self) -> list[RequestState]: ...
 
-    def known(self, identity: str) -> Answer | None: ...
+    def known(self, identity: str) -> RequestState | None: ...
 
-    async def read_sources(self, answer: Answer, consumers: Sequence[str]) -> None:
+    async def read_sources(self, answer: RequestState, consumers: Sequence[str]) -> None:
         """Reads its log on the token subjects of `consumers`. Raises `BrokerUnavailable`."""
         ...
 
-    def on_owned(self, answer: Answer, claim: int) -> None:
+    def on_owned(self, answer: RequestState, claim: int) -> None:
         """This gateway looks after `answer` from now on, under `claim`."""
         ...
 
@@ -74,7 +74,7 @@ class Owners:
         self._answers = answers
         self._claims = claims
         self._gate = asyncio.Semaphore(CLAIMS_AT_ONCE)
-        self._due: dict[str, dict[str, Answer]] = {}
+        self._due: dict[str, dict[str, RequestState]] = {}
         """Answers to ask about at once, by owner."""
         self._wake = asyncio.Event()
 
@@ -87,14 +87,14 @@ class Owners:
         """Who has claimed it; None: nobody had to. Raises `BrokerUnavailable`."""
         return await self._claims.get(identity)
 
-    def ask_soon(self, answer: Answer) -> None:
+    def ask_soon(self, answer: RequestState) -> None:
         """Its owner is told, in the background, that it is read here."""
         self._due.setdefault(answer.owner, {})[answer.identity] = answer
         self._wake.set()
 
-    async def take(self, answers: list[Answer]) -> None:
+    async def take(self, answers: list[RequestState]) -> None:
         """Takes over those whose owner does not answer: the health monitor has said that it is gone."""
-        by_owner: dict[str, list[Answer]] = {}
+        by_owner: dict[str, list[RequestState]] = {}
         for answer in answers:
             answer.silent_asks = SILENT_ASKS - 1
             by_owner.setdefault(answer.owner, []).append(answer)
@@ -127,7 +127,7 @@ class Owners:
             if answer is not None and ownership.owner != self._consumer:
                 self._yield(answer, ownership)
 
-    async def still(self, answer: Answer) -> bool:
+    async def still(self, answer: RequestState) -> bool:
         """Whether this gateway owns `answer`, as the broker has it at this moment: it may have been cut off or
         stopped while another one claimed it, which then has it. Raises `BrokerUnavailable`."""
         rival = await self._claims.rival(answer.identity)
@@ -135,7 +135,7 @@ class Owners:
             self._yield(answer, rival)
         return rival is None
 
-    def _yield(self, answer: Answer, ownership: Ownership) -> None:
+    def _yield(self, answer: RequestState, ownership: Ownership) -> None:
         if answer.owned:
             log.info("ownership_lost", generation_id=answer.identity, to=ownership.owner)
             self._answers.spawn(self._follow(answer, ownership))
@@ -150,14 +150,14 @@ class Owners:
                 held.append(identity)
         return Listened(held)
 
-    async def _ask(self, owner: str, answers: list[Answer]) -> None:
+    async def _ask(self, owner: str, answers: list[RequestState]) -> None:
         if owner == self._consumer:  # of an earlier life of the same name, or ended and forgotten here
             await self.inherit(answers)
             return
         for begin in range(0, len(answers), ASKED_AT_ONCE):
             await self._ask_some(owner, answers[begin : begin + ASKED_AT_ONCE])
 
-    async def _ask_some(self, owner: str, answers: list[Answer]) -> None:
+    async def _ask_some(self, owner: str, answers: list[RequestState]) -> None:
         message = Listen(self._consumer, [answer.identity for answer in answers])
         try:
             reply = await self._bus.request(subjects.gateway(owner), message, Listened, timeout=ASK_TIMEOUT)
@@ -173,12 +173,12 @@ class Owners:
             answer.silent_asks = 0
         await self.inherit([answer for answer in answers if answer.identity not in held])
 
-    async def _silence(self, answers: list[Answer]) -> None:
+    async def _silence(self, answers: list[RequestState]) -> None:
         for answer in answers:
             answer.silent_asks += 1
         await self.inherit([answer for answer in answers if answer.silent_asks >= SILENT_ASKS])
 
-    async def inherit(self, answers: list[Answer]) -> None:
+    async def inherit(self, answers: list[RequestState]) -> None:
         """The owner of these is lost: they are claimed, unless their log says that they have ended."""
         going = [answer for answer in answers if not answer.ended and not answer.owned]
         if going:
@@ -186,13 +186,13 @@ class Owners:
             await asyncio.gather(*(self._read_again(answer) for answer in going))  # one reading for all
             await asyncio.gather(*(self._inherit(answer) for answer in going))
 
-    async def _read_again(self, answer: Answer) -> None:
+    async def _read_again(self, answer: RequestState) -> None:
         try:
             await self._answers.read_sources(answer, answer.consumers)
         except BrokerUnavailable as error:
             log.info("journal_read_failed", generation_id=answer.identity, error=str(error))
 
-    async def _inherit(self, answer: Answer) -> None:
+    async def _inherit(self, answer: RequestState) -> None:
         async with self._gate:
             try:
                 if not self._lacks_owner(answer):
@@ -214,11 +214,11 @@ class Owners:
             log.info("ownership_claimed", generation_id=answer.identity, of=lost)
             self._answers.on_owned(answer, claim)
 
-    def _lacks_owner(self, answer: Answer) -> bool:
+    def _lacks_owner(self, answer: RequestState) -> bool:
         at_hand = self._answers.known(answer.identity) is answer
         return at_hand and not answer.ended and not answer.owned
 
-    async def _follow(self, answer: Answer, ownership: Ownership) -> None:
+    async def _follow(self, answer: RequestState, ownership: Ownership) -> None:
         """Another gateway looks after it."""
         answer.owned, answer.owner, answer.silent_asks = False, ownership.owner, 0
         answer.consumers = list(ownership.consumers)

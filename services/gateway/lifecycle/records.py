@@ -32,7 +32,7 @@ import nats.errors
 import structlog
 
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.lifecycle.answer import Place, merged, place
+from services.gateway.lifecycle.request_state import Place, merged, place
 from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, RyzansteinError
 from shared.messages import SamplingParams
 from shared.messages.records import GenerationRecord

@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from services.gateway.core.errors import RouteError
 from services.gateway.core.pagination import Order, PageQuery, page, shown, shown_raw
-from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
-from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.request_state import PREFIXES, RequestState, parse
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.persistence.budget import HistoryBudget, beside_loop
-from services.gateway.persistence.keeper import Keeper
+from services.gateway.persistence.keeper import ResponseArchive
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
 from shared.limits import RESPONSE_BYTES
@@ -65,7 +65,7 @@ class ChatIndex:
             await self.bucket.purge(entry.key)
 
 
-class ChatShelf:
+class ChatStore:
     """Chat completions that have ended."""
 
     def __init__(self, index: ChatIndex, store: ResponseStore, runs: Runs) -> None:
@@ -73,7 +73,7 @@ class ChatShelf:
         self._store = store
         self._runs = runs
 
-    async def put(self, answer: Answer) -> None:
+    async def put(self, answer: RequestState) -> None:
         """One that was cancelled or failed is not stored: it has no answer."""
         completion, finished = await self._runs.shown(answer, None)
         if not finished:
@@ -87,7 +87,7 @@ class ChatShelf:
         return await self._index.get(*name) is not None or await self._store.is_deleted(*name)
 
 
-def _stored(answer: Answer, completion: bytes) -> StoredResponse:
+def _stored(answer: RequestState, completion: bytes) -> StoredResponse:
     """Its text is in `completion`: prompts and tokens are of no use any more."""
     requests = [
         msgspec.structs.replace(request, prompt=[], generated=[], attempt=0)
@@ -96,7 +96,7 @@ def _stored(answer: Answer, completion: bytes) -> StoredResponse:
     return StoredResponse(msgspec.structs.replace(answer.record, requests=requests), [], completion)
 
 
-def _entry(answer: Answer) -> StoredChat:
+def _entry(answer: RequestState) -> StoredChat:
     record = answer.record
     return StoredChat(
         identity=answer.identity,
@@ -169,7 +169,9 @@ def not_found(public_id: str) -> RouteError:
 class StoredChats:
     """Methods raise `BrokerUnavailable`, and `RouteError` for an id of which the tenant has stored nothing."""
 
-    def __init__(self, index: ChatIndex, store: ResponseStore, keeper: Keeper, answers: Answers) -> None:
+    def __init__(
+        self, index: ChatIndex, store: ResponseStore, keeper: ResponseArchive, answers: RequestTracker
+    ) -> None:
         self._index = index
         self._store = store
         self._keeper = keeper

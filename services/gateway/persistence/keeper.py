@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.lifecycle.token_stream import Limits
 from services.gateway.persistence.budget import beside_loop
 from services.gateway.persistence.conversations import Conversations
@@ -31,14 +31,14 @@ PAUSE = 0.5
 class Shelf(Protocol):
     """Where answers of one kind are kept."""
 
-    async def put(self, answer: Answer) -> None:
+    async def put(self, answer: RequestState) -> None:
         """Writes an answer that has ended, unless it is there or was deleted. Raises `BrokerUnavailable`."""
 
     async def has(self, record: GenerationRecord) -> bool:
         """Whether it is there, or was deleted. Raises `BrokerUnavailable`."""
 
 
-class Keeper:
+class ResponseArchive:
     """Answers of each kind go to their shelf."""
 
     def __init__(self, responses: Shelf, chats: Shelf) -> None:
@@ -46,7 +46,7 @@ class Keeper:
         self._chats = chats
         self._writing: dict[str, asyncio.Event] = {}
 
-    async def keep(self, answer: Answer) -> None:
+    async def keep(self, answer: RequestState) -> None:
         """Writes an answer that has ended, if it is to be kept."""
         if not answer.record.outlives or answer.identity in self._writing:
             return
@@ -64,7 +64,7 @@ class Keeper:
         if (writing := self._writing.get(identity)) is not None:
             await writing.wait()
 
-    async def _write(self, answer: Answer) -> None:
+    async def _write(self, answer: RequestState) -> None:
         pause = PAUSE
         for _ in range(TRIES):
             try:
@@ -87,7 +87,7 @@ _LIMITS = Limits(0, float("inf"), float("inf"))
 _SOURCE = "store"
 
 
-def stored_of(answer: Answer, response: bytes) -> StoredResponse:
+def stored_of(answer: RequestState, response: bytes) -> StoredResponse:
     """`response`: the object as JSON. Only the length of the prompt is of interest from now on, unless its token ids
     are shown."""
     (generation,) = answer.generations
@@ -107,7 +107,7 @@ def stored_of(answer: Answer, response: bytes) -> StoredResponse:
     )
 
 
-def answer_of(stored: StoredResponse) -> Answer:
+def answer_of(stored: StoredResponse) -> RequestState:
     """An answer that has ended, for readers to attach to."""
     record = stored.record
     generation = Generation(record.requests[0], 0, _LIMITS, now=0.0, started_at=record.created)
@@ -120,7 +120,7 @@ def answer_of(stored: StoredResponse) -> Answer:
         generation.cancel(Unavailable(stored.error or "The response was cancelled."))
     elif stored.error_code:
         generation.fail(error_from_code(stored.error_code, stored.error))
-    return Answer(record, [generation], owner=_SOURCE, owned=False, quiet_since=0.0, consumers=[])
+    return RequestState(record, [generation], owner=_SOURCE, owned=False, quiet_since=0.0, consumers=[])
 
 
 class ResponseShelf:
@@ -129,7 +129,7 @@ class ResponseShelf:
         self._runs = runs
         self._conversations = conversations
 
-    async def put(self, answer: Answer) -> None:
+    async def put(self, answer: RequestState) -> None:
         """Its turn of a conversation first: what is kept is not looked at again."""
         response, _ = await self._runs.shown(answer, None)
         record = answer.record

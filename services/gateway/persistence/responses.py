@@ -14,22 +14,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.gateway.core.errors import RouteError
-from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
-from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.request_state import PREFIXES, RequestState, parse
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.persistence.budget import ByteBudget, HistoryBudget, HistoryBudgets, beside_loop
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.items import ResponseTurn, StoredItem, split, turn_of
-from services.gateway.persistence.keeper import Keeper, answer_of
+from services.gateway.persistence.keeper import ResponseArchive, answer_of
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.reading import Runs
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared.messages.records import GenerationRecord, StoredResponse
 
 _PREFIX = PREFIXES["responses"]
 
 
-Found = Answer | StoredResponse
+Found = RequestState | StoredResponse
 """A response that goes on, or that the store does not have yet; or one that it has."""
 
 
@@ -52,7 +52,9 @@ def not_found(public_id: str) -> RouteError:
 class ResponseLookup:
     """The same for all routes, and for requests that go on with a response. Methods raise `BrokerUnavailable`."""
 
-    def __init__(self, store: ResponseStore, keeper: Keeper, answers: Answers, runs: Runs) -> None:
+    def __init__(
+        self, store: ResponseStore, keeper: ResponseArchive, answers: RequestTracker, runs: Runs
+    ) -> None:
         self._store = store
         self._keeper = keeper
         self._answers = answers
@@ -81,7 +83,7 @@ class ResponseLookup:
             raise not_found(public_id)
         return answer
 
-    async def _of_journal(self, public_id: str, identity: str, tenant: str) -> Answer:
+    async def _of_journal(self, public_id: str, identity: str, tenant: str) -> RequestState:
         if await self._store.is_deleted(identity, tenant):
             raise not_found(public_id)
         try:
@@ -113,7 +115,9 @@ class ResponseLookup:
         own, response = _own_items(found), await self.shown(found)
         return await beside_loop(len(own) + len(response), turn_of, own, response)
 
-    async def read(self, found: Found, after: Sequence[int] | None, *, obfuscated: bool = False) -> Run:
+    async def read(
+        self, found: Found, after: Sequence[int] | None, *, obfuscated: bool = False
+    ) -> StreamReader:
         """A reading of its events that has begun, behind event `after`; None: from the first. `obfuscated`: its
         deltas are padded. Raises `QueueFull`, `UnknownModel`, `Unavailable`."""
         if isinstance(found, StoredResponse):
@@ -127,7 +131,7 @@ class ResponseLookup:
 
     def cancel(self, found: Found) -> None:
         """Ends it, for everybody. Another gateway's ends when the log says so."""
-        if isinstance(found, Answer) and not found.ended:
+        if isinstance(found, RequestState) and not found.ended:
             self._answers.cancel(found)
 
     async def delete(self, found: Found) -> None:

@@ -22,7 +22,7 @@ REFUSED = 64
 """Connections beyond those that are open for as long as they are told that there is no place."""
 
 
-class Door:
+class ConnectionLimiter:
     """Where connections come in: who has a place, the time of their handshakes, and what is counted of those that are
     turned away."""
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
-from services.gateway.server.connections import Door
+from services.gateway.server.connections import ConnectionLimiter
 from shared import limits
 
 log = structlog.get_logger(__name__)
@@ -76,7 +76,7 @@ class HeldWatch:
     """Looks at the connections of a door every second."""
 
     def __init__(
-        self, door: Door, owed: int, arriving: int, seconds: float = limits.UNREAD_SECONDS.value
+        self, door: ConnectionLimiter, owed: int, arriving: int, seconds: float = limits.UNREAD_SECONDS.value
     ) -> None:
         """`owed`, `arriving`: bytes of all connections together. `seconds`: time in which a client of HTTP has to read
         something."""

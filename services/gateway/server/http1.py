@@ -29,7 +29,7 @@ from services.gateway.server.connections import (
     NO_HANDSHAKE,
     PIPELINED,
     VERSION,
-    Door,
+    ConnectionLimiter,
     Limits,
     Refusal,
     full,
@@ -76,7 +76,7 @@ class GuardedHttp(HttpToolsProtocol):
     """One connection. It takes as little memory as it can: thousands are open and idle."""
 
     limits: ClassVar[Limits]
-    door: ClassVar[Door]
+    door: ClassVar[ConnectionLimiter]
 
     # Not in the dictionary, whose keys all connections share as long as they are no more than 30.
     __slots__ = (
@@ -414,6 +414,6 @@ class _Connection:
         self._protocol.watch(self._cycle, gone)
 
 
-def guarded_http(limits: Limits, door: Door) -> type[GuardedHttp]:
+def guarded_http(limits: Limits, door: ConnectionLimiter) -> type[GuardedHttp]:
     """The protocol for a server with these limits, whose connections come in by `door`."""
     return type("GuardedHttp", (GuardedHttp,), {"limits": limits, "door": door})

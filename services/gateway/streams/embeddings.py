@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.lifecycle.answer import Answer
-from services.gateway.streams.formats import Format, Usage
-from services.gateway.streams.output import Output, Piece
+from services.gateway.lifecycle.request_state import RequestState
+from services.gateway.streams.formats import ResponseSerializer, Usage
+from services.gateway.streams.output import OutputDelta, OutputProcessor
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import TokenEntry
 
 
-class VectorOutput(Output):
+class VectorOutput(OutputProcessor):
     """There are no tokens."""
 
     def __init__(self, dimensions: int) -> None:
@@ -34,9 +34,9 @@ class VectorOutput(Output):
             return
         self._vector, self.finish = cut(entry.vector, self._dimensions), entry.finish
 
-    def take(self) -> Piece:
+    def take(self) -> OutputDelta:
         """The vector, as often as it is asked for."""
-        return Piece(base64.b64encode(self._vector).decode(), ())
+        return OutputDelta(base64.b64encode(self._vector).decode(), ())
 
 
 def cut(vector: bytes, dimensions: int) -> bytes:
@@ -63,12 +63,12 @@ def _bytes(numbers: "array[float]") -> bytes:
 
 
 def floats_of(text: str) -> list[float]:
-    """The numbers of a vector as a `Piece` has it."""
+    """The numbers of a vector as a `OutputDelta` has it."""
     return _numbers(base64.b64decode(text)).tolist()
 
 
 def text_of(numbers: Iterable[float]) -> str:
-    """`numbers` as a `Piece` has a vector."""
+    """`numbers` as a `OutputDelta` has a vector."""
     return base64.b64encode(_bytes(array("f", numbers))).decode()
 
 
@@ -97,19 +97,19 @@ class _Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding
     embedding: str | list[float]
 
 
-def vector_outputs(answer: Answer) -> list[Output]:
+def vector_outputs(answer: RequestState) -> list[OutputProcessor]:
     """Of each input."""
     return [VectorOutput(answer.record.dimensions) for _ in answer.generations]
 
 
-class VectorFormat(Format):
+class VectorFormat(ResponseSerializer):
     """A list of embeddings. There is nothing to stream."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         super().__init__(vector_outputs(answer))
         self._record = answer.record
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         """One that has not come yet is left out."""
         data = [  # each encoded apart: a thread that does it lets others work in between
             msgspec.Raw(msgspec.json.encode(_Embedding(index, self._shown(choice.text))))

@@ -1,8 +1,8 @@
 """Answers in OpenAI's shape: JSON chunks put together from prepared pieces, and whole responses.
 
 A chunk differs from the next in its text alone, so everything around the text is encoded once. `reasoning_content` is
-DeepSeek's extension, which vLLM has too. `Shown` is an answer as its fields ask for it: with its prompt before it, or
-the best candidates alone.
+DeepSeek's extension, which vLLM has too. `EchoFormat` is an answer as its fields ask for it: with its prompt before it,
+or the best candidates alone.
 
     candidates of a prompt   mean log probability      best_of 4, n 2
     0  "a cat"               -0.9                      shown: 2, 0
@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from services.gateway.core.metrics import ModelMetrics
-from services.gateway.lifecycle.answer import Answer
-from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
+from services.gateway.lifecycle.request_state import RequestState
+from services.gateway.streams.output import OutputDelta, OutputProcessor, ScoredToken, output_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.prompt_logprobs import EchoedPrompt, PromptList
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -102,11 +102,11 @@ class Usage(msgspec.Struct, frozen=True):
                 other[SPARSE] = own[SPARSE]
 
 
-class Format:
+class ResponseSerializer:
     """How one endpoint shows an answer: what a `Run` reads it with, and the bytes it makes of that. Chunks are JSON
     texts without framing, or parts of protobuf messages."""
 
-    def __init__(self, outputs: Sequence[Output]) -> None:
+    def __init__(self, outputs: Sequence[OutputProcessor]) -> None:
         """`outputs`: of each choice."""
         self.outputs = outputs
 
@@ -114,21 +114,21 @@ class Format:
         """What precedes the first text of choice `index`, if anything does."""
         return None
 
-    def delta(self, index: int, piece: Piece) -> bytes:
+    def delta(self, index: int, piece: OutputDelta) -> bytes:
         raise NotImplementedError
 
     def text(self, index: int, text: str) -> bytes:
         """`delta` of text alone."""
-        return self.delta(index, Piece(text, ()))
+        return self.delta(index, OutputDelta(text, ()))
 
-    def last(self, index: int, piece: Piece) -> bytes:
+    def last(self, index: int, piece: OutputDelta) -> bytes:
         """The end of choice `index`; `piece` has no text, but may have log probabilities and token ids."""
         raise NotImplementedError
 
     def usage(self, usage: Usage) -> bytes:
         raise NotImplementedError
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         raise NotImplementedError
 
     def progress(self, progress: PromptProgress) -> bytes | None:
@@ -136,18 +136,18 @@ class Format:
         return None
 
 
-def around_text(shape: Format, index: int) -> list[bytes]:
+def around_text(shape: ResponseSerializer, index: int) -> list[bytes]:
     """What stands before and behind the JSON of a text in the chunks of a choice."""
-    return shape.delta(index, Piece(_MARK, ())).split(_json.encode(_MARK))
+    return shape.delta(index, OutputDelta(_MARK, ())).split(_json.encode(_MARK))
 
 
-class JsonFormat(Format):
+class JsonFormat(ResponseSerializer):
     """OpenAI's. Everything around the text is encoded once, and again where another ring has another fingerprint."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         record = answer.record
         super().__init__([output_of(record, item.request, tokenizer) for item in answer.generations])
         self._answer, self._record, self._tokenizer = answer, record, tokenizer
@@ -176,7 +176,7 @@ class JsonFormat(Format):
             around = self._around[index] = around_text(self, index)
         return around[0] + _json.encode(text) + around[1]
 
-    def delta(self, index: int, piece: Piece) -> bytes:
+    def delta(self, index: int, piece: OutputDelta) -> bytes:
         """As `last`, too: the end is a finish reason."""
         end = (
             b'"finish_reason":"%b","stop_reason":%b'
@@ -199,7 +199,7 @@ class JsonFormat(Format):
         self._name_ring(self._answer.fingerprint)
         return self._before + b'],"usage":' + _json.encode(usage) + b"}"
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         self._name_ring(self._answer.fingerprint)
         shown = [
             {
@@ -220,7 +220,7 @@ class JsonFormat(Format):
     def progress(self, progress: PromptProgress) -> bytes:
         """As llama.cpp: a chunk without text."""
         self._name_ring(self._fingerprint or self._record.fingerprint)
-        shown = b'{"index":0,%b,"logprobs":null,"finish_reason":null}' % self._said(Piece("", ()))
+        shown = b'{"index":0,%b,"logprobs":null,"finish_reason":null}' % self._said(OutputDelta("", ()))
         return (
             self._before + shown + self._after[:-1] + b',"prompt_progress":' + _json.encode(progress) + b"}"
         )
@@ -232,11 +232,11 @@ class JsonFormat(Format):
         self._head["system_fingerprint"] = fingerprint or None
         self._before = _json.encode(self._head)[:-1] + b',"choices":['
 
-    def _of_prompt(self, number: int, piece: Piece) -> Any:
+    def _of_prompt(self, number: int, piece: OutputDelta) -> Any:
         """Log probabilities of the prompt of choice `number`; null as vLLM's where nobody has asked for them."""
         return None if self._prompts is None else self._prompts.of(number, piece.prompt or b"")
 
-    def _ids(self, index: int, piece: Piece) -> bytes:
+    def _ids(self, index: int, piece: OutputDelta) -> bytes:
         return b',"token_ids":' + _json.encode(piece.ids)
 
     def _ids_of_prompt(self, choice: int) -> bytes:
@@ -250,15 +250,15 @@ class JsonFormat(Format):
     def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
         raise NotImplementedError
 
-    def _said(self, piece: Piece) -> bytes:
+    def _said(self, piece: OutputDelta) -> bytes:
         """The member of a chunk's choice that has its text."""
         raise NotImplementedError
 
-    def _message(self, piece: Piece) -> dict[str, Any]:
+    def _message(self, piece: OutputDelta) -> dict[str, Any]:
         """The same of a whole choice, with what stands beside it."""
         raise NotImplementedError
 
-    def _beside(self, first: Piece) -> dict[str, Any]:
+    def _beside(self, first: OutputDelta) -> dict[str, Any]:
         """What a whole answer has beside its choices."""
         return {}
 
@@ -280,17 +280,17 @@ class ChatFormat(JsonFormat):
             return self._before + shown + self._after[1:]
         return self._before + shown[:-2] + self._after
 
-    def _said(self, piece: Piece) -> bytes:
+    def _said(self, piece: OutputDelta) -> bytes:
         if piece.finish:
             return b'"delta":{}'
         if (parsing := self._record.parsing) is None:
             return b'"delta":{"content":%b}' % _json.encode(piece.text)
         return b'"delta":' + _json.encode(chat_delta(piece.text, piece.reasoning, piece.calls, parsing))
 
-    def _message(self, piece: Piece) -> dict[str, Any]:
+    def _message(self, piece: OutputDelta) -> dict[str, Any]:
         return {"message": chat_message(piece.text, piece.reasoning, piece.calls, self._record.parsing)}
 
-    def _beside(self, first: Piece) -> dict[str, Any]:
+    def _beside(self, first: OutputDelta) -> dict[str, Any]:
         beside: dict[str, Any] = {"prompt_logprobs": self._of_prompt(0, first)}
         if self._record.token_ids:
             beside[PROMPT_IDS] = msgspec.Raw(self._ids_of_prompt(0))
@@ -315,23 +315,23 @@ class CompletionFormat(JsonFormat):
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         super().__init__(answer, tokenizer)
         self._text = cache(self._text_of)
 
     def first(self, index: int) -> bytes | None:
-        return self.delta(index, Piece("", (), begins=True)) if self._record.token_ids else None
+        return self.delta(index, OutputDelta("", (), begins=True)) if self._record.token_ids else None
 
-    def _said(self, piece: Piece) -> bytes:
+    def _said(self, piece: OutputDelta) -> bytes:
         return b'"text":' + _json.encode(piece.text)
 
-    def _message(self, piece: Piece) -> dict[str, Any]:
+    def _message(self, piece: OutputDelta) -> dict[str, Any]:
         fields = {"text": piece.text, "prompt_logprobs": self._of_prompt(piece.number, piece)}
         if self._record.token_ids:
             fields[PROMPT_IDS] = msgspec.Raw(self._ids_of_prompt(piece.number))
         return fields
 
-    def _ids(self, index: int, piece: Piece) -> bytes:
+    def _ids(self, index: int, piece: OutputDelta) -> bytes:
         ids = super()._ids(index, piece)
         return ids + b',"%b":%b' % (PROMPT_IDS.encode(), self._ids_of_prompt(index)) if piece.begins else ids
 
@@ -415,10 +415,10 @@ _PAD = 64
 _LETTERS = string.ascii_letters + string.digits
 
 
-class Shown(Format):
+class EchoFormat(ResponseSerializer):
     """`shape` with the prompts and the best candidates, where the request asked for them."""
 
-    def __init__(self, shape: Format, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, shape: ResponseSerializer, answer: RequestState, tokenizer: Tokenizer) -> None:
         super().__init__(shape.outputs)
         self._shape, self._record = shape, answer.record
         self._echoed = cache(lambda number: EchoedPrompt(answer.record.requests[number], tokenizer))
@@ -433,17 +433,17 @@ class Shown(Format):
         prompt = self._prompt_of(index)
         if prompt is None or prompt.has_scores:
             return self._shape.first(index)
-        return self._shape.delta(index, Piece(prompt.text, (), begins=True))
+        return self._shape.delta(index, OutputDelta(prompt.text, (), begins=True))
 
-    def delta(self, index: int, piece: Piece) -> bytes:
+    def delta(self, index: int, piece: OutputDelta) -> bytes:
         return self._shape.delta(index, self._behind_prompt(index, piece))
 
-    def last(self, index: int, piece: Piece) -> bytes:
+    def last(self, index: int, piece: OutputDelta) -> bytes:
         return self._shape.last(index, self._behind_prompt(index, piece))
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         count, best = self._record.choices, self._record.best
-        shown: list[Piece] = []
+        shown: list[OutputDelta] = []
         for begin in range(0, len(choices), count):
             shown += map(self._as_asked, _best(choices[begin : begin + count], best))
         return self._shape.whole(shown, usage)
@@ -452,7 +452,7 @@ class Shown(Format):
         """The prompt that is shown before choice `index`."""
         return self._echoed(index // self._record.choices) if self._record.echo else None
 
-    def _behind_prompt(self, index: int, piece: Piece) -> Piece:
+    def _behind_prompt(self, index: int, piece: OutputDelta) -> OutputDelta:
         """`piece`, its tokens counted from the prompt's beginning; the first one with the prompt, where that comes with
         log probabilities."""
         prompt = self._prompt_of(index)
@@ -463,7 +463,7 @@ class Shown(Format):
             text, scored = prompt.text + text, prompt.scored(piece.prompt) + scored
         return piece._replace(text=text, scored=scored)
 
-    def _as_asked(self, piece: Piece) -> Piece:
+    def _as_asked(self, piece: OutputDelta) -> OutputDelta:
         if self._record.hide_logprobs:
             piece = piece._replace(scored=())
         prompt = self._prompt_of(piece.number)
@@ -480,7 +480,7 @@ def _moved(scored: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
     return [item._replace(offset=item.offset + by) for item in scored]
 
 
-def _best(choices: Sequence[Piece], count: int) -> Sequence[Piece]:
+def _best(choices: Sequence[OutputDelta], count: int) -> Sequence[OutputDelta]:
     """The `count` with the highest mean log probability, the highest first; of equals the earlier."""
     return sorted(choices, key=lambda choice: -choice.mean_logprob)[:count] if count else choices
 

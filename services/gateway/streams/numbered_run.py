@@ -11,11 +11,11 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
-from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.answers import Answers
-from services.gateway.streams.formats import Format
-from services.gateway.streams.output import Piece, output_of
-from services.gateway.streams.run import Run
+from services.gateway.lifecycle.request_state import RequestState
+from services.gateway.lifecycle.request_tracker import RequestTracker
+from services.gateway.streams.formats import ResponseSerializer
+from services.gateway.streams.output import OutputDelta, output_of
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import TokenEntry
 
@@ -27,8 +27,8 @@ class Numbered(Protocol):
     """Events so far."""
 
 
-class NumberedRun(Run):
-    """As `Run`, of one choice."""
+class NumberedRun(StreamReader):
+    """As `StreamReader`, of one choice."""
 
     ends_with_done = False
     text_is_event: ClassVar[bool] = False
@@ -43,23 +43,25 @@ class NumberedRun(Run):
 
     def __init__(
         self,
-        answer: Answer,
+        answer: RequestState,
         tokenizer: Tokenizer,
-        answers: Answers | None,
+        answers: RequestTracker | None,
         metrics: ModelMetrics | None,
         *,
         after: Sequence[int] | None = None,
     ) -> None:
         """`after`: the number of the last event that the client has; None: it has none."""
         self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
-        super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
+        super().__init__(
+            answer, ResponseSerializer([self._output]), answers, metrics
+        )  # it is shown as events
         self._plain = self._plain and self.text_is_event
         self._begun = [True]  # events do so by themselves
         self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
         self._known = -1 if after is None else after[0]
         self._events = self._begun_events(answer, tokenizer)
 
-    def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> Any:
+    def _begun_events(self, answer: RequestState, tokenizer: Tokenizer) -> Any:
         """Those of `answer`, none of whose tokens have come."""
         raise NotImplementedError
 
@@ -85,7 +87,7 @@ class NumberedRun(Run):
                     self._answers.end_choice(self.answer, choice)
                 return
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: OutputDelta) -> None:
         """What one token has made clear, perhaps nothing, and the end where it is one."""
         raise NotImplementedError
 

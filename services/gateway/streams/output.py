@@ -50,7 +50,7 @@ class ScoredToken(NamedTuple):
         return self.logprobs
 
 
-class Piece(NamedTuple):
+class OutputDelta(NamedTuple):
     """What is new of a choice for the client; of a whole response all of it."""
 
     text: str
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     """Per token of that, where there are any."""
 
 
-class Output:
+class OutputProcessor:
     """One choice as a `Run` reads it: what its entries bring is taken in pieces."""
 
     tokens = 0
@@ -92,11 +92,11 @@ class Output:
         """Takes the next entry; what follows the end is ignored."""
         raise NotImplementedError
 
-    def take(self) -> Piece:
+    def take(self) -> OutputDelta:
         """What has become visible since the last call."""
         raise NotImplementedError
 
-    def whole(self, number: int) -> Piece:
+    def whole(self, number: int) -> OutputDelta:
         """As `take`, of candidate `number` as far as it has come."""
         return self.take()._replace(
             finish=self.finish,
@@ -113,7 +113,7 @@ def output_of(record: GenerationRecord, request: GenerationRequest, tokenizer: T
     return ParsedOutput(record, request, tokenizer)
 
 
-class TextOutput(Output):
+class TextOutput(OutputProcessor):
     """One choice's text."""
 
     def __init__(self, record: GenerationRecord, request: GenerationRequest, tokenizer: Tokenizer) -> None:
@@ -198,18 +198,18 @@ class TextOutput(Output):
         elif self.finish:
             self.texts.append(self._stops.flush())
 
-    def take(self) -> Piece:
+    def take(self) -> OutputDelta:
         text = "".join(self.texts)
         self.texts.clear()
         if self._plain:
-            return Piece(text, ())
+            return OutputDelta(text, ())
         ready = len(self._scored)
         while not self.finish and ready and self._scored[ready - 1].offset >= self._shown:
             ready -= 1  # its text is held back, and may be cut
         scored, self._scored = self._scored[:ready], self._scored[ready:]
         prompt, self._prompt = self._prompt, None
         ids, self._ids = self._ids, []
-        return Piece(text, scored, prompt=prompt, ids=ids)
+        return OutputDelta(text, scored, prompt=prompt, ids=ids)
 
 
 class StopStrings:
@@ -288,7 +288,7 @@ class ParsedOutput(TextOutput):
         if self.finish and not ended:
             self._events += self._parser.finish()
 
-    def take(self) -> Piece:
+    def take(self) -> OutputDelta:
         """The finish reason is `tool_calls` where the model has stopped after a call of its own choice, as in OpenAI's
         API; `stop` where the function was demanded by its name."""
         events, self._events = self._events, []

@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 
 import msgspec
 
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 
 PROGRESS_HEADER = "x-ryzanstein-progress"
 
@@ -33,7 +33,7 @@ class PromptProgress(msgspec.Struct, frozen=True):
         return f"{self.processed}/{self.total}"
 
 
-def progress_of(answer: Answer, now: float) -> PromptProgress | None:
+def progress_of(answer: RequestState, now: float) -> PromptProgress | None:
     """None while nothing was told, and from the first token on. `now`: unix seconds. Each prompt counts once, however
     many choices share it."""
     for generation in answer.generations:
@@ -55,7 +55,7 @@ def progress_of(answer: Answer, now: float) -> PromptProgress | None:
     return PromptProgress(sum(lengths.values()), sum(cached.values()), sum(computed.values()), elapsed)
 
 
-def tell_progress(headers: MutableMapping[str, str], answer: Answer, now: float) -> None:
+def tell_progress(headers: MutableMapping[str, str], answer: RequestState, now: float) -> None:
     """Adds the header to those of a reply, where there is something to tell."""
     if (progress := progress_of(answer, now)) is not None:
         headers[PROGRESS_HEADER] = progress.shown

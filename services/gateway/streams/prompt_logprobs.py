@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.output import ScoredToken
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import GenerationRequest, TokenLogprobs
@@ -59,7 +59,7 @@ class EchoedPrompt:
 class PromptList:
     """The list `prompt_logprobs` of one answer's prompts."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         self._generations, self._tokenizer = answer.generations, tokenizer
         self._top = answer.record.prompt_logprobs
         """Most likely tokens that are shown."""

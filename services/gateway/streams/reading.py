@@ -13,20 +13,20 @@ import msgspec
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import ErrorDetail, RouteError, describe
 from services.gateway.core.metrics import GatewayMetrics, ModelMetrics
-from services.gateway.lifecycle.answer import Answer, parse
-from services.gateway.lifecycle.answers import Answers, unknown_generation
+from services.gateway.lifecycle.request_state import RequestState, parse
+from services.gateway.lifecycle.request_tracker import RequestTracker, unknown_generation
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import VectorFormat
-from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, Shown
+from services.gateway.streams.formats import ChatFormat, CompletionFormat, EchoFormat, ResponseSerializer
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.progress import tell_progress
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 
-View = Callable[[Answer, Tokenizer], Format]
+View = Callable[[RequestState, Tokenizer], ResponseSerializer]
 """How a reader sees an answer."""
-Presentation = type[Format] | type[NumberedRun]
+Presentation = type[ResponseSerializer] | type[NumberedRun]
 """How an endpoint shows its answers: a view; or as events whose positions are their numbers."""
 CANONICAL: Mapping[str, Presentation] = {
     "chat.completions": ChatFormat,
@@ -43,25 +43,27 @@ class Presentations:
         self._views: dict[str, Any] = {**CANONICAL, **listed}
         self._numbered = frozenset(name for name, one in self._views.items() if issubclass(one, NumberedRun))
 
-    def numbers(self, answer: Answer) -> bool:
+    def numbers(self, answer: RequestState) -> bool:
         """Whether positions in it are numbers of events."""
         return answer.record.endpoint in self._numbered
 
     def run(
         self,
-        answer: Answer,
+        answer: RequestState,
         tokenizer: Tokenizer,
-        answers: Answers | None,
+        answers: RequestTracker | None,
         *,
         metrics: ModelMetrics | None = None,
         after: Sequence[int] | None = None,
         view: View | None = None,
-    ) -> Run:
+    ) -> StreamReader:
         """`metrics`: where its tokens are counted, None for what was counted before. `after`: the client's
         positions; None: it has seen nothing. `view`: None for the format of its endpoint. Raises `RouteError` where
         that is not served here."""
         if view is not None:
-            return Run(answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False)
+            return StreamReader(
+                answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False
+            )
         record = answer.record
         if (made := self._views.get(record.endpoint)) is None:
             raise RouteError(
@@ -70,12 +72,12 @@ class Presentations:
                 reason="unsupported_endpoint",
             )
         if record.endpoint in self._numbered:
-            events: Run = made(answer, tokenizer, answers, metrics, after=after)
+            events: StreamReader = made(answer, tokenizer, answers, metrics, after=after)
             return events
         shape = made(answer, tokenizer)
         if record.best or record.echo:
-            shape = Shown(shape, answer, tokenizer)
-        return Run(answer, shape, answers, metrics, after=after)
+            shape = EchoFormat(shape, answer, tokenizer)
+        return StreamReader(answer, shape, answers, metrics, after=after)
 
 
 MAX_EVENTS = 2**31
@@ -108,18 +110,20 @@ class Runs:
 
     async def open(
         self,
-        answer: Answer,
-        answers: Answers | None,
+        answer: RequestState,
+        answers: RequestTracker | None,
         after: Sequence[int] | None = None,
         view: View | None = None,
-    ) -> Run:
+    ) -> StreamReader:
         """As `Presentations.run`. Raises `RouteError`, `UnknownModel`, `Unavailable`."""
         card = self._catalog.card_of_record(answer.record.requests[0].model)
         tokenizer = await self._tokenizers.get(card)
         return self.presentations.run(answer, tokenizer, answers, after=after, view=view)
 
     @asynccontextmanager
-    async def reading(self, answer: Answer, answers: Answers | None) -> AsyncIterator[Run]:
+    async def reading(
+        self, answer: RequestState, answers: RequestTracker | None
+    ) -> AsyncIterator[StreamReader]:
         """A run that has begun, from the beginning. Raises as `open`."""
         run = await self.open(answer, answers)
         run.join()
@@ -128,12 +132,12 @@ class Runs:
         finally:
             run.close()
 
-    async def shown(self, answer: Answer, answers: Answers | None) -> tuple[bytes, bool]:
+    async def shown(self, answer: RequestState, answers: RequestTracker | None) -> tuple[bytes, bool]:
         """The endpoint's response as far as it has come, and whether that is the whole. Raises as `open`."""
         async with self.reading(answer, answers) as run:
             return await run.current(), run.finished
 
-    async def watch(self, answer: Answer, answers: Answers | None) -> None:
+    async def watch(self, answer: RequestState, answers: RequestTracker | None) -> None:
         """Reads an answer that nobody listens to, so that a stop string ends it."""
         await (await self.open(answer, answers)).watch()
 
@@ -143,7 +147,7 @@ class Reading:
 
     def __init__(
         self,
-        answers: Answers,
+        answers: RequestTracker,
         runs: Runs,
         metrics: GatewayMetrics,
         is_deleted: Callable[[str, str], Awaitable[bool]],
@@ -163,7 +167,7 @@ class Reading:
         how: str = "id",
         view: View | None = None,
         tenant: str = "",
-    ) -> Run:
+    ) -> StreamReader:
         """A reading that has begun, behind the positions `after`; None: from the beginning.
 
         `how` it was found is for the metrics: `id`, `idempotency`, `websocket` or `grpc`. Raises `RouteError`
@@ -200,14 +204,14 @@ class Reading:
             response=msgspec.Raw(response),
         )
 
-    async def cancel(self, public_id: str, tenant: str = "") -> tuple[Answer, bool]:
+    async def cancel(self, public_id: str, tenant: str = "") -> tuple[RequestState, bool]:
         """Ends the generation, for everybody; False when it had ended before. Raises as `attach`."""
         answer = await self._find(public_id, tenant)
         going = not answer.ended
         self._answers.cancel(answer)
         return answer, going
 
-    async def over(self, answer: Answer) -> bool:
+    async def over(self, answer: RequestState) -> bool:
         """Whether the answer has an end that is none to show again: an error before its text was complete."""
         if not answer.failed:
             return False
@@ -215,7 +219,7 @@ class Reading:
             run.snapshot()
             return not run.finished
 
-    def _ends(self, answer: Answer) -> list[int]:
+    def _ends(self, answer: RequestState) -> list[int]:
         """Tokens of each choice: those it has, or may have at most while it goes on."""
         if self._runs.presentations.numbers(answer):
             return [
@@ -223,7 +227,7 @@ class Reading:
             ]  # positions are numbers of events, which the reader compares with what there are
         return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 
-    async def _find(self, public_id: str, tenant: str) -> Answer:
+    async def _find(self, public_id: str, tenant: str) -> RequestState:
         """Another tenant's is answered as if it were not there."""
         identity = parse(public_id)
         if identity is None:
@@ -236,7 +240,7 @@ class Reading:
         return answer
 
 
-def _status(answer: Answer, run: Run) -> str:
+def _status(answer: RequestState, run: StreamReader) -> str:
     if run.finished:
         return "completed"
     states = {generation.state for generation in answer.generations}

@@ -25,7 +25,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
 from services.gateway.intake.fine_tuning.dataset import Dataset, chosen
 from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
-from services.gateway.intake.rules import check_task
+from services.gateway.intake.validation import check_task
 from services.gateway.jobs.leases import Jobs, Lease
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
 from services.scheduler.models.demand import NO_DEMAND, ConcurrencyEstimator, Demand
+from services.scheduler.models.eviction import Worth
 from services.scheduler.models.failures import Failures
+from services.scheduler.models.host_selection import RoomSearch
 from services.scheduler.models.plans import Plan, Plans, Reason
 from services.scheduler.models.refusals import Refused, why_not
-from services.scheduler.models.room import RoomSearch
-from services.scheduler.models.victims import Worth
 from shared.errors import ModelDoesNotFit
 from shared.messages import HostModel, LoadModel, ModelPlacement, ModelSpec, UnloadModel
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
+from services.scheduler.models.eviction import Worth
 from services.scheduler.models.failures import Failures
-from services.scheduler.models.victims import Worth
 from shared.errors import ModelDoesNotFit, NoGroupAvailable
 
 NAMED = 4

@@ -20,8 +20,8 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.kv_cache.store import KvStore
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.scheduler.steps import Row
+from services.executor.scheduler.batcher import Scheduler
+from services.executor.scheduler.steps import SampledRow
 from services.executor.worker import engine as ring_engine
 from services.executor.worker import storage
 from shared.messages import GenerationRequest, TokenEntry
@@ -62,7 +62,7 @@ def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory
     engine = ring_engine.RingEngine(settings, spec, board, say)
     engine_spec = engine.load(lambda done, total: None)
     limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, session_ttl=100.0)
-    batcher = ContinuousBatcher(engine_spec, limits, "m")
+    batcher = Scheduler(engine_spec, limits, "m")
     recovered = batcher.recover(engine.recovered())
     turns = msgspec.json.decode((directory / "turns.json").read_bytes(), type=list[Turn])
     load = {turn.request.generation_id: turn for turn in turns}
@@ -72,7 +72,7 @@ def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory
     copies = [0, 0, 0]
     later: Launched | None = None
 
-    def launch(scheduled: tuple[StepPlan, list[Row]] | None) -> Launched | None:
+    def launch(scheduled: tuple[StepPlan, list[SampledRow]] | None) -> Launched | None:
         nonlocal copies
         if scheduled is None:
             return None
@@ -102,7 +102,7 @@ def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory
 
 
 def go_on(
-    batcher: ContinuousBatcher, load: dict[str, Turn], answers: dict[str, list[int]], entry: TokenEntry
+    batcher: Scheduler, load: dict[str, Turn], answers: dict[str, list[int]], entry: TokenEntry
 ) -> None:
     """The session's next turn, once it has its answer."""
     answers[entry.generation_id] += entry.tokens
@@ -119,7 +119,7 @@ def go_on(
     assert batcher.add(request) is None
 
 
-def known_blocks(batcher: ContinuousBatcher) -> dict[int, list[int]]:
+def known_blocks(batcher: Scheduler) -> dict[int, list[int]]:
     """Every block in the prefix index whose whole beginning is there too, with all tokens up to its end."""
     allocator = batcher._tables._allocator
     keys = allocator._index._keys

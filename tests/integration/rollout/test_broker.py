@@ -17,7 +17,7 @@ from shared.nats.journal import Begin, replay
 from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
 from tests.integration.executor.test_executor import expected as stub_tokens
-from tests.integration.rollout.house import House, Load
+from tests.integration.rollout.cluster_fixture import House, Load
 from tests.nats_cluster import NatsCluster
 
 

@@ -19,7 +19,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.permissions import User
-from tests.integration.rollout.house import House, Load
+from tests.integration.rollout.cluster_fixture import House, Load
 
 LONG = {"model": "stub", "prompt": "x", "max_tokens": 400, "stream": True}
 

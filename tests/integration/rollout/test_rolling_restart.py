@@ -6,7 +6,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
-from tests.integration.rollout.house import House, Load, long_answer
+from tests.integration.rollout.cluster_fixture import House, Load, long_answer
 
 CONTROL = ("gateway", "scheduler", "monitor")
 

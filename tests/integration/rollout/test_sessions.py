@@ -14,7 +14,7 @@ import pytest
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import BLOCK, MODEL, RING, VOCABULARY, make_served_model
-from tests.integration.rollout.house import House
+from tests.integration.rollout.cluster_fixture import House
 
 pytestmark = pytest.mark.timeout(400)
 

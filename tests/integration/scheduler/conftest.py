@@ -3,7 +3,7 @@
 import pytest
 
 from shared.nats.bus import Bus
-from tests.integration.scheduler.house import House
+from tests.integration.scheduler.cluster_fixture import House
 
 
 @pytest.fixture

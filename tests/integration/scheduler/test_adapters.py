@@ -12,7 +12,7 @@ from shared.nats import subjects
 from shared.nats.adapters import unregister, want
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from tests.integration.scheduler.house import scheduler
+from tests.integration.scheduler.cluster_fixture import scheduler
 
 DIGEST = "ab" * 32
 

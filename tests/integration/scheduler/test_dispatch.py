@@ -14,7 +14,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from tests.integration.scheduler.house import MODEL, House, Scheduler, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, Scheduler, scheduler
 
 
 async def test_a_request_arrives_unchanged_and_leaves_the_stream(

@@ -19,7 +19,7 @@ from shared.messages import LANES, Heartbeat
 from shared.nats import bus as bus_module
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from tests.integration.scheduler.house import House, scheduler
+from tests.integration.scheduler.cluster_fixture import House, scheduler
 
 
 class Process:

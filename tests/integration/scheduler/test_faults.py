@@ -7,7 +7,7 @@ import pytest
 
 from services.scheduler import intake, router
 from shared.config import CommonSettings
-from tests.integration.scheduler.house import House, scheduler
+from tests.integration.scheduler.cluster_fixture import House, scheduler
 
 
 async def test_before_a_request_goes_elsewhere_the_silent_group_is_told_to_let_go_of_it(

@@ -17,7 +17,7 @@ from shared.nats import subjects
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import stub_card
-from tests.integration.scheduler.house import MODEL, House, Leader, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader, scheduler
 
 COMPLETIONS = "/v1/completions"
 

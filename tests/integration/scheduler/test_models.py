@@ -26,7 +26,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.kv import Bucket
-from tests.integration.scheduler.house import FREE, House, Leader, Scheduler, scheduler
+from tests.integration.scheduler.cluster_fixture import FREE, House, Leader, Scheduler, scheduler
 
 GB = 1_000_000_000
 

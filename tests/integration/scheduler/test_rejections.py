@@ -12,7 +12,7 @@ from shared.errors import BrokerUnavailable
 from shared.messages import CancelRequest, Refusal
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from tests.integration.scheduler.house import House, scheduler
+from tests.integration.scheduler.cluster_fixture import House, scheduler
 
 
 async def test_a_deadline_with_no_group_is_no_group_available(

@@ -12,7 +12,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.subjects import pin_key
-from tests.integration.scheduler.house import MODEL, House, Leader, Scheduler, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader, Scheduler, scheduler
 
 
 def where(leaders: list[Leader], name: str) -> str:

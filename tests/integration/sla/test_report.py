@@ -15,7 +15,7 @@ from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.e2e.stack import run_cli
 from tests.integration.gateway.fake_ring import until
-from tests.integration.rollout.house import House, until_answered
+from tests.integration.rollout.cluster_fixture import House, until_answered
 from tests.prometheus import PROMETHEUS, scraping, serving
 
 TOKENS = 12

@@ -8,7 +8,7 @@ import pytest_asyncio
 from services.cli.supervision.nats_server import LocalNats
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
-from tests.integration.rollout.house import House, until_answered
+from tests.integration.rollout.cluster_fixture import House, until_answered
 from tests.otlp import Collector, collector
 
 GATEWAY = ("--port", "0", "--grpc-port", "0")

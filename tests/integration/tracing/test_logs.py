@@ -17,7 +17,7 @@ import websockets
 from services.cli.supervision.nats_server import LocalNats
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.fake_ring import until
-from tests.integration.rollout.house import House
+from tests.integration.rollout.cluster_fixture import House
 from tests.otlp import Collector
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

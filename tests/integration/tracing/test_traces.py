@@ -17,7 +17,7 @@ import websockets
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from tests.integration.gateway.api.test_endpoints import GENERATING, HEADER
 from tests.integration.gateway.fake_ring import until
-from tests.integration.rollout.house import House, until_answered
+from tests.integration.rollout.cluster_fixture import House, until_answered
 from tests.otlp import Collector, ReceivedSpan
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

@@ -9,10 +9,10 @@ from typing import Any
 
 from services.gateway.batches import line_runner, states
 from services.gateway.core.catalog import Catalog
-from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.cancellation import Cancellations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from services.gateway.lifecycle.records import RecordWriter
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.scheduler.fair_queue import FairQueue
 from shared.errors import LinkLost
 from shared.messages.records import Idempotency
@@ -29,11 +29,11 @@ def split_brain() -> None:
     def without_claim(self: Cancellations, generation: Any, *, by_owner: bool) -> None:
         cancel(self, generation, by_owner=False)
 
-    def give_up(self: Answers, answer: Any) -> None:
+    def give_up(self: RequestTracker, answer: Any) -> None:
         self.cancel(answer, by_owner=True)
 
     Cancellations.cancel = without_claim  # type: ignore[method-assign]
-    Answers._give_up = give_up  # type: ignore[method-assign]
+    RequestTracker._give_up = give_up  # type: ignore[method-assign]
 
 
 def keys_without_compare_and_set() -> None:

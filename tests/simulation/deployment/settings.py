@@ -94,7 +94,9 @@ PACES = (
     ),
     Pace("services.gateway.lifecycle.generations", "IDLE_MARGIN", 10.0, "a beat's load may be older"),
     Pace("services.gateway.core.catalog", "STALE", 15.0, "beats that a record has missed"),
-    Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 0.4, "looks for streams left for 5 s"),
+    Pace(
+        "services.gateway.lifecycle.request_tracker", "SWEEP_INTERVAL", 0.4, "looks for streams left for 5 s"
+    ),
     Pace("services.gateway.jobs.runners", "TICK", 1.0, "is woken by new jobs; looks for lost ones"),
     Pace("services.gateway.core.cold_starts", "INTERVAL", 1.0, "is woken by requests; says it again"),
     Pace("services.gateway.ratelimit.limiter", "TELL", 0.2, "says what is in use, where it has changed"),

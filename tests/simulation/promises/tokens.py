@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from services.gateway.lifecycle.answer import parse
+from services.gateway.lifecycle.request_state import parse
 from tests.chaos.expected import stub_text
 from tests.simulation.clients.history import Request
 from tests.simulation.promises.evidence import Evidence, by_identity

@@ -53,7 +53,7 @@ from services.executor.model.parallel.layers import (
     piece_of,
     unpack_experts,
 )
-from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.parallel.module_patches import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec

@@ -30,7 +30,7 @@ from typing import Any
 from services.executor.core.sharding import ShardLayout, Span
 from services.executor.model.layer_states import delayed_values, delta_heads, linear_heads
 from services.executor.model.lightning import DERIVED, fade_by_heads
-from services.executor.model.parallel.compressed import output_groups
+from services.executor.model.parallel.compressed_attention import output_groups
 from services.executor.model.parallel.diagonal_recurrence import (
     gated_recurrence,
     selective_scan,

@@ -25,7 +25,7 @@ from services.executor.model.attention import PAGE_ATTRIBUTE, READS_ATTRIBUTE, W
 from services.executor.model.chosen_blocks import choose_blocks
 from services.executor.model.indexing import choose_tokens
 from services.executor.model.layer_states import RECURRENT_MODULES, layer_layouts, layer_states
-from services.executor.model.parallel.compressed import attend_compressed
+from services.executor.model.parallel.compressed_attention import attend_compressed
 from services.executor.model.parallel.experts import split_experts, split_stacks
 from services.executor.model.parallel.feed_forward import adapt_feed_forwards
 from services.executor.model.parallel.latent import keep_latent
@@ -47,13 +47,13 @@ from services.executor.model.parallel.layers import (
 )
 from services.executor.model.parallel.mixer_split import MixerSplit, split_mixer
 from services.executor.model.parallel.mixers import MIXERS
-from services.executor.model.parallel.plans import WINDOW_IN_MASK, Plan, Style, as_regex, plan_for
-from services.executor.model.parallel.pooled_blocks import choose_pooled_blocks
-from services.executor.model.parallel.rewiring import (
+from services.executor.model.parallel.module_patches import (
     compute_chosen_logits,
     rewire_attention,
     scale_queries_by_position,
 )
+from services.executor.model.parallel.plans import WINDOW_IN_MASK, Plan, Style, as_regex, plan_for
+from services.executor.model.parallel.pooled_blocks import choose_pooled_blocks
 from services.executor.model.recurrent import CurrentStep, keep_in_slots
 from services.executor.model.step_context import Chunks
 from shared.errors import ModelLoadError

@@ -24,7 +24,7 @@ from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.proposer import DraftingContext, EngineCounts, Result
 from services.executor.scheduler.sequence import LOST, Sequence
 from services.executor.scheduler.speculation import Offer, Rate, StepCost
-from services.executor.scheduler.steps import Chunk, Row, build_draft_plan, in_draft_order
+from services.executor.scheduler.steps import SampledRow, ScheduledTokens, build_draft_plan, in_draft_order
 
 _FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0
 """Share of its proposals that are right, before there is any experience."""
@@ -269,7 +269,7 @@ class EngineDrafts:
         self._passes = count
         return count if self.members else 0
 
-    def draft_plan(self, step: int, copies: Copies) -> tuple[DraftPlan, list[Row]]:
+    def draft_plan(self, step: int, copies: Copies) -> tuple[DraftPlan, list[SampledRow]]:
         return build_draft_plan(step, self.members, self._passes, copies, self._spec.block_size)
 
     def take_round(self, found: Seq[Seq[DraftToken]], seconds: float) -> list[Sequence]:
@@ -295,7 +295,7 @@ class EngineDrafts:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def follows(self, batch: Seq[Chunk]) -> bool:
+    def follows(self, batch: Seq[ScheduledTokens]) -> bool:
         return self.used and any(self._would_lack(chunk, len(batch)) for chunk in batch)
 
     def checkable(self, sequence: Sequence, drafts: Seq[int]) -> int:
@@ -331,7 +331,7 @@ class EngineDrafts:
         spared = is_sure(sequence) and sequence.is_followed
         return not spared and self._limit(sequence) > 0 and self._keeps_up(sequence, decodes)
 
-    def _would_lack(self, chunk: Chunk, decodes: int) -> bool:
+    def _would_lack(self, chunk: ScheduledTokens, decodes: int) -> bool:
         sequence = chunk.sequence
         ends = chunk.samples and chunk.length == 1 and not self._limit(sequence)  # with the next token
         if ends or not sequence.is_followed or not self._keeps_up(sequence, decodes):

@@ -35,7 +35,7 @@ from services.executor.model.loading.loader import (
 )
 from services.executor.model.lowering import CannotLower
 from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.parallel.module_patches import attention_to_build_with
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.step_context import Chunks

@@ -41,9 +41,9 @@ from services.executor.training.trainer.adapter_files import (
     write_metrics,
 )
 from services.executor.training.trainer.examples import read_examples
-from services.executor.training.trainer.gate import Gate, PauseWanted
 from services.executor.training.trainer.loop import Loop
 from services.executor.training.trainer.optimizer import FactorOptimizer
+from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask
+from services.gateway.api.backend import RequestContext
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.core.asgi import header
@@ -110,13 +110,13 @@ async def _send(send: Send, status: int, head: Mapping[str, str], body: bytes) -
     await send({"type": "http.response.body", "body": body})
 
 
-async def cluster(ask: Ask) -> ClusterState:
+async def cluster(ask: RequestContext) -> ClusterState:
     """The cluster's state, as this gateway sees it."""
     ask.answer_headers["cache-control"] = "no-store"
     return await ask.backend.started.cluster.state(ask.tenant)
 
 
-async def keys(ask: Ask) -> ApiKeyList:
+async def keys(ask: RequestContext) -> ApiKeyList:
     """Who has keys. Raises `RouteError`, `InvalidParameter`, `BrokerUnavailable`."""
     ask.check_views_keys()
     ask.answer_headers["cache-control"] = "no-store"

@@ -17,7 +17,7 @@ from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, log_failure, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.server.connections import Door
+from services.gateway.server.connections import ConnectionLimiter
 from shared.errors import InvalidRequest
 from shared.service.endpoints import Health
 from shared.service.listener import bind
@@ -32,7 +32,7 @@ def make_server(
     metrics: GatewayMetrics,
     port: int,
     tls: ssl.SSLContext | None = None,
-    door: Door | None = None,
+    door: ConnectionLimiter | None = None,
     calls: Mapping[str, Answer] | None = None,
 ) -> GrpcServer:
     """A server on `port`, not started yet; `calls`: of kinds of jobs. Raises `PortInUse`, `ConfigurationError`."""

@@ -15,7 +15,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import Stream
 from services.gateway.server.http2.hpack import RESPONSE, Headers
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 
 MESSAGE_BYTES = 64
 """What a message that waits takes at least, however short it is."""
@@ -152,7 +152,7 @@ class Call:
         self._on_end = on_end
 
     @contextlib.contextmanager
-    def reading(self, run: Run) -> Iterator[None]:
+    def reading(self, run: StreamReader) -> Iterator[None]:
         """Around the reading of the run that answers the call. Raises what `end` was given."""
         self.model = run.model
         try:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.core.asgi import Chunk
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.embeddings import vector_outputs
-from services.gateway.streams.formats import Format, Shown, Usage
-from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
+from services.gateway.streams.formats import EchoFormat, ResponseSerializer, Usage
+from services.gateway.streams.output import OutputDelta, OutputProcessor, ScoredToken, output_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.prompt_logprobs import PromptList
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -62,16 +62,16 @@ def event(head: bytes, chunks: Sequence[Chunk]) -> bytes:
     return head + data + field(2, position)
 
 
-def id_field(answer: Answer) -> bytes:
+def id_field(answer: RequestState) -> bytes:
     """GenerationEvent.id, encoded."""
     return field(1, answer.public_id.encode())
 
 
-class EventFormat(Format):
+class EventFormat(ResponseSerializer):
     """Chunks are parts of `GenerationEvent`s; `event` makes messages of them."""
 
     def __init__(
-        self, answer: Answer, tokenizer: Tokenizer, *, tokens: bool = False, progress: bool = False
+        self, answer: RequestState, tokenizer: Tokenizer, *, tokens: bool = False, progress: bool = False
     ) -> None:
         """`tokens`: token ids instead of text. `progress`: whether it tells how much of the prompts is computed."""
         record = answer.record
@@ -94,10 +94,10 @@ class EventFormat(Format):
         )
         return field(6, told.SerializeToString())
 
-    def delta(self, index: int, piece: Piece) -> bytes:
+    def delta(self, index: int, piece: OutputDelta) -> bytes:
         return field(3, self._delta(index, piece))
 
-    def last(self, index: int, piece: Piece) -> bytes:
+    def last(self, index: int, piece: OutputDelta) -> bytes:
         return field(3, self._delta(index, piece) + _FINISH[piece.finish])
 
     def usage(self, usage: Usage) -> bytes:
@@ -111,14 +111,14 @@ class EventFormat(Format):
             told += b"\x20%b\x28%b" % (varint(sparse.prompt), varint(sparse.output))
         return field(4, told)
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         deltas = [
             self.last(index, piece if piece.finish else piece._replace(finish="stop"))
             for index, piece in enumerate(choices)
         ]
         return b"".join((self._id, *deltas, self.usage(usage), *self._prompt(choices[0])))
 
-    def _prompt(self, choice: Piece) -> Iterator[bytes]:
+    def _prompt(self, choice: OutputDelta) -> Iterator[bytes]:
         """One prompt has all choices."""
         if self._prompts is None:
             return
@@ -129,7 +129,7 @@ class EventFormat(Format):
                 shown.top.add(token_id=other, token=of(other), logprob=logprob)
             yield field(5, shown.SerializeToString())
 
-    def _delta(self, index: int, piece: Piece) -> bytes:
+    def _delta(self, index: int, piece: OutputDelta) -> bytes:
         data = b"\x08" + varint(index) if index else b""
         if self._tokens:
             if piece.tokens:
@@ -162,30 +162,30 @@ def _call(call: CallDelta) -> pb.ToolCallDelta:
     return pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
 
 
-class EmbedFormat(Format):
+class EmbedFormat(ResponseSerializer):
     """An `EmbedResponse`. On its way a vector is base64 of float32, little-endian: protobuf's own bytes."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         super().__init__(vector_outputs(answer))
 
     def usage(self, usage: Usage) -> bytes:
         return field(2, pb.Usage(prompt_tokens=usage.prompt_tokens).SerializeToString())
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         vectors = [field(1, field(1, base64.b64decode(choice.text))) for choice in choices]
         return b"".join((*vectors, self.usage(usage)))
 
 
 def event_format(
-    answer: Answer, tokenizer: Tokenizer, *, tokens: bool = False, progress: bool = False
-) -> Format:
+    answer: RequestState, tokenizer: Tokenizer, *, tokens: bool = False, progress: bool = False
+) -> ResponseSerializer:
     """An answer as `GenerationEvent`s, whichever API began it; otherwise as `EventFormat`."""
     shape = EventFormat(answer, tokenizer, tokens=tokens, progress=progress)
     shown = not tokens and (answer.record.best or answer.record.echo)
-    return Shown(shape, answer, tokenizer) if shown else shape
+    return EchoFormat(shape, answer, tokenizer) if shown else shape
 
 
-class TokenOutput(Output):
+class TokenOutput(OutputProcessor):
     """One choice's output as token ids. Text is only made where stop strings have to be found in it."""
 
     def __init__(self, record: GenerationRecord, request: GenerationRequest, tokenizer: Tokenizer) -> None:
@@ -215,8 +215,8 @@ class TokenOutput(Output):
         if finish in _FINISH:
             self.finish = finish
 
-    def take(self) -> Piece:
+    def take(self) -> OutputDelta:
         ids, self._ids = self._ids, []
         scored, self._scored = self._scored, []
         prompt, self._prompt = self._prompt, None
-        return Piece("", scored, tokens=ids, prompt=prompt)
+        return OutputDelta("", scored, tokens=ids, prompt=prompt)

@@ -18,7 +18,7 @@ from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, RequestTimeout, RouteError
 from services.gateway.intake.headers import check_request_id
-from services.gateway.server.connections import Door
+from services.gateway.server.connections import ConnectionLimiter
 from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import ENHANCE_YOUR_CALM, Limits, Stream
 from services.gateway.server.http2.hpack import Headers, refusal
@@ -103,10 +103,10 @@ class GrpcServer:
         on_done: Callable[[Call], None],
         authorize: Callable[[Call], None],
         tls: ssl.SSLContext | None = None,
-        door: Door | None = None,
+        door: ConnectionLimiter | None = None,
     ) -> None:
         self.methods = methods
-        self.door = door or Door(sys.maxsize // 2)
+        self.door = door or ConnectionLimiter(sys.maxsize // 2)
         self.options = options
         self.on_done = on_done
         self.authorize = authorize

@@ -30,7 +30,7 @@ from services.gateway.intake.headers import check_background, check_idempotency_
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import View
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import QueueFull
 
 _NEED_KEY = (
@@ -87,7 +87,7 @@ def positions_of(given: pb.AttachRequest) -> list[int] | None:
 
 
 async def send_events(
-    run: Run,
+    run: StreamReader,
     output: pb.OutputOptions,
     send: Callable[[bytes], Awaitable[None]],
     write: Callable[[bytes], bool],
@@ -144,7 +144,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         except (InvalidParameter, QueueFull) as error:
             await self.send_end(message.id, error)
 
-    async def prepare(self, message: pb.ChatSessionRequest) -> Run:
+    async def prepare(self, message: pb.ChatSessionRequest) -> StreamReader:
         view = view_of(_output(message))
         if message.HasField("attach"):
             given = message.attach
@@ -166,7 +166,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
             CHAT if chat else GENERATE, request, context, print_
         )
 
-    async def show(self, turn: Turn[pb.ChatSessionRequest], run: Run) -> None:
+    async def show(self, turn: Turn[pb.ChatSessionRequest], run: StreamReader) -> None:
         head = field(1, turn.name.encode())
 
         async def send(event: bytes) -> None:

@@ -4,7 +4,7 @@ import msgspec
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted
 from services.gateway.api.openapi.operation import TEXT, Operation
@@ -112,7 +112,7 @@ DELETE = Operation(
 )
 
 
-async def load(ask: Ask) -> None:
+async def load(ask: RequestContext) -> None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _load)
     if not request.lora_name or not request.lora_path:
@@ -129,7 +129,7 @@ async def load(ask: Ask) -> None:
     await _say(ask, f"{said}\nWarning: {warning}" if warning else said)
 
 
-async def unload(ask: Ask) -> None:
+async def unload(ask: RequestContext) -> None:
     ask.check_manages_models()
     name = decode(await ask.body(BODY), _unload).lora_name
     if not name:
@@ -142,7 +142,7 @@ async def unload(ask: Ask) -> None:
     await _say(ask, f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-async def list_adapters(ask: Ask) -> AdapterList:
+async def list_adapters(ask: RequestContext) -> AdapterList:
     adapters = ask.backend.started.catalog.adapters
     seen = {one.name: one for one in adapters.seen_by(ask.tenant)}
     return AdapterList(
@@ -150,7 +150,7 @@ async def list_adapters(ask: Ask) -> AdapterList:
     )
 
 
-async def retrieve(ask: Ask) -> Adapter:
+async def retrieve(ask: RequestContext) -> Adapter:
     adapters, name = ask.backend.started.catalog.adapters, ask.named("adapter")
     record = adapters.find(name, ask.tenant) or adapters.wanted.get(name)
     if record is None and await adapters.look_up(name):
@@ -160,24 +160,24 @@ async def retrieve(ask: Ask) -> Adapter:
     return _shown(ask, record)
 
 
-async def put(ask: Ask) -> Adapter:
+async def put(ask: RequestContext) -> Adapter:
     ask.check_manages_models()
     entry = decode(await ask.body(BODY), _entry)
     record = await ask.parts.adapters.load(ask.named("adapter"), entry.source, entry.model, replace=True)
     return _shown(ask, record)
 
 
-async def delete(ask: Ask) -> Deleted:
+async def delete(ask: RequestContext) -> Deleted:
     ask.check_manages_models()
     return Deleted((await ask.parts.adapters.unload(ask.named("adapter"), ask.tenant)).name, "model", True)
 
 
-async def _say(ask: Ask, text: str) -> None:
+async def _say(ask: RequestContext, text: str) -> None:
     """vLLM answers a text."""
     await PlainTextResponse(text)(ask.scope, ask.receive, ask.send)
 
 
-def _shown(ask: Ask, record: AdapterRecord) -> Adapter:
+def _shown(ask: RequestContext, record: AdapterRecord) -> Adapter:
     held = ask.backend.started.catalog.groups() if record.digest else []
     groups = [group.group for group in held if record.digest in group.adapters]
     warning = ask.parts.adapters.warning(record)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted, Status
 from services.gateway.api.openapi.operation import Operation, Parameter
@@ -136,7 +136,7 @@ DELETE = Operation(
 )
 
 
-async def list_entries(ask: Ask) -> RegisteredModels:
+async def list_entries(ask: RequestContext) -> RegisteredModels:
     ask.check_manages_models()
     catalog = ask.backend.started.catalog
     statuses, now = catalog.statuses(), time.time()
@@ -148,7 +148,7 @@ async def list_entries(ask: Ask) -> RegisteredModels:
     return RegisteredModels("list", data)
 
 
-async def retrieve_entry(ask: Ask) -> RegisteredModel:
+async def retrieve_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
     registry = ask.backend.started.catalog.registry
     name = registry.model_of(ask.named("model"))
@@ -158,7 +158,7 @@ async def retrieve_entry(ask: Ask) -> RegisteredModel:
     return _answer(ask, spec, registry.revisions[name])
 
 
-async def put_entry(ask: Ask) -> RegisteredModel:
+async def put_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
     fields = decode(await ask.body(BODY), _fields)
     revision = _revision_of(ask)
@@ -173,20 +173,20 @@ async def put_entry(ask: Ask) -> RegisteredModel:
     return _written(ask, *await ask.parts.management.put(ask.named("model"), fields, revision))
 
 
-async def patch_entry(ask: Ask) -> RegisteredModel:
+async def patch_entry(ask: RequestContext) -> RegisteredModel:
     ask.check_manages_models()
     fields = decode(await ask.body(BODY), _fields)
     return _written(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
 
 
-async def delete_entry(ask: Ask) -> Deleted:
+async def delete_entry(ask: RequestContext) -> Deleted:
     ask.check_manages_models()
     files = ask.query(DeleteQuery).files
     removed = await ask.parts.management.delete(ask.named("model"), _revision_of(ask), files=files)
     return Deleted(removed, "model", True)
 
 
-def _revision_of(ask: Ask) -> int | None:
+def _revision_of(ask: RequestContext) -> int | None:
     """Of If-Match; None: any. Raises `InvalidParameter`."""
     given = header(ask.scope, b"if-match")
     if given is None or given.strip() == "*":
@@ -201,12 +201,12 @@ def _revision_of(ask: Ask) -> int | None:
     return int(match[1])
 
 
-def _written(ask: Ask, spec: ModelSpec, revision: int) -> RegisteredModel:
+def _written(ask: RequestContext, spec: ModelSpec, revision: int) -> RegisteredModel:
     warning = ask.parts.management.pin_warning(spec)
     return msgspec.structs.replace(_answer(ask, spec, revision), warning=warning or None)
 
 
-def _answer(ask: Ask, spec: ModelSpec, revision: int) -> RegisteredModel:
+def _answer(ask: RequestContext, spec: ModelSpec, revision: int) -> RegisteredModel:
     ask.answer_headers["etag"] = f'"{revision}"'
     return _shown(spec, Status.of(ask.parts.catalog.status(spec.name), spec, time.time()))
 

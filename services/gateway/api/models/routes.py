@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.dialect import ModelView, dialects_of
 from services.gateway.api.models.shapes import (
     Deleted,
@@ -158,7 +158,7 @@ EVENTS = Operation(
 )
 
 
-async def list_models(ask: Ask) -> object:
+async def list_models(ask: RequestContext) -> object:
     found = Models(ask.backend.started.catalog, time.time(), ask.tenant).all(aliases=True)
     if not found:  # clients read the first one
         raise Unavailable(
@@ -170,12 +170,12 @@ async def list_models(ask: Ask) -> object:
     return ModelList("list", found) if view is None else view.page(ask, found)
 
 
-async def router_models(ask: Ask) -> ModelList:
+async def router_models(ask: RequestContext) -> ModelList:
     ask.query(ListQuery)
     return ModelList("list", Models(ask.backend.started.catalog, time.time(), ask.tenant).all(aliases=False))
 
 
-async def retrieve_model(ask: Ask) -> object:
+async def retrieve_model(ask: RequestContext) -> object:
     """Names may have slashes."""
     catalog, name = ask.backend.started.catalog, ask.named("model")
     await catalog.resolve_or_look_up(name, ask.tenant)
@@ -184,12 +184,12 @@ async def retrieve_model(ask: Ask) -> object:
     return found if view is None else view.one(found)
 
 
-def _view(ask: Ask) -> ModelView | None:
+def _view(ask: RequestContext) -> ModelView | None:
     """How the API shows models whose client asks; None: as OpenAI's does."""
     return dialects_of(ask.scope).of_request(ask.scope).models
 
 
-async def delete_model(ask: Ask) -> Deleted:
+async def delete_model(ask: RequestContext) -> Deleted:
     name = ask.named("model")
     record = ask.parts.catalog.adapters.find(name, ask.tenant)
     if record is None or record.tenant is None or ask.parts.catalog.is_model(name):
@@ -199,33 +199,33 @@ async def delete_model(ask: Ask) -> Deleted:
     return Deleted(await ask.parts.management.delete(name), "model", True)
 
 
-async def router_delete(ask: Ask) -> Done:
+async def router_delete(ask: RequestContext) -> Done:
     ask.check_manages_models()
     await ask.parts.management.delete(ask.query(ModelQuery).model, files=True)
     return Done(True)
 
 
-async def load(ask: Ask) -> Done:
+async def load(ask: RequestContext) -> Done:
     ask.check_manages_models()
     await ask.parts.management.load(decode(await ask.body(BODY), _named).model)
     return Done(True)
 
 
-async def unload(ask: Ask) -> Done:
+async def unload(ask: RequestContext) -> Done:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _unload)
     await ask.parts.management.unload(request.model, force=request.force)
     return Done(True)
 
 
-async def pull(ask: Ask) -> Done:
+async def pull(ask: RequestContext) -> Done:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _pull)
     await ask.parts.management.pull(request.model, request.hosts)
     return Done(True)
 
 
-async def stream_events(ask: Ask) -> None:
+async def stream_events(ask: RequestContext) -> None:
     """Until the client goes, its key is good no longer, or the gateway stops."""
     gone = asyncio.Event()
     stream = EventStream(ask.send)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.service import BatchCreate, Batches
@@ -87,24 +87,24 @@ BODY_BYTES = 64 << 10
 _decoder = msgspec.json.Decoder(BatchCreate)
 
 
-async def create(ask: Ask) -> dict[str, Any]:
+async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     wanted = decode(await ask.body(BODY_BYTES), _decoder)
     return batch_object(await ask.parts.job(Batches).submit(wanted, ask.principal, key))
 
 
-async def list_batches(ask: Ask) -> dict[str, Any]:
+async def list_batches(ask: RequestContext) -> dict[str, Any]:
     wanted = ask.query(PageQuery)
     await ask.counted()
     jobs, more = await ask.parts.job(Batches).listed(ask.tenant, wanted.after, wanted.limit)
     return shown([batch_object(job) for job in jobs], more)
 
 
-async def retrieve(ask: Ask) -> dict[str, Any]:
+async def retrieve(ask: RequestContext) -> dict[str, Any]:
     return batch_object(await ask.parts.job(Batches).get(ask.named("batch"), ask.tenant))
 
 
-async def cancel(ask: Ask) -> dict[str, Any]:
+async def cancel(ask: RequestContext) -> dict[str, Any]:
     return batch_object(await ask.parts.job(Batches).cancel(ask.named("batch"), ask.tenant))
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.errors import InvalidParameter
@@ -128,7 +128,7 @@ def file_object(record: FileRecord) -> dict[str, Any]:
     }
 
 
-async def upload(ask: Ask) -> dict[str, Any]:
+async def upload(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     files = ask.parts.files
     form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, files.limit)
@@ -159,7 +159,7 @@ def _expires_after(form: UploadForm) -> float:
     return expiry(form.anchor, None if given is None else int(given), "expires_after")
 
 
-async def list_files(ask: Ask) -> dict[str, Any]:
+async def list_files(ask: RequestContext) -> dict[str, Any]:
     wanted = ask.query(FilesQuery)
     await ask.counted()
     records = await ask.parts.files.listed(ask.tenant, wanted.purpose)
@@ -167,16 +167,16 @@ async def list_files(ask: Ask) -> dict[str, Any]:
     return shown([file_object(record) for record in found], more)
 
 
-async def retrieve(ask: Ask) -> dict[str, Any]:
+async def retrieve(ask: RequestContext) -> dict[str, Any]:
     return file_object(await ask.parts.files.get(ask.named("file"), ask.tenant))
 
 
-async def delete(ask: Ask) -> dict[str, Any]:
+async def delete(ask: RequestContext) -> dict[str, Any]:
     await ask.parts.files.delete(ask.named("file"), ask.tenant)
     return {"id": ask.named("file"), "object": "file", "deleted": True}
 
 
-async def content(ask: Ask) -> None:
+async def content(ask: RequestContext) -> None:
     """The bytes, a chunk at a time, as fast as the client takes them."""
     files, send = ask.parts.files, ask.send
     record = await files.get(ask.named("file"), ask.tenant)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import Chunk, EventStream, disconnected, header
@@ -235,14 +235,14 @@ BODY_BYTES = 64 << 10
 _decoder = msgspec.json.Decoder(FineTuningCreate)
 
 
-async def create(ask: Ask) -> dict[str, Any]:
+async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     wanted = decode(await ask.body(BODY_BYTES), _decoder)
     await ask.counted()
     return job_object(await ask.parts.job(FineTuning).create(wanted, ask.principal, key))
 
 
-async def list_jobs(ask: Ask) -> dict[str, Any]:
+async def list_jobs(ask: RequestContext) -> dict[str, Any]:
     without = b"metadata=null" in ask.scope["query_string"].split(b"&")
     if without:
         rest = [one for one in ask.scope["query_string"].split(b"&") if one != b"metadata=null"]
@@ -259,23 +259,23 @@ async def list_jobs(ask: Ask) -> dict[str, Any]:
     return shown([job_object(job) for job in jobs], more)
 
 
-async def retrieve(ask: Ask) -> dict[str, Any]:
+async def retrieve(ask: RequestContext) -> dict[str, Any]:
     return job_object(await ask.parts.job(FineTuning).get(ask.named("job"), ask.tenant))
 
 
-async def cancel(ask: Ask) -> dict[str, Any]:
+async def cancel(ask: RequestContext) -> dict[str, Any]:
     return job_object(await ask.parts.job(FineTuning).cancel(ask.named("job"), ask.tenant))
 
 
-async def pause(ask: Ask) -> dict[str, Any]:
+async def pause(ask: RequestContext) -> dict[str, Any]:
     return job_object(await ask.parts.job(FineTuning).pause(ask.named("job"), ask.tenant))
 
 
-async def resume(ask: Ask) -> dict[str, Any]:
+async def resume(ask: RequestContext) -> dict[str, Any]:
     return job_object(await ask.parts.job(FineTuning).resume(ask.named("job"), ask.tenant))
 
 
-async def events(ask: Ask) -> dict[str, Any] | None:
+async def events(ask: RequestContext) -> dict[str, Any] | None:
     wanted = ask.query(EventsQuery)
     await ask.counted()
     if wanted.stream == "true":
@@ -287,7 +287,7 @@ async def events(ask: Ask) -> dict[str, Any] | None:
     return shown(found, more)
 
 
-async def _stream(ask: Ask) -> None:
+async def _stream(ask: RequestContext) -> None:
     """Until the job is over, the client goes, its key is good no longer, or the gateway stops."""
     after = _position(header(ask.scope, b"last-event-id"))
     stream, gone = EventStream(ask.send), asyncio.create_task(disconnected(ask.receive))
@@ -326,7 +326,7 @@ def _position(given: str | None) -> int:
     return int(given)
 
 
-async def checkpoints(ask: Ask) -> dict[str, Any]:
+async def checkpoints(ask: RequestContext) -> dict[str, Any]:
     wanted = ask.query(CheckpointsQuery)
     job, found, more = await ask.parts.job(FineTuning).checkpoints(
         ask.named("job"), ask.tenant, wanted.after, wanted.limit
@@ -334,7 +334,7 @@ async def checkpoints(ask: Ask) -> dict[str, Any]:
     return shown([checkpoint_object(job, one) for one in found], more)
 
 
-async def adapter(ask: Ask) -> None:
+async def adapter(ask: RequestContext) -> None:
     """The bytes, a chunk at a time, as fast as the client takes them."""
     step = ask.query(AdapterQuery).checkpoint
     size, content = await ask.parts.job(FineTuning).adapter_file(
@@ -350,7 +350,7 @@ async def adapter(ask: Ask) -> None:
     await ask.send({"type": "http.response.body", "body": b""})
 
 
-async def refused(ask: Ask) -> None:
+async def refused(ask: RequestContext) -> None:
     raise RouteError(
         "Permissions of checkpoints are not supported here: a checkpoint is its tenant's alone, and every key of the "
         "tenant may use it.",

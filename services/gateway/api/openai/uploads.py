@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
@@ -122,7 +122,7 @@ def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> d
     }
 
 
-async def create(ask: Ask) -> dict[str, Any]:
+async def create(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     given = decode(await ask.body(BODY_BYTES), _new)
     after = given.expires_after
@@ -133,7 +133,7 @@ async def create(ask: Ask) -> dict[str, Any]:
     return _shown(made, "pending")
 
 
-async def add(ask: Ask) -> dict[str, Any]:
+async def add(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     most = min(ask.parts.files.limit, limits.UPLOAD_PART_BYTES.value)
     form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, most, name="data")
@@ -146,7 +146,7 @@ async def add(ask: Ask) -> dict[str, Any]:
     return {"id": part_id(part), "object": "upload.part", "created_at": created, "upload_id": upload_id}
 
 
-async def complete(ask: Ask) -> dict[str, Any]:
+async def complete(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     given = decode(await ask.body(BODY_BYTES), _completion)
     if not given.part_ids:
@@ -156,7 +156,7 @@ async def complete(ask: Ask) -> dict[str, Any]:
     return _shown(record, "completed", file)
 
 
-async def cancel(ask: Ask) -> dict[str, Any]:
+async def cancel(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     return _shown(await ask.parts.uploads.cancel(ask.named("upload"), ask.tenant), "cancelled")
 

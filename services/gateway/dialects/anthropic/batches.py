@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
@@ -168,7 +168,7 @@ RESULTS = Operation(
 _decoder = msgspec.json.Decoder(_RawCreate)
 
 
-async def create(ask: Ask) -> dict[str, Any]:
+async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     body = await ask.body(ask.settings.body_limit)
     given = decode(body, _decoder)
@@ -190,7 +190,7 @@ async def create(ask: Ask) -> dict[str, Any]:
     return batch_object(job)
 
 
-async def _checked(ask: Ask, given: _RawCreate) -> bytes:
+async def _checked(ask: RequestContext, given: _RawCreate) -> bytes:
     """The requests as lines. Raises `InvalidParameter` or `UnknownModel` for the first that is wrong."""
     endpoint = LineEndpoint("messages", ask.parts.intake, ask.parts.catalog)
     checker = Checker(MESSAGES, partial(endpoint.check, tenant=ask.tenant), ask.settings.batch_requests)
@@ -210,7 +210,7 @@ async def _checked(ask: Ask, given: _RawCreate) -> bytes:
     return b"\n".join(lines)
 
 
-async def list_batches(ask: Ask) -> dict[str, Any]:
+async def list_batches(ask: RequestContext) -> dict[str, Any]:
     wanted = ask.query(NeighbourQuery)
     await ask.counted()
     jobs = await ask.parts.job(Batches).all_of(ask.tenant, "/v1/messages")
@@ -220,22 +220,22 @@ async def list_batches(ask: Ask) -> dict[str, Any]:
     return {"data": data, "has_more": more, "first_id": first, "last_id": last}
 
 
-async def retrieve(ask: Ask) -> dict[str, Any]:
+async def retrieve(ask: RequestContext) -> dict[str, Any]:
     return batch_object(await _job(ask))
 
 
-async def cancel(ask: Ask) -> dict[str, Any]:
+async def cancel(ask: RequestContext) -> dict[str, Any]:
     job = await _job(ask)
     return batch_object(await ask.parts.job(Batches).cancel(job.id, ask.tenant))
 
 
-async def delete(ask: Ask) -> MessageBatchDeleted:
+async def delete(ask: RequestContext) -> MessageBatchDeleted:
     job = await _job(ask)
     await ask.parts.job(Batches).delete(job.id, ask.tenant)
     return MessageBatchDeleted(public_id(job), "message_batch_deleted")
 
 
-async def results(ask: Ask) -> None:
+async def results(ask: RequestContext) -> None:
     """A line for each request, as fast as the client takes them."""
     job = await _job(ask)
     if needs_work(job):
@@ -255,7 +255,7 @@ async def results(ask: Ask) -> None:
     await ask.send({"type": "http.response.body", "body": b""})
 
 
-async def _job(ask: Ask) -> BatchJob:
+async def _job(ask: RequestContext) -> BatchJob:
     """Raises `RouteError`."""
     named = ask.named("message_batch")
     with contextlib.suppress(RouteError):
@@ -265,7 +265,7 @@ async def _job(ask: Ask) -> BatchJob:
     raise RouteError(f"No message batch found with id '{named[:64]}'.", status=404, reason="not_found")
 
 
-async def _results(ask: Ask, job: BatchJob) -> AsyncGenerator[bytes, None]:
+async def _results(ask: RequestContext, job: BatchJob) -> AsyncGenerator[bytes, None]:
     """Those of the output, then of the errors, then of what was never run."""
     told: set[int] = set()
     for file in filter(None, (job.output_file_id, job.error_file_id)):
@@ -283,7 +283,7 @@ async def _results(ask: Ask, job: BatchJob) -> AsyncGenerator[bytes, None]:
                 yield b"".join(missing_result(job, name) for name in left)
 
 
-async def _lines(ask: Ask, file: str) -> AsyncGenerator[list[Line], None]:
+async def _lines(ask: RequestContext, file: str) -> AsyncGenerator[list[Line], None]:
     """The lines of a file, `AT_ONCE` at a time."""
     files = ask.parts.files
     splitter = LineSplitter(files.limit)

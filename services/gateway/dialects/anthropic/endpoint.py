@@ -20,7 +20,7 @@ from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 
 T = TypeVar("T", bound=CountTokensRequest)
 _request = msgspec.json.Decoder(MessagesRequest)
@@ -40,7 +40,9 @@ class MessagesEndpoint(BodyEndpoint):
         with own_words():
             chat_request(request, {})
 
-    async def prepare(self, processor: InputProcessor, request: MessagesRequest, context: Context) -> Run:
+    async def prepare(
+        self, processor: InputProcessor, request: MessagesRequest, context: Context
+    ) -> StreamReader:
         with own_words():
             chat = await _translated(processor, request, context)
             context.endpoint, context.capped = "messages", True

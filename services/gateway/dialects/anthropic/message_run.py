@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.asgi import Chunk
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_run import NumberedRun
-from services.gateway.streams.output import Piece, StopReason, arguments_of
+from services.gateway.streams.output import OutputDelta, StopReason, arguments_of
 from services.gateway.streams.progress import PromptProgress
-from services.gateway.streams.run import Write
+from services.gateway.streams.stream_reader import Write
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import TokenEntry
 from shared.messages.records import GenerationRecord
@@ -77,7 +77,7 @@ class MessageEvents:
         """The first token has come, or an end."""
         self._event("message_start", message=self.message(usage))
 
-    def add(self, piece: Piece, tokens: int) -> None:
+    def add(self, piece: OutputDelta, tokens: int) -> None:
         """What one token, the last of so many, has made clear: more of a call that has begun, then the rest."""
         for call in piece.calls:
             if not call.id:
@@ -165,7 +165,7 @@ class MessageRun(NumberedRun):
     _events: MessageEvents
     text_is_event = True
 
-    def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> MessageEvents:
+    def _begun_events(self, answer: RequestState, tokenizer: Tokenizer) -> MessageEvents:
         return MessageEvents(answer.public_id, answer.record)
 
     def collect(self) -> Coroutine[Any, Any, bytes]:
@@ -177,7 +177,7 @@ class MessageRun(NumberedRun):
         """In a ping, which Anthropic's clients pass over: a message has not begun before its first token."""
         return Chunk(_encode({"type": "ping", "prompt_progress": progress}), b"", b"ping")
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: OutputDelta) -> None:
         events, output = self._events, self._output
         if not events.count and self._told:
             events.start(self._usage())

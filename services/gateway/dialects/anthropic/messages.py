@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.generating import CompletionsRoute, context_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
@@ -101,7 +101,7 @@ COUNT = Operation(
 )
 
 
-async def count_tokens(ask: Ask) -> TokenCount:
+async def count_tokens(ask: RequestContext) -> TokenCount:
     intake = await ask.counted()
     body = await ask.body(ask.settings.body_limit)
     context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))

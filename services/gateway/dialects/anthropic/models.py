@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.backend import Ask
+from services.gateway.api.backend import RequestContext
 from services.gateway.api.models.shapes import Model
 from services.gateway.core.pagination import NeighbourQuery, neighbours
 from services.gateway.dialects.anthropic.errors import rfc3339
@@ -29,7 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return cls("model", model.id, model.id, rfc3339(model.created), "active", length, length)
 
 
-def model_page(ask: Ask, models: Sequence[Model]) -> dict[str, Any]:
+def model_page(ask: RequestContext, models: Sequence[Model]) -> dict[str, Any]:
     """The newest first, as Anthropic has them. Raises `RouteError`, `InvalidParameter`."""
     ordered = sorted(models, key=lambda model: (-model.created, model.id))
     found, more = neighbours(ordered, ask.query(NeighbourQuery))

@@ -44,8 +44,8 @@ from services.gateway.dialects.anthropic.schemas import (
 )
 from services.gateway.intake.chat import reasoning_of, switched
 from services.gateway.intake.decoding import convert
-from services.gateway.intake.rules import too_many
 from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.validation import too_many
 from services.gateway.tokenizer.templates import Traits
 from shared import limits
 from shared.messages import ModelCard

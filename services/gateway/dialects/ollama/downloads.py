@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from services.gateway.api.backend import Ask
+from services.gateway.api.backend import RequestContext
 from services.gateway.core.asgi import Chunk, LineStream, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.dialects.ollama.residency import looks
-from services.gateway.dialects.ollama.shapes import Progress, Shown, described
+from services.gateway.dialects.ollama.shapes import Progress, ShowResponse, described
 from shared.errors import RyzansteinError, Unavailable
 from shared.messages import HostModel
 
@@ -56,7 +56,7 @@ def _furthest(one: HostModel) -> tuple[int, float]:
     return order.get(one.state, 2), one.done / one.total if one.total else 0.0
 
 
-async def pull(ask: Ask, name: str, *, streamed: bool) -> None:
+async def pull(ask: RequestContext, name: str, *, streamed: bool) -> None:
     """Answers when it is there, or with lines until it is."""
     before, registry = _said(ask, name), ask.parts.catalog.registry
     new = registry.model_of(name) not in registry.specs
@@ -72,10 +72,12 @@ async def pull(ask: Ask, name: str, *, streamed: bool) -> None:
     await send_lines(ask, _progress(ask, model, fetch, new=new))
 
 
-async def _progress(ask: Ask, model: str, fetch: Fetch, *, new: bool) -> AsyncGenerator[Progress, None]:
+async def _progress(
+    ask: RequestContext, model: str, fetch: Fetch, *, new: bool
+) -> AsyncGenerator[Progress, None]:
     """Lines until the files are there. Raises as `Fetch.step`, and as `looks`. `new`: the model was registered for
     this, and goes if there is no such model."""
-    digest = Shown(ask.parts.catalog).digest(model)
+    digest = ShowResponse(ask.parts.catalog).digest(model)
     last = Progress("pulling manifest")
     yield last
     async with contextlib.aclosing(looks(ask)) as every:
@@ -97,7 +99,7 @@ async def _progress(ask: Ask, model: str, fetch: Fetch, *, new: bool) -> AsyncGe
                 return
 
 
-def _said(ask: Ask, name: str) -> dict[str, HostModel]:
+def _said(ask: RequestContext, name: str) -> dict[str, HostModel]:
     """What each host that is there says of a model."""
     registry = ask.parts.catalog.registry
     model = registry.model_of(name)
@@ -110,7 +112,7 @@ def _said(ask: Ask, name: str) -> dict[str, HostModel]:
     }
 
 
-async def send_lines(ask: Ask, lines: AsyncGenerator[Progress, None]) -> None:
+async def send_lines(ask: RequestContext, lines: AsyncGenerator[Progress, None]) -> None:
     """Each of `lines`, then that all went well; or what did not."""
     stream = LineStream(ask.send)
     try:

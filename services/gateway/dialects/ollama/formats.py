@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.embeddings import floats_of, vector_outputs
-from services.gateway.streams.formats import Format, Usage, around_text
-from services.gateway.streams.output import ParsedOutput, Piece, ScoredToken, TextOutput, arguments_of
+from services.gateway.streams.formats import ResponseSerializer, Usage, around_text
+from services.gateway.streams.output import OutputDelta, ParsedOutput, ScoredToken, TextOutput, arguments_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
@@ -37,7 +37,7 @@ class WholeCallsOutput(ParsedOutput):
         self._begun: CallDelta | None = None
         self._arguments: list[str] = []
 
-    def take(self) -> Piece:
+    def take(self) -> OutputDelta:
         piece = super().take()
         if not piece.calls and not (self.finish and self._begun):
             return piece
@@ -72,10 +72,10 @@ def shown_calls(calls: Sequence[CallDelta]) -> tuple[list[dict[str, Any]], str]:
     return found, cut
 
 
-class OllamaFormat(Format):
+class OllamaFormat(ResponseSerializer):
     """What both endpoints have in common."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         record = answer.record
         kind = TextOutput if record.parsing is None else WholeCallsOutput
         super().__init__([kind(record, item.request, tokenizer) for item in answer.generations])
@@ -92,26 +92,26 @@ class OllamaFormat(Format):
             self._around = around_text(self, index)
         return self._around[0] + _json.encode(text) + self._around[1]
 
-    def delta(self, index: int, piece: Piece) -> bytes:
+    def delta(self, index: int, piece: OutputDelta) -> bytes:
         if self._open:
             self._open, self._first = False, time.perf_counter_ns()
         more = self._logprobs(piece.scored) if piece.scored else b""
         return b'%b,%b%b,"done":false}' % (self._head, self._said(piece), more)
 
-    def last(self, index: int, piece: Piece) -> bytes:
+    def last(self, index: int, piece: OutputDelta) -> bytes:
         return self._done(piece, self.outputs[index].tokens)
 
     def progress(self, progress: PromptProgress) -> bytes:
         """A line without text."""
-        said = self._said(Piece("", ()))
+        said = self._said(OutputDelta("", ()))
         return b'%b,%b,"done":false,"prompt_progress":%b}' % (self._head, said, _json.encode(progress))
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         """One that goes on is not done, and has no figures."""
         (piece,) = choices
         return self._done(piece, usage.completion_tokens) if piece.finish else self.delta(0, piece)
 
-    def _done(self, piece: Piece, tokens: int) -> bytes:
+    def _done(self, piece: OutputDelta, tokens: int) -> bytes:
         more = self._logprobs(piece.scored) if piece.scored else b""
         figures = _json.encode(self._figures(tokens))[1:]
         reason = b"length" if piece.finish == "length" else b"stop"  # also behind a call
@@ -153,7 +153,7 @@ class OllamaFormat(Format):
         data = self._tokenizer.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-    def _said(self, piece: Piece) -> bytes:
+    def _said(self, piece: OutputDelta) -> bytes:
         """The members of a line that have its text."""
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ class OllamaFormat(Format):
 class OllamaChatFormat(OllamaFormat):
     """/api/chat."""
 
-    def _said(self, piece: Piece) -> bytes:
+    def _said(self, piece: OutputDelta) -> bytes:
         if not piece.calls:
             more = b',"thinking":' + _json.encode(piece.reasoning) if piece.reasoning else b""
             return b'"message":{"role":"assistant","content":%b%b}' % (_json.encode(piece.text), more)
@@ -174,7 +174,7 @@ class OllamaChatFormat(OllamaFormat):
 class OllamaGenerateFormat(OllamaFormat):
     """/api/generate."""
 
-    def _said(self, piece: Piece) -> bytes:
+    def _said(self, piece: OutputDelta) -> bytes:
         more = b',"thinking":' + _json.encode(piece.reasoning) if piece.reasoning else b""
         return b'"response":%b%b' % (_json.encode(piece.text), more)
 
@@ -187,17 +187,17 @@ def rfc3339(seconds: float) -> str:
 # --- vectors -------------------------------------------------------------------------------------
 
 
-class OllamaVectorFormat(Format):
+class OllamaVectorFormat(ResponseSerializer):
     """/api/embed; with `single` /api/embeddings, of one text."""
 
     single = False
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         super().__init__(vector_outputs(answer))
         self._model = answer.record.model_shown
         self._began = time.perf_counter_ns()
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         vectors = [  # each encoded apart, as `VectorFormat` does
             msgspec.Raw(_json.encode(floats_of(choice.text))) for choice in choices if choice.finish
         ]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.generating import context_of, reading, stream, wants_positions
 from services.gateway.api.openapi.operation import (
     GENERATING,
@@ -123,7 +123,10 @@ class AnswerRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ask, positions = Ask(self._backend, self._settings, scope, receive, send), wants_positions(scope)
+        ask, positions = (
+            RequestContext(self._backend, self._settings, scope, receive, send),
+            wants_positions(scope),
+        )
         request, body, context = await _taken(ask, self._decoder)
         if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
             reason = await load_or_unload(ask, request.model, request.keep_alive)
@@ -140,7 +143,7 @@ class AnswerRoute:
                     await send_json(send, 200, await run.collect())
 
 
-async def embed(ask: Ask) -> object:
+async def embed(ask: RequestContext) -> object:
     request, body, context = await _taken(ask, _embed)
     if request.input is None or request.input == []:
         await load_or_unload(ask, request.model, request.keep_alive)
@@ -156,7 +159,7 @@ async def embed(ask: Ask) -> object:
     return None
 
 
-async def embeddings(ask: Ask) -> object:
+async def embeddings(ask: RequestContext) -> object:
     request, body, context = await _taken(ask, _embeddings)
     if not request.prompt:
         await load_or_unload(ask, request.model, request.keep_alive)
@@ -166,7 +169,7 @@ async def embeddings(ask: Ask) -> object:
     return None
 
 
-async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
+async def _taken(ask: RequestContext, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
     """The request, with the model by the name that it has here, as it came, and what its headers say."""
     parts = ask.parts
     context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))
@@ -179,11 +182,11 @@ async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[Asked
     )
 
 
-def _intake(ask: Ask) -> OllamaIntake:
+def _intake(ask: RequestContext) -> OllamaIntake:
     return OllamaIntake(ask.parts.intake, strict=ask.settings.strict_fields)
 
 
-async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -> None:
+async def _vectors(ask: RequestContext, request: Embedded, body: bytes, context: Context) -> None:
     async with staying(ask, request.model, request.keep_alive):
         run = await _intake(ask).vectors(request, body, context)
         with reading(run, ask.scope, ask.receive):

@@ -1,4 +1,4 @@
-"""From a body of Ollama's API to a `Run`: translated, then the way of a chat completion, a completion or embeddings."""
+"""From a body of Ollama's API to a `StreamReader`: then as a chat completion, a completion or embeddings."""
 
 import msgspec
 
@@ -27,7 +27,7 @@ from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.lifecycle.idempotency import fingerprint
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared.messages.records import RecordedEndpoint
 
 Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
@@ -57,7 +57,7 @@ class OllamaIntake:
         self._intake = intake
         self._strict = strict
 
-    async def generation(self, request: Asked, body: bytes, context: Context) -> Run:
+    async def generation(self, request: Asked, body: bytes, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
         if ignored := checked(request):
             tell_ignored(ignored, context.answer_headers, strict=self._strict)
@@ -70,7 +70,7 @@ class OllamaIntake:
             made = await self._translated(request, context)
             return await self._intake.prepare_decoded(endpoint, made, context, print_)
 
-    async def vectors(self, request: Embedded, body: bytes, context: Context) -> Run:
+    async def vectors(self, request: Embedded, body: bytes, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
         tell_ignored(checked_fields(request.options, "options."), context.answer_headers, strict=self._strict)
         print_ = fingerprint(body) if context.key else ""

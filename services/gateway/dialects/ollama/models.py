@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
@@ -25,13 +25,13 @@ from services.gateway.dialects.ollama.downloads import pull, send_lines
 from services.gateway.dialects.ollama.generating import TAG
 from services.gateway.dialects.ollama.residency import ModelNamed, named
 from services.gateway.dialects.ollama.schemas import Options
-from services.gateway.dialects.ollama.shapes import OllamaError, Progress, Shown
+from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowResponse
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
-from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import ModelName, marked, neutral
+from services.gateway.intake.validation import check_neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelSpec
 from shared.process import VERSION
@@ -153,28 +153,28 @@ BLOB = _operation(
 )
 
 
-async def version(ask: Ask) -> shapes.OllamaVersion:
+async def version(ask: RequestContext) -> shapes.OllamaVersion:
     return shapes.OllamaVersion(shapes.API_VERSION, VERSION)
 
 
-async def tags(ask: Ask) -> shapes.TaggedModels:
-    return shapes.TaggedModels(Shown(ask.backend.started.catalog).tags(ask.tenant))
+async def tags(ask: RequestContext) -> shapes.TaggedModels:
+    return shapes.TaggedModels(ShowResponse(ask.backend.started.catalog).tags(ask.tenant))
 
 
-async def processes(ask: Ask) -> shapes.LoadedModels:
-    return shapes.LoadedModels(Shown(ask.backend.started.catalog).loaded())
+async def processes(ask: RequestContext) -> shapes.LoadedModels:
+    return shapes.LoadedModels(ShowResponse(ask.backend.started.catalog).loaded())
 
 
-async def show(ask: Ask) -> shapes.ShownModel:
+async def show(ask: RequestContext) -> shapes.ShownModel:
     name = named(ask.parts.catalog, await _given(ask, _show), ask.tenant)
     tokenizer: Tokenizer | None = None
     model = ask.parts.catalog.resolve(name, ask.tenant).model
     if ask.parts.catalog.known_card(model) is not None:
         _, tokenizer = await ask.parts.intake.processor.tokenizer(model)
-    return Shown(ask.parts.catalog).one(name, tokenizer, ask.tenant)
+    return ShowResponse(ask.parts.catalog).one(name, tokenizer, ask.tenant)
 
 
-async def pull_model(ask: Ask) -> None:
+async def pull_model(ask: RequestContext) -> None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _pull)
     given, registry = _name(request), ask.parts.catalog.registry
@@ -182,7 +182,7 @@ async def pull_model(ask: Ask) -> None:
     await pull(ask, known[0] if known else plain_name(given), streamed=request.stream is not False)
 
 
-async def delete(ask: Ask) -> bytes:
+async def delete(ask: RequestContext) -> bytes:
     ask.check_manages_models()
     name = named(ask.parts.catalog, await _given(ask, _delete), ask.tenant)
     resolved = ask.parts.catalog.resolve(name, ask.tenant)
@@ -197,7 +197,7 @@ async def delete(ask: Ask) -> bytes:
     return b""
 
 
-async def copy(ask: Ask) -> bytes:
+async def copy(ask: RequestContext) -> bytes:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _copy)
     source, wanted = (
@@ -210,7 +210,7 @@ async def copy(ask: Ask) -> bytes:
     return b""
 
 
-async def create(ask: Ask) -> Progress | None:
+async def create(ask: RequestContext) -> Progress | None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _create)
     check_neutral(request)
@@ -234,7 +234,7 @@ _DEFAULTS = {"repeat_penalty": "repetition_penalty"} | {
 """Parameters that a name may have, and what a model's generation_config.json calls them."""
 
 
-def _defaults(parameters: Options | None, ask: Ask) -> dict[str, float]:
+def _defaults(parameters: Options | None, ask: RequestContext) -> dict[str, float]:
     """Raises `InvalidParameter` for one that a name cannot have."""
     if parameters is None:
         return {}
@@ -249,7 +249,7 @@ def _defaults(parameters: Options | None, ask: Ask) -> dict[str, float]:
 
 
 async def _creation(
-    ask: Ask, name: str, base: str, adapters: dict[str, str], defaults: dict[str, float]
+    ask: RequestContext, name: str, base: str, adapters: dict[str, str], defaults: dict[str, float]
 ) -> AsyncGenerator[Progress, None]:
     resolved = ask.parts.catalog.resolve(base, ask.tenant)
     defaults = {**resolved.defaults, **defaults}
@@ -277,11 +277,11 @@ async def _creation(
     yield Progress("writing manifest")
 
 
-async def push(ask: Ask) -> None:
+async def push(ask: RequestContext) -> None:
     raise _refused("/api/push", "models cannot be pushed from here")
 
 
-async def blob(ask: Ask) -> None:
+async def blob(ask: RequestContext) -> None:
     raise _refused("/api/blobs", "files are not uploaded; POST /api/pull has a host fetch them")
 
 
@@ -289,7 +289,7 @@ def _refused(path: str, why: str) -> RouteError:
     return RouteError(f"{path} is not supported here: {why}.", status=404, reason="unsupported_endpoint")
 
 
-async def _name_it(ask: Ask, source: str, wanted: str) -> None:
+async def _name_it(ask: RequestContext, source: str, wanted: str) -> None:
     """Gives what is called `source` here one more name."""
     catalog = ask.parts.catalog
     if not wanted:
@@ -302,7 +302,7 @@ async def _name_it(ask: Ask, source: str, wanted: str) -> None:
         await _set_aliases(ask, resolved.model, also=wanted)
 
 
-async def _set_aliases(ask: Ask, model: str, *, also: str = "", without: str = "") -> None:
+async def _set_aliases(ask: RequestContext, model: str, *, also: str = "", without: str = "") -> None:
     spec = ask.parts.catalog.registry.specs.get(model)
     if spec is None:
         raise not_registered(model)
@@ -310,7 +310,7 @@ async def _set_aliases(ask: Ask, model: str, *, also: str = "", without: str = "
     await ask.parts.management.patch(model, {"aliases": [*aliases, also] if also else aliases}, None)
 
 
-async def _set_defaults(ask: Ask, model: str, name: str, defaults: dict[str, float]) -> None:
+async def _set_defaults(ask: RequestContext, model: str, name: str, defaults: dict[str, float]) -> None:
     """Of a name of `model`, in the place of those that it had."""
     spec = ask.parts.catalog.registry.specs.get(model)
     if spec is None or spec.defaults.get(name, {}) == defaults:
@@ -330,7 +330,7 @@ async def _set_defaults(ask: Ask, model: str, name: str, defaults: dict[str, flo
     await ask.parts.catalog.registry.change(model, change)
 
 
-async def _given(ask: Ask, decoder: msgspec.json.Decoder[Any]) -> str:
+async def _given(ask: RequestContext, decoder: msgspec.json.Decoder[Any]) -> str:
     return _name(decode(await ask.body(BODY), decoder))
 
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import msgspec
 import structlog
 
-from services.gateway.api.backend import Ask
+from services.gateway.api.backend import RequestContext
 from services.gateway.core.asgi import disconnected
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
@@ -45,7 +45,7 @@ def named(catalog: Catalog, given: str, tenant: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def staying(ask: Ask, name: str, keep_alive: float | str | None) -> AsyncIterator[None]:
+async def staying(ask: RequestContext, name: str, keep_alive: float | str | None) -> AsyncIterator[None]:
     """Around a request for an answer of the model `name`."""
     unloads = keep_alive is not None and await _kept(ask, name, seconds_of(keep_alive))
     try:
@@ -58,7 +58,7 @@ async def staying(ask: Ask, name: str, keep_alive: float | str | None) -> AsyncI
                 log.warning("keep_alive_not_applied", model=name, error=error.message)
 
 
-async def _kept(ask: Ask, name: str, seconds: float) -> bool:
+async def _kept(ask: RequestContext, name: str, seconds: float) -> bool:
     """Applies a time; whether the model is to be unloaded behind the answer."""
     model = ask.parts.catalog.resolve(name, ask.tenant).model
     spec = ask.parts.catalog.registry.specs.get(model)
@@ -70,7 +70,7 @@ async def _kept(ask: Ask, name: str, seconds: float) -> bool:
     return seconds == 0
 
 
-async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) -> str:
+async def load_or_unload(ask: RequestContext, name: str, keep_alive: float | str | None) -> str:
     """Of a request that has nothing to say; returns Ollama's reason. Raises `RouteError` where the key may not,
     `ModelDoesNotFit`, `ModelLoadFailed`, `DeadlineExceeded`."""
     await ask.counted()
@@ -91,7 +91,7 @@ async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) ->
     return "load"
 
 
-async def _loaded(ask: Ask, model: str) -> None:
+async def _loaded(ask: RequestContext, model: str) -> None:
     give_up = time.monotonic() + ask.settings.token_timeout
     asked = time.time()
     async with contextlib.aclosing(looks(ask)) as every:
@@ -109,7 +109,7 @@ async def _loaded(ask: Ask, model: str) -> None:
     )
 
 
-async def looks(ask: Ask) -> AsyncGenerator[None, None]:
+async def looks(ask: RequestContext) -> AsyncGenerator[None, None]:
     """One look at the models now, and one whenever something has changed. Raises `ClientGone`, `Unavailable` when the
     gateway stops, `AuthenticationFailed` when the key is good no longer."""
     gone = asyncio.create_task(disconnected(ask.receive))

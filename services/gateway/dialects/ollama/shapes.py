@@ -1,4 +1,4 @@
-"""What Ollama's API shows of models (`Shown`), and its answers as types for the document."""
+"""What Ollama's API shows of models (`ShowResponse`), and its answers as types for the document."""
 
 import hashlib
 import time
@@ -100,7 +100,7 @@ class ShownModel(msgspec.Struct, frozen=True):
     modified_at: str
 
 
-class Shown:
+class ShowResponse:
     """Models as one gateway knows them, now."""
 
     def __init__(self, catalog: Catalog) -> None:

@@ -2,14 +2,14 @@
 
 import msgspec
 
-from services.gateway.intake import extra_fields, rules
+from services.gateway.intake import extra_fields, validation
 from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor, decoded_chat, decoded_completion
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.streams.formats import ChatFormat, CompletionFormat
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 
 
 class ChatEndpoint(BodyEndpoint):
@@ -24,11 +24,11 @@ class ChatEndpoint(BodyEndpoint):
 
     def check(self, request: ChatCompletionRequest, ignored: IgnoredFields) -> None:
         ignored.tell(extra_fields.ignored_fields(request))
-        rules.check_chat(request)
+        validation.check_chat(request)
 
     async def prepare(
         self, processor: InputProcessor, request: ChatCompletionRequest, context: Context
-    ) -> Run:
+    ) -> StreamReader:
         return await processor.chat(request, context)
 
 
@@ -44,7 +44,9 @@ class CompletionEndpoint(BodyEndpoint):
 
     def check(self, request: CompletionRequest, ignored: IgnoredFields) -> None:
         ignored.tell(extra_fields.ignored_fields(request))
-        rules.check_completion(request)
+        validation.check_completion(request)
 
-    async def prepare(self, processor: InputProcessor, request: CompletionRequest, context: Context) -> Run:
+    async def prepare(
+        self, processor: InputProcessor, request: CompletionRequest, context: Context
+    ) -> StreamReader:
         return await processor.completion(request, context)

@@ -4,7 +4,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
@@ -74,13 +74,13 @@ RENDER_COMPLETION = Operation(
 )
 
 
-async def render_chat(ask: Ask) -> RenderedPrompt:
+async def render_chat(ask: RequestContext) -> RenderedPrompt:
     intake = await ask.counted()
     model, tokens = await intake.processor.chat_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
     return RenderedPrompt(ask.request_id, model, tokens)
 
 
-async def render_completion(ask: Ask) -> list[RenderedPrompt]:
+async def render_completion(ask: RequestContext) -> list[RenderedPrompt]:
     intake = await ask.counted()
     model, prompts = await intake.processor.completion_rendered(
         await ask.body(ask.settings.body_limit), ask.tenant
@@ -92,7 +92,7 @@ def chat_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     """Those of stored chats too."""
     create = CompletionsRoute("chat.completions", backend, settings)
 
-    async def created(ask: Ask) -> None:
+    async def created(ask: RequestContext) -> None:
         await create(ask.scope, ask.receive, ask.send)
 
     return [

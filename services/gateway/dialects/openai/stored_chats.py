@@ -6,7 +6,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.pagination import ListPage
 from services.gateway.core.settings import GatewaySettings
@@ -106,7 +106,7 @@ BODY_BYTES = 64 << 10
 _decoder = msgspec.json.Decoder(ChangedChat)
 
 
-async def list_chats(ask: Ask) -> bytes:
+async def list_chats(ask: RequestContext) -> bytes:
     """Those of the tenant that are stored, page by page."""
     wanted = ask.query(ChatsQuery)
     convert({"metadata": wanted.metadata}, ChangedChat)  # refuses what none has
@@ -115,25 +115,25 @@ async def list_chats(ask: Ask) -> bytes:
         return await ask.parts.stored_chats.listed(ask.tenant, wanted, budget)
 
 
-async def retrieve(ask: Ask) -> bytes:
+async def retrieve(ask: RequestContext) -> bytes:
     with ask.history_budget() as budget:
         return await ask.parts.stored_chats.get(ask.named("generation"), ask.tenant, budget)
 
 
-async def change(ask: Ask) -> bytes:
+async def change(ask: RequestContext) -> bytes:
     chats = ask.parts.stored_chats
     metadata = decode(await ask.body(BODY_BYTES), _decoder).metadata
     with ask.history_budget() as budget:
         return await chats.change(ask.named("generation"), ask.tenant, metadata or {}, budget)
 
 
-async def delete(ask: Ask) -> DeletedChat:
+async def delete(ask: RequestContext) -> DeletedChat:
     with ask.history_budget() as budget:
         await ask.parts.stored_chats.delete(ask.named("generation"), ask.tenant, budget)
     return DeletedChat(ask.named("generation"), "chat.completion.deleted", True)
 
 
-async def list_messages(ask: Ask) -> bytes:
+async def list_messages(ask: RequestContext) -> bytes:
     wanted = ask.query(MessagesQuery)
     await ask.counted()
     with ask.history_budget() as budget:

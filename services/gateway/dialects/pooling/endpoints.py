@@ -28,11 +28,13 @@ from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context, run_of
 from services.gateway.streams.embeddings import VectorFormat
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared import tracing
 
 
-async def _scored(processor: InputProcessor, request: ScoringRequest, context: Context, **shown: Any) -> Run:
+async def _scored(
+    processor: InputProcessor, request: ScoringRequest, context: Context, **shown: Any
+) -> StreamReader:
     """`shown`: fields of the record that say how it is shown, where that is not as scores are."""
     _check(request)
     card = await processor.loaded(request, context)
@@ -65,7 +67,9 @@ class _ScoringEndpoint(_PoolingEndpoint):
     def check(self, request: ScoringRequest, ignored: IgnoredFields) -> None:
         _check(request)
 
-    async def prepare(self, processor: InputProcessor, request: ScoringRequest, context: Context) -> Run:
+    async def prepare(
+        self, processor: InputProcessor, request: ScoringRequest, context: Context
+    ) -> StreamReader:
         return await _scored(processor, request, context)
 
 
@@ -109,7 +113,9 @@ class EmbeddingsEndpoint(_VectorEndpoint):
     request = msgspec.json.Decoder(EmbeddingRequest)
     invoked_by = ("input",)
 
-    async def prepare(self, processor: InputProcessor, request: EmbeddingRequest, context: Context) -> Run:
+    async def prepare(
+        self, processor: InputProcessor, request: EmbeddingRequest, context: Context
+    ) -> StreamReader:
         return await processor.embedding(request, context)
 
 
@@ -120,7 +126,9 @@ class PoolEndpoint(_VectorEndpoint):
     presentation = PoolingFormat
     request = msgspec.json.Decoder(PoolingRequest)
 
-    async def prepare(self, processor: InputProcessor, request: PoolingRequest, context: Context) -> Run:
+    async def prepare(
+        self, processor: InputProcessor, request: PoolingRequest, context: Context
+    ) -> StreamReader:
         embeddings.inputs_of(request)
         classes = classes_wanted(request, await processor.loaded(request, context))
         if classes is None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.embeddings import floats_of, text_of, vector_outputs
-from services.gateway.streams.formats import Format, Usage
-from services.gateway.streams.output import Piece
+from services.gateway.streams.formats import ResponseSerializer, Usage
+from services.gateway.streams.output import OutputDelta
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages.records import Scoring
 
@@ -50,15 +50,15 @@ def _sigmoid(logit: float) -> float:
     return 1 / (1 + math.exp(min(_MOST, -logit)))
 
 
-class ScoringFormat(Format):
+class ScoringFormat(ResponseSerializer):
     """What the three have in common. There is nothing to stream; a score that has not come yet is left out."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+    def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         super().__init__(vector_outputs(answer))
         self._answer, self._record = answer, answer.record
         self._scoring = answer.record.scoring or Scoring("classes")
 
-    def scores(self, choices: Sequence[Piece]) -> list[tuple[int, float]]:
+    def scores(self, choices: Sequence[OutputDelta]) -> list[tuple[int, float]]:
         """Those that have come, each with its document's index."""
         queries, way = self._scoring.queries, self._scoring.way
         vectors = [floats_of(choice.text) if choice.finish else None for choice in choices]
@@ -101,7 +101,7 @@ def _counted(usage: Usage) -> dict[str, Any]:
 class RankingFormat(ScoringFormat):
     """Jina's and Cohere's: the best documents first, of equals the earlier."""
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         ranked = sorted(self.scores(choices), key=lambda scored: -scored[1])
         if self._scoring.top_n:
             ranked = ranked[: self._scoring.top_n]
@@ -124,7 +124,7 @@ class RankingFormat(ScoringFormat):
 class ScoresFormat(ScoringFormat):
     """vLLM's, in the order of the pairs."""
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         data = [{"index": index, "object": "score", "score": score} for index, score in self.scores(choices)]
         return self.listed(data, usage)
 
@@ -132,7 +132,7 @@ class ScoresFormat(ScoringFormat):
 class PoolingFormat(ScoringFormat):
     """vLLM's: of each input its vector, or the probabilities of all classes."""
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         data = [
             {"index": index, "object": "pooling", "data": self._shown(choice.text)}
             for index, choice in enumerate(choices)
@@ -149,7 +149,7 @@ class PoolingFormat(ScoringFormat):
 class ClassesFormat(ScoringFormat):
     """vLLM's: of each input the likeliest class, and the probabilities of all."""
 
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[OutputDelta], usage: Usage) -> bytes:
         data = []
         for index, choice in enumerate(choices):
             if not choice.finish:

@@ -29,8 +29,8 @@ from services.gateway.intake.embeddings import (
     inputs_of,
     prompts_of,
 )
-from services.gateway.intake.rules import check_task
 from services.gateway.intake.sampling import check_text
+from services.gateway.intake.validation import check_task
 from services.gateway.tokenizer.templates import TemplateOptions
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelCard

@@ -15,16 +15,16 @@ from services.gateway.dialects.pooling.schemas import (
     pairs_of,
 )
 from services.gateway.intake.embeddings import check_together
-from services.gateway.intake.record import Context, Parts
+from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.sampling import cache_salt, session_of
-from services.gateway.lifecycle.answer import new_identity
+from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import GenerationRequest, ModelCard
 from shared.messages.records import GenerationRecord, RecordedEndpoint, Scoring
 
 
 async def scoring_record(
-    request: ScoringRequest, card: ModelCard, tokenizer: Tokenizer, context: Context, parts: Parts
+    request: ScoringRequest, card: ModelCard, tokenizer: Tokenizer, context: Context, parts: RunDependencies
 ) -> GenerationRecord:
     """Raises `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`, `QueueFull`."""
     limit = parts.settings.prompt_limit
@@ -63,7 +63,7 @@ def _record(
     texts: Sequence[str],
     card: ModelCard,
     context: Context,
-    parts: Parts,
+    parts: RunDependencies,
 ) -> GenerationRecord:
     started_at, settings = time.time(), parts.settings
     check_together([prompt.tokens for prompt in made.prompts], settings.generation_bytes)

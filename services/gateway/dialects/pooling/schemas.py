@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter, check_range, missing, unsupported
 from services.gateway.intake.embeddings import OF_VECTORS, EmbeddingRequest
-from services.gateway.intake.rules import check_neutral, check_truncation
 from services.gateway.intake.schemas import (
     Count,
     LastTokens,
@@ -18,6 +17,7 @@ from services.gateway.intake.schemas import (
     User,
     neutral,
 )
+from services.gateway.intake.validation import check_neutral, check_truncation
 from shared import limits
 from shared.messages import ModelCard
 

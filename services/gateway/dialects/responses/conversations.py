@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import empty_array
 from services.gateway.core.settings import GatewaySettings
@@ -144,7 +144,7 @@ def _shown(public_id: str, entry: ConversationEntry) -> dict[str, Any]:
     }
 
 
-async def _read(ask: Ask, given: Sequence[msgspec.Raw]) -> list[StoredItem]:
+async def _read(ask: RequestContext, given: Sequence[msgspec.Raw]) -> list[StoredItem]:
     """The items of a request, what they refer to in its place. Raises `InvalidParameter`, `PayloadTooLarge`."""
     items = read_input(given, secrets.token_hex(16), "items")
     with ask.history_budget() as budget:
@@ -152,7 +152,7 @@ async def _read(ask: Ask, given: Sequence[msgspec.Raw]) -> list[StoredItem]:
         return await beside_loop(sum(map(len, given)) + budget.items.used, encoded, resolved)
 
 
-async def create(ask: Ask) -> dict[str, Any]:
+async def create(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     body = await ask.body(ask.settings.body_limit)
     given = decode(body, _new) if body.strip() else NewConversation()
@@ -161,24 +161,24 @@ async def create(ask: Ask) -> dict[str, Any]:
     return _shown(public_id, ConversationEntry(created_at, metadata))
 
 
-async def retrieve(ask: Ask) -> dict[str, Any]:
+async def retrieve(ask: RequestContext) -> dict[str, Any]:
     public_id = ask.named("conversation")
     return _shown(public_id, await ask.parts.conversations.get(public_id, ask.tenant))
 
 
-async def change(ask: Ask) -> dict[str, Any]:
+async def change(ask: RequestContext) -> dict[str, Any]:
     public_id = ask.named("conversation")
     metadata = decode(await ask.body(ask.settings.body_limit), _changed).metadata or {}
     return _shown(public_id, await ask.parts.conversations.describe(public_id, ask.tenant, metadata))
 
 
-async def delete(ask: Ask) -> ConversationDeleted:
+async def delete(ask: RequestContext) -> ConversationDeleted:
     public_id = ask.named("conversation")
     await ask.parts.conversations.delete(public_id, ask.tenant)
     return ConversationDeleted(public_id, "conversation.deleted", True)
 
 
-async def list_items(ask: Ask) -> dict[str, Any]:
+async def list_items(ask: RequestContext) -> dict[str, Any]:
     wanted = ask.query(ItemsQuery)
     check_include(wanted.include)
     async with _settled(ask) as budget:
@@ -194,7 +194,7 @@ async def list_items(ask: Ask) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _settled(ask: Ask) -> AsyncIterator[HistoryBudget]:
+async def _settled(ask: RequestContext) -> AsyncIterator[HistoryBudget]:
     """Counts the request, and adds the items of responses that have just ended; with what the request may hold."""
     history = History((await ask.counted()).processor.stored)
     with ask.history_budget() as budget:
@@ -202,7 +202,7 @@ async def _settled(ask: Ask) -> AsyncIterator[HistoryBudget]:
         yield budget
 
 
-async def add_items(ask: Ask) -> dict[str, Any]:
+async def add_items(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     check_include(ask.query(IncludeQuery).include)
     given = decode(await ask.body(ask.settings.body_limit), _new_items).items
@@ -213,14 +213,14 @@ async def add_items(ask: Ask) -> dict[str, Any]:
     return item_list(items, more=False)
 
 
-async def retrieve_item(ask: Ask) -> msgspec.Raw:
+async def retrieve_item(ask: RequestContext) -> msgspec.Raw:
     check_include(ask.query(IncludeQuery).include)
     async with _settled(ask):
         found = await ask.parts.conversations.item(ask.named("conversation"), ask.tenant, ask.named("item"))
         return found.json
 
 
-async def delete_item(ask: Ask) -> dict[str, Any]:
+async def delete_item(ask: RequestContext) -> dict[str, Any]:
     public_id = ask.named("conversation")
     return _shown(public_id, await ask.parts.conversations.remove(public_id, ask.tenant, ask.named("item")))
 

@@ -33,10 +33,10 @@ from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.lifecycle.answer import new_identity
+from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.persistence.budget import HistoryBudget, beside_loop
 from services.gateway.persistence.items import encoded_array
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared import limits
 from shared.errors import ContextLengthExceeded
 
@@ -63,7 +63,9 @@ class ResponsesEndpoint(BodyEndpoint):
         check_request(request)
         ignored.tell([*extra_fields.ignored_fields(request), *ignored_in_tools(request.tools)])
 
-    async def prepare(self, processor: InputProcessor, request: ResponseRequest, context: Context) -> Run:
+    async def prepare(
+        self, processor: InputProcessor, request: ResponseRequest, context: Context
+    ) -> StreamReader:
         self.check(request, processor.ignored(context.answer_headers))
         await processor.loaded(request, context)
         with processor.stored.budget(context.tenant) as budget:
@@ -110,7 +112,7 @@ class _Turn:
         self._history = History(processor.stored)
         self._identity = new_identity(processor.parts.answers.writer, time.time())
 
-    async def run(self, request: ResponseRequest) -> Run:
+    async def run(self, request: ResponseRequest) -> StreamReader:
         """The generation of a response."""
         own, items, cost = await self.items(request)
         if compacts := compaction.is_wanted(items):
@@ -182,13 +184,13 @@ class _Turn:
 
     async def _fitting(
         self, request: ResponseRequest, items: list[Item], make: MakeResponse, cost: int
-    ) -> Run:
+    ) -> StreamReader:
         """With `truncation` auto the oldest items go until the rest fits: as few as possible, by bisection, for
         fewer items never have more tokens."""
 
         context_length = self._context_length(request)
 
-        async def attempt(begin: int) -> Run:
+        async def attempt(begin: int) -> StreamReader:
             chat = await beside_loop(cost, chat_request, request, items[begin:], stream=bool(request.stream))
             if make.compacts:
                 chat = compaction.summarizing(chat, context_length, most=chat.max_completion_tokens)
@@ -202,7 +204,7 @@ class _Turn:
             return await attempt(begins.pop(0))
         except ContextLengthExceeded as error:
             too_long = error
-        fitting: Run | None = None
+        fitting: StreamReader | None = None
         low, high = 0, len(begins)
         while low < high:
             middle = (low + high) // 2

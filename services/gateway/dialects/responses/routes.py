@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.backend import Backend, RequestContext, route
 from services.gateway.api.generating import (
     CompletionsRoute,
     context_of,
@@ -38,8 +38,8 @@ from services.gateway.dialects.responses.translation import own_words
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.processor import answer_text
 from services.gateway.intake.record import Context
-from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.idempotency import fingerprint
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.persistence.budget import ByteBudget, HistoryBudget
 from services.gateway.persistence.items import StoredItem
 from services.gateway.persistence.responses import Found, ResponseLookup
@@ -258,7 +258,7 @@ CANCEL_TIMEOUT = 5.0
 """Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""
 
 
-async def retrieve(ask: Ask) -> bytes | None:
+async def retrieve(ask: RequestContext) -> bytes | None:
     """The object, or its events."""
     responses = ask.parts.responses
     wanted = retrieval(ask.scope["query_string"])
@@ -273,23 +273,23 @@ async def retrieve(ask: Ask) -> bytes | None:
     return None
 
 
-async def delete(ask: Ask) -> ResponseDeleted:
+async def delete(ask: RequestContext) -> ResponseDeleted:
     responses, public_id = ask.parts.responses, ask.named("response")
     with ask.history_budget() as budget:
         await responses.delete(await responses.find(public_id, ask.tenant, budget.reads))
     return ResponseDeleted(public_id, "response", True)
 
 
-async def cancel(ask: Ask) -> bytes:
+async def cancel(ask: RequestContext) -> bytes:
     """Ends a response, for everybody. One that has ended is shown as it is."""
     with ask.history_budget() as budget:
         return await _cancelled(ask.parts.responses, await _found(ask, budget))
 
 
-async def _found(ask: Ask, budget: HistoryBudget) -> Found:
+async def _found(ask: RequestContext, budget: HistoryBudget) -> Found:
     found = await ask.parts.responses.find(ask.named("response"), ask.tenant, budget.reads)
     ask.of_model(found.record.requests[0].model)
-    if isinstance(found, Answer):
+    if isinstance(found, RequestState):
         tell_progress(ask.answer_headers, found, time.time())
     return found
 
@@ -312,7 +312,7 @@ async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
     return run.snapshot()
 
 
-async def list_items(ask: Ask) -> dict[str, Any]:
+async def list_items(ask: RequestContext) -> dict[str, Any]:
     """The items that a response's request brought, page by page."""
     responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
     check_include(wanted.include)
@@ -323,7 +323,7 @@ async def list_items(ask: Ask) -> dict[str, Any]:
         return item_list(page, more=more)
 
 
-async def count_tokens(ask: Ask) -> InputTokens:
+async def count_tokens(ask: RequestContext) -> InputTokens:
     """How many tokens an input has."""
     intake = await ask.counted()
     context = Context(ask.request_id, tenant=ask.tenant)
@@ -331,7 +331,7 @@ async def count_tokens(ask: Ask) -> InputTokens:
     return InputTokens("response.input_tokens", await count(intake.processor, body, context))
 
 
-async def compact(ask: Ask) -> CompactedResponse:
+async def compact(ask: RequestContext) -> CompactedResponse:
     """The conversation, summarized by a chat completion."""
     intake, context = ask.parts.intake, context_of(ask.scope, ask.settings)
     body = await ask.body(ask.settings.body_limit)

@@ -19,7 +19,6 @@ from services.gateway.core.errors import (
 )
 from services.gateway.dialects.responses.conversation.compaction import ContextManagement
 from services.gateway.dialects.responses.tools import placed_tools
-from services.gateway.intake.rules import check_neutral, check_stream_options
 from services.gateway.intake.schemas import (
     MAX_COUNT,
     CacheBreakpoint,
@@ -50,6 +49,7 @@ from services.gateway.intake.schemas import (
     ignored,
     neutral,
 )
+from services.gateway.intake.validation import check_neutral, check_stream_options
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, renamed, unsupported
-from services.gateway.intake import rules, tools
+from services.gateway.intake import tools, validation
 from services.gateway.intake.chat import plan_of
 from services.gateway.intake.fine_tuning.schemas import (
     ConversationLine,
@@ -115,7 +115,7 @@ def _is_trained(message: TrainedMessage) -> bool:
 
 def _request(line: ConversationLine, messages: list[TrainedMessage]) -> ChatCompletionRequest:
     """As a client of chat completions would send the conversation. Raises `InvalidParameter`."""
-    rules.check_messages(messages)
+    validation.check_messages(messages)
     tools.check_conversation(messages, may_end_with_calls=True)
     for index, message in enumerate(messages):
         if isinstance(message.content, list) and any(part.type == "file" for part in message.content):
@@ -123,7 +123,9 @@ def _request(line: ConversationLine, messages: list[TrainedMessage]) -> ChatComp
     return ChatCompletionRequest(
         model="",
         messages=[
-            _replace(message, content=rules.text_of(message), refusal=None) if message.refusal else message
+            _replace(message, content=validation.text_of(message), refusal=None)
+            if message.refusal
+            else message
             for message in messages
         ],
         tools=line.tools,

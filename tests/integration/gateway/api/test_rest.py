@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.intake.sampling import cache_key, session_of
-from services.gateway.lifecycle.answer import seed_of_choice
+from services.gateway.lifecycle.request_state import seed_of_choice
 from shared.messages import GenerationRequest
 from shared.process import VERSION
 from tests.integration.gateway.conftest import RunningGateway

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.gateway.intake.embeddings import cut_tokens
-from services.gateway.streams import run
+from services.gateway.streams import stream_reader
 from services.gateway.streams.embeddings import VectorFormat
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
@@ -108,7 +108,7 @@ async def test_many_vectors_are_written_beside_the_event_loop(
         return whole(self, *arguments)
 
     monkeypatch.setattr(VectorFormat, "whole", noted)
-    monkeypatch.setattr(run, "LARGE", 64)
+    monkeypatch.setattr(stream_reader, "LARGE", 64)
     for count in (4, 5):  # vectors of 16 bytes
         answer = await client.embeddings.create(model=MODEL, input=["a"] * count)
         assert len(answer.data) == count

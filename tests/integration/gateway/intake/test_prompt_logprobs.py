@@ -8,7 +8,7 @@ import httpx
 import pytest
 from msgspec import structs
 
-from services.gateway.streams import run
+from services.gateway.streams import stream_reader
 from shared import limits
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
@@ -143,7 +143,7 @@ async def test_large_answers_are_made_beside_the_event_loop(
 ) -> None:
     body = {"prompt": "xyz", "echo": True, "logprobs": 1, "max_tokens": 1}
     at_once = await ask(http, COMPLETIONS, **body)
-    monkeypatch.setattr(run, "LARGE", 1)
+    monkeypatch.setattr(stream_reader, "LARGE", 1)
     assert (await ask(http, COMPLETIONS, **body))["choices"] == at_once["choices"]
     async with http.stream("POST", COMPLETIONS, json={"model": MODEL, "stream": True} | body) as answer:
         events = await read_events(answer)

@@ -162,8 +162,8 @@ async def test_a_failed_request_frees_its_key(nats_settings: CommonSettings, rin
 async def test_a_key_whose_gateway_died_before_it_wrote_the_record(
     gateway: RunningGateway, ring: FakeRing
 ) -> None:
-    from services.gateway.lifecycle.answer import new_identity
     from services.gateway.lifecycle.idempotency import entry_name, fingerprint
+    from services.gateway.lifecycle.request_state import new_identity
 
     async with gateway.http() as http:
         sent = http.build_request("POST", CHAT, json=BODY, headers=KEY)

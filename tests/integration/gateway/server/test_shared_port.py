@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.server.connections import Door
+from services.gateway.server.connections import ConnectionLimiter
 from shared.config import CommonSettings
 from shared.errors import PortInUse
 from shared.service.listener import reserve
@@ -168,7 +168,7 @@ async def test_tls_and_grpc_are_shared_too(
                 async with shared.connected_to(number) as http, shared.http(url) as ops:
                     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
                     assert (await ops.get("/ready")).status_code == 200
-            doors: list[Door] = [one.service._door for one in shared.ones]
+            doors: list[ConnectionLimiter] = [one.service._door for one in shared.ones]
             context = ssl.create_default_context(cafile=files.ca)
             context.set_alpn_protocols(["h2"])
             async with contextlib.AsyncExitStack() as stack:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.sparse_attention import Choice, problem_with
+from services.executor.core.sparse_attention import SparsePattern, problem_with
 from shared.messages import SparseAttention
 
 SIZES = st.integers(0, 300)
@@ -24,7 +24,7 @@ CHOICES = st.builds(
 def test_sinks_recent_tokens_and_the_budget_are_read(
     wanted: SparseAttention, position: int, size: int
 ) -> None:
-    own, reading = position // size, Choice.of(wanted).reading(position, size)
+    own, reading = position // size, SparsePattern.of(wanted).reading(position, size)
     if reading is None:
         return
     first, recent, top = reading
@@ -42,7 +42,7 @@ def test_sinks_recent_tokens_and_the_budget_are_read(
 
 @given(CHOICES, st.integers(0, 4000), st.integers(1, 32))
 def test_no_more_is_read_than_was_asked_for(wanted: SparseAttention, position: int, size: int) -> None:
-    reading = Choice.of(wanted).reading(position, size)
+    reading = SparsePattern.of(wanted).reading(position, size)
     if reading is None:
         return
     first, recent, top = reading
@@ -53,11 +53,13 @@ def test_no_more_is_read_than_was_asked_for(wanted: SparseAttention, position: i
 
 @given(CHOICES, CHOICES)
 def test_choices_that_differ_are_named_differently(one: SparseAttention, other: SparseAttention) -> None:
-    assert (Choice.of(one).salt() == Choice.of(other).salt()) == (Choice.of(one) == Choice.of(other))
+    assert (SparsePattern.of(one).salt() == SparsePattern.of(other).salt()) == (
+        SparsePattern.of(one) == SparsePattern.of(other)
+    )
 
 
 def test_without_a_choice_all_is_read() -> None:
-    assert all(Choice.of(None).reading(position, 16) is None for position in range(0, 100_000, 777))
+    assert all(SparsePattern.of(None).reading(position, 16) is None for position in range(0, 100_000, 777))
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.steps import Row
+from services.executor.scheduler.steps import SampledRow
 from services.executor.worker.backend import make_runner
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.launches import Launches
@@ -187,9 +187,9 @@ class ExactRing:
             cuts.budget, cuts.sequences, session_ttl=cuts.session_ttl, max_drafts=cuts.drafts
         )
         drafter = _KnowingDrafter(spec, settings, self._rng, said) if cuts.drafts and said else None
-        self.batcher = ContinuousBatcher(spec, settings, "m", drafter)
+        self.batcher = Scheduler(spec, settings, "m", drafter)
         self._launches = Launches(self._execute)
-        self._rows: list[Row] = []
+        self._rows: list[SampledRow] = []
 
     def run(self, requests: Iterable[GenerationRequest]) -> None:
         """Answers them all; they come one after the other, as chance will have it."""
@@ -208,7 +208,7 @@ class ExactRing:
         if self._expected is not None and running and self._rng.random() < 0.05:
             self.batcher._planner.preempt(self._rng.choice(running))
 
-    def _finish(self, step: tuple[StepPlan, list[Row]]) -> None:
+    def _finish(self, step: tuple[StepPlan, list[SampledRow]]) -> None:
         steps = [step]
         while steps:
             if len(steps) == 1 and self._cuts.lookahead:
@@ -226,7 +226,7 @@ class ExactRing:
             if sampled is not None:
                 self.batcher.fail_step(InternalError("as it happens"), set())
 
-    def _launch(self, plan: StepPlan, rows: list[Row]) -> list[SampledToken] | None:
+    def _launch(self, plan: StepPlan, rows: list[SampledRow]) -> list[SampledToken] | None:
         self._rows = rows
         try:
             return self._launches.launch(plan, [row.sampling for row in rows]).result()
@@ -245,7 +245,7 @@ class ExactRing:
             self._hear(row, tokens[at - row.ahead + 1 : at + 1].tolist(), one, of_row)
         return found
 
-    def _hear(self, row: Row, drafts: list[int], one: SampledToken, logits: Tensor) -> None:
+    def _hear(self, row: SampledRow, drafts: list[int], one: SampledToken, logits: Tensor) -> None:
         name, position = row.request.generation_id, row.sampling.position
         digest = blake2b(logits.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
         said = Said(one.token, digest, one.logprobs)

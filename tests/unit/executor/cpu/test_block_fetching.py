@@ -12,7 +12,7 @@ from torch import Tensor
 from services.executor.collectives.base import SingleRank
 from services.executor.core.layer_state import choosing_pages, page_layers
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.cpu import decoder
 from services.executor.cpu.block_fetching import QUIET_STEPS, FetchSteps, disk_reads, measure_disk
@@ -108,7 +108,7 @@ class Mapped:
     def forward(self, plan: StepPlan, wanted: SparseAttention | None) -> Tensor:
         if self.files is not None:
             self.files.drop()
-        logits = self.runner.forward(structs.replace(plan, sparse=to_bytes(list(Choice.of(wanted)))))
+        logits = self.runner.forward(structs.replace(plan, sparse=to_bytes(list(SparsePattern.of(wanted)))))
         assert isinstance(logits, Tensor)
         return logits
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.store import KvStore
@@ -62,7 +62,7 @@ def runner_of(
 
 def sparsely(plan: StepPlan, wanted: SparseAttention | None) -> StepPlan:
     sequences = len(plan.query_lens) // 4
-    return structs.replace(plan, sparse=to_bytes(list(Choice.of(wanted)) * sequences))
+    return structs.replace(plan, sparse=to_bytes(list(SparsePattern.of(wanted)) * sequences))
 
 
 def prefilled(runner: ModelRunner, compresses: bool, wanted: SparseAttention | None) -> Script:
@@ -120,7 +120,7 @@ def test_what_pytorch_chooses_is_read_and_nothing_else(
     expected = tensor(plain.forward(plan))
     assert (expected - dense).abs().max() > 0.01, "the choice tells"
     ((chosen, scores),) = found
-    reading = Choice.of(PAGES).reading(LENGTH - 1, BLOCK_SIZE)
+    reading = SparsePattern.of(PAGES).reading(LENGTH - 1, BLOCK_SIZE)
     assert reading is not None
     assert reading.recent - reading.first > 128, "more than one task scores"
 
@@ -184,7 +184,7 @@ def test_plans_that_name_what_is_not_there_are_refused(directory: Path) -> None:
     step, _ = Script([LENGTH], num_blocks=BLOCKS, compresses=True).step({0: 200})
     with pytest.raises(IndexError):
         native.forward(sparsely(step, PAGES))
-    twice = to_bytes(list(Choice.of(structs.replace(PAGES, kind="window"))) * 2)
+    twice = to_bytes(list(SparsePattern.of(structs.replace(PAGES, kind="window"))) * 2)
     with pytest.raises(IndexError):
         native.forward(structs.replace(step, sparse=twice))
     negative = to_bytes([2, 0, -1, 0, 0, 0, 0])

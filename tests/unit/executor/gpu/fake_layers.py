@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan
-from services.executor.gpu.decoder import Taps
+from services.executor.gpu.decoder import AuxHiddenStates
 from services.executor.gpu.inputs import StepInputs
 from services.executor.gpu.kernels.attention_launch import Batch
 
@@ -29,7 +29,9 @@ class FakeLayers:
         self.store = torch.zeros((num_blocks * block_size, HIDDEN), dtype=torch.float64)
         self.label = "compute: fake"
 
-    def compute(self, inputs: StepInputs, on_layer: object = None, taps: Taps | None = None) -> Tensor:
+    def compute(
+        self, inputs: StepInputs, on_layer: object = None, taps: AuxHiddenStates | None = None
+    ) -> Tensor:
         ids, positions = inputs.token_ids.long(), inputs.positions.double()[:, None] + 1
         states = self._embedding[ids] * positions
         written = inputs.slots >= 0
@@ -43,8 +45,10 @@ class FakeLayers:
             taps.take_last(hidden + states)
         return hidden + states
 
-    def taps(self, rows: int, layers: Sequence[int]) -> Taps:
-        return Taps(layers, torch.full((rows, max(1, len(layers)) * HIDDEN), torch.nan, dtype=torch.float64))
+    def taps(self, rows: int, layers: Sequence[int]) -> AuxHiddenStates:
+        return AuxHiddenStates(
+            layers, torch.full((rows, max(1, len(layers)) * HIDDEN), torch.nan, dtype=torch.float64)
+        )
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return hidden.index_select(0, rows) @ self._head

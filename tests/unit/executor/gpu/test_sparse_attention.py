@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 
 from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import SingleRank
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.gpu import sparse_attention
 from services.executor.gpu.decoder import GpuDecoder
@@ -50,7 +50,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_choices(plan: StepPlan, choices: Sequence[SparseAttention | None]) -> StepPlan:
     """`plan`, of whose sequences each has its choice."""
-    return structs.replace(plan, sparse=to_bytes([number for one in choices for number in Choice.of(one)]))
+    return structs.replace(
+        plan, sparse=to_bytes([number for one in choices for number in SparsePattern.of(one)])
+    )
 
 
 def logits_of(

@@ -9,7 +9,7 @@ from benchmarks.on_gpu.shapes import TINY
 from services.executor.core.engine import Launched
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -37,7 +37,7 @@ def texts(
     *,
     ahead: bool,
     launch: Launch | None = None,
-    batcher: ContinuousBatcher | None = None,
+    batcher: Scheduler | None = None,
 ) -> tuple[list[list[int]], int]:
     """What `wanted` become, and how many steps were launched before the one before was over. `launch`: what launches,
     in place of the engine itself; `batcher`: one that may have served others before."""

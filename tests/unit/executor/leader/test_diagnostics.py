@@ -6,15 +6,15 @@ import pytest
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.leader.diagnostics import describe
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest
 
 SPEC = EngineSpec(4, 16, 256, 100, num_cold=24, num_host=8)
 PROMPT = [71, 72, 73, 74, 75, 76]
 
 
-def batcher() -> ContinuousBatcher:
-    return ContinuousBatcher(SPEC, BatchSettings(max_batch_tokens=16, max_sequences=2, session_ttl=60.0))
+def batcher() -> Scheduler:
+    return Scheduler(SPEC, BatchSettings(max_batch_tokens=16, max_sequences=2, session_ttl=60.0))
 
 
 def request(name: str, lane: str = "interactive") -> GenerationRequest:
@@ -70,7 +70,7 @@ def test_a_broken_invariant_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slots_and_snapshots_are_told_with_their_sequences() -> None:
     spec = msgspec.structs.replace(SPEC, num_states=3, state_blocks=2, layers="2 recurrent, 1 full")
-    ring = ContinuousBatcher(spec, BatchSettings(max_batch_tokens=16, max_sequences=2))
+    ring = Scheduler(spec, BatchSettings(max_batch_tokens=16, max_sequences=2))
     for name in ("a", "b", "c"):
         ring.add(request(name))
     slots = set()

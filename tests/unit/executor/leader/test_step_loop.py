@@ -22,10 +22,10 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.leader.diagnostics import LeaderDebug
-from services.executor.leader.step_loop import Stepping, looks_ahead
+from services.executor.leader.step_loop import EngineLoop, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher, Entries
+from services.executor.scheduler.batcher import Entries, Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.scheduler.speculation import StepCost
@@ -98,14 +98,14 @@ class Ring:
         if drafts:
             engine_of(drafter).policy = DevotedPolicy(drafts)
         drafter._speculation.cost = EvenCost()
-        self.batcher = ContinuousBatcher(self.spec, settings, drafter=drafter)
+        self.batcher = Scheduler(self.spec, settings, drafter=drafter)
         self.engine = NotedEngine(self.spec)
         self.grammars = GrammarWork()
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.told = 0
         self.text: dict[str, list[int]] = {}
         self.board = board
-        self.steps = Stepping(
+        self.steps = EngineLoop(
             self.engine,  # type: ignore[arg-type]
             self.thread,
             self.batcher,

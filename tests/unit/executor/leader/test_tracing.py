@@ -9,7 +9,7 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.leader import tracing
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.steps import Chunk
+from services.executor.scheduler.steps import ScheduledTokens
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.stepped_ring import ask
 
@@ -75,7 +75,7 @@ def test_a_preemption_is_an_event_and_what_is_computed_again_is_counted(spans: l
     traces, request = Attempts("g", 1, list), traced("a")
     traces.taken(request, None, repeated=False)
     sequence = Sequence(request, 0, 16, b"")
-    prefill, again = Chunk(sequence, 5, samples=True), Chunk(sequence, 3, samples=False)
+    prefill, again = ScheduledTokens(sequence, 5, samples=True), ScheduledTokens(sequence, 3, samples=False)
     for chunk in (prefill, again, again):
         traces.begin_step(PLAN, [chunk])
         traces.end_step(0.5)

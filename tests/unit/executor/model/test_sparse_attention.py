@@ -11,7 +11,7 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.layer_state import attention
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.sparse_attention import Choice
+from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.store import KvStore
@@ -46,7 +46,7 @@ def runner_of(directory: Path, kind: str) -> ModelRunner:
 
 def sparsely(plan: StepPlan, wanted: SparseAttention | None) -> StepPlan:
     sequences = len(plan.query_lens) // 4
-    return structs.replace(plan, sparse=to_bytes(list(Choice.of(wanted)) * sequences))
+    return structs.replace(plan, sparse=to_bytes(list(SparsePattern.of(wanted)) * sequences))
 
 
 def logits_of(directory: Path, kind: str, chunks: list[int], wanted: SparseAttention | None) -> Tensor:
@@ -111,7 +111,7 @@ def test_the_best_blocks_by_the_summaries_of_their_keys_are_chosen(
     logits_of(directory, kind, [40, 1, 1, 19], PAGES)
     assert set(seen) == {1, 2}, "the first layer is dense"
     assert len(seen) == 2 * sum(
-        (reading := Choice.of(PAGES).reading(position, BLOCK_SIZE)) is not None and reading.top > 0
+        (reading := SparsePattern.of(PAGES).reading(position, BLOCK_SIZE)) is not None and reading.top > 0
         for position in range(LENGTH)
     )
 

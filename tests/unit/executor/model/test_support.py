@@ -21,8 +21,8 @@ from services.executor.model.catalogue import (
     refusal_of,
 )
 from services.executor.model.loading.loader import context_length, load_config, load_model
+from services.executor.model.parallel.module_patches import rewire_attention
 from services.executor.model.parallel.plans import PLANS, Style, as_regex, plan_for
-from services.executor.model.parallel.rewiring import rewire_attention
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing

@@ -17,7 +17,7 @@ from services.executor.core.prompt_results import Scores
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import score
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.runner import ModelRunner
 from shared.messages import GenerationRequest
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
@@ -43,7 +43,7 @@ def told(data: bytes, top: int) -> list[Row]:
 def served(runner: ModelRunner, leads: bool, vocab: int = 131, chunk: int = 16) -> dict[str, list[Row]]:
     """What a ring tells of the prompts, in chunks of 16 beside a request with output; every second prompt has
     output too."""
-    batcher = ContinuousBatcher(EngineSpec(BLOCK_SIZE, NUM_BLOCKS, 128, vocab), BatchSettings(chunk, 4))
+    batcher = Scheduler(EngineSpec(BLOCK_SIZE, NUM_BLOCKS, 128, vocab), BatchSettings(chunk, 4))
     batcher.add(GenerationRequest("text", "r", "m", "c", [5, 6, 7], 6))
     for at, (name, prompt) in enumerate(prompts().items()):
         request = GenerationRequest(name, "r", "m", "c", prompt, at % 2 * 3, prompt_logprobs=TOPS[at])

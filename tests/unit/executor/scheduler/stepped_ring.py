@@ -7,8 +7,8 @@ import pytest
 from services.executor.core.engine import BadLogits, EngineSpec, RestoreFailed, SampledToken, SpilledBlock
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher, Entries
-from services.executor.scheduler.steps import Row
+from services.executor.scheduler.batcher import Entries, Scheduler
+from services.executor.scheduler.steps import SampledRow
 from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
@@ -57,10 +57,10 @@ class Ring:
             prefill_gap=gap,
         )
         drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
-        self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
+        self.batcher = Scheduler(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
         self.launches = Launches(self.engine.execute)
-        self.later: tuple[StepPlan, list[Row]] | None = None
+        self.later: tuple[StepPlan, list[SampledRow]] | None = None
         """Planned ahead, while the step before it is under way."""
         self.ahead = 0
         """Steps that were planned ahead."""
@@ -77,12 +77,12 @@ class Ring:
         self.log += new
         return new
 
-    def schedule(self) -> tuple[StepPlan, list[Row]]:
+    def schedule(self) -> tuple[StepPlan, list[SampledRow]]:
         step = self.next_step()
         assert step is not None
         return step
 
-    def next_step(self) -> tuple[StepPlan, list[Row]] | None:
+    def next_step(self) -> tuple[StepPlan, list[SampledRow]] | None:
         """The one that was planned ahead, or a new one."""
         step, self.later = self.later, None
         if step is not None:
@@ -102,10 +102,10 @@ class Ring:
         self.batcher.check()
         return True
 
-    def execute(self, step: tuple[StepPlan, list[Row]]) -> list[SampledToken]:
+    def execute(self, step: tuple[StepPlan, list[SampledRow]]) -> list[SampledToken]:
         return self.launches.launch(step[0], [s.sampling for s in step[1]]).result()
 
-    def finish(self, step: tuple[StepPlan, list[Row]]) -> list[TokenEntry]:
+    def finish(self, step: tuple[StepPlan, list[SampledRow]]) -> list[TokenEntry]:
         if self.lookahead and self.later is None:
             self.look_ahead()
         try:
@@ -117,7 +117,7 @@ class Ring:
         self.batcher.check()
         return self.take(entries)
 
-    def fail(self, step: tuple[StepPlan, list[Row]], rows: set[int]) -> list[TokenEntry]:
+    def fail(self, step: tuple[StepPlan, list[SampledRow]], rows: set[int]) -> list[TokenEntry]:
         """The step is executed, and these rows are no numbers; what was planned behind it is in vain."""
         self.engine.bad_rows = rows
         with pytest.raises(BadLogits):

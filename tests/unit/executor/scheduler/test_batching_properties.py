@@ -17,9 +17,9 @@ from services.executor.core.engine import BadLogits, DraftPlan, EngineSpec, Rest
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher, Entries
+from services.executor.scheduler.batcher import Entries, Scheduler
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.steps import Row
+from services.executor.scheduler.steps import SampledRow
 from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
@@ -93,15 +93,15 @@ class BatcherMachine(RuleBasedStateMachine):
         self.spec, self.settings = spec, settings
         # Drafts are right or wrong as it happens: the text must be the same.
         self.drafter = FakeDrafter(self.spec, self.settings, rng) if settings.max_drafts else None
-        self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
+        self.batcher = Scheduler(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
         self.draft_model = FakeDraftModel(self.engine, rng)
-        self.round: tuple[DraftPlan, list[Row]] | None = None
+        self.round: tuple[DraftPlan, list[SampledRow]] | None = None
         """Of the draft model, under way."""
         self.launches = Launches(self.compute)
         self.lookahead = lookahead
         self.now = 0.0
-        self.flying: deque[tuple[StepPlan, list[Row]]] = deque()
+        self.flying: deque[tuple[StepPlan, list[SampledRow]]] = deque()
         self.open: dict[tuple[str, int], tuple[GenerationRequest, list[int]]] = {}
         self.newest: dict[str, int] = {}
         self.interfered: set[tuple[str, int]] = set()

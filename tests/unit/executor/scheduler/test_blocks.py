@@ -7,9 +7,9 @@ import pytest
 from services.executor.core.engine import EngineSpec
 from services.executor.kv_cache.prefix_index import BlockChain
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.block_tables import Beginning, BlockTables
+from services.executor.scheduler.block_tables import BlockTables, PrefixMatch
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.steps import Chunk, build_plan
+from services.executor.scheduler.steps import ScheduledTokens, build_plan
 from shared.errors import InternalError
 from shared.messages import SamplingParams
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
@@ -214,7 +214,7 @@ def _tables(num_cold: int, *tokens: int) -> tuple[BlockTables, list[Sequence]]:
     tables = BlockTables(EngineSpec(BLOCK, 4, 100, VOCAB, num_cold=num_cold), BatchSettings())
     sequences = [Sequence(ask(str(n), [n] * count), n, BLOCK, b"") for n, count in enumerate(tokens)]
     for sequence in sequences:
-        tables.admit(sequence, Beginning([]))
+        tables.admit(sequence, PrefixMatch([]))
     return tables, sequences
 
 
@@ -234,7 +234,7 @@ def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
     assert tables.cover(sequence, 6)
     sequence.num_computed = 5
     tables.seal([sequence])
-    chunk = Chunk(sequence, 1, samples=True, drafts=(7, 8, 9))
+    chunk = ScheduledTokens(sequence, 1, samples=True, drafts=(7, 8, 9))
     assert tables.cover_drafts(sequence, 3, [sequence]) == 3
     hot, cold = sequence.table[1], sequence.cold[0]
     plan, _ = build_plan(1, [chunk], tables.take_copies(), BLOCK)

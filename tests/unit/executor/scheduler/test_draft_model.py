@@ -13,7 +13,7 @@ from services.executor.core.draft_passes import DraftPasses
 from services.executor.core.engine import DraftToken, EngineSpec
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.scheduler.proposers.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
@@ -36,7 +36,7 @@ class Ring:
         drafter = Drafter(self.spec, settings, PROPOSERS)
         if devoted:
             engine_of(drafter).policy = DevotedPolicy(drafts)
-        self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
+        self.batcher = Scheduler(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
         self.model = FakeDraftModel(self.engine, random.Random(3), right)
         self.plans: list[StepPlan] = []
@@ -197,7 +197,7 @@ def test_the_last_tokens_of_a_text_and_of_the_context_need_no_room() -> None:
         (lambda batcher: batcher.add(ask("a", 5, 20, attempt=1)), "length"),
     ],
 )
-def test_who_ends_while_a_round_is_under_way(disturb: Callable[[ContinuousBatcher], None], ends: str) -> None:
+def test_who_ends_while_a_round_is_under_way(disturb: Callable[[Scheduler], None], ends: str) -> None:
     ring = Ring()
     ring.add(ask("a", 5, 20), ask("b", 5, 20))
     ring.step()

@@ -14,7 +14,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import as_int32
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.scheduler.steps import prompt_tokens
@@ -223,10 +223,10 @@ class LogitsEngine(FakeEngine):
         return Sampler().sample(logits, [state])[0]
 
 
-def generate(requests: list[GenerationRequest], drafts: int) -> tuple[list[TokenEntry], ContinuousBatcher]:
+def generate(requests: list[GenerationRequest], drafts: int) -> tuple[list[TokenEntry], Scheduler]:
     spec = EngineSpec(BLOCK, 200, 200, VOCAB)
     settings = BatchSettings(128, 8, max_drafts=drafts)
-    batcher = ContinuousBatcher(spec, settings, "m", Drafter(spec, settings, PROPOSERS))
+    batcher = Scheduler(spec, settings, "m", Drafter(spec, settings, PROPOSERS))
     engine, entries = LogitsEngine(spec), []
     for request in requests:
         assert batcher.add(request) is None

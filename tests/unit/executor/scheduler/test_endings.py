@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.scheduler.admission import BatchSettings, kv_exhausted
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.sequence import Sequence
 from shared.messages import GenerationRequest, TokenLogprobs
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
@@ -42,7 +42,7 @@ def test_what_goes_on_is_what_nothing_ends(
     prompt: int, most: int, context: int, blocks: int, stop: int
 ) -> None:
     spec, request = EngineSpec(BLOCK, blocks, context, VOCAB), ask("a", prompt, most, stop_token_ids=[stop])
-    batcher = ContinuousBatcher(spec, BatchSettings())
+    batcher = Scheduler(spec, BatchSettings())
     assume(batcher.add(request) is None)
     sequence = Sequence(request, 0, BLOCK, b"")
     for token in [1, 2, 3, 1, 2, 3, 1, 2, 3][:most]:
@@ -152,7 +152,7 @@ def test_cancelled_in_flight_keeps_its_blocks_until_the_step_is_over() -> None:
 
 
 def test_entries_are_grouped_by_consumer_and_carry_logprobs() -> None:
-    batcher = ContinuousBatcher(EngineSpec(BLOCK, 8, 100, VOCAB), BatchSettings())
+    batcher = Scheduler(EngineSpec(BLOCK, 8, 100, VOCAB), BatchSettings())
     for name, consumer in (("a", "x"), ("b", "y"), ("c", "x")):
         batcher.add(GenerationRequest(name, "r", "m", consumer, [1, 2, len(name)], 1))
     assert batcher.schedule() is not None

@@ -5,7 +5,7 @@ import pytest
 from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import SamplingState
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.errors import ConfigurationError, InternalError, RingLost
 from shared.messages import GenerationRequest, SamplingParams
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
@@ -97,11 +97,11 @@ def test_a_full_queue_refuses_for_now() -> None:
 
 def test_settings_that_do_not_go_together_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"max_batch_tokens.*max_sequences"):
-        ContinuousBatcher(EngineSpec(BLOCK, 8, 100, VOCAB), BatchSettings(max_batch_tokens=63))
+        Scheduler(EngineSpec(BLOCK, 8, 100, VOCAB), BatchSettings(max_batch_tokens=63))
 
 
 def test_the_memory_of_ended_generations_is_bounded() -> None:
-    batcher = ContinuousBatcher(EngineSpec(BLOCK, 8, 100, VOCAB), BatchSettings())
+    batcher = Scheduler(EngineSpec(BLOCK, 8, 100, VOCAB), BatchSettings())
     for name in range(5000):
         batcher.add(ask(str(name), max_tokens=1, generated=[1]))
     assert len(batcher._ended) == 4096

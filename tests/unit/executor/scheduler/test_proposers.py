@@ -6,7 +6,7 @@ import pytest
 
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposer import ProposerMaker
 from services.executor.scheduler.proposers.catalog import PROPOSERS
@@ -24,7 +24,7 @@ class Said:
     def __init__(self, makers: list[ProposerMaker], **engine: bool) -> None:
         spec, settings = EngineSpec(BLOCK, 64, 200, VOCAB, **engine), BatchSettings(64, 4, max_drafts=3)
         self.drafter = Drafter(spec, settings, makers)
-        batcher = ContinuousBatcher(spec, settings, "m", self.drafter)
+        batcher = Scheduler(spec, settings, "m", self.drafter)
         fake = FakeEngine(spec)
         model = FakeDraftModel(fake, random.Random(3), 1.0)
         requests = [ask("a", 5, 40), ask("bb", 9, 37), ask("ccc", 14, 30)]

@@ -10,7 +10,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import as_int32
 from services.executor.scheduler import step_planner
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.stub import StubEngine, StubSettings, stub_logit, stub_named_logprob
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
@@ -22,7 +22,7 @@ class StubbedRing:
     def __init__(self, tokens: int = 8) -> None:
         self._engine = StubEngine(StubSettings(block_size=4), lambda seconds: None)
         self.spec = self._engine.load(lambda done, total: None)
-        self.batcher = ContinuousBatcher(self.spec, BatchSettings(tokens, 8))
+        self.batcher = Scheduler(self.spec, BatchSettings(tokens, 8))
         self.last: dict[str, TokenEntry] = {}
 
     def run(self, *requests: GenerationRequest) -> list[int]:
@@ -113,7 +113,7 @@ def test_what_a_language_model_refuses(fields: dict[str, object], message: str) 
 
 def test_an_encoder_generates_nothing() -> None:
     spec = EngineSpec(4, 64, 200, 50, labels=["a", "b"], generates=False, whole_prompts=True)
-    batcher = ContinuousBatcher(spec, BatchSettings())
+    batcher = Scheduler(spec, BatchSettings())
     for request in (ask("t", 5), ask("n", 5, 1, logprob_token_ids=[1]), ask("e", 5, 1, embed=True)):
         refusal = batcher.add(request)
         assert refusal is not None
@@ -131,7 +131,7 @@ def test_prompts_are_never_cut(lengths: list[int], blocks: int, batch: set[int])
     spec = EngineSpec(
         4, blocks, 200, 50, pooling="mean", embedding_size=1, generates=False, whole_prompts=True
     )
-    batcher = ContinuousBatcher(spec, BatchSettings(16, 4))
+    batcher = Scheduler(spec, BatchSettings(16, 4))
     segments = {}
     for at, length in enumerate(lengths):
         segments[f"{at}"] = at % (length + 1)

@@ -2,7 +2,7 @@
 
 from services.executor.core.engine import GrammarFailed
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher, Entries
+from services.executor.scheduler.batcher import Entries, Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.structured_output import GrammarCompiler, GrammarState, GrammarWork, Vocabulary
@@ -57,7 +57,7 @@ class GuidedRing:
         """`drafts`: of a sequence at most. `work`: begins masks before steps; else the sampler computes them."""
         self.engine = engine(settings or StubSettings(num_blocks=4096), lambda seconds: None)
         spec, limits = self.engine.load(lambda *_: None), BatchSettings(max_drafts=drafts)
-        self.batcher = ContinuousBatcher(spec, limits, drafter=Drafter(spec, limits, PROPOSERS))
+        self.batcher = Scheduler(spec, limits, drafter=Drafter(spec, limits, PROPOSERS))
         self.compiler = compiler
         self.work = work
         self.steps = 0

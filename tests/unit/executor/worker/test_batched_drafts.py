@@ -12,7 +12,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import as_int32
 from services.executor.native import library
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.worker.engine import RingEngine
@@ -84,7 +84,7 @@ def generate(
     drafter, policy = Drafter(spec, settings, PROPOSERS), DevotedPolicy(drafts)
     if drafter.engine is not None:
         engine_of(drafter).policy = policy
-    batcher = ContinuousBatcher(spec, settings, "m", drafter)
+    batcher = Scheduler(spec, settings, "m", drafter)
     batcher.adapter_ready("a" * 64, adapter)
     turns: list[Texts] = []
     restored = 0

@@ -13,7 +13,7 @@ from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.output_heads import has_output_layer, read_class_head
 from services.executor.native.library import why_not
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from shared.messages import GenerationRequest
@@ -44,7 +44,7 @@ def make_classifier(directory: Path, model_type: str, labels: int) -> Path:
 def ask(runner: ModelRunner, collectives: Collectives, spec: EngineSpec, directory: Path) -> Vectors:
     """What a ring tells of the prompts, in chunks of 16 beside a text."""
     head = read_class_head(directory, load_config(directory))
-    batcher = ContinuousBatcher(spec, BatchSettings(16, 4))
+    batcher = Scheduler(spec, BatchSettings(16, 4))
     if spec.generates:
         batcher.add(GenerationRequest("text", "r", "m", "c", [5, 6, 7], 6))
     for name, prompt in prompts().items():

@@ -12,7 +12,7 @@ from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.model.loading.loader import load_config
 from services.executor.native.library import why_not
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
 from tests.unit.executor.model.tiny import make_model
@@ -38,7 +38,7 @@ def served(directory: Path, pooling: str, collectives: Collectives, native: bool
         runner = make_runner(directory, collectives)
     hidden = load_config(directory).hidden_size
     spec = EngineSpec(BLOCK_SIZE, NUM_BLOCKS, 128, 131, pooling=pooling, embedding_size=hidden)
-    batcher = ContinuousBatcher(spec, BatchSettings(16, 4))
+    batcher = Scheduler(spec, BatchSettings(16, 4))
     batcher.add(GenerationRequest("text", "r", "m", "c", [5, 6, 7], 6))
     for name, prompt in prompts().items():
         batcher.add(GenerationRequest(name, "r", "m", "c", prompt, 1, embed=True))

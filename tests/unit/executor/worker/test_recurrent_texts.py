@@ -21,7 +21,7 @@ from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.launches import Launches
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.errors import InternalError
@@ -102,7 +102,7 @@ class Ring:
             num_states=SLOTS,
             state_blocks=self._parts,
         )
-        batcher = ContinuousBatcher(spec, BatchSettings(20, sequences, session_ttl=1000.0), "m")
+        batcher = Scheduler(spec, BatchSettings(20, sequences, session_ttl=1000.0), "m")
         coming, texts = list(asked), dict[str, list[int]]()
         while coming or batcher.has_work:
             if coming and (not batcher.has_work or (chance and chance.random() < 0.2)):
@@ -115,7 +115,7 @@ class Ring:
             batcher.check()
         return texts
 
-    def _step(self, batcher: ContinuousBatcher, chance: random.Random | None) -> list[TokenEntry]:
+    def _step(self, batcher: Scheduler, chance: random.Random | None) -> list[TokenEntry]:
         step = batcher.schedule()
         if step is None:
             return []

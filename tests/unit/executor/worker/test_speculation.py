@@ -11,7 +11,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import StepPlan
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.worker.runner import ModelRunner
@@ -40,7 +40,7 @@ def requests() -> list[GenerationRequest]:
 def lead(runner: ModelRunner, plans: "queue.Queue[StepPlan | None]", drafts: int) -> tuple[Texts, int]:
     spec = EngineSpec(BLOCK_SIZE, NUM_BLOCKS, 100, runner.vocab_size)
     settings = BatchSettings(48, 3, max_drafts=drafts)
-    batcher = ContinuousBatcher(spec, settings, "m", Drafter(spec, settings, PROPOSERS))
+    batcher = Scheduler(spec, settings, "m", Drafter(spec, settings, PROPOSERS))
     for request in requests():
         assert batcher.add(request) is None
     texts: Texts = {}

@@ -11,7 +11,7 @@ from services.executor.core.engine import DraftPlan, Engine, EngineSpec
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.stub import FAULT_TOKEN, STUB_EOS_TOKEN, StubEngine, StubSettings, stub_token
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import GenerationRequest, SamplingParams, TokenLogprobs
@@ -48,7 +48,7 @@ def test_a_stream_is_what_stub_token_says() -> None:
         sparse=["pages", "window"],
     )
     assert progress == [(1, 1)]
-    batcher = ContinuousBatcher(spec, BatchSettings())
+    batcher = Scheduler(spec, BatchSettings())
     for seed in (5, 6):
         params = SamplingParams(seed=seed)
         batcher.add(GenerationRequest(str(seed), "r", "m", "c", [1] * 10, 20, params, [STUB_EOS_TOKEN]))
@@ -65,7 +65,7 @@ def test_a_stream_is_what_stub_token_says() -> None:
 
 def test_it_is_sure_of_every_token_of_a_prompt() -> None:
     engine = StubEngine(StubSettings(), lambda _: None)
-    batcher = ContinuousBatcher(engine.load(lambda *_: None), BatchSettings())
+    batcher = Scheduler(engine.load(lambda *_: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [7, 8, 9], 0, prompt_logprobs=1))
     step = batcher.schedule()
     assert step is not None
@@ -78,7 +78,7 @@ def test_it_is_sure_of_every_token_of_a_prompt() -> None:
 @pytest.mark.parametrize(("wanted", "top"), [(-1, None), (0, []), (3, [(stub_token(0, 0), 0.0)])])
 def test_log_probabilities_where_asked_for(wanted: int, top: list[tuple[int, float]] | None) -> None:
     engine = StubEngine(StubSettings(), lambda _: None)
-    batcher = ContinuousBatcher(engine.load(lambda *_: None), BatchSettings())
+    batcher = Scheduler(engine.load(lambda *_: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [1], 1, SamplingParams(logprobs=wanted)))
     step = batcher.schedule()
     assert step is not None
@@ -105,7 +105,7 @@ def test_a_vocabulary_that_is_too_small_is_named(settings: StubSettings) -> None
 
 def test_tokens_of_a_real_vocabulary_begin_behind_its_bytes() -> None:
     engine = StubEngine(StubSettings(vocab_size=2000, first_token=1000))
-    batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    batcher = Scheduler(engine.load(lambda done, total: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [1500], 1, SamplingParams(seed=5)))
     step = batcher.schedule()
     assert step is not None
@@ -121,7 +121,7 @@ def test_launched_steps_take_their_time_one_after_the_other_while_the_thread_goe
         now[0] += seconds
 
     engine = StubEngine(StubSettings(step_ms=4.0), sleep, lambda: now[0])
-    batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    batcher = Scheduler(engine.load(lambda done, total: None), BatchSettings())
     request = GenerationRequest("a", "r", "m", "c", [1, 2, 3], 9, SamplingParams(seed=5))
     batcher.add(request)
     first = batcher.schedule()
@@ -139,7 +139,7 @@ def test_launched_steps_take_their_time_one_after_the_other_while_the_thread_goe
 def faulty(fault: str) -> None:
     """Has an engine compute the token that makes it end badly."""
     engine = StubEngine(StubSettings(fault=fault))
-    batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    batcher = Scheduler(engine.load(lambda done, total: None), BatchSettings())
     batcher.add(GenerationRequest("a", "r", "m", "c", [9, FAULT_TOKEN], 1))
     step = batcher.schedule()
     assert step is not None

@@ -29,11 +29,11 @@ from services.gateway.intake.sampling import (
     session_of,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, Message
-from services.gateway.lifecycle.answer import seed_of_choice
 from services.gateway.lifecycle.records import Misses
 from services.gateway.lifecycle.recovery import MOST_GROUPS, Losses
+from services.gateway.lifecycle.request_state import seed_of_choice
 from services.gateway.streams.formats import CompletionFormat, Usage
-from services.gateway.streams.output import Piece, ScoredToken
+from services.gateway.streams.output import OutputDelta, ScoredToken
 from services.gateway.streams.reading import Presentations
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared import errors
@@ -219,7 +219,7 @@ def test_a_part_of_a_character_is_shown_by_its_bytes() -> None:
     tokenizer = ModelTokenizer(tiny_files())
     token = next(token for token in range(258) if tokenizer.token_bytes(token) == b"\xe2")
     shape = CompletionFormat(answer_of([], 1, -1), tokenizer)
-    chunk = msgspec.json.decode(shape.delta(0, Piece("", [ScoredToken(token, TokenLogprobs(-1.0), 0)])))
+    chunk = msgspec.json.decode(shape.delta(0, OutputDelta("", [ScoredToken(token, TokenLogprobs(-1.0), 0)])))
     assert chunk["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xe2"]
     assert shape.first(0) is None
     assert msgspec.json.decode(shape.usage(Usage.of(3, 2, 1)))["usage"]["total_tokens"] == 5

@@ -11,9 +11,9 @@ from services.gateway.intake import extra_fields, headers
 from services.gateway.intake.chat import plan_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.extra_fields import truncated
-from services.gateway.intake.rules import check_chat
 from services.gateway.intake.sampling import cache_salt
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.templates import Traits
 from shared.messages import ModelCard
 

@@ -15,7 +15,7 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields, rules
+from services.gateway.intake import extra_fields, validation
 from services.gateway.intake.decoding import convert, decode
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -55,9 +55,9 @@ def test_openais_fields_are_declared(theirs: type, ours: type[msgspec.Struct]) -
 
 def check(request: ChatCompletionRequest | CompletionRequest) -> None:
     if isinstance(request, ChatCompletionRequest):
-        rules.check_chat(request)
+        validation.check_chat(request)
     else:
-        rules.check_completion(request)
+        validation.check_completion(request)
 
 
 def refused(request: ChatCompletionRequest | CompletionRequest) -> tuple[str, str | None]:
@@ -93,7 +93,7 @@ def test_what_a_message_brings_besides_its_text_is_refused(name: str) -> None:
     field = f"messages[0].{name}"
     assert refused(with_message(**{name: "something"})) == ("unsupported_parameter", field)
     for neutral in (None, *NEUTRAL_IN_MESSAGE[name]):
-        rules.check_chat(with_message(**{name: neutral}))
+        validation.check_chat(with_message(**{name: neutral}))
 
 
 @pytest.mark.parametrize("name", ["image_url", "input_audio", "file", "refusal"])
@@ -109,7 +109,7 @@ def test_the_longest_time_that_a_cache_is_to_last_counts() -> None:
     def of(**fields: object) -> float:
         body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields)
         request = decode(body, msgspec.json.Decoder(ChatCompletionRequest))
-        rules.check_chat(request)
+        validation.check_chat(request)
         return extra_fields.cache_ttl(request)
 
     def parts(*ttls: str) -> list[dict[str, object]]:
@@ -143,8 +143,8 @@ def test_the_longest_time_that_a_cache_is_to_last_counts() -> None:
 )
 def test_what_was_refused_was_said(message: Message, text: str) -> None:
     request = ChatCompletionRequest(model="m", messages=[Message("user", "Hi"), message])
-    rules.check_chat(request)
-    assert rules.text_of(message) == text
+    validation.check_chat(request)
+    assert validation.text_of(message) == text
 
 
 def test_a_part_has_what_its_type_says() -> None:

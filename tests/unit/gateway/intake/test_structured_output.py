@@ -11,7 +11,6 @@ import pytest
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import structured_output
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.rules import check_chat
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.structured_output import (
     Grammars,
@@ -19,6 +18,7 @@ from services.gateway.intake.structured_output import (
     grammar_of_schema,
     wanted_by,
 )
+from services.gateway.intake.validation import check_chat
 from shared import limits
 from shared.errors import QueueFull
 from shared.grammars import ANY_OBJECT

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.lifecycle import answer as identity
-from services.gateway.lifecycle.answer import KEPT, Answer, followed_answer, requests_of
+from services.gateway.lifecycle import request_state as identity
+from services.gateway.lifecycle.request_state import KEPT, RequestState, followed_answer, requests_of
 from services.gateway.lifecycle.token_stream import Limits
 from shared.messages import GenerationRequest, SamplingParams
 from shared.messages.records import GenerationRecord
@@ -14,7 +14,7 @@ LIMITS = Limits(3, 600.0, 10.0)
 GRACE = 5.0
 
 
-def answer(**fields: object) -> Answer:
+def answer(**fields: object) -> RequestState:
     request = GenerationRequest("i-0", "r", "m", "a", [1], 5)
     record = GenerationRecord("i", "completions", 90.0, [request], **fields)  # type: ignore[arg-type]
     made = followed_answer(record, LIMITS, now=100.0, now_unix=100.0)

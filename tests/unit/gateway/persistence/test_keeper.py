@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.persistence import keeper
-from services.gateway.persistence.keeper import TRIES, Keeper
+from services.gateway.persistence.keeper import TRIES, ResponseArchive
 from shared.errors import BrokerUnavailable
 from tests.unit.gateway.dialects.responses.test_events import answer_for
 
@@ -18,14 +18,14 @@ class Shelf:
         self.asked = 0
         self.kept: list[str] = []
 
-    async def put(self, answer: Answer) -> None:
+    async def put(self, answer: RequestState) -> None:
         self.asked += 1
         if self.asked <= self.refused:
             raise BrokerUnavailable("not now")
         self.kept.append(answer.identity)
 
 
-def stored() -> Answer:
+def stored() -> RequestState:
     answer = answer_for()
     assert answer.record.response is not None
     answer.record = msgspec.structs.replace(
@@ -40,7 +40,7 @@ async def test_what_is_refused_is_tried_again(
 ) -> None:
     monkeypatch.setattr(keeper, "PAUSE", 0.0)
     shelf = Shelf(refused)
-    await Keeper(shelf, Shelf()).keep(stored())  # type: ignore[arg-type]
+    await ResponseArchive(shelf, Shelf()).keep(stored())  # type: ignore[arg-type]
     assert (shelf.asked, len(shelf.kept)) == (min(refused + 1, TRIES), kept)
 
 
@@ -50,5 +50,5 @@ async def test_what_was_cancelled_before_its_id_was_known_is_not_written() -> No
         answer.record, endpoint="chat.completions", response=None, store=True, stream=False
     )
     answer.generations[0].state = "cancelled"
-    await Keeper(Shelf(), shelf).keep(answer)  # type: ignore[arg-type]
+    await ResponseArchive(Shelf(), shelf).keep(answer)  # type: ignore[arg-type]
     assert (answer.record.outlives, answer.resumable, shelf.asked) == (True, False, 0)

@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from services.gateway.core.asgi import UntilGone, connection_of, message_writer, read_body
-from services.gateway.server.connections import Door, Limits
+from services.gateway.server.connections import ConnectionLimiter, Limits
 from services.gateway.server.http1 import guarded_http
 from services.gateway.server.websocket import GuardedWebSocket
 from shared.service.endpoints import Receive, Scope, Send
@@ -48,7 +48,7 @@ async def serve(inner: App, client: Callable[[str], Awaitable[None]]) -> None:
             errors.append(error)
             raise
 
-    door = Door(8)
+    door = ConnectionLimiter(8)
     options = {
         "http": guarded_http(Limits(10.0, 1 << 16), door),
         "admission": door.admission("http"),

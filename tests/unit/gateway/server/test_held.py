@@ -1,6 +1,6 @@
 """Who is let go for what the gateway holds for them."""
 
-from services.gateway.server.connections import Door
+from services.gateway.server.connections import ConnectionLimiter
 from services.gateway.server.held import HeldWatch, UnreadAnswers, excess
 
 
@@ -34,7 +34,7 @@ def test_beyond_the_limit_who_was_left_most_goes_first_and_no_more_than_must() -
 
 def test_connections_of_all_ports_count_together() -> None:
     refused: list[tuple[str, str]] = []
-    door = Door(10, refused=lambda port, reason: refused.append((port, reason)))
+    door = ConnectionLimiter(10, refused=lambda port, reason: refused.append((port, reason)))
     rest, ops, grpc, idle = Client(30), Client(20), Client(80), Client()
     door.http |= {rest, idle}
     door.ops.add(ops)
@@ -54,7 +54,7 @@ def test_connections_of_all_ports_count_together() -> None:
 
 
 def test_grpc_connections_see_to_their_own_time() -> None:
-    door = Door(10)
+    door = ConnectionLimiter(10)
     client = Client(80)
     door.grpc.add(client)
     watch = HeldWatch(door, owed=100, arriving=100, seconds=60.0)
@@ -65,7 +65,7 @@ def test_grpc_connections_see_to_their_own_time() -> None:
 
 def test_requests_that_have_not_come_whole_count_together_too() -> None:
     refused: list[tuple[str, str]] = []
-    door = Door(10, refused=lambda port, reason: refused.append((port, reason)))
+    door = ConnectionLimiter(10, refused=lambda port, reason: refused.append((port, reason)))
     rest, grpc, large = Client(arriving=30), Client(arriving=60), Client(owed=90, arriving=80)
     door.http |= {rest, large}
     door.grpc.add(grpc)

@@ -13,9 +13,9 @@ from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ClientGone
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.dialects.registry import DIALECTS
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.reading import Presentations
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import RingLost
 from shared.messages import FinishReason, TokenEntry
 from tests.unit.gateway.dialects.anthropic import test_message_run
@@ -40,8 +40,8 @@ METRICS = GatewayMetrics(CollectorRegistry())
 class Connection:
     """Takes chunks of a run directly, where it is `open`, and else from the reader's task."""
 
-    def __init__(self, answer: Answer, *, direct: bool, after: Sequence[int] | None = None) -> None:
-        self.run: Run = PRESENTATIONS.run(
+    def __init__(self, answer: RequestState, *, direct: bool, after: Sequence[int] | None = None) -> None:
+        self.run: StreamReader = PRESENTATIONS.run(
             answer, TOKENIZER, Alone(), metrics=METRICS.of_model("tiny"), after=after
         )
         self.run.join()
@@ -74,7 +74,7 @@ def settle() -> None:
     LOOP.run_until_complete(turns())
 
 
-def letters(answer: Answer, text: str, finish: FinishReason = "") -> None:
+def letters(answer: RequestState, text: str, finish: FinishReason = "") -> None:
     """The next tokens of the only choice."""
     generation = answer.generations[0]
     tokens = [OF_BYTE[bytes([byte])] for byte in text.encode()]
@@ -119,7 +119,7 @@ def test_a_connection_gets_the_same_chunks_either_way(
 
 
 @pytest.mark.parametrize("answer", [test_message_run.answer_for(None), test_events.answer_for()])
-def test_numbered_events_are_written_the_same(answer: Answer) -> None:
+def test_numbered_events_are_written_the_same(answer: RequestState) -> None:
     plain, direct = Connection(answer, direct=False), Connection(answer, direct=True)
     for letter in ("a", "b", "cd", "d", "e", "fg"):
         letters(answer, letter)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.registry import DIALECTS
-from services.gateway.lifecycle.answer import Answer, merged, requests_of
 from services.gateway.lifecycle.generation import Deliver, Generation
 from services.gateway.lifecycle.records import _parts
+from services.gateway.lifecycle.request_state import RequestState, merged, requests_of
 from services.gateway.lifecycle.token_stream import Decision, Limits
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import Presentations
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
@@ -38,25 +38,25 @@ LOOP = asyncio.new_event_loop()
 class Alone:
     """Owns the answer as a gateway without a bus would."""
 
-    async def submit(self, answer: Answer) -> "asyncio.Future[None]":
+    async def submit(self, answer: RequestState) -> "asyncio.Future[None]":
         raise AssertionError("it has been submitted")
 
-    def join(self, answer: Answer, deliver: Deliver) -> None:
+    def join(self, answer: RequestState, deliver: Deliver) -> None:
         for generation in answer.generations:
             generation.attach(deliver)
 
-    def leave(self, answer: Answer, deliver: Deliver) -> None:
+    def leave(self, answer: RequestState, deliver: Deliver) -> None:
         for generation in answer.generations:
             generation.detach(deliver)
 
-    def end_choice(self, answer: Answer, index: int) -> None:
+    def end_choice(self, answer: RequestState, index: int) -> None:
         pass
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: RequestState) -> None:
         pass
 
 
-def answer_of(stop: list[str], choices: int, logprobs: int, *, token_ids: bool = False) -> Answer:
+def answer_of(stop: list[str], choices: int, logprobs: int, *, token_ids: bool = False) -> RequestState:
     request = GenerationRequest(
         "i-0", "r", "m", "g", [5, 6], 64, sampling=SamplingParams(logprobs=logprobs), stop_token_ids=[1]
     )
@@ -76,14 +76,14 @@ def answer_of(stop: list[str], choices: int, logprobs: int, *, token_ids: bool =
         Generation(wire, index, LIMITS, now=0.0, started_at=0.0)
         for index, wire in enumerate(requests_of(record))
     ]
-    return Answer(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
+    return RequestState(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
 
 class Reader:
     """A run that is read as its log grows."""
 
-    def __init__(self, answer: Answer, after: list[int] | None) -> None:
-        self.run: Run = PRESENTATIONS.run(answer, TOKENIZER, Alone(), after=after)
+    def __init__(self, answer: RequestState, after: list[int] | None) -> None:
+        self.run: StreamReader = PRESENTATIONS.run(answer, TOKENIZER, Alone(), after=after)
         self.run.join()
         self._found: list[Chunk] = []
         self._task = LOOP.create_task(self._read())

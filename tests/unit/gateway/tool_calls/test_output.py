@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import Presentations
 from services.gateway.tool_calls.parser import call_id
@@ -26,7 +26,7 @@ THINKING = "<think>\nHm, \u2603.\n</think>\n"
 
 def calling(
     parsing: Parsing, *, choices: int = 1, logprobs: int = -1, stop: list[str] | None = None
-) -> Answer:
+) -> RequestState:
     answer = answer_of(stop or [], choices, logprobs)
     answer.record = msgspec.structs.replace(answer.record, parsing=parsing)
     for generation in answer.generations:
@@ -51,7 +51,7 @@ def entries(text: str, cuts: list[int], finish: FinishReason = "stop", index: in
 
 
 def read(
-    answer: Answer, log: list[TokenEntry], after: list[int] | None = None
+    answer: RequestState, log: list[TokenEntry], after: list[int] | None = None
 ) -> list[tuple[dict[str, Any], str]]:
     """Chunks with their positions."""
     reader = Reader(answer, after)
@@ -135,7 +135,7 @@ def test_openais_chunks() -> None:
     assert deltas[-1] == {}
 
 
-def collected(answer: Answer, log: list[TokenEntry]) -> dict[str, Any]:
+def collected(answer: RequestState, log: list[TokenEntry]) -> dict[str, Any]:
     """The whole response."""
     run = PRESENTATIONS.run(answer, TOKENIZER, Alone())  # type: ignore[arg-type]
     run.join()

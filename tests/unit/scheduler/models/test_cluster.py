@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
 from services.scheduler.models.demand import Demand
+from services.scheduler.models.eviction import Worth, cheapest
 from services.scheduler.models.failures import Failures
+from services.scheduler.models.host_selection import RoomSearch
 from services.scheduler.models.plans import Plans
-from services.scheduler.models.room import RoomSearch
-from services.scheduler.models.victims import Worth, cheapest
 from shared.messages import GroupLoad, GroupRecord, HostBeat, HostModel, HostRecord
 from tests.unit.scheduler.models.hosts import BEGIN, GB, spec
 

@@ -10,8 +10,8 @@ import pytest
 
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.demand import DemandTracker
+from services.scheduler.models.eviction import BUSY_STAY, FIRST_TURN, RESIDENCE
 from services.scheduler.models.placement import ModelPlacer
-from services.scheduler.models.victims import BUSY_STAY, FIRST_TURN, RESIDENCE
 from shared.messages import (
     GroupLoad,
     GroupRecord,

@@ -12,7 +12,7 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.conversation.items import Reference, identity_in
 from services.gateway.dialects.responses.stream.items import Item
-from services.gateway.lifecycle.answer import PREFIXES
+from services.gateway.lifecycle.request_state import PREFIXES
 from services.gateway.persistence.budget import ByteBudget, HistoryBudget, beside_loop
 from services.gateway.persistence.conversations import FORGOTTEN
 from services.gateway.persistence.items import StoredItem, decoded, size_of

@@ -9,12 +9,12 @@ from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ErrorBody, status_of
 from services.gateway.dialects.responses.stream.events import Event, ResponseEvents
 from services.gateway.dialects.responses.stream.items import ResponseShape
-from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.formats import padded
 from services.gateway.streams.numbered_run import NumberedRun
-from services.gateway.streams.output import Piece
+from services.gateway.streams.output import OutputDelta
 from services.gateway.streams.progress import PromptProgress
-from services.gateway.streams.run import Write
+from services.gateway.streams.stream_reader import Write
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 
@@ -31,7 +31,7 @@ class ResponseRun(NumberedRun):
 
     _failed = False
 
-    def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> ResponseEvents:
+    def _begun_events(self, answer: RequestState, tokenizer: Tokenizer) -> ResponseEvents:
         self.obfuscated = answer.record.obfuscate
         events = ResponseEvents(ResponseShape(answer.record, tokenizer))
         events.created()
@@ -111,14 +111,14 @@ class ResponseRun(NumberedRun):
         body = {"type": PROGRESS, "sequence_number": self._events.count - 1, "prompt_progress": progress}
         return Chunk(_json.encode(body), b"", PROGRESS.encode())
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: OutputDelta) -> None:
         self._events.begin()
         if not self._events.silent:
             self._show_piece(piece)
         if self._output.finish:
             self._events.finish(self._output.finish, self._usage())
 
-    def _show_piece(self, piece: Piece) -> None:
+    def _show_piece(self, piece: OutputDelta) -> None:
         """More of a call that has begun, then the rest."""
         events = self._events
         if piece.reasoning:

@@ -22,7 +22,7 @@ from services.executor.model.encoders import attention
 from services.executor.model.encoders.families import family_of
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.batcher import Scheduler
 from services.executor.supervisor.model_files import size_of
 from services.executor.worker.encoder import EncoderRunner, load_encoder_rank
 from shared.errors import ConfigurationError, ModelLoadError
@@ -54,7 +54,7 @@ def load(directory: Path, collectives: Collectives, **settings: Any) -> tuple[En
 def served(directory: Path, collectives: Collectives) -> Vectors:
     """What a ring tells of the prompts, several of them in a step."""
     runner, spec = load(directory, collectives)
-    batcher = ContinuousBatcher(spec, BatchSettings(40, 8))
+    batcher = Scheduler(spec, BatchSettings(40, 8))
     embeds = "embed" in spec.tasks
     for name, prompt in prompts().items():
         request = GenerationRequest(

@@ -17,8 +17,8 @@ from services.executor.training.trainer.adapter_files import (
     write_adapter,
     write_metrics,
 )
-from services.executor.training.trainer.gate import Gate, PauseWanted
 from services.executor.training.trainer.optimizer import FactorOptimizer
+from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
 from shared.errors import ConfigurationError, InternalError, InvalidRequest, StorageFull

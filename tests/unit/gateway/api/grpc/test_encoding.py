@@ -9,7 +9,7 @@ from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, event, 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.core.asgi import Chunk
 from services.gateway.streams.formats import Usage
-from services.gateway.streams.output import Piece, ScoredToken
+from services.gateway.streams.output import OutputDelta, ScoredToken
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from services.gateway.tool_calls.parser import CallDelta
@@ -35,7 +35,9 @@ def scored(draw: st.DrawFn) -> ScoredToken:
 
 
 CALLS = st.lists(st.builds(CallDelta, st.integers(0, 9), TEXTS, TEXTS, TEXTS), max_size=2)
-PIECES = st.builds(Piece, TEXTS, st.lists(scored(), max_size=2), TEXTS, CALLS, st.lists(TOKENS, max_size=5))
+PIECES = st.builds(
+    OutputDelta, TEXTS, st.lists(scored(), max_size=2), TEXTS, CALLS, st.lists(TOKENS, max_size=5)
+)
 PARTS = st.lists(st.tuples(st.integers(0, 200), PIECES, st.sampled_from(["", *FINISHES])), min_size=1)
 USAGES = st.none() | st.builds(Usage.of, st.integers(0, 2**20), st.integers(0, 2**20), st.integers(0, 2**20))
 POSITIONS = st.lists(st.integers(0, 2**20), min_size=1, max_size=60)
@@ -109,13 +111,13 @@ def test_progress_for_those_who_ask_for_it(progress: PromptProgress, positions: 
     alone = pb.GenerationEvent.FromString(event(b"", [Chunk(told, b"")]))
     assert alone == pb.GenerationEvent(prompt_progress=wanted)
     position = ",".join(map(str, positions))
-    beside = Chunk(shape.delta(0, Piece("Hi", ())), position.encode())
+    beside = Chunk(shape.delta(0, OutputDelta("Hi", ())), position.encode())
     both = pb.GenerationEvent.FromString(event(b"", [Chunk(told, b""), beside]))
     assert (both.prompt_progress, both.position, both.choices[0].text) == (wanted, position, "Hi")
 
 
 @given(st.lists(st.tuples(PIECES, st.sampled_from([*FINISHES])), min_size=1, max_size=4))
-def test_whole_answers(choices: list[tuple[Piece, Any]]) -> None:
+def test_whole_answers(choices: list[tuple[OutputDelta, Any]]) -> None:
     answer = answer_of([], 1, -1)
     shape = EventFormat(answer, StubTokenizer())
     usage = Usage.of(3, 200, 1)

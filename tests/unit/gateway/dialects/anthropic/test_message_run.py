@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.anthropic.message_run import MessageRun
-from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.output import arguments_of
 from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, TokenEntry
@@ -42,16 +42,16 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 cuts = st.lists(st.integers(0, 1000), max_size=6)
 
 
-def answer_for(parsing: Parsing | None, *, stream: bool = True, capped: bool = False) -> Answer:
+def answer_for(parsing: Parsing | None, *, stream: bool = True, capped: bool = False) -> RequestState:
     request = GenerationRequest(f"{IDENTITY}-0", "r", "m", "g", [5, 6], 4096, stop_token_ids=[1])
     record = GenerationRecord(
         IDENTITY, "messages", 0.0, [request], stream=stream, parsing=parsing, stop=["STOP"], capped=capped
     )
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0)
-    return Answer(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
+    return RequestState(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
 
-def feed(answer: Answer, text: str, at: list[int], finish: FinishReason = "stop") -> Answer:
+def feed(answer: RequestState, text: str, at: list[int], finish: FinishReason = "stop") -> RequestState:
     """`text`, a token a byte, cut into entries."""
     tokens = [OF_BYTE[bytes([byte])] for byte in text.encode()]
     ends = sorted({cut % (len(tokens) + 1) for cut in at} | {0, len(tokens)})
@@ -61,11 +61,11 @@ def feed(answer: Answer, text: str, at: list[int], finish: FinishReason = "stop"
     return answer
 
 
-def put(answer: Answer, entry: TokenEntry) -> None:
+def put(answer: RequestState, entry: TokenEntry) -> None:
     answer.generations[0].on_entry("ring", 1, entry, 1.0)
 
 
-def events_of(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
+def events_of(answer: RequestState, after: list[int] | None = None) -> list[Chunk]:
     run = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
     run.join()
 
@@ -75,7 +75,7 @@ def events_of(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
     return LOOP.run_until_complete(chunks())
 
 
-def message_of(answer: Answer) -> dict[str, Any]:
+def message_of(answer: RequestState) -> dict[str, Any]:
     run = PRESENTATIONS.run(answer, TOKENIZER, None)
     run.join()
     found: dict[str, Any] = json.loads(LOOP.run_until_complete(run.collect()))

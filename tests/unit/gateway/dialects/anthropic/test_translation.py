@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.anthropic.schemas import MessagesRequest
 from services.gateway.dialects.anthropic.translation import chat_request, own_words, reasoning_fields
-from services.gateway.intake import rules
+from services.gateway.intake import validation
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded
@@ -28,7 +28,7 @@ def asked(messages: list[Any], **fields: Any) -> MessagesRequest:
 
 def chat(messages: list[Any], **fields: Any) -> ChatCompletionRequest:
     made = chat_request(asked(messages, **fields), {})
-    rules.check_chat(made)
+    validation.check_chat(made)
     return made
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.dialects.ollama.formats import OllamaChatFormat, OllamaGenerateFormat
-from services.gateway.lifecycle.answer import Answer, requests_of
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.request_state import RequestState, requests_of
 from services.gateway.streams.cursor import END_OF_CHOICE
 from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry
@@ -43,7 +43,7 @@ PIECES = st.sampled_from(
 PARSING = Parsing("hermes", {"f": {"a": "array"}}, reasoning="think", opened=True)
 
 
-def answer_of(endpoint: Literal["ollama.chat", "ollama.generate"], parsing: Parsing | None) -> Answer:
+def answer_of(endpoint: Literal["ollama.chat", "ollama.generate"], parsing: Parsing | None) -> RequestState:
     sampling = SamplingParams(logprobs=-1)
     request = GenerationRequest("i-0", "r", "m", "g", [5, 6], 4096, sampling=sampling, stop_token_ids=[1])
     record = GenerationRecord("i", endpoint, 0.0, [request], stop=["END"], stream=True, parsing=parsing)
@@ -51,7 +51,7 @@ def answer_of(endpoint: Literal["ollama.chat", "ollama.generate"], parsing: Pars
         Generation(wire, index, LIMITS, now=0.0, started_at=0.0)
         for index, wire in enumerate(requests_of(record))
     ]
-    return Answer(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
+    return RequestState(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
 
 @st.composite

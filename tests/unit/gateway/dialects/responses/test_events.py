@@ -12,11 +12,11 @@ from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.stream.run import ResponseRun
-from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
+from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.persistence.keeper import answer_of, stored_of
 from services.gateway.streams.reading import Presentations
-from services.gateway.streams.run import Run
+from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse
@@ -35,7 +35,7 @@ def answer_for(
     parsing: Parsing | None = None,
     compacts: bool = False,
     prewarm: bool = False,
-) -> Answer:
+) -> RequestState:
     request = GenerationRequest(
         f"{IDENTITY}-0",
         "r",
@@ -57,18 +57,18 @@ def answer_for(
         response=ResponseRecord(shown, b"[]", background=background, compacts=compacts, prewarm=prewarm),
     )
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0)
-    return Answer(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
+    return RequestState(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
 
-def feed(answer: Answer, log: Log, scored: bool) -> None:
+def feed(answer: RequestState, log: Log, scored: bool) -> None:
     for entry in entries_of(0, log, scored):
         moved = msgspec.structs.replace(entry, generation_id=f"{IDENTITY}-0")
         answer.generations[0].on_entry("ring", 1, moved, 1.0)
 
 
-def read(answer: Answer, after: list[int] | None = None) -> list[Chunk]:
+def read(answer: RequestState, after: list[int] | None = None) -> list[Chunk]:
     """All events that there are, of an answer that has ended."""
-    run: Run = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
+    run: StreamReader = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
     run.join()
 
     async def chunks() -> list[Chunk]:

@@ -12,7 +12,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.responses.conversation.history import History, room_of
 from services.gateway.dialects.responses.conversation.items import Reference, chat_messages, droppable
 from services.gateway.dialects.responses.endpoint import _hopeless
-from services.gateway.lifecycle.answer import PREFIXES
+from services.gateway.lifecycle.request_state import PREFIXES
 from services.gateway.persistence.budget import LARGE, ByteBudget, HistoryBudget, HistoryBudgets
 from services.gateway.persistence.items import ResponseTurn, split, turn_of
 from services.gateway.persistence.responses import StoredTurns

@@ -15,8 +15,8 @@ from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.dialects.responses.translation import chat_request, own_words, shown_fields
 from services.gateway.intake.chat import plan_of
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.rules import check_chat
 from services.gateway.intake.structured_output import wanted_by
+from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded
 from shared.messages import ModelCard

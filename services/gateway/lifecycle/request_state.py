@@ -101,7 +101,7 @@ KEPT = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class RequestState:
     """What clients know under one id. Readers are counted by those who attach them."""
 
     record: GenerationRecord
@@ -232,7 +232,7 @@ def followed_answer(
     now: float,
     now_unix: float,
     keep: float = 0.0,
-) -> Answer:
+) -> RequestState:
     """An answer of another gateway, with its generations, from a record that is whole. `ownership`: None where nobody
     has claimed it. It stays at hand for `keep` seconds, though nobody reads it.
 
@@ -248,7 +248,9 @@ def followed_answer(
     first = record.requests[0].consumer
     consumers = list(ownership.consumers) if ownership else [first]
     owner = ownership.owner if ownership else first
-    return Answer(record, generations, owner=owner, owned=False, quiet_since=now + keep, consumers=consumers)
+    return RequestState(
+        record, generations, owner=owner, owned=False, quiet_since=now + keep, consumers=consumers
+    )
 
 
 def merged(parts: Sequence[GenerationRecord]) -> GenerationRecord | None:

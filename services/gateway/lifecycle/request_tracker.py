@@ -13,12 +13,12 @@ import structlog
 from services.gateway.core.errors import RateLimited, RouteError
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.lifecycle.answer import Answer, followed_answer, writer_of
 from services.gateway.lifecycle.generation import Deliver
 from services.gateway.lifecycle.generations import SWEEP_INTERVAL, Generations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from services.gateway.lifecycle.ownership import Owners
 from services.gateway.lifecycle.records import LargeRecords, Misses, RecordReader, RecordWriter
+from services.gateway.lifecycle.request_state import RequestState, followed_answer, writer_of
 from services.gateway.lifecycle.token_stream import limits_of
 from shared import limits
 from shared.errors import BrokerUnavailable, QueueFull, RyzansteinError, Unavailable
@@ -43,10 +43,10 @@ def unknown_generation(public_id: str) -> RouteError:
     )
 
 
-class Keeper(Protocol):
+class Archive(Protocol):
     """Where answers go that outlive the journal."""
 
-    async def keep(self, answer: Answer) -> None:
+    async def keep(self, answer: RequestState) -> None:
         """Writes an answer that has ended, if it is to be kept."""
         ...
 
@@ -58,12 +58,12 @@ class Keeper(Protocol):
 class SilentReader(Protocol):
     """Reads answers that nobody listens to."""
 
-    async def watch(self, answer: Answer, owner: "Answers") -> None:
+    async def watch(self, answer: RequestState, owner: "RequestTracker") -> None:
         """Up to its stop string."""
         ...
 
 
-class Answers:
+class RequestTracker:
     """One entry per generation that is read here, or that this gateway decides about."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Answers:
         metrics: GatewayMetrics,
         generations: Generations,
         keys: IdempotencyKeys,
-        keeper: Keeper,
+        keeper: Archive,
         reader: SilentReader,
     ) -> None:
         """`consumer`: the gateway's instance, whose token subject the rings publish to."""
@@ -86,10 +86,10 @@ class Answers:
         self._settings = settings
         self._metrics = metrics
         self._generations = generations
-        self._by_identity: dict[str, Answer] = {}
+        self._by_identity: dict[str, RequestState] = {}
         self._some = asyncio.Event()
         """Whether there may be any."""
-        self._finding: dict[str, asyncio.Task[Answer]] = {}
+        self._finding: dict[str, asyncio.Task[RequestState]] = {}
         self.large_records = LargeRecords(bus, settings)
         self._writer = RecordWriter(bus, self.writer, generations.journal, self.large_records)
         metrics.journal_lag.set_function(lambda: self._writer.lag.seconds(time.monotonic()))
@@ -103,10 +103,10 @@ class Answers:
         self._giving_up_gate = asyncio.Semaphore(ASKED_AT_ONCE)
         self._stopping = False
 
-    def all(self) -> list[Answer]:
+    def all(self) -> list[RequestState]:
         return list(self._by_identity.values())
 
-    def known(self, identity: str) -> Answer | None:
+    def known(self, identity: str) -> RequestState | None:
         return self._by_identity.get(identity)
 
     async def run(self) -> None:
@@ -141,7 +141,7 @@ class Answers:
 
     # --- of this gateway's clients ---------------------------------------------------------------
 
-    async def submit(self, answer: Answer, *, record_first: bool = False) -> "asyncio.Future[None]":
+    async def submit(self, answer: RequestState, *, record_first: bool = False) -> "asyncio.Future[None]":
         """Hands it in; what is returned is done when its record is durable. `record_first`: it is handed in only
         then, so that whatever is in the queue is known to everybody; whoever is cancelled meanwhile leaves none
         that has a record and was never handed in; and what the broker may have taken is not given up.
@@ -152,7 +152,7 @@ class Answers:
             return await self._submit(answer, record_first=False)
         return await asyncio.shield(self._submitting.spawn(self._submit(answer, record_first=True)))
 
-    async def _submit(self, answer: Answer, *, record_first: bool) -> "asyncio.Future[None]":
+    async def _submit(self, answer: RequestState, *, record_first: bool) -> "asyncio.Future[None]":
         try:
             if answer.admission is not None:
                 await answer.admission.begin(answer.may_cost)
@@ -192,7 +192,7 @@ class Answers:
             else:
                 return stored
 
-    def join(self, answer: Answer, deliver: Deliver) -> None:
+    def join(self, answer: RequestState, deliver: Deliver) -> None:
         """`deliver` gets the whole log of every choice. Raises `QueueFull`, and `Unavailable` for one that was
         forgotten since it was found: nothing would come of it any more."""
         if not answer.owned and not answer.ended and self._by_identity.get(answer.identity) is not answer:
@@ -207,7 +207,7 @@ class Answers:
         for generation in answer.generations:
             generation.attach(deliver)
 
-    def leave(self, answer: Answer, deliver: Deliver) -> None:
+    def leave(self, answer: RequestState, deliver: Deliver) -> None:
         """Undoes `join`. The last one to leave lets the generation's time without listeners begin."""
         for generation in answer.generations:
             generation.detach(deliver)
@@ -224,11 +224,11 @@ class Answers:
             else:
                 self._watch(answer)
 
-    def end_choice(self, answer: Answer, index: int) -> None:
+    def end_choice(self, answer: RequestState, index: int) -> None:
         """Nobody wants more of that choice, for a stop string has ended its text."""
         self._generations.cancel([answer.generations[index]])
 
-    def cancel(self, answer: Answer, *, by_owner: bool = False) -> None:
+    def cancel(self, answer: RequestState, *, by_owner: bool = False) -> None:
         """Ends it, wherever it is, as its client wishes, or as this gateway has decided `by_owner`. Of another
         gateway's, the log itself will say that it has ended."""
         going = [generation for generation in answer.generations if not generation.ended]
@@ -243,7 +243,7 @@ class Answers:
 
     # --- of any gateway's ------------------------------------------------------------------------
 
-    async def find(self, public_id: str, identity: str, tenant: str) -> Answer:
+    async def find(self, public_id: str, identity: str, tenant: str) -> RequestState:
         """The answer with that identity, its log read as far as it has come; to be joined at once. One that is at hand
         may be another tenant's: whoever asks looks at that.
 
@@ -259,16 +259,18 @@ class Answers:
         answer.quiet_since = max(answer.quiet_since, time.monotonic())
         return answer
 
-    async def inherit(self, record: GenerationRecord, *, keep: float) -> Answer:
+    async def inherit(self, record: GenerationRecord, *, keep: float) -> RequestState:
         """As `find`, for a record of a lost gateway, which had admitted it: no place is refused. Kept for `keep`
         seconds at least, though nobody reads it."""
 
-        async def follow() -> Answer:
+        async def follow() -> RequestState:
             return await self._follow(record, await self.owners.of(record.identity), keep, admitted=True)
 
         return await self._once(record.identity, follow)
 
-    async def _once(self, identity: str, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    async def _once(
+        self, identity: str, make: Callable[[], Coroutine[Any, Any, RequestState]]
+    ) -> RequestState:
         """The answer that is at hand, or what `make` makes; all who ask meanwhile get the same."""
         task = self._finding.get(identity)
         if task is None:
@@ -278,12 +280,12 @@ class Answers:
             task.add_done_callback(functools.partial(self._found, identity))
         return await asyncio.shield(task)
 
-    def _found(self, identity: str, task: "asyncio.Task[Answer]") -> None:
+    def _found(self, identity: str, task: "asyncio.Task[RequestState]") -> None:
         self._finding.pop(identity, None)
         if not task.cancelled():
             task.exception()  # whoever asked has it, unless the client has gone
 
-    async def _find(self, public_id: str, identity: str, tenant: str) -> Answer:
+    async def _find(self, public_id: str, identity: str, tenant: str) -> RequestState:
         if wait := self._misses.wait(tenant, time.monotonic()):
             raise RateLimited(
                 f"Too many lookups of unknown ids ({limits.UNKNOWN_IDS.cited()}); try again in "
@@ -297,7 +299,7 @@ class Answers:
             raise unknown_generation(public_id)
         record = found
 
-        async def follow() -> Answer:
+        async def follow() -> RequestState:
             answer = await self._follow(record, await self.owners.of(identity))
             if not answer.ended:
                 self.owners.ask_soon(answer)
@@ -312,7 +314,7 @@ class Answers:
         keep: float = 0.0,
         *,
         admitted: bool = False,
-    ) -> Answer:
+    ) -> RequestState:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now, bounds = time.monotonic(), limits_of(self._settings)
         answer = followed_answer(record, bounds, ownership, now=now, now_unix=time.time(), keep=keep)
@@ -328,7 +330,7 @@ class Answers:
         self._metrics.followed.inc()
         return answer
 
-    async def read_sources(self, answer: Answer, consumers: Sequence[str]) -> None:
+    async def read_sources(self, answer: RequestState, consumers: Sequence[str]) -> None:
         """Reads the log of `answer` on the token subjects of `consumers`, from its beginning to its newest
         entry, and whatever comes there from now on. Raises `BrokerUnavailable`."""
         logs = []
@@ -348,7 +350,7 @@ class Answers:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _drop(self, answer: Answer) -> None:
+    def _drop(self, answer: RequestState) -> None:
         """Forgets it; whoever asks for it later is answered from the journal."""
         if self._by_identity.pop(answer.identity, None) is None:
             return
@@ -366,7 +368,7 @@ class Answers:
             self.spawn(self._keys.free(answer.record))
         self._keep(answer)
 
-    def _keep(self, answer: Answer) -> None:
+    def _keep(self, answer: RequestState) -> None:
         """What outlives the journal is written by its owner."""
         if answer.owned and answer.ended and answer.record.outlives:
             self.spawn(self._keeper.keep(answer))
@@ -380,13 +382,13 @@ class Answers:
             elif self._is_forsaken(answer, now):
                 self._give_up(answer)
 
-    def _is_forsaken(self, answer: Answer, now: float) -> bool:
+    def _is_forsaken(self, answer: RequestState, now: float) -> bool:
         if not answer.owned or answer.ended:
             return False
         crowded = any(map(self._generations.is_crowded, answer.generations))
         return answer.forsaken(now, self._settings.resume_grace, crowded=crowded)
 
-    def _give_up(self, answer: Answer) -> None:
+    def _give_up(self, answer: RequestState) -> None:
         """Nobody listens any more. Where a client can come back, it may have done so at another gateway, which has
         claimed the generation while this one was cut off or stopped: whoever owns it is asked for first."""
         if not answer.resumable:
@@ -395,7 +397,7 @@ class Answers:
             self._giving_up.add(answer.identity)
             self.spawn(self._give_up_own(answer))
 
-    async def _give_up_own(self, answer: Answer) -> None:
+    async def _give_up_own(self, answer: RequestState) -> None:
         try:
             async with self._giving_up_gate:
                 if not await self.owners.still(answer):
@@ -409,13 +411,13 @@ class Answers:
         if at_hand and not self._stopping and self._is_forsaken(answer, time.monotonic()):
             self.cancel(answer, by_owner=True)
 
-    def _watch(self, answer: Answer) -> None:
+    def _watch(self, answer: RequestState) -> None:
         """A ring knows nothing of stop strings: somebody has to read for them."""
         if answer.record.stop and not answer.watched:
             answer.watched = True
             self.spawn(self._reader.watch(answer, self))
 
-    def on_owned(self, answer: Answer, claim: int) -> None:
+    def on_owned(self, answer: RequestState, claim: int) -> None:
         """This gateway looks after `answer` from now on, under `claim`."""
         self._generations.take_over(answer.generations, claim)
         if not answer.readers:

@@ -13,11 +13,11 @@ import structlog
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
-from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.request_state import RequestState
+from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
-from services.gateway.streams.formats import Format, PredictionTally, Usage, padded, with_usage
-from services.gateway.streams.output import Output, Piece
+from services.gateway.streams.formats import PredictionTally, ResponseSerializer, Usage, padded, with_usage
+from services.gateway.streams.output import OutputDelta, OutputProcessor
 from services.gateway.streams.progress import PromptProgress, progress_of
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
@@ -33,7 +33,7 @@ Write = Callable[[Sequence[Chunk]], bool]
 """Writes chunks to the connection at once; False: it cannot now, and has written nothing."""
 
 
-class Run:
+class StreamReader:
     """Read once, by `chunks` or `collect`; `close` at the end, whatever happened.
 
     Many generations put, one reader takes everything there is at once: one that is slow (its client is) finds several
@@ -81,9 +81,9 @@ class Run:
 
     def __init__(
         self,
-        answer: Answer,
-        shape: Format,
-        answers: Answers | None,
+        answer: RequestState,
+        shape: ResponseSerializer,
+        answers: RequestTracker | None,
         metrics: ModelMetrics | None,
         *,
         after: Sequence[int] | None = None,
@@ -181,7 +181,7 @@ class Run:
 
     async def begin(self, *, record_first: bool = False) -> None:
         """Hands the generations in, unless this is a reading that has joined; with `record_first` not before the
-        record is durable. Raises what `Answers.submit` raises."""
+        record is durable. Raises what `RequestTracker.submit` raises."""
         if not self._joined:
             assert self._answers is not None, "an answer that has ended was handed in long ago"
             self.join()
@@ -388,7 +388,7 @@ class Run:
         if has_text or ((piece.scored or piece.ids) and not finish):
             self._shown[index] = position + END_OF_TEXT if finish else position
             batch.append(self._chunk(self._shape.delta(index, piece)))
-            piece = Piece("", ())
+            piece = OutputDelta("", ())
         if finish and self._after[index] < position + END_OF_CHOICE:
             self._shown[index] = position + END_OF_CHOICE
             piece = piece._replace(finish=finish, stop_reason=output.stop_reason)
@@ -506,7 +506,7 @@ class Run:
             if self._answers is not None:
                 self._answers.end_choice(self.answer, choice)
 
-    def _feed_in_silence(self, output: Output, entry: TokenEntry, known: int) -> TokenEntry:
+    def _feed_in_silence(self, output: OutputProcessor, entry: TokenEntry, known: int) -> TokenEntry:
         """Feeds the `known` positions that the client has, without their text; returns the rest of `entry`."""
         if known > len(entry.tokens):
             silent, rest = entry, msgspec.structs.replace(entry, tokens=[], logprobs=None, finish="")

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, FreeMemory, Host, Replica
 from services.scheduler.models.demand import NO_DEMAND, Demand
+from services.scheduler.models.eviction import Worth, cheapest
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.plans import Plans
-from services.scheduler.models.victims import Worth, cheapest
 
 COMPARED = 32
 """Hosts without room that are compared by what would have to go there, in one search; of fewer, all."""
