@@ -41,7 +41,7 @@ class GpuHead(GpuDecoder):
         self.taken = head.taken
         """See `HeadModel.taken`."""
         self.made_layers = () if isinstance(head, MtpHead) else (len(lowered.layers),)
-        """As `Taps` has them: where its own states are."""
+        """As `AuxHiddenStates` has them: where its own states are."""
         self._places = places.places if isinstance(places, ReducedHead) else None
         self._share = places.widths[collectives.rank]
 
