@@ -21,7 +21,7 @@ from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.items import ResponseTurn, StoredItem, split, turn_of
 from services.gateway.persistence.keeper import ResponseArchive, answer_of
 from services.gateway.persistence.store import ResponseStore
-from services.gateway.streams.numbered_run import NumberedRun
+from services.gateway.streams.numbered_reader import NumberedReader
 from services.gateway.streams.reading import Runs
 from services.gateway.streams.stream_reader import StreamReader
 from shared.messages.records import GenerationRecord, StoredResponse
@@ -124,7 +124,7 @@ class ResponseLookup:
             run = await self._runs.open(answer_of(found), None, after)
         else:
             run = await self._runs.open(found, self._answers, after)
-        assert isinstance(run, NumberedRun), "it is a response"
+        assert isinstance(run, NumberedReader), "it is a response"
         run.obfuscated = obfuscated
         run.join()
         return run

@@ -18,7 +18,7 @@ from services.gateway.lifecycle.request_tracker import RequestTracker, unknown_g
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.formats import ChatFormat, CompletionFormat, EchoFormat, ResponseSerializer
-from services.gateway.streams.numbered_run import NumberedRun
+from services.gateway.streams.numbered_reader import NumberedReader
 from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.store import TokenizerStore
@@ -26,7 +26,7 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 
 View = Callable[[RequestState, Tokenizer], ResponseSerializer]
 """How a reader sees an answer."""
-Presentation = type[ResponseSerializer] | type[NumberedRun]
+Presentation = type[ResponseSerializer] | type[NumberedReader]
 """How an endpoint shows its answers: a view; or as events whose positions are their numbers."""
 CANONICAL: Mapping[str, Presentation] = {
     "chat.completions": ChatFormat,
@@ -41,7 +41,9 @@ class Presentations:
 
     def __init__(self, listed: Mapping[str, Presentation] = MappingProxyType({})) -> None:
         self._views: dict[str, Any] = {**CANONICAL, **listed}
-        self._numbered = frozenset(name for name, one in self._views.items() if issubclass(one, NumberedRun))
+        self._numbered = frozenset(
+            name for name, one in self._views.items() if issubclass(one, NumberedReader)
+        )
 
     def numbers(self, answer: RequestState) -> bool:
         """Whether positions in it are numbers of events."""

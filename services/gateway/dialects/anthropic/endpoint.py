@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.dialects.anthropic.message_run import MessageRun
+from services.gateway.dialects.anthropic.message_reader import MessageEventReader
 from services.gateway.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.dialects.anthropic.translation import (
     NAMES,
@@ -31,7 +31,7 @@ class MessagesEndpoint(BodyEndpoint):
     """POST /v1/messages; the same for REST, WebSocket and batches."""
 
     name = "messages"
-    presentation = MessageRun
+    presentation = MessageEventReader
 
     def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> MessagesRequest:
         return _decoded(body, _request, ignored)

@@ -23,7 +23,7 @@ from services.gateway.dialects.responses.schemas import (
     is_prewarm,
 )
 from services.gateway.dialects.responses.stream.items import Item
-from services.gateway.dialects.responses.stream.run import ResponseRun
+from services.gateway.dialects.responses.stream.reader import ResponseEventReader
 from services.gateway.dialects.responses.tools import ignored_in_tools
 from services.gateway.dialects.responses.translation import MakeResponse, chat_request, own_words
 from services.gateway.intake import extra_fields
@@ -53,7 +53,7 @@ class ResponsesEndpoint(BodyEndpoint):
     """POST /v1/responses; the same for REST, WebSocket and batches."""
 
     name = "responses"
-    presentation = ResponseRun
+    presentation = ResponseEventReader
     conversation_field = "input"
 
     def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> ResponseRequest:

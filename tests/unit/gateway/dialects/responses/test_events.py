@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.responses.conversation import compaction
-from services.gateway.dialects.responses.stream.run import ResponseRun
+from services.gateway.dialects.responses.stream.reader import ResponseEventReader
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.persistence.keeper import answer_of, stored_of
@@ -22,7 +22,7 @@ from shared.messages import FinishReason, GenerationRequest, SamplingParams, Tok
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse
 from tests.unit.gateway.streams.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER, entries_of, logs
 
-PRESENTATIONS = Presentations({"responses": ResponseRun})
+PRESENTATIONS = Presentations({"responses": ResponseEventReader})
 
 Log = tuple[list[int], FinishReason, list[int]]
 IDENTITY = "0" * 32

@@ -27,7 +27,7 @@ class Numbered(Protocol):
     """Events so far."""
 
 
-class NumberedRun(StreamReader):
+class NumberedReader(StreamReader):
     """As `StreamReader`, of one choice."""
 
     ends_with_done = False

@@ -11,7 +11,7 @@ from services.gateway.dialects.responses.stream.events import Event, ResponseEve
 from services.gateway.dialects.responses.stream.items import ResponseShape
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.formats import padded
-from services.gateway.streams.numbered_run import NumberedRun
+from services.gateway.streams.numbered_reader import NumberedReader
 from services.gateway.streams.output import OutputDelta
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.stream_reader import Write
@@ -23,7 +23,7 @@ PROGRESS = "ryzanstein:prompt_progress"
 """The type of an event that OpenAI's API has not: named as Open Responses has extensions named, by who makes them."""
 
 
-class ResponseRun(NumberedRun):
+class ResponseEventReader(NumberedReader):
     """As `Run`; a position is the number of an event."""
 
     resumed_by = "starting_after"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.dialects.anthropic.message_run import MessageRun
+from services.gateway.dialects.anthropic.message_reader import MessageEventReader
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.output import arguments_of
@@ -20,7 +20,7 @@ from shared.messages import FinishReason, GenerationRequest, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing
 from tests.unit.gateway.streams.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER
 
-PRESENTATIONS = Presentations({"messages": MessageRun})
+PRESENTATIONS = Presentations({"messages": MessageEventReader})
 
 IDENTITY = "0" * 32
 PARSING = Parsing(tools="hermes", types={"f": {}}, reasoning="think")

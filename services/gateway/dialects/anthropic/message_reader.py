@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.core.asgi import Chunk
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.formats import Usage
-from services.gateway.streams.numbered_run import NumberedRun
+from services.gateway.streams.numbered_reader import NumberedReader
 from services.gateway.streams.output import OutputDelta, StopReason, arguments_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.stream_reader import Write
@@ -159,7 +159,7 @@ class MessageEvents:
         self.count += 1
 
 
-class MessageRun(NumberedRun):
+class MessageEventReader(NumberedReader):
     """As `Run`; a position is the number of an event."""
 
     _events: MessageEvents
