@@ -18,7 +18,7 @@ from services.gateway.streams.reading import Presentations
 from services.gateway.streams.stream_reader import StreamReader
 from shared.errors import RingLost
 from shared.messages import FinishReason, TokenEntry
-from tests.unit.gateway.dialects.anthropic import test_message_run
+from tests.unit.gateway.dialects.anthropic import test_message_reader
 from tests.unit.gateway.dialects.responses import test_events
 from tests.unit.gateway.streams.test_resumed_reading import (
     LOOP,
@@ -118,7 +118,7 @@ def test_a_connection_gets_the_same_chunks_either_way(
     assert direct.task.done()
 
 
-@pytest.mark.parametrize("answer", [test_message_run.answer_for(None), test_events.answer_for()])
+@pytest.mark.parametrize("answer", [test_message_reader.answer_for(None), test_events.answer_for()])
 def test_numbered_events_are_written_the_same(answer: RequestState) -> None:
     plain, direct = Connection(answer, direct=False), Connection(answer, direct=True)
     for letter in ("a", "b", "cd", "d", "e", "fg"):
