@@ -14,7 +14,7 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # Test processes at a time, more than there are cores, for tests wait too. 0: one after the other, in this process.
 WORKERS ?= 3
 # Which tests, as pytest's -m takes it.
-SELECTED ?= not chaos and not slow
+SELECTED ?= not chaos and not slow and not nightly
 # Percent of the lines that the fast tests must have run, as test-all asks for of one part of the project in turn
 # (COVERED_PART, of tests/covered.py; `turn`: as it comes; empty: of all). Slow tests are never traced. Empty: it is not measured, for tracing
 # makes Python less than half as fast.
@@ -93,15 +93,19 @@ serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ct
 test: lint test-only ## Lint, types and all tests but the slow ones: before every commit
 
 .PHONY: test-slow
-test-slow: SELECTED := slow and not chaos
+test-slow: SELECTED := slow and not chaos and not nightly
 test-slow: test-only ## The slow tests alone: the real model, variants of kernels and models, faults, the wheel
 
 .PHONY: test-all
-test-all: SELECTED := not chaos
+test-all: SELECTED := not chaos and not nightly
 test-all: COVERED := 95
 test-all: COVERED_PART := turn
 test-all: RERUN_FAILED := 3
-test-all: lint test-only ## Lint and all tests, with the coverage of one part in turn: what CI runs
+test-all: lint test-only ## Lint, the fast and the slow tests, with the coverage of one part in turn: what CI runs
+
+.PHONY: test-nightly
+test-nightly: SELECTED := nightly and not chaos
+test-nightly: test-only ## What CI has no room for: every variant of kernels and models, long training, the installed wheel
 
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only

@@ -53,7 +53,7 @@ class Traced:
         self._chosen = named(chosen)
 
     def _is_traced(self, item: pytest.Item) -> bool:
-        if item.get_closest_marker("slow") is not None:
+        if item.get_closest_marker("slow") or item.get_closest_marker("nightly"):
             return False
         return not self._chosen or part_of(item.nodeid) == self._chosen
 

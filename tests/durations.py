@@ -15,7 +15,7 @@ import pytest
 
 KEPT = Path(__file__).parents[1] / "build" / "durations.json"
 SLOWEST = 30
-FAST, SLOW = "fast", "slow"
+FAST, SLOW, NIGHTLY = LANES = ("fast", "slow", "nightly")
 
 Seconds = Mapping[str, float]
 """Of each test, by its name."""
@@ -28,10 +28,10 @@ class Durations:
         """`whole`: all tests of a lane were asked for. A part of one is shown, not kept."""
         self._kept = kept
         self._whole = whole
-        self._lanes: dict[str, defaultdict[str, float]] = {FAST: defaultdict(float), SLOW: defaultdict(float)}
+        self._lanes: dict[str, defaultdict[str, float]] = {lane: defaultdict(float) for lane in LANES}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        lane = SLOW if "slow" in report.keywords else FAST
+        lane = next((each for each in (NIGHTLY, SLOW) if each in report.keywords), FAST)
         self._lanes[lane][report.nodeid] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -64,7 +64,7 @@ def is_whole(config: pytest.Config) -> bool:
 def kept(file: Path) -> dict[str, Seconds]:
     """By lane; empty where nothing has been kept."""
     found: dict[str, Seconds] = json.loads(file.read_text()) if file.exists() else {}
-    return {lane: found[lane] for lane in (FAST, SLOW) if lane in found}
+    return {lane: found[lane] for lane in LANES if lane in found}
 
 
 def sorted_by(seconds: Seconds) -> list[tuple[str, float]]:
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__)
     parser.add_argument("--depth", type=int, default=3, help="folders below the root that are told apart (3)")
     parser.add_argument("--slowest", type=int, default=SLOWEST, help=f"tests that are listed ({SLOWEST})")
-    parser.add_argument("--lane", choices=(FAST, SLOW), help="of one lane only")
+    parser.add_argument("--lane", choices=LANES, help="of one lane only")
     parser.add_argument(
         "file", type=Path, nargs="?", default=KEPT, help="the kept durations (build/durations.json)"
     )
