@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 CEILINGS = {
-    ("services", "shared"): 134_700,  # to come: 112,000
+    ("services", "shared"): 134_800,  # to come: 112,000
     ("benchmarks",): 13_900,  # to come: 13,000
     ("tests",): 144_700,  # to come: 120,000
 }

@@ -18,6 +18,7 @@ from services.gateway.server.http2.frames import (
     COMPRESSION_ERROR,
     CONTINUATION,
     DATA,
+    ENABLE_PUSH,
     END_HEADERS,
     END_STREAM,
     ENHANCE_YOUR_CALM,
@@ -69,6 +70,8 @@ class Connection(Sender):
         self._rest = b""
         self._decoder = HeaderDecoder(limits.unread_header_bytes)
         self._receive_window = limits.connection_window
+        self._demanded: int | None = SETTINGS
+        """The kind that the next frame must be of; None: any."""
         self._continued: tuple[int, int, list[bytes]] | None = None
         """Stream, flags and parts of headers that go on in CONTINUATION frames."""
         self.unread = False
@@ -132,8 +135,9 @@ class Connection(Sender):
         return buffer[at:] if at else buffer
 
     def _handle(self, kind: int, number: int, flags: int, payload: bytes) -> None:
-        if self._continued is not None and kind != CONTINUATION:
-            raise ProtocolError(PROTOCOL_ERROR, "headers were not continued")
+        if self._demanded is not None and kind != self._demanded:
+            missing = "SETTINGS behind the preface" if self._demanded == SETTINGS else "the rest of headers"
+            raise ProtocolError(PROTOCOL_ERROR, f"another frame in place of {missing}")
         handle = self._frames.get(kind)
         if handle is not None:
             try:
@@ -162,7 +166,7 @@ class Connection(Sender):
         if flags & END_HEADERS:
             self._headers_complete(number, flags, payload)
         else:
-            self._continued = (number, flags, [payload])
+            self._demanded, self._continued = CONTINUATION, (number, flags, [payload])
 
     def _on_continuation(self, number: int, flags: int, payload: bytes) -> None:
         if self._continued is None or self._continued[0] != number:
@@ -172,7 +176,7 @@ class Connection(Sender):
         if len(parts) > 64 or sum(map(len, parts)) > self._limits.unread_header_bytes:
             raise ProtocolError(ENHANCE_YOUR_CALM, "headers of too many bytes")
         if flags & END_HEADERS:
-            self._continued = None
+            self._demanded = self._continued = None
             self._headers_complete(number, first_flags, b"".join(parts))
 
     def _headers_complete(self, number: int, flags: int, block: bytes) -> None:
@@ -187,22 +191,27 @@ class Connection(Sender):
         stream = self.streams.get(number)
         ended = bool(flags & END_STREAM)
         if stream is not None:  # trailers: gRPC clients send none, and nothing in them counts
-            if stream.remote_ended or not ended:
-                raise StreamError(STREAM_CLOSED if stream.remote_ended else PROTOCOL_ERROR)
+            if stream.remote_ended:
+                raise StreamError(STREAM_CLOSED)
+            if not ended or not headers.are_trailers or stream.content_left:
+                raise StreamError(PROTOCOL_ERROR)
             stream.remote_ended = True
             self._events.on_data(stream, b"", True)
             return
-        if number <= self._last:
-            return  # of a stream that has gone: its headers had to be read for the table's sake
         if not number & 1:
             raise ProtocolError(PROTOCOL_ERROR, "a client's stream has an odd number")
+        if number <= self._last:
+            return  # of a stream that has gone: its headers had to be read for the table's sake
         self._last = number
         if number > self._refuse_above or len(self.streams) >= self._limits.streams:
             self._write(RST_STREAM, 0, number, REFUSED_STREAM.to_bytes(4, "big"))
             self.work.charge(CALL_WORK)
             return
+        content = headers.content_length
+        if not headers.are_of_request or (ended and content):
+            raise StreamError(PROTOCOL_ERROR)
         stream = self.streams[number] = Stream(number, self._initial_window, work=cost)
-        stream.remote_ended = ended
+        stream.remote_ended, stream.content_left = ended, content
         self._events.on_headers(stream, headers, ended)
 
     def _on_data(self, number: int, flags: int, payload: bytes) -> None:
@@ -227,7 +236,12 @@ class Connection(Sender):
         stream.held += size
         ended = bool(flags & END_STREAM)
         stream.remote_ended = ended
-        self._events.on_data(stream, unpadded(flags, payload), ended)
+        content = unpadded(flags, payload)
+        if stream.content_left is not None:
+            stream.content_left -= len(content)
+            if stream.content_left < 0 or (ended and stream.content_left):
+                raise StreamError(PROTOCOL_ERROR)
+        self._events.on_data(stream, content, ended)
 
     def _on_rst_stream(self, number: int, flags: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -241,8 +255,10 @@ class Connection(Sender):
             self._events.on_reset(stream)
 
     def _on_settings(self, number: int, flags: int, payload: bytes) -> None:
-        if number or len(payload) % 6 or (flags & ACK and payload):
+        _on_stream_0(number, "SETTINGS")
+        if len(payload) % 6 or (flags & ACK and payload):
             raise ProtocolError(FRAME_SIZE_ERROR, "malformed SETTINGS")
+        self._demanded = None
         if flags & ACK:
             return
         self.work.charge(len(payload) // 6)
@@ -266,9 +282,12 @@ class Connection(Sender):
             if not FRAME <= value < 1 << 24:
                 raise ProtocolError(PROTOCOL_ERROR, "a frame size out of range")
             self._max_frame = value
+        elif name == ENABLE_PUSH and value > 1:
+            raise ProtocolError(PROTOCOL_ERROR, "ENABLE_PUSH is 0 or 1")
 
     def _on_ping(self, number: int, flags: int, payload: bytes) -> None:
-        if number or len(payload) != 8:
+        _on_stream_0(number, "PING")
+        if len(payload) != 8:
             raise ProtocolError(FRAME_SIZE_ERROR, "malformed PING")
         if flags & ACK:
             self.pinged = False
@@ -276,6 +295,9 @@ class Connection(Sender):
         self._write(PING, ACK, 0, payload)
 
     def _on_goaway(self, number: int, flags: int, payload: bytes) -> None:
+        _on_stream_0(number, "GOAWAY")
+        if len(payload) < 8:
+            raise ProtocolError(FRAME_SIZE_ERROR, "malformed GOAWAY")
         self.leaving = True
 
     def _on_window_update(self, number: int, flags: int, payload: bytes) -> None:
@@ -302,7 +324,18 @@ class Connection(Sender):
             self._flush(next(iter(self._waiting.values())))
 
     def _on_priority(self, number: int, flags: int, payload: bytes) -> None:
-        """Deprecated by RFC 9113, section 5.3: taken and ignored."""
+        """Deprecated by RFC 9113, section 5.3: what is well-formed is ignored."""
+        if not number:
+            raise ProtocolError(PROTOCOL_ERROR, "a priority of stream 0")
+        if len(payload) != 5:
+            if number not in self.streams:
+                raise ProtocolError(FRAME_SIZE_ERROR, "malformed PRIORITY")
+            raise StreamError(FRAME_SIZE_ERROR)
 
     def _on_push_promise(self, number: int, flags: int, payload: bytes) -> None:
         raise ProtocolError(PROTOCOL_ERROR, "a client does not push")
+
+
+def _on_stream_0(number: int, kind: str) -> None:
+    if number:
+        raise ProtocolError(PROTOCOL_ERROR, f"{kind} on a stream")

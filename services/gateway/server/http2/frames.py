@@ -18,7 +18,7 @@ NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0x0, 0x1, 0x2, 0x
 STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR = 0x5, 0x6, 0x7, 0x8, 0x9
 ENHANCE_YOUR_CALM = 0xB
 
-HEADER_TABLE_SIZE, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADER_LIST = 0x1, 0x3, 0x4, 0x5, 0x6
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADER_LIST = range(1, 7)
 
 FRAME = 16_384
 """Largest frame's payload that is taken, and sent to a peer that names no other size: HTTP/2's smallest."""
@@ -86,6 +86,8 @@ class Stream:
     trailers: bytes | None = None
     """What follows `pending` and ends the stream."""
     remote_ended: bool = False
+    content_left: int | None = None
+    """Bytes of DATA that are to come by its content-length."""
     closed: bool = False
     work: int = 0
     """What its headers and messages were charged since `Sender.excuse`."""

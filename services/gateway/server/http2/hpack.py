@@ -23,6 +23,13 @@ CONTENT_TYPE = b"application/grpc"
 _REMEMBERED = 64
 """Blocks of headers that a connection remembers."""
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+_PSEUDO = (b":method", b":scheme", b":path", b":authority")
+_NAME = re.compile(rb"[!-9;-@\[-~]+")
+_NO_VALUE = re.compile(rb"[\0\r\n]")
+_OF_CONNECTION = frozenset(
+    (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
+)
+"""What HTTP/1.1 says of its connections."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -40,6 +47,25 @@ class Headers(NamedTuple):
     """By lower-case name, `-bin` values as they came."""
     size: int = 0
     """Bytes, as RFC 7541 counts them in section 4.1."""
+    malformed: bool = False
+    """Whether no message may have them (RFC 9113, sections 8.2 and 8.3), nor a content-length as theirs."""
+
+    @property
+    def are_of_request(self) -> bool:
+        """Whether a request may begin with them (RFC 9113, section 8.3.1)."""
+        complete = self.method == "CONNECT" or (self.path and ":scheme" in self.metadata)
+        return not self.malformed and bool(self.method and complete)
+
+    @property
+    def are_trailers(self) -> bool:
+        """Whether a request may end with them (RFC 9113, section 8.1)."""
+        pseudo = self.method or self.path or any(name.startswith(":") for name in self.metadata)
+        return not self.malformed and not pseudo
+
+    @property
+    def content_length(self) -> int | None:
+        length = self.metadata.get("content-length")
+        return None if length is None or self.malformed else int(length)
 
     @property
     def timeout(self) -> float | None:
@@ -98,8 +124,15 @@ class HeaderDecoder:
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
     metadata: dict[str, str] = {}
     size = 0
+    malformed = regular = False
     for name, value, *_ in pairs:
-        metadata[name.decode("ascii")] = value.decode("latin-1")
+        text = name.decode("latin-1")
+        if name.startswith(b":"):
+            malformed |= regular or name not in _PSEUDO or not value or text in metadata
+        else:
+            regular = True
+            malformed |= not _is_field(name, value)
+        metadata[text] = value.strip(b" \t").decode("latin-1")  # as gRPC has it, where HTTP/2 would refuse
         size += len(name) + len(value) + 32
     return Headers(
         metadata.pop(":method", ""),
@@ -107,7 +140,17 @@ def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> Headers:
         metadata.pop("content-type", ""),
         metadata,
         size,
+        malformed,
     )
+
+
+def _is_field(name: bytes, value: bytes) -> bool:
+    """RFC 9113, sections 8.1.1, 8.2.1 and 8.2.2."""
+    if not _NAME.fullmatch(name) or _NO_VALUE.search(value) or name in _OF_CONNECTION:
+        return False
+    if name == b"te":
+        return value == b"trailers"
+    return name != b"content-length" or (len(value) < 20 and value.isdigit())
 
 
 # --- ours ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from services.gateway.server.http2 import hpack
 from services.gateway.server.http2.hpack import HeaderDecoder, Headers, HeadersTooLarge
 
 NAMES = st.sampled_from(["x-session-id", "x-request-id", "grpc-timeout", "a-rather-long-name-of-a-header"])
-VALUES = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=200)
+VALUES = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=200).map(str.strip)
 BASE = [(":method", "POST"), (":path", "/a/b"), ("content-type", "application/grpc")]
 
 
