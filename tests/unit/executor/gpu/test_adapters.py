@@ -11,8 +11,11 @@ pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton i
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
+from services.executor.gpu.adapters import AdaptedProduct
+from services.executor.gpu.kernels import low_rank
 from services.executor.gpu.steps import StepLimits
 from services.executor.model.adapters import targets_of
+from services.executor.model.adapters.files import LowRank
 from services.executor.model.loading.loader import build_split, load_config
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_model, small_script
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
@@ -92,3 +95,20 @@ def test_rows_of_a_step_use_their_own_adapters(tmp_path: Path, model_type: str, 
 def test_graphs_of_steps_with_adapters_are_made_as_they_come(tmp_path: Path) -> None:
     model = Adapted(tmp_path, "llama")
     assert model.furthest(SingleRank(), StepLimits(4, 16, 32, 1 << 30)) < 1e-4
+
+
+def test_gate_and_up_projections_of_experts_have_the_ranks_of_both() -> None:
+    """peft may hold them apart: of an adapter of rank 24, their factors are of 48."""
+    count, inputs, outputs, rank = 3, 40, 24, 24
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    product = AdaptedProduct([name], [outputs], torch.device("cpu"))
+    product.reserve(2, rank)
+    random = torch.Generator().manual_seed(1)
+    a = torch.randn((count, 2 * rank, inputs), generator=random)
+    b = torch.randn((count, outputs, 2 * rank), generator=random)
+    product.load(1, {name: LowRank(a, b)})
+    x, chosen = torch.randn((2, inputs), generator=random), torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
+    pairs = low_rank.pairs_by_slot(torch.tensor([1, 1], dtype=torch.int32), chosen, 2, count)
+    found = product.add(x, torch.zeros(4, outputs), pairs).view(2, 2, outputs)
+    exact = torch.einsum("tkor,tkri,ti->tko", b[chosen].double(), a[chosen].double(), x.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)

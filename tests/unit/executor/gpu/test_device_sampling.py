@@ -93,6 +93,18 @@ def test_boundaries_of_filters(dtype: torch.dtype, top_p: float, top_k: int) -> 
     assert drawn(logits, states) == expected(logits, states)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_set_that_reaches_its_share_exactly_is_enough(dtype: torch.dtype) -> None:
+    """Nucleus sampling keeps the smallest set whose sum is at least p: of weights 1, 1/2, 1/4 and 1/4 the first for
+    p = 1/2, the first two for 3/4. So does top-k by counts. A high number draws the last that is kept."""
+    logits = torch.full((4, 40), -300.0)
+    logits[:, 7:11] = -torch.tensor([0.0, 1.0, 2.0, 2.0])
+    seed = next(seed for seed in range(100) if state(seed=seed).uniform() > 0.95)
+    filters = [{"top_p": 0.5}, {"top_p": 0.75}, {"top_k": 1}, {"top_k": 2}]
+    states = [state(temperature=1 / np.log(2), seed=seed, **one) for one in filters]
+    assert drawn(logits.to(dtype), states) == expected(logits.to(dtype), states) == [7, 8, 7, 8]
+
+
 def test_a_wide_top_k_compares_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond `MOST_CANDIDATES` the host has whole rows, and compares weights: logits may differ that weigh the same."""
     generator = torch.Generator().manual_seed(5)

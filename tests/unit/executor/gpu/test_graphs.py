@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
+from services.executor.collectives.base import SingleRank
 from services.executor.core.progress import Progress
 from services.executor.core.step_plan import StepPlan, as_int32, plan_alone, to_bytes
 from services.executor.gpu.graphs import (
@@ -32,7 +34,12 @@ from services.executor.gpu.inputs import (
     inputs_of,
     is_like_decodes,
 )
+from services.executor.gpu.steps import StepLimits
+from services.executor.kv_cache.codecs import INT8
+from services.executor.kv_cache.store import KvStore
 from tests.unit.executor.gpu.fake_layers import VOCABULARY, FakeLayers
+from tests.unit.executor.gpu.gpu_runners import runner_of, small_model
+from tests.unit.executor.model.ring import BLOCK_SIZE, Script
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -301,3 +308,35 @@ def test_graphs_are_let_go_before_the_collectives_whose_operations_they_hold() -
     assert all(work() is None for work in recorded)
     assert graphs.replay(plan) is None
     assert decoder.launch(plan, Progress.unread()).tokens.tolist() == before
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> tuple[KvStore, KvStore]:
+    """What decodes that fill two blocks leave: replayed, and launched kernel by kernel."""
+    directory = small_model(tmp_path, "llama", num_hidden_layers=1)
+
+    def filled(limits: StepLimits | None) -> KvStore:
+        runner = runner_of(directory, SingleRank(), codec=INT8, limits=limits, summaries=True)
+        if limits is not None:
+            runner.warm_up()
+            assert runner._steps is not None
+            assert runner._steps._graphs is not None
+            assert runner._steps._graphs.rungs == [1]
+        script = Script([2 * BLOCK_SIZE], compresses=True)
+        for _ in range(2 * BLOCK_SIZE):
+            runner.forward(script.step({0: 1})[0])
+        return runner._store
+
+    return filled(StepLimits(1, 16, 32, 1 << 30)), filled(None)
+
+
+@pytest.mark.parametrize("summary", [False, True], ids=["compressed", "summarised"])
+def test_blocks_that_replayed_steps_fill_are(stores: tuple[KvStore, KvStore], summary: bool) -> None:
+    replayed, launched = (
+        [cold.codes for cold in store.cold_layers() if store.shape.pages[cold.layers[0]].summary is summary]
+        for store in stores
+    )
+    for ours, expected in zip(replayed, launched, strict=True):
+        written = expected.flatten(2).any(-1)
+        assert written.sum() == 2
+        assert torch.equal(ours[written], expected[written])

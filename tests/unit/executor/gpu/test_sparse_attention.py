@@ -101,6 +101,7 @@ def test_a_token_has_the_same_bits_however_steps_are_cut(directory: Path, codec:
         runner = runner_of(
             directory, SingleRank(), torch.bfloat16, codec=codec, limits=LIMITS, summaries=True
         )
+        runner.warm_up()  # which captures graphs
         return logits_of(runner, steps, choices, (20, 5, 19))
 
     whole = of([{0: 20}])
