@@ -13,20 +13,18 @@ FIRST = Section("first", "", most=50, least=20)
 SECOND = Section("second", "", most=100, least=40)
 
 
-def test_a_section_gets_its_most_where_there_is_enough() -> None:
-    assert allot(FIRST, [SECOND], 570) == 50
-
-
-def test_those_after_it_keep_their_least() -> None:
-    assert allot(SECOND, [FIRST], END + 80) == 60
-
-
-def test_an_earlier_section_goes_before_the_least_of_later_ones() -> None:
-    assert allot(SECOND, [FIRST, FIRST], END + 45) == 40
-
-
-def test_a_section_that_does_not_fit_is_skipped() -> None:
-    assert allot(SECOND, [], END + 39.9) is None
+@pytest.mark.parametrize(
+    ("section", "later", "left", "given"),
+    [
+        (FIRST, [SECOND], 570, 50),
+        (SECOND, [FIRST], END + 80, 60),
+        (SECOND, [FIRST, FIRST], END + 45, 40),
+        (SECOND, [], END + 39.9, None),
+    ],
+    ids=["its most", "what leaves others their least", "its least before theirs", "not enough"],
+)
+def test_a_section_gets(section: Section, later: list[Section], left: float, given: float | None) -> None:
+    assert allot(section, later, left) == given
 
 
 def limits(sections: Sequence[Section], budget: float, shares: list[float]) -> Iterator[float | None]:

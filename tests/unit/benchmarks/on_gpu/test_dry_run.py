@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import start
 from benchmarks.on_gpu.device import card
 from benchmarks.on_gpu.sections import HEADLINE, QUICK, SECTIONS, chosen
 from benchmarks.on_gpu.wheels import download_command, missing, sentence
@@ -14,14 +15,11 @@ from benchmarks.on_gpu.wheels import download_command, missing, sentence
 ROOT = Path(__file__).parents[4]
 
 
-def run(*options: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "benchmarks.gpu", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
 def test_a_dry_run_fills_the_table_and_the_file(tmp_path: Path) -> None:
-    done = run("--dry-run", "--only", "decode,machine", "--json", str(tmp_path / "gpu.json"))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--only", "decode,machine"]
+    command += ["--json", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert [(section["name"], section["status"]) for section in report["sections"]] == [
@@ -34,30 +32,39 @@ def test_a_dry_run_fills_the_table_and_the_file(tmp_path: Path) -> None:
     assert "decode tiny, bf16 weights, fp8 KV, context 40, batch 2" in done.stdout
 
 
+def ended(monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str | None:
+    """What the command ends with."""
+    monkeypatch.setattr("sys.argv", ["gpu", *options])
+    with pytest.raises(SystemExit) as end:
+        start()
+    return end.value.code
+
+
 @pytest.mark.skipif(card() is not None, reason="this machine has a GPU")
-def test_without_a_gpu_it_refuses_in_a_sentence(tmp_path: Path) -> None:
-    done = run("--json", str(tmp_path / "gpu.json"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: There is no NVIDIA GPU here")
-    assert done.stderr.count("\n") == 1
+def test_without_a_gpu_it_refuses_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(monkeypatch, "--json", str(tmp_path / "gpu.json")) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: There is no NVIDIA GPU here")
+    assert said.count("\n") == 1
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_sections_are_listed_and_an_unknown_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not ended(monkeypatch, "--list")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [section.name for section in (*SECTIONS, HEADLINE)]
+    assert ended(monkeypatch, "--dry-run", "--only", "decode,nonsense") == 2
+    assert "There is no section nonsense; there are machine, " in capsys.readouterr().err
 
 
 def test_a_quick_run_is_a_few_sections_and_names_go_before_it() -> None:
     assert chosen([], quick=True) == list(QUICK)
     assert chosen([]) == list(SECTIONS)
     assert [section.name for section in chosen(["headline", "decode"], quick=True)] == ["decode", "headline"]
-
-
-def test_an_unknown_section_is_named() -> None:
-    done = run("--dry-run", "--only", "decode,nonsense")
-    assert done.returncode == 2
-    assert "There is no section nonsense; there are machine, " in done.stderr
-
-
-def test_sections_are_listed_by_their_names() -> None:
-    lines = run("--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [section.name for section in (*SECTIONS, HEADLINE)]
 
 
 def test_what_is_missing_is_said_with_the_remedy() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.on_gpu.bench import Report, read_report, read_rows
-from benchmarks.on_gpu.running import Runner, last_lines
+from benchmarks.on_gpu.running import Runner
 from benchmarks.on_gpu.sections import Section
 
 ROW = json.dumps({"key": "a/b", "what": "a row", "figure": 1.5, "unit": "GB/s"})
@@ -118,17 +118,8 @@ def test_a_section_for_which_no_time_is_left_is_named(tmp_path: Path) -> None:
     assert report.sections[0].error == ["0 s were left, and it needs 10"]
 
 
-def test_rows_of_no_file_are_none(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / "none") == []
-    assert last_lines(tmp_path / "none", 3) == []
-
-
-def test_last_lines_leave_empty_ones_out(tmp_path: Path) -> None:
-    (tmp_path / "e").write_text("one\n\ntwo\n   \n" + "x" * 500)
-    assert last_lines(tmp_path / "e", 2) == ["two", "x" * 300]
-
-
 def test_other_files_are_not_taken_for_reports(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "none") == []
     (tmp_path / "r.json").write_text("[]")
     with pytest.raises(ValueError, match="is not a results file"):
         read_report(tmp_path / "r.json")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.on_gpu.shapes import LLAMA_8B, LLAMA_13B, TINY, at_most
+from benchmarks.on_gpu.shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, TINY, at_most
+from benchmarks.on_gpu.training_speed import QLORA
 
 
 def test_parameters_are_those_of_the_models() -> None:
@@ -29,3 +30,12 @@ def test_what_does_not_fit_is_said_by_arithmetic() -> None:
     why = at_most(128, 8192, LLAMA_13B, "bf16", "bf16", 150e9)
     assert why == "does not fit: weights 26 GB and KV 859 GB are 885 GB of 150 GB"
     assert not at_most(128, 8192, LLAMA_8B, "bf16", "fp8", 150e9)
+
+
+def test_the_work_of_a_7b_is_six_operations_a_weight_and_some() -> None:
+    weights = LLAMA_7B.layers * LLAMA_7B.layer_weights
+    assert weights == 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert QLORA.factors == 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11008)), "as peft has with all linears"
+    each = QLORA.flops(10) / (10 * QLORA.length)
+    assert 6.0 * weights < each < 6.3 * weights
+    assert 5e9 < QLORA.held_bytes < 8e9
