@@ -102,18 +102,26 @@ class Planting:
         if report.failed and report.nodeid not in self._failed:
             self._failed.append(report.nodeid)
 
+    def _plant(self, bug: Bug) -> None:
+        """Ends the process, with nothing found, where the source has changed too much for it."""
+        try:
+            bug.plant()
+        except Exception as error:
+            os.write(self._out, f"{bug.about}: cannot be planted, {error!r}\n".encode())
+            os._exit(0)
+
     def _look_for(self, bug: Bug, items: list[pytest.Item]) -> list[str]:
         """Which of `items` fail."""
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             try:
-                bug.plant()
+                self._plant(bug)
                 for item, following in zip(items, [*items[1:], None], strict=True):
                     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                     if self._given.x and self._failed:
                         break
             except BaseException as error:
-                self._failed = [f"it cannot be planted: {error!r}"]
+                self._failed = [f"an error: {error!r}"]
             os.write(writing, "\n".join(self._failed).encode())
             os._exit(0)
         os.close(writing)

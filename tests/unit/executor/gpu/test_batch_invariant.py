@@ -26,7 +26,7 @@ from tests.unit.executor.model.ring import Script, on_ring
 LIMITS = StepLimits(3, 16, 32, 1 << 30, batch_invariant=True)
 
 
-@pytest.mark.parametrize("codec", [None, INT8, FP8], ids=str)
+@pytest.mark.parametrize("codec", [FP8, pytest.param(None, marks=pytest.mark.nightly)], ids=str)
 def test_a_row_of_a_product_has_the_bits_that_it_has_alone(
     codec: Codec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,8 +56,8 @@ def test_sums_are_taken_in_the_ranks_order() -> None:
     ("model_type", "layers"),
     [
         ("llama", 1),
-        pytest.param("qwen3_moe", 1, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.nightly),
+        pytest.param("gemma3_text", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_rows_have_the_same_bits_however_steps_are_cut(tmp_path: Path, model_type: str, layers: int) -> None:
@@ -81,6 +81,7 @@ def test_rows_have_the_same_bits_however_steps_are_cut(tmp_path: Path, model_typ
     assert torch.equal(logits_of([{0: 3, 1: 2}, {0: 5, 1: 1}, {0: 1, 1: 2}]), whole)
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_whatever_is_computed_beside_it_and_after_a_kill() -> None:
     """A whole engine: another ring that continues an answer computes its prompt and what was said in chunks."""
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 64}

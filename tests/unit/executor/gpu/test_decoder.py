@@ -45,8 +45,10 @@ NATIVE = {
 """Families that CPUs alone have a decoder for."""
 LOWERED = sorted(FAMILIES.keys() - NATIVE)
 SHARDED = ("gemma2", "llama", "phi3", "qwen2_moe")
-"""Families that every run of the tests computes on two ranks too: with caps, with a KV head that both have, with one
-tensor for queries, keys and values, with experts. The others' ranks share all of their code with these."""
+"""Families that every run of the tests computes on two ranks: with caps, with a KV head that both have, with one tensor
+for queries, keys and values, with experts. The others' ranks share all of their code with these."""
+ALONE = ("gemma3_text", "glm4_moe", "granite")
+"""And on one: with windows and norms of heads, with experts chosen by groups, with scales."""
 
 
 def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dict[int, int]]) -> float:
@@ -68,9 +70,14 @@ def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dic
 @pytest.mark.parametrize(
     ("model_type", "world_size"),
     [
-        *((family, 1) for family in LOWERED),
+        *((family, 1) for family in ALONE),
         *((family, 2) for family in SHARDED),
-        *(pytest.param(family, 2, marks=pytest.mark.slow) for family in LOWERED if family not in SHARDED),
+        *(
+            pytest.param(family, ranks, marks=pytest.mark.nightly)
+            for family in LOWERED
+            for ranks in (1, 2)
+            if family not in (SHARDED if ranks == 2 else ALONE)
+        ),
     ],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
@@ -88,7 +95,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("olmoe", 1), ("ernie4_5_moe", 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("olmoe", 1), pytest.param("ernie4_5_moe", 2, marks=pytest.mark.slow)]
+)
 def test_experts_of_models_that_pytorch_computes(tmp_path: Path, name: str, world_size: int) -> None:
     """By the kernels, which keep no weights twice."""
     build(name, settings_of(name)).save_pretrained(str(tmp_path))
@@ -105,7 +114,7 @@ def test_experts_of_models_that_pytorch_computes(tmp_path: Path, name: str, worl
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
 def test_in_bf16_it_is_about_as_near_to_the_truth_as_pytorch(tmp_path: Path, model_type: str) -> None:
     """Of the same rounded weights, which float32 holds as they are."""
     directory = small_model(tmp_path, model_type)
@@ -254,7 +263,8 @@ def test_that_there_is_no_triton_is_found_out_and_told_once(
     assert capsys.readouterr().out.count("attending_with_pytorch") == 1
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_what_a_token_reads_does_not_depend_on_how_steps_are_cut(tmp_path: Path, model_type: str) -> None:
     """A chunk that fills blocks, against the same tokens one by one. Mistral has a window."""
     directory = small_model(tmp_path, model_type)

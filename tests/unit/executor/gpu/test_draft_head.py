@@ -78,9 +78,10 @@ def computed(directories: tuple[Path, Path], collectives: Collectives, *, gpu: b
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        *((kind, 1) for kind in KINDS),
-        ("eagle3", 2),
-        *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in KINDS[1:]),
+        ("eagle3 of normed states", 1),
+        pytest.param("eagle3", 2, marks=pytest.mark.slow),
+        *(pytest.param(kind, 1, marks=pytest.mark.nightly) for kind in ("eagle3", "glm4_moe", "mellum")),
+        *(pytest.param(kind, 2, marks=pytest.mark.nightly) for kind in KINDS[1:]),
     ],
 )
 def test_the_decoder_computes_what_the_modules_do(tmp_path: Path, kind: str, ranks: int) -> None:

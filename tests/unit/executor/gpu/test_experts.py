@@ -230,7 +230,7 @@ def test_rows_that_fill_up_go_to_nobody_and_change_nothing() -> None:
     assert torch.equal(found[:3], layer(x[:3]))
 
 
-@pytest.mark.parametrize("form", ["plain", "int4"])
+@pytest.mark.parametrize("form", ["plain", pytest.param("int4", marks=pytest.mark.nightly)])
 def test_an_invariant_row_has_the_bits_that_it_has_alone(form: str) -> None:
     layer, x = Layer(form, invariant=True), normal(24, HIDDEN, seed=7)
     together = layer(x)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
 from services.executor.gpu.inputs import ALIGN, Limits, Staging, places_of, sent, to_device, total_of
+from tests.pretend_gpu.streams import Host
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(0, 3 * ALIGN), max_size=12)
@@ -57,6 +58,14 @@ def test_what_is_sent_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(
     (own,) = to_device([np.array([3, 4])], gpu)
     assert own.tolist() == [3, 4]
     assert calls == [(True, gpu, True)] * 2
+
+
+def test_pinned_memory_is_not_written_while_the_device_reads_it(gpu: Host) -> None:
+    staging = Staging(1024, torch.device("cuda", 0))
+    for step in range(4):
+        staging.stage([np.full(5, step)])
+    torch.cuda.synchronize()  # where the simulated GPU says what was wrong
+    assert staging.views([5])[0].tolist() == [3] * 5
 
 
 def test_the_arrays_of_equal_lengths_lie_at_the_same_addresses() -> None:

@@ -182,8 +182,9 @@ def test_memory_that_cannot_be_had_is_told_at_start(gpu: Host, monkeypatch: pyte
 # --- a whole engine ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kv_dtype", "room"), [pytest.param("bf16", 8192, marks=pytest.mark.slow), ("int8", 89_150)]
+    ("kv_dtype", "room"), [pytest.param("bf16", 8192, marks=pytest.mark.nightly), ("int8", 89_150)]
 )
 def test_a_session_comes_back_from_host_memory(gpu: Host, kv_dtype: str, room: int) -> None:
     """There is room for one of them: each turn of one evicts the other."""

@@ -98,10 +98,11 @@ def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectiv
 @pytest.mark.parametrize(
     ("model_type", "codec", "ranks"),
     [
-        ("gemma3_text", INT8, 1),
         ("qwen2", None, 2),
-        pytest.param("granite", None, 1, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", FP8, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("gemma3_text", INT8, 1), ("granite", None, 1), ("qwen2_moe", FP8, 2))
+        ),
     ],
 )
 def test_graphs_and_sampling_give_the_host_s_tokens(
@@ -118,6 +119,7 @@ def test_graphs_and_sampling_give_the_host_s_tokens(
 # --- a whole engine ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Counter[str]()
 
@@ -153,8 +155,8 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "gpt2", "phimoe/longrope")),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bloom", "gpt2", "phimoe/longrope")),
     ],
 )
 def test_models_that_transformers_modules_compute(tmp_path: Path, name: str) -> None:
@@ -256,7 +258,7 @@ def steps_seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_drafts_are_proposed_and_checked_in_graphs(
     tmp_path: Path, gpu: Host, steps_seen: Counter[str]
 ) -> None:
@@ -298,6 +300,7 @@ def computes_in_graphs(ring: Ring) -> bool:
     return isinstance(draft._head, GraphedHead)
 
 
+@pytest.mark.nightly
 def test_an_eagle3_head_reads_steps_that_graphs_hold(
     tmp_path: Path, launched: list[StepPlan], steps_seen: Counter[str]
 ) -> None:
@@ -325,9 +328,8 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
     assert followed.text[:4] == behind.text[:4] == plain.text
 
 
-@pytest.mark.parametrize(
-    "model_type", ["mellum", *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", ["mellum", *SELDOM])
 def test_a_models_own_head_computes_what_its_checkpoint_means(
     tmp_path: Path, launched: list[StepPlan], model_type: str
 ) -> None:

@@ -27,9 +27,10 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model_type", "world_size"),
     [
         ("llama", 2),
-        ("gemma2", 1),
-        pytest.param("llama", 1, marks=pytest.mark.slow),
-        pytest.param("gemma2", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("gemma2", 1), ("llama", 1), ("gemma2", 2))
+        ),
     ],
 )
 def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
@@ -44,6 +45,7 @@ def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: in
     assert scores.worst_error(on_gpu_ring(world_size, work)[0], truth) < scores.TOLERANCE
 
 
+@pytest.mark.nightly
 def test_steps_of_single_tokens_are_replayed_from_graphs(tmp_path: Path) -> None:
     """A chunk of one token is a decode to the graphs, whatever is made of its row."""
     directory = small_model(tmp_path, "llama", num_hidden_layers=1)

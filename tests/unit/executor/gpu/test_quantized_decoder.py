@@ -68,16 +68,21 @@ def act_order(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "codec", "ranks"),
     [
-        (plain, INT8, 1),
-        (plain, FP8, 2),
         (plain, CODECS["int4"], 2),
         (mixture, INT8, 2),
         (mixture, CODECS["q4_k"], 1),
-        (mixture_that_pytorch_computes, FP8, 1),
-        (mixture_that_pytorch_computes, CODECS["int4"], 1),
         (gguf, None, 1),
         (act_order, None, 2),
-        pytest.param(gguf, None, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (plain, INT8, 1),
+                (plain, FP8, 2),
+                (mixture_that_pytorch_computes, FP8, 1),
+                (mixture_that_pytorch_computes, CODECS["int4"], 1),
+                (gguf, None, 2),
+            )
+        ),
     ],
     ids=lambda given: getattr(given, "name", None) or getattr(given, "__name__", str(given)),
 )

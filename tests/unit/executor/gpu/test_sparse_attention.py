@@ -76,7 +76,9 @@ def alone(counts: Sequence[int]) -> list[dict[int, int]]:
     return [{0: count} for count in counts]
 
 
-@pytest.mark.parametrize(("codec", "wanted"), [(None, PAGES), (FP8, PAGES), (INT8, WINDOW)])
+@pytest.mark.parametrize(
+    ("codec", "wanted"), [pytest.param(None, PAGES, marks=pytest.mark.nightly), (FP8, PAGES), (INT8, WINDOW)]
+)
 def test_rows_read_what_pytorch_chooses(
     directory: Path, codec: Codec | None, wanted: SparseAttention
 ) -> None:
@@ -91,7 +93,8 @@ def test_rows_read_what_pytorch_chooses(
     assert (expected[20:] - dense[20:]).abs().max() > 1e-2, "the choice tells"
 
 
-@pytest.mark.parametrize("codec", [None, pytest.param(INT8, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("codec", [None, INT8], ids=str)
 def test_a_token_has_the_same_bits_however_steps_are_cut(directory: Path, codec: Codec | None) -> None:
     """One layer chooses and one reads everything; the decodes below the threshold are replayed from graphs, which
     leave summaries behind."""
@@ -109,6 +112,7 @@ def test_a_token_has_the_same_bits_however_steps_are_cut(directory: Path, codec:
     assert torch.equal(of([{0: 9, 1: 3, 2: 18}, {0: 9, 1: 1}, {0: 1, 1: 1, 2: 1}, {0: 1}]), whole)
 
 
+@pytest.mark.nightly
 def test_a_budget_that_covers_all_pages_gives_the_bits_of_dense_attention(directory: Path) -> None:
     runners = [runner_of(directory, SingleRank(), codec=INT8, summaries=True) for _ in range(3)]
     everything, in_no_layer = structs.replace(PAGES, share=1.0), structs.replace(PAGES, dense_layers=2)
@@ -129,6 +133,7 @@ def test_rounds_of_few_rows_change_nothing(directory: Path, monkeypatch: pytest.
     assert torch.equal(found(), whole)
 
 
+@pytest.mark.nightly
 def test_what_is_not_lowered_chooses_by_the_same_kernels(tmp_path: Path) -> None:
     directory = small_model(tmp_path, "llama", hidden_act="relu")
     ours, plain = (
@@ -150,7 +155,7 @@ def test_linear_biases_go_by_positions(tmp_path: Path) -> None:
     assert (found - logits_of(plain, alone([1] * 22), everywhere)).abs().max() < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_text_is_the_same_beside_others_from_the_cache_and_after_a_kill() -> None:
     """A whole engine, which looks ahead: what is reused and what is computed again have the same summaries."""
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 80}

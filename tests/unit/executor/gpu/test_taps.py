@@ -16,7 +16,10 @@ from tests.unit.executor.gpu.gpu_runners import runner_of, small_model
 from tests.unit.executor.model.ring import Script
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "granite", "llama", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("granite", "qwen2_moe"))],
+)
 def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     """With norms behind layers, with scaled residuals, with experts: others share all of their code with these."""
     directory = small_model(tmp_path, model_type)

@@ -113,7 +113,8 @@ def serve(ring: Served) -> None:
     assert all(found)
 
 
-@pytest.mark.parametrize("warm_up", ["auto", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("warm_up", ["auto", "off"])
 def test_requests_have_nothing_compiled_after_it(compiled: set[tuple[Any, ...]], warm_up: str) -> None:
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 3, "context_length": 64}
     options |= {"sparse_attention": True}

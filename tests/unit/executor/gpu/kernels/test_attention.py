@@ -31,7 +31,17 @@ from shared.data_types import BlockDType
 DEVICE = torch.device("cpu" if interprets() else "cuda")
 
 
-@pytest.mark.parametrize("case", list(cases(large=False)), ids=str)
+CASES = list(cases(large=False))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES[::3],
+        *(pytest.param(case, marks=pytest.mark.nightly) for at, case in enumerate(CASES) if at % 3),
+    ],
+    ids=str,
+)
 def test_attention_is_what_float64_says(case: Case) -> None:
     check(case, DEVICE)
 

@@ -46,7 +46,7 @@ def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
     assert decode["counts"]["wide async"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_choosing_blocks_spills_nothing_and_scores_by_tensor_cores() -> None:
     found = compiled("pages")
     assert {name.split()[-1] for name in found} == {"group4", "score_kernel", "choose_kernel"}
@@ -56,7 +56,7 @@ def test_choosing_blocks_spills_nothing_and_scores_by_tensor_cores() -> None:
     assert found["pages int8 d128 group4 score_kernel"]["counts"]["mma"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_lies_between_products_reads_16_bytes_at_a_time_and_spills_nothing() -> None:
     found = compiled("fused")
     assert [name for name, one in found.items() if one["stack"]] == []
@@ -65,7 +65,7 @@ def test_what_lies_between_products_reads_16_bytes_at_a_time_and_spills_nothing(
     assert [name for name, one in found.items() if one["registers"] * 1024 > REGISTERS] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_products_multiply_while_weights_come() -> None:
     found = compiled("products")
     assert all(one["stack"] == 0 for one in found.values()), found
@@ -81,7 +81,7 @@ def test_products_multiply_while_weights_come() -> None:
         assert kernel["shared"] * programs <= MOST_SHARED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_multiply_while_weights_come() -> None:
     found = compiled("experts")
     assert all(one["stack"] == 0 for one in found.values()), found
@@ -93,7 +93,7 @@ def test_experts_multiply_while_weights_come() -> None:
     assert max(one["shared"] for one in products) * 2 <= MOST_SHARED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_multiply_by_tensor_cores_and_spill_nothing() -> None:
     found = compiled("adapters")
     assert len(found) == 2
@@ -102,7 +102,7 @@ def test_adapters_multiply_by_tensor_cores_and_spill_nothing() -> None:
     assert max(one["shared"] for one in found.values()) * 2 <= MOST_SHARED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_samples_leaves_its_processor_room() -> None:
     found = compiled("sampling")
     assert {name.split()[0] for name in found} == {
