@@ -1,7 +1,6 @@
 """A rank on a GPU that is not there (`tests/pretend_gpu`): what it computes, and that it does not wait on the way."""
 
 import ctypes
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -47,14 +46,11 @@ from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import build, logits_of
 from tests.unit.executor.worker.draft_heads import (
-    DEEPSEEK,
     Eagle3Reference,
-    MtpReference,
-    add_mtp_head,
     make_eagle3,
 )
-from tests.unit.executor.worker.drafting_ring import Generated, Ring, ring_of
-from tests.unit.executor.worker.test_draft_heads import HEADS, check
+from tests.unit.executor.worker.drafting_ring import Generated, ring_of
+from tests.unit.executor.worker.test_draft_heads import check
 from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 
 GPU = torch.device("cuda", 0)
@@ -235,10 +231,8 @@ def test_marks_are_passed_when_the_device_has_come_to_them(gpu: Host) -> None:
     assert ended == [1]
 
 
-# --- draft models and heads -------------------------------------------------------------------------------
+# --- draft heads ------------------------------------------------------------------------------------------
 
-SELDOM = ("deepseek_v3", "glm4_moe", "qwen3_next")
-"""Whose keys and values are one line, whose experts are all computed alike, and whose other layers are recurrent."""
 ON_GPU = {"device": "cuda", "dtype": "fp32", "kv_memory": 1 << 20, "max_sequences": 4, "max_batch_tokens": 16}
 
 
@@ -258,24 +252,6 @@ def steps_seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-@pytest.mark.nightly
-def test_drafts_are_proposed_and_checked_in_graphs(
-    tmp_path: Path, gpu: Host, steps_seen: Counter[str]
-) -> None:
-    model = model_in(tmp_path / "model", num_hidden_layers=1)
-    twin = Path(shutil.copytree(model, tmp_path / "twin"))
-    with ring_of(tmp_path, model, **ON_GPU) as ring:
-        plain = Generated(ring, PROMPT, DRAWN).run(6)
-    with ring_of(tmp_path, model, twin, **ON_GPU) as ring:
-        steps_seen.clear()  # of warming up, before there are graphs
-        drafted = Generated(ring, PROMPT, DRAWN).run(6, drafts=2)
-    assert drafted.text == plain.text
-    assert drafted.accepted == drafted.proposed > 0
-    assert steps_seen["rows, replayed"] > 0
-    assert steps_seen["one row, replayed"] > 0
-    assert steps_seen["one row, launched"] == 0
-
-
 @pytest.fixture
 def launched(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """Steps that the device was given, none of which the host waited for."""
@@ -293,13 +269,6 @@ def launched(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     return steps
 
 
-def computes_in_graphs(ring: Ring) -> bool:
-    """Its draft head; else modules of its own compute it."""
-    draft = ring.engine._loaded._draft
-    assert draft is not None
-    return isinstance(draft._head, GraphedHead)
-
-
 @pytest.mark.nightly
 def test_an_eagle3_head_reads_steps_that_graphs_hold(
     tmp_path: Path, launched: list[StepPlan], steps_seen: Counter[str]
@@ -314,7 +283,9 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
     with ring_of(tmp_path, model, head, **ON_GPU) as ring:
         assert ring.spec.drafts, ring.spec.draft_left_out
         assert ring.spec.draft_reads_states
-        assert computes_in_graphs(ring)
+        draft = ring.engine._loaded._draft
+        assert draft is not None
+        assert isinstance(draft._head, GraphedHead)
         steps_seen.clear()
         followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(6, 2)
         launched.clear()
@@ -326,21 +297,3 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
     check(followed, Eagle3Reference(head, model, layers))
     check(behind, Eagle3Reference(head, model, layers))
     assert followed.text[:4] == behind.text[:4] == plain.text
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model_type", ["mellum", *SELDOM])
-def test_a_models_own_head_computes_what_its_checkpoint_means(
-    tmp_path: Path, launched: list[StepPlan], model_type: str
-) -> None:
-    names = HEADS[model_type]
-    model = model_in(tmp_path / "model", None, model_type, **settings_of(model_type))
-    add_mtp_head(model, names=names, shared=names is not DEEPSEEK)
-    with ring_of(tmp_path, model, "mtp", **ON_GPU) as ring:
-        assert ring.spec.drafts, ring.spec.draft_left_out
-        assert computes_in_graphs(ring) == (model_type in ("mellum", "glm4_moe"))
-        found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(6, 2)
-        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(6, 2, followed=False)
-    check(found, MtpReference(model, names))
-    check(behind, MtpReference(model, names))
-    assert behind.text == found.text

@@ -46,21 +46,6 @@ class Compiled(NamedTuple):
     """Bytes of each program."""
     counts: dict[str, int]
     """Of `INSTRUCTIONS`."""
-    sass: str = ""
-
-
-def compile_source(name: str, source: Any, warps: int, stages: int) -> Compiled:
-    """As Triton would at the first launch; `source`: its `ASTSource`."""
-    made = triton.compile(source, target=TARGET, options={"num_warps": warps, "num_stages": stages})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = _cuobjdump("-res-usage", file.name)
-        sass = _cuobjdump("-sass", file.name)
-    taken = {what: int(number) for what, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    counts = {what: len(re.findall(pattern, sass)) for what, pattern in INSTRUCTIONS.items()}
-    stack = taken["STACK"] + taken["LOCAL"]
-    return Compiled(name, taken["REG"], stack, made.metadata.shared, counts, sass)
 
 
 def _cuobjdump(*arguments: str) -> str:
@@ -135,7 +120,17 @@ def meta(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def compile_launched(name: str, launched: Launched) -> Compiled:
     """As Triton would at this launch."""
     source = ASTSource(launched.kernel, launched.signature, launched.constants, launched.attributes)
-    return compile_source(name, source, launched.warps, launched.stages)
+    options = {"num_warps": launched.warps, "num_stages": launched.stages}
+    made = triton.compile(source, target=TARGET, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _cuobjdump("-res-usage", file.name)
+        sass = _cuobjdump("-sass", file.name)
+    taken = {what: int(number) for what, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    counts = {what: len(re.findall(pattern, sass)) for what, pattern in INSTRUCTIONS.items()}
+    stack = taken["STACK"] + taken["LOCAL"]
+    return Compiled(name, taken["REG"], stack, made.metadata.shared, counts)
 
 
 def compile_work(name: str, work: Callable[[], object]) -> Iterator[Compiled]:

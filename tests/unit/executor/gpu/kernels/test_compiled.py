@@ -23,7 +23,7 @@ def compiled(family: str) -> dict[str, Any]:
     """By name."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.executor.gpu.kernels.compiled"]
     found = subprocess.run(
-        [*command, "--json", "--only", family],
+        [*command, "--only", family],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "0"},
