@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import SingleRank
-from services.executor.core.engine import Launched
-from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu import offload
 from services.executor.gpu.offload import DeviceSpill, PinnedSlots
@@ -31,7 +27,6 @@ from services.executor.kv_cache.store_shape import StoreShape
 from shared.errors import ConfigurationError
 from tests.pretend_gpu.device import pretend_gpu
 from tests.pretend_gpu.streams import Host
-from tests.unit.executor.gpu.texts import GREEDY, ONE_LAYER, requests, texts
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 HOST_SLOTS, DISK_SLOTS, BLOCKS = 5, 3, 6
@@ -177,36 +172,3 @@ def test_memory_that_cannot_be_had_is_told_at_start(gpu: Host, monkeypatch: pyte
         ConfigurationError, match=r"30000 bytes .*\(CUDA error: out of memory\); .*--kv-host-memory"
     ):
         PinnedSlots(10, 3000)
-
-
-# --- a whole engine ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kv_dtype", "room"), [pytest.param("bf16", 8192, marks=pytest.mark.nightly), ("int8", 89_150)]
-)
-def test_a_session_comes_back_from_host_memory(gpu: Host, kv_dtype: str, room: int) -> None:
-    """There is room for one of them: each turn of one evicts the other."""
-    options = {"kv_dtype": kv_dtype, "kv_memory": room, "kv_host_memory": 1 << 20, "context_length": 48}
-    prompts = {name: [first + at for at in range(40)] for name, first in (("a", 3), ("b", 103))}
-    with served(ONE_LAYER, GPU, max_sequences=1, **options) as ring:
-        batcher, found, waited = ring.batcher(), [], []
-
-        def launch(given: StepPlan, samples: Sequence[SamplingState]) -> Launched:
-            gpu.waits.clear()
-            launched: Launched = ring.engine.launch(given, samples)
-            waited.extend(gpu.waits)
-            seen.update({"saves": len(given.saves), "restores": len(given.restores)})
-            return launched
-
-        seen = Counter[str]()
-        for turn, name in enumerate("abab"):
-            (request,) = requests([prompts[name]], [GREEDY], 4)
-            request = structs.replace(request, generation_id=str(turn), session=name)
-            found.append(texts(ring, [request], ahead=True, launch=launch, batcher=batcher)[0])
-    assert found[:2] == found[2:]
-    assert found[0] != found[1]
-    assert seen["saves"] > 0
-    assert seen["restores"] > 0
-    assert waited == []

@@ -1,6 +1,5 @@
 """Products with quantised weights against float64, on a GPU, if only a simulated one."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
-from services.executor.collectives.base import SingleRank
-from services.executor.core.sharding import ShardLayout
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.kernels.matmul import (
     MOST_ROWS,
@@ -20,15 +17,12 @@ from services.executor.gpu.kernels.matmul import (
     multiply_one,
     tiles_of,
 )
-from services.executor.gpu.linear import use_products
 from services.executor.gpu.quantized_matmul import (
     coded_product,
     multiply_widened,
 )
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.weight_formats import Quantized, quantize
-from tests.unit.executor.model.tiny import make_model
 
 DEVICE = torch.device("cuda", 0)
 NAN = float("nan")
@@ -217,19 +211,6 @@ def test_the_way_is_chosen_by_rows_and_sizes(monkeypatch: pytest.MonkeyPatch) ->
         many = "encode_rows" if name == "fp8" else "multiply_widened"
         assert ways == ["multiply_few", "multiply_few", many]
         ways.clear()
-
-
-def test_a_model_multiplies_by_its_quantised_weights(tmp_path: Path) -> None:
-    directory = make_model(tmp_path, "qwen2", num_hidden_layers=1)
-    layout = ShardLayout.from_config(load_config(directory), 1, 0)
-    model = load_model(directory, torch.bfloat16, layout, SingleRank(), DEVICE, lambda *_: None, INT8)
-    linear = model.model.layers[0].self_attn.q_proj  # type: ignore[union-attr,index]
-    assert linear.bias is not None
-    use_products(model)
-    x = numbers(1, 2, 72)
-    found = linear(x)
-    assert found.shape == (1, 2, 64)
-    assert_near(found[0], exact(x[0], decoded(linear.stored, INT8), linear.bias), BF16_TOLERANCE)
 
 
 @pytest.mark.parametrize(

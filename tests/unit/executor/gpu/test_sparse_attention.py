@@ -112,18 +112,6 @@ def test_a_token_has_the_same_bits_however_steps_are_cut(directory: Path, codec:
     assert torch.equal(of([{0: 9, 1: 3, 2: 18}, {0: 9, 1: 1}, {0: 1, 1: 1, 2: 1}, {0: 1}]), whole)
 
 
-@pytest.mark.nightly
-def test_a_budget_that_covers_all_pages_gives_the_bits_of_dense_attention(directory: Path) -> None:
-    runners = [runner_of(directory, SingleRank(), codec=INT8, summaries=True) for _ in range(3)]
-    everything, in_no_layer = structs.replace(PAGES, share=1.0), structs.replace(PAGES, dense_layers=2)
-    found = [
-        logits_of(runner, alone(CUTS), [wanted])
-        for runner, wanted in zip(runners, (None, everything, in_no_layer), strict=True)
-    ]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 def test_rounds_of_few_rows_change_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Tensor:
         return logits_of(runner_of(directory, SingleRank(), summaries=True), alone([16, 6]), [PAGES])
