@@ -26,11 +26,8 @@ INSTRUCTIONS = {
     "mma": r"\bHMMA",
     "async": r"LDGSTS",
     "wide async": r"LDGSTS\S*\.128",
-    "load": r"\bLDG\.",
     "wide load": r"\bLDG\S*\.128",
-    "byte load": r"\bLDS\S*\.[US]8",
     "convert": r"\b(I2F|F2F|I2FP)",
-    "branch": r"\bBRA\b",
 }
 """Patterns of SASS."""
 
