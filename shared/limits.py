@@ -248,7 +248,7 @@ UNREAD_SECONDS = Limit(
     "unread_seconds",
     60,
     "seconds",
-    "time in which a client of REST or a WebSocket takes nothing of what it was answered",
+    "time in which a client of REST or a WebSocket reads nothing of its answer",
     "connection",
 )
 GRPC_CALLS = Limit("grpc_calls", 1024, "entries", "gRPC calls at a time", "connection")
@@ -311,7 +311,7 @@ TENANT_FILE_BYTES = Limit(
 )
 TENANT_FILES = Limit("tenant_files", 10_000, "entries", "files", "tenant", "RYZANSTEIN_TENANT_FILES")
 TENANT_BATCHES = Limit(
-    "tenant_batches", 200, "entries", "batches that are not over", "tenant", "RYZANSTEIN_TENANT_BATCHES"
+    "tenant_batches", 200, "entries", "unfinished batches", "tenant", "RYZANSTEIN_TENANT_BATCHES"
 )
 KNOWN_BATCHES = Limit(
     "known_batches", 10_000, "entries", "known batches; the oldest that have ended are forgotten", "tenant"
@@ -320,7 +320,7 @@ TENANT_TRAINING_JOBS = Limit(
     "tenant_training_jobs",
     16,
     "entries",
-    "fine-tuning jobs that are not over",
+    "unfinished fine-tuning jobs",
     "tenant",
     "RYZANSTEIN_TENANT_TRAINING_JOBS",
 )
@@ -415,7 +415,7 @@ ARRIVING = Limit(
     "arriving",
     256 << 20,
     "bytes",
-    "requests of all ports that have not come whole; the connections with the most are closed",
+    "incomplete requests of all ports; the connections with the most are closed",
     "gateway",
     "RYZANSTEIN_ARRIVING_LIMIT",
 )
@@ -532,7 +532,7 @@ KNOWN_BEGINNINGS = Limit(
     "known_beginnings",
     1 << 16,
     "entries",
-    "prompts' beginnings of which it is known who was sent them",
+    "prompt prefixes for which the last group is remembered",
     "scheduler",
 )
 RECENT_FRAMES = Limit(

@@ -113,28 +113,34 @@ def _wrong_setting(name: str, value: Any) -> str:
         low, high = _RANGES[name]
         if low <= value <= high:
             return ""
-        return f"it is {low} or more" if high == MAX_NUMBER and value < low else f"it is {low} to {high}"
+        return (
+            f"it must be {low} or more"
+            if high == MAX_NUMBER and value < low
+            else f"it must be {low} to {high}"
+        )
     if name in _CHOICES:
         return (
             ""
             if value in _CHOICES[name]
-            else f"it is one of {', '.join(_CHOICES[name])}{_meant(value, _CHOICES[name])}"
+            else f"it must be one of {', '.join(_CHOICES[name])}{_meant(value, _CHOICES[name])}"
         )
     if name == "speculation":
         number = value.isascii() and value.isdecimal() and len(value) < 4 and int(value) <= MAX_DRAFTS
         return (
             ""
             if value in ("auto", "off") or number
-            else f"it is auto, off or a number from 0 to {MAX_DRAFTS}"
+            else f"it must be auto, off or a number from 0 to {MAX_DRAFTS}"
         )
     if name == "draft_model":
         fits = len(value) <= MAX_SOURCE and value.isprintable() and value == value.strip()
-        return "" if fits or not value else f"it names a model in at most {MAX_SOURCE} printable characters"
+        return (
+            "" if fits or not value else f"it must name a model in at most {MAX_SOURCE} printable characters"
+        )
     if name == "kv_dtype_layers":
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if all(_LAYER.fullmatch(part) for part in parts):
             return ""
-        return f"it is a list of LAYER={'|'.join(BLOCK_DTYPES)} with commas, such as 0=bf16,-1=bf16"
+        return f"it must be a list of LAYER={'|'.join(BLOCK_DTYPES)} with commas, such as 0=bf16,-1=bf16"
     return ""
 
 
@@ -206,8 +212,8 @@ def other_base(named: str, model: str, spec: ModelSpec | None) -> str:
     if not theirs or any(theirs in one or one in theirs for one in ours if one):
         return ""
     return (
-        f"its configuration says that it was trained for {named}, and it is registered for {model}; its answers "
-        "are as good as the two are alike"
+        f"its configuration says that it was trained for {named}, and it is registered for {model}; its quality "
+        "depends on how alike the two are"
     )
 
 

@@ -48,9 +48,9 @@ def check(choice: SparseAttention, page_tokens: int = 0) -> None:
     known."""
     for name, most in _MOST.items():
         if not 0 <= (value := getattr(choice, name)) <= most:
-            raise WrongChoice(name, f"it is {value:,}, and is 0 to {most:,}")
+            raise WrongChoice(name, f"it is {value:,}, and must be 0 to {most:,}")
     if not (math.isfinite(choice.share) and 0 <= choice.share <= 1):
-        raise WrongChoice("share", f"it is {choice.share:g}, and is a part of the position, 0 to 1")
+        raise WrongChoice("share", f"it is {choice.share:g}, and must be a share of the position, 0 to 1")
     always = choice.sinks + choice.recent
     if choice.threshold < always:
         raise WrongChoice(
@@ -85,7 +85,7 @@ def read(given: object) -> bool | SparseAttention | None:
     if given is None or isinstance(given, bool):
         return given
     if not isinstance(given, Mapping):
-        raise WrongChoice("", "it is true, false, or a mapping of " + ", ".join(FIELDS))
+        raise WrongChoice("", "it must be true, false, or a mapping of " + ", ".join(FIELDS))
     for name in given:
         if name not in FIELDS:
             raise WrongChoice("", f"it has no {str(name)[:80]!r}; there are: {', '.join(FIELDS)}")
@@ -99,12 +99,12 @@ def read(given: object) -> bool | SparseAttention | None:
 def _check_type(name: str, value: Any) -> None:
     if name == "kind":
         if value not in KINDS:
-            raise WrongChoice(name, f"it is one of {', '.join(KINDS)}, not {str(value)[:80]!r}")
+            raise WrongChoice(name, f"it must be one of {', '.join(KINDS)}, not {str(value)[:80]!r}")
     elif isinstance(value, bool) or not isinstance(value, (int, float) if name == "share" else int):
         wanted = "a number from 0 to 1" if name == "share" else "a whole number"
-        raise WrongChoice(name, f"it is {wanted}, not {str(value)[:80]!r}")
+        raise WrongChoice(name, f"it must be {wanted}, not {str(value)[:80]!r}")
     elif name != "share" and not 0 <= value <= _MOST[name]:
-        raise WrongChoice(name, f"it is {value:,}, and is 0 to {_MOST[name]:,}")
+        raise WrongChoice(name, f"it is {value:,}, and must be 0 to {_MOST[name]:,}")
 
 
 def parse(text: str) -> bool | dict[str, Any] | None:

@@ -112,7 +112,7 @@ class Snapshot(msgspec.Struct):
         if record.wanted is None:
             return ""
         if record.wanted.error:
-            return f"could not be read, and is tried again: {record.wanted.error.rstrip('.')}"
+            return f"could not be read and will be retried: {record.wanted.error.rstrip('.')}"
         base = record.wanted.model
         if base not in self.names():
             return f"waits for its base {base}, which is not in the registry"

@@ -130,7 +130,7 @@ def trust_of(environment: Mapping[str, str]) -> ssl.SSLContext | None:
             context.load_cert_chain(certificate, key)
         except OSError as error:
             raise ConfigurationError(
-                f"The certificate {certificate} cannot be shown to the gateway, which asks for one ({error}); "
+                f"The certificate {certificate} cannot be presented to the gateway, which requires one ({error}); "
                 "check RYZANSTEIN_TLS_CERTIFICATE and RYZANSTEIN_TLS_KEY."
             ) from None
     return context

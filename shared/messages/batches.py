@@ -79,7 +79,7 @@ class BatchJob(JobRecord, frozen=True, omit_defaults=True):
     """A batch in the KV bucket `batches`; every change is a compare-and-set. Times are unix seconds, 0: not yet."""
 
     endpoint: str
-    """The URL of its lines."""
+    """Endpoint of all its lines."""
     input_file_id: str
     input_object: str
     """Name of the input in the object store `files`."""

@@ -105,7 +105,7 @@ def test_a_drain_that_takes_longer_than_one_waits_says_what_is_left_and_can_be_t
     assert f"error: {group} has not left within 1 s; it goes on draining." in said
 
     code, said = cli(stack, "undrain", group)
-    assert (code, said.strip()) == (0, f"{group} takes requests.")
+    assert (code, said.strip()) == (0, f"{group} accepts requests again.")
     states = {one["group"]: one["state"] for one in stack.status()["groups"]}
     while states[group] == "draining":
         states = {one["group"]: one["state"] for one in stack.status()["groups"]}

@@ -227,7 +227,7 @@ async def test_errors_are_one_sentence(command: Command, cluster: Cluster) -> No
         await command.run("add", "large", "--source", "elsewhere")
     with pytest.raises(ConfigurationError, match="'large' of 'other' is taken by the model large"):
         await command.run("add", "other", "--alias", "large")
-    with pytest.raises(ConfigurationError, match="tp cannot be 99: it is 1 to 64"):
+    with pytest.raises(ConfigurationError, match="tp cannot be 99: it must be 1 to 64"):
         await command.run("set", "large", "--setting", "tp=99")
     with pytest.raises(ConfigurationError, match=r"`settings\.tpp`; tp may be meant"):
         await command.run("set", "large", "--setting", "tpp=1")
@@ -431,5 +431,5 @@ def test_what_is_waited_for_is_said_in_words() -> None:
     now.groups["g"] = GroupRecord("g", "base", "ready", 1, [], GroupLoad(), "h")
     assert now.adapter_waits(record) == "is being read"
     failed = msgspec.structs.replace(record, wanted=msgspec.structs.replace(wanted, error="It is none."))
-    assert now.adapter_waits(failed) == "could not be read, and is tried again: It is none"
+    assert now.adapter_waits(failed) == "could not be read and will be retried: It is none"
     assert now.adapter_waits(msgspec.structs.replace(record, wanted=None)) == ""

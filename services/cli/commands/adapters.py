@@ -30,7 +30,7 @@ adapters_app = typer.Typer(
     help="LoRA adapters of the models that a running stack serves: load, unload, list, show.",
     no_args_is_help=True,
 )
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What clients call it.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name that clients use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs: as JSON.")]
 
 
@@ -86,9 +86,7 @@ def load(
             metavar="SOURCE", help="Directory of peft's files on the hosts, or hub name (ORG/NAME)."
         ),
     ],
-    model: Annotated[
-        str, typer.Option(help="Its base; may be left out where there is one model alone.")
-    ] = "",
+    model: Annotated[str, typer.Option(help="Base model; optional if there is only one model.")] = "",
     replace: Annotated[
         bool,
         typer.Option("--replace", help="Replace one of that name; running requests finish with the old one."),
@@ -97,7 +95,7 @@ def load(
         str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
     ] = "",
     wait: Annotated[
-        bool, typer.Option(help="If no host has the files of the base yet, wait until one has read it.")
+        bool, typer.Option(help="If no host has the base's files yet, wait until one has read the adapter.")
     ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for that; 0: no limit.", min=0)] = 0,
     json: AsJson = False,
@@ -145,7 +143,7 @@ def unload(name: Name, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None
 
 @adapters_app.command("list")
 def list_(
-    model: Annotated[str, typer.Option(help="Of this model alone.")] = "",
+    model: Annotated[str, typer.Option(help="Only those of this model.")] = "",
     json: AsJson = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",

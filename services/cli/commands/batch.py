@@ -149,7 +149,7 @@ async def by_nats(settings: CommonSettings) -> AsyncIterator[BatchClient]:
 
 
 Id = Annotated[str, typer.Argument(metavar="ID")]
-Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is over.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until it has finished.")]
 Output = Annotated[Path | None, typer.Option(help="File for the results.", dir_okay=False)]
 Errors = Annotated[Path | None, typer.Option(help="File for the lines that failed.", dir_okay=False)]
 
@@ -202,8 +202,8 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
 async def _submit(
     client: BatchClient,
     file: Annotated[Path, typer.Argument(help="JSON lines, a request each.", metavar="FILE")],
-    endpoint: Annotated[str, typer.Option(help="The URL of its lines.")] = "/v1/chat/completions",
-    window: Annotated[str, typer.Option(help="Time for all of it: 24h, 90m, 7d.")] = "24h",
+    endpoint: Annotated[str, typer.Option(help="Endpoint of all its lines.")] = "/v1/chat/completions",
+    window: Annotated[str, typer.Option(help="Completion window: 24h, 90m, 7d.")] = "24h",
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
     wait: Wait = False,
     output: Output = None,

@@ -34,7 +34,7 @@ def chat(
             envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."
         ),
     ] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None,
     plain: Annotated[
         bool,

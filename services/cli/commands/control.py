@@ -67,7 +67,7 @@ def drain(
 def undrain(group: Group, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Cancel a drain that is under way; a group that has left must be started again."""
     asyncio.run(undrain_group(nats_of_stack(data_dir, nats_url), group))
-    say(console(), f"{group} takes requests.")
+    say(console(), f"{group} accepts requests again.")
 
 
 class DrainEnd(msgspec.Struct, frozen=True):

@@ -41,13 +41,13 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
 debug_app = typer.Typer(
-    help="Look into a group's ring: what its ranks do, also when it is hung (docs/debugging.md).",
+    help="Inspect a group's ring: what its ranks do, even when it hangs (docs/debugging.md).",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Group = Annotated[
-    str, typer.Argument(help="The group, as `ryzanstein status` names it. Default: the one that there is.")
+    str, typer.Argument(help="The group, as `ryzanstein status` names it. Default: the only one.")
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=1, max=600)]
 
@@ -81,7 +81,7 @@ def dump(
     else:
         screen = console()
         say(screen, found.verdict)
-        say(screen, f"All of it is in {output}.")
+        say(screen, f"The whole dump is in {output}.")
 
 
 @debug_app.command()
@@ -107,10 +107,10 @@ def profile(
         int | None, typer.Option(help="Steps to profile.", min=1, max=500, show_default="20")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Profile for so long, instead of --steps.", min=0.1, max=60)
+        float | None, typer.Option(help="Seconds to profile, instead of --steps.", min=0.1, max=60)
     ] = None,
     ranks: Annotated[str, typer.Option(help="Which ranks: all, or numbers with commas.")] = "all",
-    memory: Annotated[bool, typer.Option("--memory", help="Also what is allocated; slower.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Also record allocations; slower.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -120,9 +120,7 @@ def profile(
             show_default="./profile-GROUP-TIME",
         ),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds within which the steps must be over.", min=1, max=600)
-    ] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the steps.", min=1, max=600)] = 60.0,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:

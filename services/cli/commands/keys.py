@@ -39,7 +39,7 @@ HEADINGS = [
 ]
 
 keys_app = typer.Typer(
-    help="API keys. Once one exists, the gateways ask for it.", no_args_is_help=True, rich_markup_mode=None
+    help="API keys. Once one exists, gateways require a key.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Identity = Annotated[
@@ -80,11 +80,15 @@ def create(
     ] = "",
     manage_models: Annotated[
         bool,
-        typer.Option("--manage-models", help="It may register, load, unload and remove models over the API."),
+        typer.Option(
+            "--manage-models", help="Allow it to register, load, unload and remove models over the API."
+        ),
     ] = False,
     view_keys: Annotated[
         bool,
-        typer.Option("--view-keys", help="It may see all keys and their use over the API, never a secret."),
+        typer.Option(
+            "--view-keys", help="Allow it to list all keys and their use over the API, never a secret."
+        ),
     ] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -106,7 +110,7 @@ def create(
     )
     _with_bucket(data_dir, nats_url, lambda bucket: _store(bucket, key))
     print(key.token)  # noqa: T201  # alone on standard output: scripts take it from there
-    print(f"Key {key.identity} of tenant {tenant}. It is not shown again: keep it now.", file=sys.stderr)  # noqa: T201
+    print(f"Key {key.identity} of tenant {tenant}. It is not shown again: store it now.", file=sys.stderr)  # noqa: T201
 
 
 @keys_app.command("list")

@@ -48,7 +48,7 @@ def log_level(
     print_levels(found, console())
     silent = [record.instance for record, answer in found if answer is None]
     if silent:
-        raise BrokerUnavailable(f"No answer came from {', '.join(silent)}; see `ryzanstein status`.")
+        raise BrokerUnavailable(f"No answer from {', '.join(silent)}; see `ryzanstein status`.")
 
 
 async def set_levels(

@@ -29,7 +29,7 @@ def up(
         list[str] | None,
         typer.Option(
             help="Built-in name, hub name (of a GGUF file ORG/NAME:Q4_K_M), directory or .gguf file. May be given "
-            "several times: the first is that of the executors, which take the others beside it.",
+            "several times: executors start with the first and load the others beside it.",
             metavar="NAME|DIR|FILE.gguf",
             show_default=model_store.DEFAULT_MODEL,
         ),

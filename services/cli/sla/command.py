@@ -101,7 +101,7 @@ def sla(
         bool,
         option("--check", help="Exit code 2 where a target is missed, or the source has no data for it."),
     ] = False,
-    form: Annotated[str, option("--format", help="How it is printed.", metavar="|".join(FORMATS))] = "table",
+    form: Annotated[str, option("--format", help="Output format.", metavar="|".join(FORMATS))] = "table",
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:

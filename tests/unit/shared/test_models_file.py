@@ -60,7 +60,7 @@ TOLD = [
     (22, "`idle` is a number of seconds"),
     (24, "no 'bugdet'; there are: kind, threshold"),
     (28, "Invalid `sparse_attention.budget`: it is 0, below one token"),
-    (30, "Invalid `sparse_attention`: it is true, false, or a mapping of kind"),
+    (30, "Invalid `sparse_attention`: it must be true, false, or a mapping of kind"),
     (31, "There is no `other`; there are: models"),
 ]
 

@@ -96,7 +96,7 @@ async def _create(
         str,
         typer.Argument(metavar="FILE", help="JSON lines, an example each; or the id of an uploaded file."),
     ],
-    model: Annotated[str, typer.Option(help="The base: a model that is served.")],
+    model: Annotated[str, typer.Option(help="The base: a served model.")],
     validation: Annotated[str, typer.Option(metavar="FILE", help="Validation examples.")] = "",
     method: Annotated[TrainingMethod, typer.Option(help="dpo: FILE holds pairs of answers.")] = "supervised",
     suffix: Annotated[str, typer.Option(help="Part of the new model's name, up to 64 characters.")] = "",
@@ -370,7 +370,9 @@ def _export(
     ] = "",
     dtype: Annotated[
         str,
-        typer.Option(help="Of merged weights, as of `models convert`.", show_default="the base's, or bf16"),
+        typer.Option(
+            help="Data type of merged weights, as in `models convert`.", show_default="the base's, or bf16"
+        ),
     ] = "",
     url: Url = "",
     api_key: ApiKey = "",

@@ -44,7 +44,9 @@ def gc(
     ] = None,
     any_model: Annotated[
         bool,
-        typer.Option("--unregistered", help="Do without a registry: keep only models that are being served."),
+        typer.Option(
+            "--unregistered", help="Work without a registry: keep only models that are being served."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     data_dir: DataDir = None,

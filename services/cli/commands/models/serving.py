@@ -64,9 +64,7 @@ Idle = Annotated[
 ]
 Alias = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Another name for it; may be given several times, and replaces those that it has. '': none."
-    ),
+    typer.Option(help="Alias; may be given several times, and replaces all present aliases. '': none."),
 ]
 Setting = Annotated[
     list[str] | None,
@@ -90,7 +88,7 @@ Sparse = Annotated[
 
 
 def add(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What clients call it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name that clients use.")],
     source: Source = None,
     revision: Revision = None,
     least: Least = None,
