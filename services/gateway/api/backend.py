@@ -202,7 +202,7 @@ class RequestContext:
         """For what changes which models or adapters are served. Raises `RouteError`."""
         if not self.settings.manage_models:
             raise RouteError(
-                "Models are not managed over the API here (RYZANSTEIN_MANAGE_MODELS is off); use `ryzanstein models`.",
+                "Managing models over the API is off (RYZANSTEIN_MANAGE_MODELS); use `ryzanstein models`.",
                 status=403,
                 reason="model_management_off",
             )

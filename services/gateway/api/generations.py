@@ -35,16 +35,16 @@ GENERATION = Operation(
 CANCEL = Operation(
     "DELETE /v1/generations/{generation}",
     "cancelGeneration",
-    "Ends a generation, for everybody who reads it.",
+    "Cancels a generation, for all its readers.",
     "Generations",
-    "What had come of it by then stays readable.",
+    "Its output so far stays readable.",
     response=Cancelled,
     errors=(504,),
 )
 GENERATION_STREAM = Operation(
     "GET /v1/generations/{generation}/stream",
     "streamGeneration",
-    "The events of a generation, from where you stand.",
+    "The events of a generation, from a position on.",
     "Generations",
     "In the format of the endpoint that began it; without `Last-Event-ID` from the beginning.",
     events=(shapes.ChatCompletionChunk, shapes.Completion, shapes.TypedEvent),

@@ -46,13 +46,13 @@ CLUSTER = Operation(
     "retrieveCluster",
     "Rings, services, and what this gateway is generating.",
     "Operations",
-    "Nothing of what anybody wrote or reads, and no id with which it could be read.",
+    "It shows no prompts or answers, and no id by which they could be read.",
     response=ClusterState,
 )
 KEYS = Operation(
     "GET /v1/keys",
     "listKeys",
-    "Who has API keys, and what of their limits is used.",
+    "Lists API keys, and how much of their limits is used.",
     "Operations",
     "The newest first; no secrets. For keys made with `--view-keys`; others get 403 `insufficient_permissions`.",
     response=ApiKeyList,

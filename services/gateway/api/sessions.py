@@ -41,11 +41,11 @@ class PrefillCancelled(msgspec.Struct, frozen=True):
 PREFILL = Operation(
     f"POST {PATH}",
     "prefillSession",
-    "A conversation so far is computed ahead of its next turn.",
+    "Computes a conversation ahead of its next turn.",
     "Sessions",
-    "The body is that of a chat completion, or the input of a response (`input`, `previous_response_id`, ...); what "
-    "concerns the answer alone has no effect. 200 when it is computed, 202 while it is under way. Another one of the "
-    "session takes its place.",
+    "The body is that of a chat completion, or the input of a response (`input`, `previous_response_id`, ...); "
+    "fields that concern the answer alone have no effect. 200 when it is computed, 202 while it is under way. A "
+    "later one for the session replaces it.",
     request=ChatCompletionRequest,
     example={
         "model": "SmolLM2-135M-Instruct",
@@ -62,7 +62,7 @@ PREFILL = Operation(
 CANCEL = Operation(
     f"DELETE {PATH}",
     "cancelSessionPrefill",
-    "Ends what a session has under way.",
+    "Cancels what a session is preparing.",
     "Sessions",
     "At this gateway; `DELETE /v1/generations/{id}` ends it at any.",
     response=PrefillCancelled,

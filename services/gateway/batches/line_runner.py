@@ -231,7 +231,7 @@ class LineRunner:
                 await self._parts.results.append(job.id, result)
                 return
             except RyzansteinError as error:
-                log.info("result_not_stored", error=str(error))
+                log.info("result_write_failed", error=str(error))
             await asyncio.sleep(min(2.0, backoff(tries)))
             tries += 1
 

@@ -270,7 +270,7 @@ class BatchRunner:
                 await self._lease.write(lambda job: states.announced(job, begun))
                 return True
             except BrokerUnavailable as error:
-                log.info("line_not_announced", batch=self._job.id, line=begun, error=str(error))
+                log.info("line_announcement_failed", batch=self._job.id, line=begun, error=str(error))
             await asyncio.sleep(min(2.0, backoff(tries)))
             tries += 1
         return False

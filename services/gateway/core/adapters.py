@@ -207,7 +207,7 @@ class AdapterRegistry:
             try:
                 await self.sweep(time.time())
             except RyzansteinError as error:
-                log.warning("adapters_not_swept", error=str(error))
+                log.warning("adapter_cleanup_failed", error=str(error))
 
     async def sweep(self, now: float) -> None:
         """Forgets what was retired before `now` (unix seconds) less the retention, and names that have nothing left;

@@ -244,6 +244,6 @@ class ColdStarts:
                 demand = ModelDemand(model, self._gateway, demands.get(model, 0))
                 await self._bus.publish(subjects.MODEL_DEMAND, demand)
         except BrokerUnavailable as error:
-            log.info("demand_not_told", error=str(error))
+            log.info("demand_report_failed", error=str(error))
             return
         self._told = set(demands)

@@ -68,7 +68,7 @@ class GatewayMetrics:
 
         self._requests = counter("requests", "Requests answered.", ["route", "model", "status"])
         self._refusals = counter(
-            "limit_refusals", "Requests refused for a bound of docs/security.md.", ["limit"]
+            "limit_refusals", "Requests refused by a limit of docs/security.md.", ["limit"]
         )
         begin_at_zero(self._refusals, [one.name for one in LIMITS if one.holder in ("tenant", "gateway")])
         self._duration = QuickHistograms(
@@ -109,11 +109,11 @@ class GatewayMetrics:
         )
         self.output_tokens = counter("output_tokens", "Output tokens.", ["model"])
         self.in_flight = gauge("generations_in_flight", "Unfinished generations.")
-        self.replays = counter("journal_replays", "Readings of the journal.")
+        self.replays = counter("journal_replays", "Reads of the journal.")
         self.recoveries = counter("recoveries", "Requests resubmitted after their group was lost.")
         self.suspected = counter(
             "suspected",
-            "Requests resubmitted to be computed in steps of their own, by what may have made them kill a ring.",
+            "Requests resubmitted to run in steps of their own, by how their ring was lost.",
             ["cause"],
         )
         begin_at_zero(self.suspected, RING_CAUSES[1:])
@@ -135,7 +135,7 @@ class GatewayMetrics:
             ["port"],
         )
         self.arriving_bytes = gauge(
-            "arriving_bytes", "Bytes of requests that have not come whole, by port: http, grpc.", ["port"]
+            "arriving_bytes", "Bytes of incomplete requests, by port: http, grpc.", ["port"]
         )
         self.connections_refused = counter(
             "connections_refused",
@@ -147,7 +147,7 @@ class GatewayMetrics:
                 self.connections_refused.labels(port, reason)
         self.held = gauge(
             "held_requests",
-            "Requests that wait in the gateway until a model that was never loaded is; in no queue yet.",
+            "Requests held in the gateway for a model that was never loaded; not queued yet.",
             ["model"],
         )
         self._by_model: dict[str, ModelMetrics] = {}

@@ -97,7 +97,7 @@ class Files:
             await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
         except TimeoutError:
             raise Unavailable(
-                "The gateway does not know yet what files there are; try again in a moment.", retry_after=1
+                "The gateway has not read the list of files yet; try again in a moment.", retry_after=1
             ) from None
         entries, held = self._held.of(tenant)
         if entries >= self._most:

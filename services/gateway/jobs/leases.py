@@ -97,7 +97,7 @@ class Jobs(Generic[JobT]):
             await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
         except TimeoutError:
             raise Unavailable(
-                f"The gateway does not know yet what {self.traits.plural} there are; try again in a moment.",
+                f"The gateway has not read the list of {self.traits.plural} yet; try again in a moment.",
                 retry_after=1,
             ) from None
 

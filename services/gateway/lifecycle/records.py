@@ -181,7 +181,7 @@ class RecordWriter:
     def __init__(self, bus: Bus, writer: str, journal: JournalEnd, large: LargeRecords) -> None:
         """`journal` is told what it has come to; `large` has what is too large for it."""
         self._large = large
-        self._aside = TaskSet("", lambda error: log.warning("large_record_not_stored", error=str(error)))
+        self._aside = TaskSet("", lambda error: log.warning("large_record_write_failed", error=str(error)))
         self._bus = bus
         self._writer = writer
         self._journal = journal
@@ -233,7 +233,7 @@ class RecordWriter:
             try:
                 await self._store(batch)
             except RyzansteinError as error:
-                log.warning("records_not_stored", error=str(error), records=len(batch.payloads))
+                log.warning("records_write_failed", error=str(error), records=len(batch.payloads))
                 batch.stored.set_exception(error)
                 batch.stored.exception()  # a client that has gone does not ask
             else:

@@ -167,7 +167,7 @@ class RequestTracker:
             if record_first:
                 stored = await self._recorded(answer.record)
                 if answer.ended:
-                    raise Unavailable("The generation was cancelled before it was handed in.", retry_after=1)
+                    raise Unavailable("The generation was cancelled before it was submitted.", retry_after=1)
             else:
                 stored = self._writer.write(answer.record)
             await self._generations.submit(answer.generations, insist=record_first)

@@ -117,7 +117,7 @@ class MessagesQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=
 class ChatsQuery(MessagesQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A page of chats."""
 
-    model: Annotated[str, Meta(description="Of this model alone.")] | None = None
+    model: Annotated[str, Meta(description="Only those of this model.")] | None = None
     metadata: dict[str, str] = {}
 
     def takes(self, chat: StoredChat) -> bool:

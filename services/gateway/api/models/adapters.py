@@ -81,7 +81,7 @@ LOAD = Operation(
 UNLOAD = Operation(
     "POST /v1/unload_lora_adapter",
     "unloadLoraAdapter",
-    "Unloads a LoRA adapter, as in vLLM; what runs with it ends first.",
+    "Unloads a LoRA adapter, as in vLLM; requests that use it finish first.",
     TAG,
     MANAGING.strip(),
     request=UnloadAdapter,
@@ -96,7 +96,7 @@ PUT = Operation(
     "putLora",
     "Loads a LoRA adapter, or replaces it.",
     TAG,
-    "What runs goes on with the adapter that it began with." + MANAGING,
+    "Running requests keep the adapter that they began with." + MANAGING,
     request=AdapterEntry,
     example={"source": "org/sql-lora", "model": "SmolLM2-135M-Instruct"},
     response=Adapter,
@@ -105,7 +105,7 @@ PUT = Operation(
 DELETE = Operation(
     f"DELETE {PATH}/{{adapter:path}}",
     "deleteLora",
-    "Unloads a LoRA adapter; what runs with it ends first.",
+    "Unloads a LoRA adapter; requests that use it finish first.",
     TAG,
     MANAGING.strip(),
     response=Deleted,

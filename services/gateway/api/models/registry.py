@@ -98,8 +98,8 @@ PUT = Operation(
     "registerModel",
     "Adds a model, or replaces its entry.",
     TAG,
-    "All that is wrong with it is told at once, in `error.errors`. 409 `model_does_not_fit` where it is pinned and all "
-    "that is pinned takes more than the hosts have." + MANAGING,
+    "All errors are listed at once, in `error.errors`. 409 `model_does_not_fit` if the pinned models need more "
+    "memory than the hosts have." + MANAGING,
     request=ModelEntry,
     example={"source": "HuggingFaceTB/SmolLM2-360M-Instruct", "least": 1},
     response=RegisteredModel,
@@ -126,7 +126,7 @@ class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 DELETE = Operation(
     f"DELETE {PATH}/{{model:path}}",
     "unregisterModel",
-    "Removes an entry; `files`: what hosts have on disk of it too.",
+    "Removes an entry; with `files` the hosts' files too.",
     TAG,
     "409 while it is pinned." + MANAGING,
     response=Deleted,
@@ -194,7 +194,7 @@ def _revision_of(ask: RequestContext) -> int | None:
     match = _TAG.fullmatch(given.strip())
     if match is None:
         raise InvalidParameter(
-            "Invalid header 'If-Match': send the ETag that GET has shown, such as \"7\".",
+            "Invalid header 'If-Match': send the ETag from GET, such as \"7\".",
             param="If-Match",
             reason="invalid_header",
         )

@@ -28,7 +28,7 @@ from shared.errors import Unavailable
 from shared.model_status import ModelStatus
 
 TAG = "Models"
-MANAGING = " Asks for a key with the right to manage models, once there is a key."
+MANAGING = " Requires a key that can manage models, once any key exists."
 BODY = 64 << 10
 """Bytes of a body that names or describes a model."""
 SETTLE = 0.25
@@ -57,7 +57,7 @@ class PullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    reload: Annotated[int, Meta(description="As in llama.cpp; what is listed is always new.")] = 0
+    reload: Annotated[int, Meta(description="As in llama.cpp; the list is always current.")] = 0
 
 
 class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ LIST = Operation(
     "listModels",
     "Models that are registered or served, loaded or not.",
     TAG,
-    "An alias is an entry of its own, whose `root` is the model. `status` says what becomes of a model. "
+    "An alias is an entry of its own, whose `root` is the model. `status` is the state of a model. "
     "With the header `anthropic-version` the answer is Anthropic's list, with its `before_id`, `after_id` and `limit`.",
     response=ModelList,
 )
@@ -83,11 +83,11 @@ MODEL = Operation(
 DELETE = Operation(
     "DELETE /v1/models/{model:path}",
     "deleteModel",
-    "Removes a model from the registry; what runs ends first.",
+    "Removes a model from the registry; running requests finish first.",
     TAG,
     "409 while it is pinned. Its files stay. A LoRA adapter is unloaded."
     + MANAGING
-    + " A model that a fine-tuning job of one's own has made (`ft:...`) asks for no such right.",
+    + " The model of your own fine-tuning job (`ft:...`) needs no such key.",
     response=Deleted,
     errors=(409, 412),
 )
@@ -104,8 +104,8 @@ LOAD = Operation(
     "loadModel",
     "Loads a model, as in llama.cpp's router.",
     TAG,
-    "Answers when it has begun; a model that is loaded already is no error. 409 where no host can take it beside what "
-    "is pinned: the message says what would have to go." + MANAGING,
+    "Answers when the load has begun; loading a loaded model is no error. 409 if no host has room for it beside "
+    "pinned models: the message says which would have to go." + MANAGING,
     request=NamedModel,
     example={"model": "SmolLM2-135M-Instruct"},
     response=Done,
@@ -116,8 +116,8 @@ UNLOAD = Operation(
     "unloadModel",
     "Unloads a model, as in llama.cpp's router.",
     TAG,
-    "What runs is waited for, unless `force` is set. It stays unloaded until it is loaded or asked for. 409 while it "
-    "is pinned." + MANAGING,
+    "Running requests finish first, unless `force` is set. It stays unloaded until it is loaded or requested. 409 "
+    "while it is pinned." + MANAGING,
     request=UnloadRequest,
     example={"model": "SmolLM2-135M-Instruct"},
     response=Done,
@@ -129,7 +129,7 @@ PULL = tuple(
         name,
         "Downloads a model's files, and loads nothing.",
         TAG,
-        "`GET /models/sse` tells the progress. A name that is not registered is taken for a hub name."
+        "`GET /models/sse` tells the progress. A name that is not registered is treated as a hub name."
         + MANAGING,
         request=PullRequest,
         example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
@@ -151,7 +151,7 @@ ROUTER_DELETE = Operation(
 EVENTS = Operation(
     "GET /models/sse",
     "modelEvents",
-    "What happens to the models, as it happens, as in llama.cpp's router.",
+    "Events of models as they happen, as in llama.cpp's router.",
     TAG,
     "Begins with the status of each.",
     events=(ModelEvent,),

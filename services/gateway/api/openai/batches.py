@@ -64,19 +64,17 @@ CREATE = Operation(
 LIST = Operation(
     f"GET {PATH}",
     "listBatches",
-    "The batches that there are, the newest first.",
+    "Lists batches, the newest first.",
     TAG,
     response=BatchList,
     query=PageQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(
-    f"GET {PATH}/{{batch}}", "retrieveBatch", "A batch as it stands.", TAG, response=BatchObject
-)
+RETRIEVE = Operation(f"GET {PATH}/{{batch}}", "retrieveBatch", "Shows a batch.", TAG, response=BatchObject)
 CANCEL = Operation(
     f"POST {PATH}/{{batch}}/cancel",
     "cancelBatch",
-    "Begins no more of a batch's lines, and keeps what is done.",
+    "Cancels a batch; finished lines keep their results.",
     TAG,
     response=BatchObject,
     errors=(409,),

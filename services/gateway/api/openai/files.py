@@ -94,7 +94,7 @@ UPLOAD = Operation(
 LIST = Operation(
     f"GET {PATH}",
     "listFiles",
-    "The files that there are.",
+    "Lists files.",
     TAG,
     response=FileList,
     query=FilesQuery,

@@ -131,7 +131,7 @@ class CheckpointsQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_on
 
 class AdapterQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     checkpoint: Annotated[
-        int | None, Meta(description="The step of a checkpoint; left out: what the job has come to.")
+        int | None, Meta(description="The step of a checkpoint; default: the job's result.")
     ] = None
 
 
@@ -164,12 +164,12 @@ LIST = Operation(
     errors=(404,),
 )
 RETRIEVE = Operation(
-    f"GET {ONE}", "retrieveFineTuningJob", "A fine-tuning job as it stands.", TAG, response=FineTuningJob
+    f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", TAG, response=FineTuningJob
 )
 CANCEL = Operation(
     f"POST {ONE}/cancel",
     "cancelFineTuningJob",
-    "Ends a fine-tuning job; its checkpoints stay.",
+    "Cancels a fine-tuning job; its checkpoints stay.",
     TAG,
     response=FineTuningJob,
     errors=(409,),
@@ -177,7 +177,7 @@ CANCEL = Operation(
 PAUSE = Operation(
     f"POST {ONE}/pause",
     "pauseFineTuningJob",
-    "Has a fine-tuning job stop, and keep the steps that are done.",
+    "Pauses a fine-tuning job; its finished steps are kept.",
     TAG,
     response=FineTuningJob,
     errors=(409,),
@@ -185,7 +185,7 @@ PAUSE = Operation(
 RESUME = Operation(
     f"POST {ONE}/resume",
     "resumeFineTuningJob",
-    "Has a paused fine-tuning job go on where it was.",
+    "Resumes a paused fine-tuning job.",
     TAG,
     response=FineTuningJob,
     errors=(409,),
@@ -193,7 +193,7 @@ RESUME = Operation(
 EVENTS = Operation(
     f"GET {ONE}/events",
     "listFineTuningEvents",
-    "What has happened to a fine-tuning job, the newest first.",
+    "Lists the events of a fine-tuning job, the newest first.",
     TAG,
     "With `stream=true` the events come as they happen, the oldest first; `Last-Event-ID` resumes the stream.",
     response=FineTuningEvents,
@@ -204,7 +204,7 @@ EVENTS = Operation(
 CHECKPOINTS = Operation(
     f"GET {ONE}/checkpoints",
     "listFineTuningJobCheckpoints",
-    "The models of the ends of its last epochs, the newest first; each can be used as any model.",
+    "Lists its checkpoints, at the ends of its last epochs, the newest first; each can be used as any model.",
     TAG,
     response=FineTuningCheckpoints,
     query=CheckpointsQuery,
@@ -212,7 +212,7 @@ CHECKPOINTS = Operation(
 ADAPTER = Operation(
     f"GET {ONE}/adapter/{{file}}",
     "downloadFineTunedAdapter",
-    "A file of what a job has made, as peft has them: adapter_config.json or adapter_model.safetensors.",
+    "A file of a job's result, as peft has them: adapter_config.json or adapter_model.safetensors.",
     TAG,
     query=AdapterQuery,
     response_content=OCTETS,
@@ -221,7 +221,7 @@ REFUSED = tuple(
     Operation(
         path,
         name,
-        "Not supported: a checkpoint is its tenant's alone.",
+        "Not supported: a checkpoint belongs to its tenant alone.",
         TAG,
         errors=(404,),
     )
@@ -352,8 +352,8 @@ async def adapter(ask: RequestContext) -> None:
 
 async def refused(ask: RequestContext) -> None:
     raise RouteError(
-        "Permissions of checkpoints are not supported here: a checkpoint is its tenant's alone, and every key of the "
-        "tenant may use it.",
+        "Permissions of checkpoints are not supported here: a checkpoint belongs to its tenant alone, and every key "
+        "of the tenant may use it.",
         status=404,
         reason="unsupported_endpoint",
     )

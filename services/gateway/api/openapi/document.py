@@ -17,7 +17,7 @@ from shared.service.endpoints import Receive, Scope, Send
 REF = "#/components/schemas/{name}"
 STATUSES = {
     400: "The request must change; `param` names the field, `code` says how.",
-    401: "The API key is missing or not known.",
+    401: "The API key is missing or unknown.",
     403: "The Host, the page that asks (Origin), or what the API key asks for is not allowed.",
     404: "Not found, or no longer available.",
     405: "Method not allowed; `Allow` lists those that are.",

@@ -152,7 +152,7 @@ def _pattern(pattern: str) -> dict[str, Any]:
 
 REQUEST = Parameter(
     "x-request-id",
-    "A name for the request, in the log of every service that it passes; made up where it is missing.",
+    "Id of the request in every service's log; generated if missing.",
     _pattern(REQUEST_ID.pattern),
     example="order-66-attempt-1",
 )

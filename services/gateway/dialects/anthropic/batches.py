@@ -123,7 +123,7 @@ CREATE = Operation(
 LIST = Operation(
     f"GET {PATH}",
     "listMessageBatches",
-    "The message batches that there are, the newest first.",
+    "Lists message batches, the newest first.",
     TAG,
     response=MessageBatchList,
     error=AnthropicError,
@@ -133,7 +133,7 @@ LIST = Operation(
 RETRIEVE = Operation(
     f"GET {PATH}/{{message_batch}}",
     "retrieveMessageBatch",
-    "A message batch as it stands.",
+    "Shows a message batch.",
     TAG,
     response=MessageBatch,
     error=AnthropicError,
@@ -141,7 +141,7 @@ RETRIEVE = Operation(
 DELETE = Operation(
     f"DELETE {PATH}/{{message_batch}}",
     "deleteMessageBatch",
-    "Forgets a message batch that has ended, and its results.",
+    "Deletes a message batch that has ended, and its results.",
     TAG,
     response=MessageBatchDeleted,
     error=AnthropicError,
@@ -150,7 +150,7 @@ DELETE = Operation(
 CANCEL = Operation(
     f"POST {PATH}/{{message_batch}}/cancel",
     "cancelMessageBatch",
-    "Begins no more of a message batch's requests, and keeps what is done.",
+    "Cancels a message batch; finished requests keep their results.",
     TAG,
     response=MessageBatch,
     error=AnthropicError,

@@ -99,7 +99,7 @@ PS = _operation("GET /api/ps", "ollamaPs", "The models that are loaded.", respon
 SHOW = _operation(
     "POST /api/show",
     "ollamaShow",
-    "What is known of a model.",
+    "Details of a model.",
     request=OllamaShowRequest,
     example={"model": "SmolLM2-135M-Instruct"},
     response=shapes.ShownModel,
@@ -109,7 +109,7 @@ PULL = _operation(
     "POST /api/pull",
     "ollamaPull",
     "Downloads a model, with progress in lines.",
-    "A name that is not registered is taken for a hub name." + MANAGING,
+    "A name that is not registered is treated as a hub name." + MANAGING,
     request=OllamaPullRequest,
     example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
     response=Progress,

@@ -55,7 +55,7 @@ async def staying(ask: RequestContext, name: str, keep_alive: float | str | None
             try:
                 await ask.parts.management.unload(name, force=False)
             except RyzansteinError as error:  # the answer is there
-                log.warning("keep_alive_not_applied", model=name, error=error.message)
+                log.warning("keep_alive_failed", model=name, error=error.message)
 
 
 async def _kept(ask: RequestContext, name: str, seconds: float) -> bool:

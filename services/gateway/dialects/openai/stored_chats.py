@@ -76,7 +76,7 @@ RETRIEVE = Operation(
 CHANGE = Operation(
     f"POST {ONE}",
     "updateChatCompletion",
-    "Gives a stored chat completion other metadata.",
+    "Updates the metadata of a stored chat completion.",
     TAG,
     request=ChangedChat,
     example={"metadata": {"topic": "geography"}},
@@ -86,7 +86,7 @@ CHANGE = Operation(
 DELETE = Operation(
     f"DELETE {ONE}",
     "deleteChatCompletion",
-    "Forgets a stored chat completion.",
+    "Deletes a stored chat completion.",
     TAG,
     response=DeletedChat,
     errors=(504,),

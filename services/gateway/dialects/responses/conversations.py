@@ -83,7 +83,7 @@ RETRIEVE = Operation(f"GET {ONE}", "retrieveConversation", "A conversation.", TA
 CHANGE = Operation(
     f"POST {ONE}",
     "updateConversation",
-    "Gives a conversation other metadata.",
+    "Updates the metadata of a conversation.",
     TAG,
     request=ChangedConversation,
     example={"metadata": {"topic": "geography"}},
@@ -92,7 +92,7 @@ CHANGE = Operation(
 DELETE = Operation(
     f"DELETE {ONE}",
     "deleteConversation",
-    "Forgets a conversation and its items; responses stay.",
+    "Deletes a conversation and its items; responses stay.",
     TAG,
     response=ConversationDeleted,
 )
@@ -126,7 +126,7 @@ ITEM = Operation(
 DELETE_ITEM = Operation(
     f"DELETE {ONE}/items/{{item}}",
     "deleteConversationItem",
-    "Takes an item out of a conversation.",
+    "Deletes an item of a conversation.",
     TAG,
     response=Conversation,
 )

@@ -198,7 +198,7 @@ COUNT = Operation(
 RETRIEVE = Operation(
     f"GET {PATH}/{{response}}",
     "retrieveResponse",
-    "A response, or its events from where you stand.",
+    "A response, or its events from a position on.",
     TAG,
     "With `stream` a `Last-Event-ID` says the same as `starting_after`.",
     response=Response,
@@ -209,7 +209,7 @@ RETRIEVE = Operation(
 DELETE = Operation(
     f"DELETE {PATH}/{{response}}",
     "deleteResponse",
-    "Ends a response and forgets it.",
+    "Cancels and deletes a response.",
     TAG,
     response=ResponseDeleted,
     errors=READING,
@@ -217,7 +217,7 @@ DELETE = Operation(
 CANCEL = Operation(
     f"POST {PATH}/{{response}}/cancel",
     "cancelResponse",
-    "Ends a response; one that has ended is shown as it is.",
+    "Cancels a response; one that has ended is returned unchanged.",
     TAG,
     response=Response,
     errors=READING,

@@ -146,7 +146,7 @@ def conversation_of(
     `InvalidParameter`."""
     plan = plan_of(request, card, traits)
     if plan.ignored:
-        raise unsupported(plan.ignored[0], "the model's chat template does not look at it; leave it out")
+        raise unsupported(plan.ignored[0], "the model's chat template does not use it; leave it out")
     trained = [
         index
         for index, message in enumerate(plan.messages)

@@ -82,7 +82,7 @@ async def run(
 async def test_a_result_is_stored_once_the_broker_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     result, events, tally = await run(monkeypatch, DONE, faults=2)
     assert result.succeeded
-    assert events == ["result_not_stored"] * 2
+    assert events == ["result_write_failed"] * 2
     assert tally.done == 1
 
 

@@ -227,7 +227,7 @@ def test_variables_of_the_template_are_those_it_looks_at() -> None:
     (text,) = read({**CHAT, "chat_template_kwargs": {"enable_thinking": False}})
     conversation, _ = conversation_of(text.request, CARD, traits)
     assert conversation.options.variables == {"enable_thinking": False}
-    with pytest.raises(InvalidParameter, match="does not look at it"):
+    with pytest.raises(InvalidParameter, match="does not use it"):
         conversation_of(text.request, CARD, TRAITS)
     (text,) = read({**CHAT, "chat_template_kwargs": {"enable_thinking": deep(NESTING.value + 2)}})
     with pytest.raises(InvalidParameter, match="nested too deeply"):
