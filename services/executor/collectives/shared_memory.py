@@ -77,7 +77,7 @@ IDLE_TIMEOUT = 86400.0
 
 _REASONS = {
     -1: "another rank has given up",
-    -2: "a rank did not come within {timeout:g} s",
+    -2: "a rank did not arrive within {timeout:g} s",
     -3: "the process of a rank has ended",
     -4: "the ranks do not agree on the ring's shape",
 }

@@ -210,7 +210,7 @@ def with_symmetric_memory(
         multicast = _all_agree(others, device, sums.multicast)
         right = adds_up(sums, others, device, multicast)
         if not _all_agree(others, device, right):
-            reason = "" if right else "what it adds up is wrong here"
+            reason = "" if right else "its sums are wrong here"
             sums = None
     if sums is None:
         log.info("all_reduce_by_nccl", reason=reason or "another rank of the ring cannot, see its log")

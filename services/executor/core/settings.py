@@ -398,7 +398,8 @@ class ExecutorSettings(ModelStoreSettings):
             return socket.gethostbyname(name)
         except OSError as error:
             raise ValueError(
-                f"this host's name {name!r} stands for no address ({error.strerror or error}); give the address itself"
+                f"this host's name {name!r} does not resolve to an address ({error.strerror or error}); give the "
+                "address itself"
             ) from None
 
     @model_validator(mode="after")
@@ -406,7 +407,7 @@ class ExecutorSettings(ModelStoreSettings):
         if self.nnodes == 1:
             if self.node_rank:
                 raise ValueError(
-                    "node_rank says that there are other hosts; set nnodes, master_addr and ring_secret too"
+                    "node_rank is above 0, so there are other hosts; set nnodes, master_addr and ring_secret too"
                 )
             return self
         if self.tp % self.nnodes:

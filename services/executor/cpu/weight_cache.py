@@ -71,11 +71,11 @@ class WeightCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            log.warning("weight_cache_not_read", file=str(self._path), reason=error.strerror)
+            log.warning("weight_cache_read_failed", file=str(self._path), reason=error.strerror)
             return None
         if not _is_ours(os.fstat(fd)):
             os.close(fd)
-            log.warning("weight_cache_not_read", file=str(self._path), reason="others may write to it")
+            log.warning("weight_cache_read_failed", file=str(self._path), reason="others may write to it")
             return None
         try:
             found = PackedFile(fd)

@@ -112,7 +112,7 @@ def _check_disk(place: Path, fd: int) -> None:
     kind = file_system(os.fstat(fd).st_dev)
     if kind in _IN_MEMORY:
         raise ConfigurationError(
-            f"{place} is in memory ({kind}), and KV blocks are to lie on a disk with --kv-mapped-memory; name a "
+            f"{place} is in memory ({kind}), and --kv-mapped-memory keeps KV blocks on a disk; name a "
             "directory on one with --kv-disk-directory."
         )
 

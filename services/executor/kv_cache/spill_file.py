@@ -76,7 +76,9 @@ class Records:
         """The record of `block`. Raises ValueError where its key is longer than keys are."""
         digest, parent, tokens = block.key
         if len(tokens) > self._most_tokens or len(parent) > max(PARENT_SIZES):
-            raise ValueError(f"a key of {len(parent)} and {len(tokens)} bytes is none of these blocks'")
+            raise ValueError(
+                f"a key of {len(parent)} and {len(tokens)} bytes belongs to none of these blocks"
+            )
         head = _HEAD.pack(block.order, block.checksum, len(parent), len(tokens), digest, parent)
         body = (head + tokens).ljust(self.size - _CHECK.size, b"\0")
         return _CHECK.pack(zlib.crc32(body)) + body
@@ -292,7 +294,7 @@ def _read(place: SpillPlace, file: SpillFile | None) -> tuple[SpillFile | None, 
 
 def _not_kept(place: SpillPlace, reason: str) -> None:
     log.warning(
-        "kv_spill_not_kept",
+        "kv_spill_save_failed",
         directory=str(place.directory),
         reason=reason,
         effect="spilled KV blocks go with this ring",

@@ -198,7 +198,7 @@ class BatchReceiver:
     def _frame(self, connection: socket.socket) -> None:
         index, expected, length = _FRAME.unpack(read_exactly(connection, _FRAME.size))
         if length != self._block_bytes or index >= self._count:
-            raise HandoverBroken(f"block {index} of {length} bytes is none of this batch")
+            raise HandoverBroken(f"block {index} of {length} bytes is not part of this batch")
         content = read_exactly(connection, length)
         if index != self._next:  # what was on its way when its predecessor came damaged
             return
@@ -278,7 +278,7 @@ class RankEndpoint:
             if self._listener is None:
                 self._listener = _Listener(self._address, lambda: self._receiver)
         except OSError as error:
-            log.warning("handover_port_not_open", address=self._address, error=str(error))
+            log.warning("handover_listen_failed", address=self._address, error=str(error))
             self._report.write("listening", command.batch, 0)
             return
         self._report.write("listening", command.batch, self._listener.port)

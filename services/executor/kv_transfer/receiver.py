@@ -66,13 +66,13 @@ class HandoverReceiver:
         """`refusal`: why this ring takes nothing new."""
         source = (message.group, message.epoch)
         if self._source not in (None, source):
-            return HandoverReply(False, "It takes over the sessions of another group at the moment.")
+            return HandoverReply(False, "It is already receiving another group's sessions.")
         self._heard = time.monotonic()
         if isinstance(message, BlockOffer):
             refusal = refusal or self._problem_with(message)
             return HandoverReply(False, refusal) if refusal else await self._offered(message)
         if self._source is None:
-            return HandoverReply(False, "It has been offered nothing, or nothing for too long.")
+            return HandoverReply(False, "It has no offer from this group, or the offer has expired.")
         if isinstance(message, BlocksSent):
             return await self._sent()
         self._end("ended")
@@ -87,7 +87,7 @@ class HandoverReceiver:
             and 0 <= block.session < len(offer.sessions)
             for block in offer.blocks
         )
-        return "" if sizes_are_right else "The offer names blocks that are none."
+        return "" if sizes_are_right else "The offer names blocks that do not exist."
 
     async def _offered(self, offer: BlockOffer) -> HandoverReply:
         now = time.monotonic()

@@ -149,7 +149,7 @@ class PinMover:
                 await bucket.update(key, pin, entry.revision)
         except RyzansteinError as error:
             self._away = True
-            log.warning("session_pin_not_moved", error=str(error))
+            log.warning("session_pin_move_failed", error=str(error))
 
     async def _open(self) -> Bucket[SessionPin]:
         if self._bucket is None:

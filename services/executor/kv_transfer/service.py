@@ -69,7 +69,7 @@ class Handover:
 
     async def _on_message(self, message: HandoverMessage) -> HandoverReply:
         assert self._taker is not None, "open makes it"
-        refusal = "It leaves as well." if self._giving is not None else ""
+        refusal = "It is draining too." if self._giving is not None else ""
         return await self._taker.answer(message, refusal)
 
     # --- giving ----------------------------------------------------------------------------------

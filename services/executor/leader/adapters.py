@@ -101,7 +101,7 @@ class Adapters:
                     f"The adapter {digest[:12]} was deleted again at once; raise --adapter-cache-bytes."
                 )
         except RyzansteinError as error:
-            log.warning("adapter_not_loaded", adapter=digest, code=error.code, error=str(error))
+            log.warning("adapter_load_failed", adapter=digest, code=error.code, error=str(error))
             self._batcher.adapter_failed(digest, error)
             self._wake()
 
@@ -173,4 +173,4 @@ class Adapters:
         try:
             await work
         except RyzansteinError as error:
-            log.warning("adapter_not_preloaded", adapter=digest, code=error.code, error=str(error))
+            log.warning("adapter_preload_failed", adapter=digest, code=error.code, error=str(error))

@@ -109,7 +109,7 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
             model=card.model,
             before=known.value.fingerprint,
             now=card.fingerprint,
-            reason="answers that a ring of the one fingerprint began and one of the other ends may have other texts",
+            reason="an answer that moves between rings of different fingerprints may change its text",
         )
     if known is None or (known.value.tokenizer, known.value.vocab_size) == (card.tokenizer, card.vocab_size):
         return
@@ -398,7 +398,7 @@ class Leader:
         while True:
             if self._replaced:
                 raise ConfigurationError(
-                    f"Another executor serves the group {self._spec.group} by now; this one leaves. If both are "
+                    f"Another executor now serves the group {self._spec.group}; this one exits. If both are "
                     "to serve, give each a group of its own with --group."
                 )
             if self._draining and (not self._batcher.has_work or time.monotonic() >= self._drain_by):
@@ -464,7 +464,7 @@ class Leader:
         try:
             await self._bus.publish_encoded(subjects.tokens(consumer), frame)
         except RyzansteinError as error:  # published again once the connection is back
-            log.warning("frame_not_published", consumer=consumer, error=str(error))
+            log.warning("frame_publish_failed", consumer=consumer, error=str(error))
 
     def _on_reconnect(self) -> None:
         self._republishing = asyncio.create_task(self._republish())

@@ -460,7 +460,7 @@ def _reasons(config: Any) -> Iterator[str]:
     if getattr(config, "add_cross_attention", False):
         yield "attends to an encoder"
     if not keeps_latents(config.model_type) and getattr(config, "kv_lora_rank", None):
-        yield "is none with latent attention, which its configuration has (kv_lora_rank)"
+        yield "has no latent attention, but its configuration does (kv_lora_rank)"
     looks_ahead = getattr(config, "use_bidirectional_attention", None)
     if (
         looks_ahead not in (None, False, "vision") and config.model_type not in BOTH_WAYS

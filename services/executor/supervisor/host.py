@@ -516,7 +516,7 @@ class ModelHost:
         try:
             files = await asyncio.to_thread(StoredModel(settings).resident)
         except (RyzansteinError, OSError) as error:
-            log.warning("model_not_asleep", model=name, reason=str(error))
+            log.warning("model_sleep_failed", model=name, reason=str(error))
             return
         if any(load.spec.name == name for load in self._loads.values()):
             files.close()  # it was asked for again meanwhile
@@ -525,7 +525,7 @@ class ModelHost:
         woken = self.memory.put_to_sleep(name, files.size)
         if woken is None:
             log.info(
-                "model_not_asleep", model=name, reason="there is no room for its weights", bytes=files.size
+                "model_sleep_failed", model=name, reason="there is no room for its weights", bytes=files.size
             )
             files.close()
             return

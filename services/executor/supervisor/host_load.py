@@ -60,7 +60,7 @@ class HostLoad:
         return HostReply(ok=True, memory=self.memory)
 
     def unwanted(self) -> RyzansteinError:
-        return Unavailable(f"The model {self.spec.name} is not wanted any more.")
+        return Unavailable(f"The model {self.spec.name} is no longer wanted.")
 
     def fault(self, error: Exception) -> RyzansteinError:
         """What is told of an error that is a fault of the executor; logs where it was."""

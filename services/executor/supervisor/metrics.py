@@ -146,7 +146,9 @@ class RingCollector(Collector):
             return
         if kernels := self._kernels():
             info, names = ((*labels, kernels), 1), (*_LABELS, "kernels")
-            yield metric(GaugeMetricFamily, "kernels_info", "1, labelled with what computes.", names, info)
+            yield metric(
+                GaugeMetricFamily, "kernels_info", "1, labelled with the compute backend.", names, info
+            )
         for name, (text, value) in _gauges(board).items():
             yield metric(GaugeMetricFamily, name, text, _LABELS, (labels, value))
         for name, (text, value) in _counters(board).items():
@@ -208,17 +210,17 @@ class HostMetrics(Collector):
         text = "Models that were loaded at run time, or could not be."
         loads = [((result,), count) for result, count in self._loads.items()]
         yield metric(CounterMetricFamily, "model_loads", text, ("result",), *loads)
-        text = "Time from the command to load a model, its files being there, until its group was ready."
+        text = "Time from a model's load command, downloads excluded, to a ready group."
         took = ((), self._loads["loaded"], self._seconds)
         yield metric(SummaryMetricFamily, "model_load_seconds", text, (), took)
         for name, text, value in (
             ("groups", "Groups that the executor has.", self._groups()),
             ("models_sleeping", "Models whose weights are kept in the host's memory.", self._memory.sleepers),
             ("host_sleeping_bytes", "Memory of these weights.", self._memory.asleep),
-            ("host_memory_bytes", "Memory that all groups may take together.", self._memory.total),
+            ("host_memory_bytes", "Memory limit of all groups together.", self._memory.total),
             (
                 "host_memory_promised_bytes",
-                "Memory that was promised to groups: weights, KV caches at most.",
+                "Memory reserved for groups: weights, and the limits of KV caches.",
                 self._memory.used,
             ),
         ):
@@ -301,7 +303,7 @@ def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
         ),
         "adapter_loads": ("LoRA adapters read into the memory of the ranks.", totals.adapter_loads),
         "adapter_evictions": (
-            "LoRA adapters whose place in the memory of the ranks another took.",
+            "LoRA adapters evicted from the memory of the ranks.",
             totals.adapter_evictions,
         ),
     }

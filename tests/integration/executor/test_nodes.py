@@ -226,7 +226,7 @@ async def test_whoever_speaks_otherwise_is_left(stubs: Hosts) -> None:
         (("--nnodes", "2", "--tp", "2"), "master_addr is not set"),
         (("--nnodes", "2", "--tp", "2", "--master-addr", "x"), "ring_secret is not set"),
         (("--nnodes", "2", "--tp", "2", "--node-rank", "2"), "node_rank 2 is not below nnodes 2"),
-        (("--node-rank", "1"), "node_rank says that there are other hosts"),
+        (("--node-rank", "1"), "node_rank is above 0"),
     ],
 )
 async def test_wrong_settings_are_told(

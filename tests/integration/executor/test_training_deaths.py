@@ -104,7 +104,7 @@ async def test_an_executor_that_was_thought_dead_writes_nothing_more(tmp_path: P
             moved = await cluster.until("job", lambda job: job.attempt == 2 and job.host == "host-1")
             os.kill(old.process.pid, signal.SIGCONT)
             await old.wait_for(lambda beat: beat.host is not None and not beat.host.trainings)
-            assert "training_not_mine" in old.log.read_text()
+            assert "training_claimed_elsewhere" in old.log.read_text()
             found = await cluster.until("job", done)
             assert (found.attempt, moved.attempt) == (2, 2)
             assert job.attempt == 1

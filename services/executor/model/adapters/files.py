@@ -261,7 +261,7 @@ class _Files:
             raise self._wrong(
                 factors[factor],
                 f"has the shape {list(shape)} where rank {expected} and the model call for {list(wanted)}: the "
-                f"adapter is of another model, or its configuration of another adapter",
+                "adapter is of another model, or its configuration of another adapter",
             )
         if expected > self._max_rank:
             raise self._wrong(
@@ -380,4 +380,4 @@ def _why_no_factor(name: str) -> str:
         return "is DoRA's, which is not served"
     if "modules_to_save" in name or not re.search(r"lora_", name):
         return "is no factor of a low-rank product, and only those are served"
-    return "is none of lora_A.weight and lora_B.weight, and only those are served"
+    return "is neither lora_A.weight nor lora_B.weight, and only those are served"

@@ -420,7 +420,7 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
     if kind in (None, "linear", "yarn"):
         raise unsaid(files[0].path, f"{prefix}{'factor' if kind else 'type'}")
     raise ModelLoadError(
-        f"The file {files[0].path} says {prefix}type {kind!r:.40}, and rotary positions are not scaled so here; choose "
+        f"The file {files[0].path} says {prefix}type {kind!r:.40}, a rotary scaling that is not supported; choose "
         "another."
     )
 

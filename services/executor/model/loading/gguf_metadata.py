@@ -158,7 +158,7 @@ def sampling_of(header: "Mapping[str, Value]") -> dict[str, float]:
 def check_sampling(path: Path, name: str, value: Any) -> None:
     """Of generation_config.json. Raises `ModelLoadError` for what cannot be."""
     if not _is_possible(name, value):
-        raise ModelLoadError(f"The file {path} says {name} {value!r:.40}, which cannot be; fetch it again.")
+        raise ModelLoadError(f"The file {path} has an invalid {name}, {value!r:.40}; fetch it again.")
 
 
 def _is_possible(name: str, value: Any) -> bool:
@@ -167,4 +167,4 @@ def _is_possible(name: str, value: Any) -> bool:
 
 
 def _cannot_be(key: str, value: "Value") -> ModelLoadError:
-    return ModelLoadError(f"The file says {key} {value!r:.40}, which cannot be; fetch it again.")
+    return ModelLoadError(f"The file has an invalid {key}, {value!r:.40}; fetch it again.")

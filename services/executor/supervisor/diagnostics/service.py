@@ -291,7 +291,7 @@ class DebugService(Collector):
         except TimeoutError:
             log.warning("dump_timed_out", seconds=HUNG_LIMIT)
         except OSError as error:
-            log.warning("dump_not_written", directory=str(directory), error=str(error))
+            log.warning("dump_write_failed", directory=str(directory), error=str(error))
         except Exception:
             log.exception("dump_failed")
 

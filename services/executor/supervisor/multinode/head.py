@@ -171,7 +171,7 @@ class HeadNode:
         line.send(wire.Challenge(nonce))
         hello = await line.receive(wire.GREETING)
         if not isinstance(hello, wire.Hello):
-            raise LineLost("it did not say who it is")
+            raise LineLost("it did not identify itself")
         reason = self._objection(hello, nonce)
         if reason:
             log.warning("node_rejected", host=hello.node, reason=reason)

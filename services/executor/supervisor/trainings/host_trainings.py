@@ -226,7 +226,7 @@ class HostTrainings:
             reason = f"The executor {self.instance} needs its memory for a model."
             training.halt(Halt("given_back", reason, RETRY_AFTER), MAKE_WAY_WITHIN)
         for training in going:
-            log.info("training_makes_way", job=training.job)
+            log.info("training_preempted", job=training.job)
             await training.gone.wait()
 
     def on_request(self) -> None:

@@ -42,9 +42,9 @@ class TrainingCounts(Collector):
     def collect(self) -> Iterable[Metric]:
         text = "Fine-tuning jobs that the executor has."
         yield metric(GaugeMetricFamily, "trainings", text, (), ((), self._running()))
-        text = "Seconds for which a job has made no step, of that with most; times in which it was suspended left out."
+        text = "Longest time that a running fine-tuning job has made no step, suspended time excluded."
         yield metric(GaugeMetricFamily, "training_stalled_seconds", text, (), ((), self._stalled()))
-        text = "Fine-tuning jobs that have left the executor, by what came of them."
+        text = "Fine-tuning jobs that have left the executor, by outcome."
         ends = [((result,), count) for result, count in self._ends.items()]
         yield metric(CounterMetricFamily, "training_ends", text, ("result",), *ends)
         for name, text, value in (

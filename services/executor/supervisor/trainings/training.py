@@ -234,7 +234,7 @@ class Training:
             with tempfile.TemporaryDirectory(prefix="ryzanstein-training-") as scratch:
                 await self._settle(await self._train(Path(scratch)))
         except NotMine:
-            log.warning("training_not_mine", job=self.job, attempt=self.attempt)
+            log.warning("training_claimed_elsewhere", job=self.job, attempt=self.attempt)
             self._counts.ended("not_mine")
             if self._storage is not None:
                 await self._storage.discard()

@@ -168,12 +168,12 @@ def check_trainable(config: Any) -> None:
     kinds = {state.kind for state in layer_states(config, ShardLayout.from_config(config, 1, 0))}
     if others := kinds - {"full", "sliding"}:
         raise _untrainable(
-            f"its layers keep {', '.join(sorted(others))} state, and gradients are of attention"
+            f"its layers keep {', '.join(sorted(others))} state, and only attention can be trained"
         )
     if attention_to_build_with(config) != PAGED or getattr(config, "is_heterogeneous", False):
         raise _untrainable(f"the attention of {config.model_type!r} is not transformers' common one")
     if any(getattr(config, name, None) for name in _EXPERTS):
-        raise _untrainable("it is a mixture of experts, and gradients are of dense layers")
+        raise _untrainable("it is a mixture of experts, and only dense layers can be trained")
     if config.model_type not in TRAINED:
         raise _untrainable(f"gradients of models of type {config.model_type!r} are not tested")
 
@@ -182,7 +182,7 @@ def _check_modules(model: Any) -> None:
     """What only the modules show."""
     for module in model.modules():
         if SCALES_ATTRIBUTE in module.__dict__ or isinstance(module.__dict__.get(WINDOW_ATTRIBUTE), Chunks):
-            raise _untrainable("its attention follows positions in a way that gradients are not made of")
+            raise _untrainable("training does not support its positions in attention")
 
 
 def _untrainable(reason: str) -> ModelLoadError:

@@ -88,7 +88,7 @@ def kind_of(settings: ExecutorSettings, directory: Path) -> DraftKind:
         if kind.recognizes(settings, directory):
             return kind
     raise ModelLoadError(
-        f"Nothing here drafts with what is in {directory}; choose another --draft-model, or leave it out."
+        f"The directory {directory} holds no supported draft model; choose another --draft-model, or leave it out."
     )
 
 
@@ -106,7 +106,7 @@ def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
         described = read_json(where / "config.json")
         if is_encoder(described) or is_classifier(described):
             raise ModelLoadError(
-                f"The {which} in {where} gives no tokens one by one; leave out --draft-model."
+                f"The {which} in {where} does not generate token by token; leave out --draft-model."
             )
     kind_of(settings, directory).check(settings, target, directory)
     return directory

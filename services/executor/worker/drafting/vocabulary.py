@@ -49,7 +49,7 @@ def vocabulary_problem(target: Path, draft: Path) -> str:
         f"token {token} is {_short(theirs[token])} and not {_short(ours[token])}" for token in others[:_NAMED]
     ]
     if len(others) > _NAMED:
-        found.append(f"{len(others) - _NAMED} more are others")
+        found.append(f"{len(others) - _NAMED} more differ")
     if len(ours.keys() ^ theirs.keys()) > MOST_UNSHARED:
         found.insert(0, f"it has {len(theirs)} tokens and not {len(ours)}")
     return ", ".join(found)

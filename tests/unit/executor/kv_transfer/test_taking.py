@@ -85,13 +85,13 @@ async def test_one_ring_at_a_time(peer: Peer) -> None:
     ("message", "reason"),
     [
         (offer(form="other"), "another format"),
-        (offer(blocks=[OfferedBlock(ROOT[1:], TOKENS, 0)]), "blocks that are none"),
-        (offer(blocks=[OfferedBlock(ROOT, TOKENS[1:], 0)]), "blocks that are none"),
-        (offer(blocks=[OfferedBlock(ROOT, b"state:x", 0)]), "blocks that are none"),
-        (offer(blocks=[OfferedBlock(ROOT, TOKENS, 1)]), "blocks that are none"),
-        (offer(blocks=[OfferedBlock(ROOT, TOKENS, -1)]), "blocks that are none"),
-        (BlocksSent("a", 1), "offered nothing"),
-        (HandoverEnd("a", 1), "offered nothing"),
+        (offer(blocks=[OfferedBlock(ROOT[1:], TOKENS, 0)]), "blocks that do not exist"),
+        (offer(blocks=[OfferedBlock(ROOT, TOKENS[1:], 0)]), "blocks that do not exist"),
+        (offer(blocks=[OfferedBlock(ROOT, b"state:x", 0)]), "blocks that do not exist"),
+        (offer(blocks=[OfferedBlock(ROOT, TOKENS, 1)]), "blocks that do not exist"),
+        (offer(blocks=[OfferedBlock(ROOT, TOKENS, -1)]), "blocks that do not exist"),
+        (BlocksSent("a", 1), "no offer from this group"),
+        (HandoverEnd("a", 1), "no offer from this group"),
     ],
 )
 async def test_what_is_wrong_is_declined_with_the_reason(
@@ -104,7 +104,7 @@ async def test_what_is_wrong_is_declined_with_the_reason(
 
 
 async def test_a_ring_that_leaves_takes_nothing(peer: Peer) -> None:
-    assert (await peer.taker.answer(offer(), "It leaves as well.")).reason == "It leaves as well."
+    assert (await peer.taker.answer(offer(), "It is draining too.")).reason == "It is draining too."
 
 
 async def test_a_ring_that_cannot_listen_declines_and_keeps_no_room(peer: Peer) -> None:
@@ -152,4 +152,4 @@ async def test_blocks_behind_a_root_of_any_salt_are_wanted(peer: Peer) -> None:
     reply = await peer.taker.answer(offer(blocks=[OfferedBlock(root, TOKENS, 0) for root in adapters]))
     assert reply.wanted == [0, 1, 2, 3]
     reply = await peer.taker.answer(offer(blocks=[OfferedBlock(ROOT + b"x", TOKENS, 0)]))
-    assert (reply.ok, reply.reason) == (False, "The offer names blocks that are none.")
+    assert (reply.ok, reply.reason) == (False, "The offer names blocks that do not exist.")

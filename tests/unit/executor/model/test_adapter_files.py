@@ -97,7 +97,7 @@ def with_one(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
         (renamed("lora_A.weight", "lora_embedding_A"), "adapts an embedding, which is not served"),
         (with_one(f"{Q}.lora_magnitude_vector", torch.ones(144)), "is DoRA's, which is not served"),
         (with_one(f"{Q}.bias", torch.ones(144)), "is no factor of a low-rank product"),
-        (with_one(f"{Q}.lora_C.weight", torch.ones(144)), "is none of lora_A.weight and lora_B.weight"),
+        (with_one(f"{Q}.lora_C.weight", torch.ones(144)), "is neither lora_A.weight nor lora_B.weight"),
         (with_one(f"{Q}.lora_A.default.weight", torch.ones(4, 72)), "is there twice for"),
         (
             with_one(f"{Q}.lora_B.weight", torch.ones(145, 4)),

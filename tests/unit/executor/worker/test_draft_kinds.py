@@ -30,7 +30,7 @@ def test_without_one_kind_the_other_serves(
     monkeypatch.setattr(loading, "DRAFT_KINDS", kinds)
     settings = ExecutorSettings(draft_model=str(tmp_path))
     if what == "model" and isinstance(left_out, WholeModels):
-        with pytest.raises(ModelLoadError, match=r"Nothing here drafts with what is in .*leave it out"):
+        with pytest.raises(ModelLoadError, match=r"The directory .*leave it out"):
             loading.kind_of(settings, tmp_path)
         return
     expected = own if any(isinstance(kind, own) for kind in kinds) else WholeModels

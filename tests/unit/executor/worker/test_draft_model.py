@@ -198,7 +198,7 @@ def test_what_one_rank_of_two_has_no_room_for_all_do_without(
     ("kind", "message"),
     [
         ("recurrent", "The draft model has layers that keep a state .*, or leave out --draft-model"),
-        ("classifier", r"The draft model in .* gives no tokens one by one; leave out --draft-model"),
+        ("classifier", r"The draft model in .* does not generate token by token; leave out --draft-model"),
         ("gone", "The model .*nowhere does not exist; check the path"),
     ],
 )
@@ -223,7 +223,7 @@ def test_models_that_do_not_go_together(tmp_path: Path, model: Path, kind: str, 
         ([*NAMES, "<extra>"], ""),
         (
             ["a", *NAMES[1:7], "b", "c", "d", *NAMES[10:]],
-            "token 0 is 'a' and not 't0', token 7 is 'b' and not 't7', token 8 is 'c' and not 't8', 1 more are others",
+            "token 0 is 'a' and not 't0', token 7 is 'b' and not 't7', token 8 is 'c' and not 't8', 1 more differ",
         ),
         ([*NAMES, *(f"u{token}" for token in range(200))], "it has 331 tokens and not 131"),
         (["x" * 99, *NAMES[1:]], f"token 0 is '{'x' * 24}…' and not 't0'"),
@@ -267,7 +267,7 @@ def test_another_vocabulary_is_refused_before_anything_is_read(tmp_path: Path, m
     (other / "tokenizer.json").write_text(tokenizer_of(NAMES[::-1]))
     with (
         pytest.raises(
-            ModelLoadError, match=r"another vocabulary: token 0 is 't130' and not 't0', .* more are"
+            ModelLoadError, match=r"another vocabulary: token 0 is 't130' and not 't0', .* more differ"
         ),
         ring_of(tmp_path, model, other),
     ):
