@@ -383,7 +383,7 @@ class Detector:
         if entry is None or said.epoch > entry.record.epoch:
             if entry is not None:
                 _note_death(entry, said)
-                events += _down(entry, f"epoch {said.epoch} took its place")
+                events += _down(entry, f"epoch {said.epoch} replaced it")
             record = GroupRecord(said.group, said.model, "starting", said.epoch, said.ranks, said.load)
             entry = self._groups[said.group] = _Group(record, now, ProgressWatch(self._hung_after))
         entry.heard = now

@@ -220,7 +220,7 @@ class Router:
         try:
             removed = await self._models.still_removed(model) and self._is_removed(model)
         except BrokerUnavailable as error:
-            log.info("registry_not_read", model=model, error=str(error))
+            log.info("registry_read_failed", model=model, error=str(error))
             return
         finally:
             self._ending.discard(model)
@@ -502,4 +502,4 @@ class Router:
         try:
             await self._bus.request(subjects.control(group), command, ControlReply, timeout=2.0)
         except (BrokerUnavailable, msgspec.DecodeError) as error:
-            log.warning("cancel_not_forwarded", group=group, error=str(error))
+            log.warning("cancel_forward_failed", group=group, error=str(error))

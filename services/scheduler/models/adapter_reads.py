@@ -85,7 +85,7 @@ class AdapterReads:
                 told = {"host": reading.fetch, "model": reading.base.name, "adapter": reading.name}
                 log.info("adapter_base_fetched", **told, ok=fetched.ok, error=fetched.error)
         except (RyzansteinError, msgspec.DecodeError) as error:
-            log.warning("adapter_not_read", adapter=reading.name, error=str(error))
+            log.warning("adapter_fetch_failed", adapter=reading.name, error=str(error))
         finally:
             self._wanted.ended(reading, time.time(), failed=failed)
             self._ended()

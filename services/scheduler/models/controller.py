@@ -292,7 +292,7 @@ class ModelController:
             try:
                 await self._bus.publish(subjects.SCHEDULER_DEMAND, said)
             except RyzansteinError as error:
-                log.debug("demand_not_told", error=str(error))
+                log.debug("demand_report_failed", error=str(error))
             await _pause(self._cold, SHORTEST, TICK)
 
     def _own_demand(self) -> list[WaitingModel]:
@@ -364,12 +364,12 @@ class ModelController:
             reply = await self._bus.request(subject, command.command, HostReply, timeout=COMMAND_TIMEOUT)
         except (BrokerUnavailable, msgspec.DecodeError) as error:  # it is sent again
             self._metrics.refused.inc()
-            log.warning("host_not_told", **told, error=str(error))
+            log.warning("host_command_send_failed", **told, error=str(error))
             return
         kind = type(command.command).__name__
         if reply.ok:
             self._metrics.told(command)
-            log.info("host_told", **told, command=kind, reason=command.reason)
+            log.info("host_command_sent", **told, command=kind, reason=command.reason)
         else:
             self._metrics.refused.inc()
             log.warning("host_refused", **told, command=kind, reason=command.reason, error=reply.error)

@@ -74,7 +74,7 @@ class Lease:
             async with asyncio.timeout(self._length):
                 entry = await self._advance(began)
         except (RyzansteinError, TimeoutError) as error:
-            log.debug("lease_not_renewed", error=str(error))
+            log.debug("lease_renewal_failed", error=str(error))
             self._watch.forget()
             return
         if entry is not None and self._held is None:
@@ -106,4 +106,4 @@ class Lease:
         try:
             await self._bucket.delete(KEY, held.revision)
         except RyzansteinError as error:
-            log.debug("lease_not_released", error=str(error))
+            log.debug("lease_release_failed", error=str(error))

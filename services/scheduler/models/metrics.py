@@ -18,25 +18,25 @@ class ModelMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, namespace=_PREFIX, registry=registry)
         gauge = partial(Gauge, namespace=_PREFIX, registry=registry)
-        self.loads = counter("loads", "Loads of models that hosts were told, by reason.", ["reason"])
-        self.unloads = counter("unloads", "Unloads of models that hosts were told, by reason.", ["reason"])
+        self.loads = counter("loads", "Load commands sent to hosts, by reason.", ["reason"])
+        self.unloads = counter("unloads", "Unload commands sent to hosts, by reason.", ["reason"])
         self.requests = counter(
             "requests",
             "Requests for models of the registry: a group served it (hit), or none did (cold).",
             ["what"],
         )
-        self.refused = counter("refused_commands", "Commands that hosts have refused, or not answered.")
+        self.refused = counter("refused_commands", "Commands that hosts refused or did not answer.")
         self.decides = gauge("deciding", "1 for the scheduler that decides which host loads what.")
         self.unplaced = gauge(
             "unplaced",
-            "Models that are asked for and that no host can take; told by the scheduler that decides.",
+            "Requested models that no host can take; reported by the scheduler that decides.",
         )
         self.adapters = gauge(
-            "adapters", "LoRA adapters that are registered; told by the scheduler that decides."
+            "adapters", "LoRA adapters that are registered; reported by the scheduler that decides."
         )
         self.adapters_wanted = gauge(
             "adapters_wanted",
-            "LoRA adapters that are declared and that no host has read yet; told by the scheduler that decides.",
+            "LoRA adapters that are declared and that no host has read yet; reported by the scheduler that decides.",
         )
         begin_at_zero(self.loads, [reason for reason in REASONS if reason in LOADS])
         begin_at_zero(self.unloads, [reason for reason in REASONS if reason not in LOADS])

@@ -99,7 +99,7 @@ class TrainingJobs:
                     "training_assigned", job=job.id, tenant=job.tenant, host=job.host, attempt=job.attempt
                 )
         except (RyzansteinError, KeyError) as error:  # KeyError: it is over meanwhile
-            log.warning("training_not_written", job=job.id, error=str(error))
+            log.warning("training_write_failed", job=job.id, error=str(error))
         finally:
             self._writing.discard(key)
             self._changed()
@@ -110,7 +110,7 @@ class TrainingJobs:
                 subjects.host_control(host), command, HostReply, timeout=COMMAND_TIMEOUT
             )
         except (RyzansteinError, msgspec.DecodeError) as error:  # it is told again
-            log.debug("host_not_told", host=host, error=str(error))
+            log.debug("host_command_send_failed", host=host, error=str(error))
             return
         if not reply.ok and isinstance(command, StartTraining):
             log.warning("training_refused", host=host, job=command.job, error=reply.error)

@@ -9,8 +9,8 @@ class TrainingMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._jobs = Gauge(
             "ryzanstein_training_jobs",
-            "Fine-tuning jobs whose files are checked and that are not over, by whether a host has them; told by the "
-            "scheduler that decides.",
+            "Fine-tuning jobs whose files are checked and that are not over, by whether a host has them; reported by "
+            "the scheduler that decides.",
             ["state"],
             registry=registry,
         )
