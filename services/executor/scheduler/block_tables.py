@@ -107,12 +107,14 @@ class BlockTables:
             missing = [-(-len(s.tokens) // size) - len(s.table) for s in running]
         return [blocks for blocks in missing if blocks > 0]
 
-    def could_place(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
+    def could_allocate(
+        self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]
+    ) -> bool:
         """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
         freed = sum(self._needed(len(s.tokens)) for s in lent)
         return self.free_blocks(running) + freed >= self.missing(sequence)
 
-    def place(self, sequence: Sequence, running: Collection[Sequence]) -> PrefixMatch | None:
+    def can_allocate(self, sequence: Sequence, running: Collection[Sequence]) -> PrefixMatch | None:
         """What is known of a waiting sequence's beginning; None: no room for now.
 
         Beside others it leaves a block for each of them, so that their decodes do not push it out at once.
@@ -149,7 +151,7 @@ class BlockTables:
     # --- tables ----------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, found: PrefixMatch) -> None:
-        """Gives a sequence its known beginning, from `place`."""
+        """Gives a sequence its known beginning, from `can_allocate`."""
         blocks, snapshot, sequence.alike = found
         taken = self._allocator.take([*blocks, *snapshot])
         sequence.table.extend(taken[: len(blocks)])
@@ -216,7 +218,7 @@ class BlockTables:
         digest = sequence.chain.digest(position)
         return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
 
-    def cover(self, sequence: Sequence, tokens: int) -> bool:
+    def ensure_slots(self, sequence: Sequence, tokens: int) -> bool:
         """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written
         to, and blocks for those that they fill. False where blocks run out."""
         allocator = self._allocator
@@ -230,16 +232,16 @@ class BlockTables:
             sequence.cold.extend(allocator.allocate_kept(cold))
         return True
 
-    def covered(self, sequence: Sequence) -> int:
+    def slots(self, sequence: Sequence) -> int:
         """How many of its first tokens can be computed with the blocks that it has."""
         written = len(sequence.table) * self._size
         if not self._compresses:
             return written
         return min(written, (sequence.num_sealed + len(sequence.cold) + 1) * self._size - 1)
 
-    def cover_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
-        """As `cover`, of the tokens at these positions, each the one behind what the step under way computes of its
-        sequence. False where blocks run out; then nothing has changed."""
+    def ensure_slots_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
+        """As `ensure_slots`, of the tokens at these positions, each the one behind what the step under way computes of
+        its sequence. False where blocks run out; then nothing has changed."""
         size, compresses = self._size, self._compresses
         lacking = [
             (s, at + 1)
@@ -248,18 +250,18 @@ class BlockTables:
         ]
         return self._extend(lacking)
 
-    def cover_drafts(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
+    def ensure_draft_slots(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
         """Makes room for up to `drafts` tokens behind the sequence's own, in blocks that nobody needs.
 
-        Returns for how many there is room. `trim` gives the blocks back.
+        Returns for how many there is room. `free_unused` gives the blocks back.
         """
         wanted = len(sequence.tokens) + drafts
-        while (covered := self.covered(sequence)) < wanted:
+        while (covered := self.slots(sequence)) < wanted:
             if not self.free_blocks(running) or not self._extend([(sequence, covered + 1)]):
                 break
         return max(0, min(drafts, covered - len(sequence.tokens)))
 
-    def trim(self, sequences: Iterable[Sequence]) -> None:
+    def free_unused(self, sequences: Iterable[Sequence]) -> None:
         """Gives back the blocks behind those of the sequences' tokens."""
         size = self._size
         for sequence in sequences:  # after every step, of every one: nearly always there is nothing to do

@@ -97,7 +97,7 @@ class Drafter:
         for at, drafts in zip(places, proposed, strict=True):
             if drafts:
                 sequence = batch[at].sequence
-                count = tables.cover_drafts(sequence, self._checkable(sequence, drafts), running)
+                count = tables.ensure_draft_slots(sequence, self._checkable(sequence, drafts), running)
                 batch[at] = batch[at]._replace(drafts=tuple(drafts[:count]))
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:

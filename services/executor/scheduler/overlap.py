@@ -84,7 +84,7 @@ class OverlapScheduling:
             return []
         if not self._drafter.may_rest([one.sequence for one in found]):
             return []
-        return found if tables.cover_ahead([(one[0], one[2]) for one in found]) else []
+        return found if tables.ensure_slots_ahead([(one[0], one[2]) for one in found]) else []
 
     def _successors(self, step: Step) -> list[Successor]:
         """Empty where one of them cannot be foreseen."""
@@ -198,7 +198,7 @@ class StepsUnderWay:
         for sequence in over:
             if sequence.state is SequenceState.ENDED:
                 self._tables.free(sequence)
-        self._tables.trim(over)
+        self._tables.free_unused(over)
         for sequence in self._tables.close(failed_slots, computed=computed):
             self._planner.preempt(sequence)
         return step

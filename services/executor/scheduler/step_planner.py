@@ -180,7 +180,7 @@ class StepPlanner:
         if head is None:
             return False
         lent = [] if head.is_batch else self._running_in(batch_lane=True)
-        if lent and self._tables.could_place(head, self.running, lent):
+        if lent and self._tables.could_allocate(head, self.running, lent):
             return True
         return self._place(head) is not None
 
@@ -268,7 +268,7 @@ class StepPlanner:
 
         Victims come from the end of the order of urgency, so they are not in the step yet.
         """
-        while not self._tables.cover(sequence, len(sequence.tokens)):
+        while not self._tables.ensure_slots(sequence, len(sequence.tokens)):
             victim = self.running[-1]
             if victim.in_flight:
                 return False  # the step brings back what it begins with
@@ -336,8 +336,8 @@ class StepPlanner:
         end = self._end_within(step, sequence)
         if end == sequence.num_computed:
             return 0
-        while not self._tables.cover(sequence, end):
-            covered = self._tables.covered(sequence)
+        while not self._tables.ensure_slots(sequence, end):
+            covered = self._tables.slots(sequence)
             if covered > sequence.num_computed and not self._spec.whole_prompts:
                 return covered - sequence.num_computed
             victim = self.running[-1]
@@ -393,7 +393,7 @@ class StepPlanner:
         if head is None or not head.request.adapter or step.claims.may_take(head.request.adapter):
             return head
         lent = self._lent_slot()
-        if batch_lane or not step.admits(head) or not self._tables.could_place(head, self.running, lent):
+        if batch_lane or not step.admits(head) or not self._tables.could_allocate(head, self.running, lent):
             return None
         for sequence in lent:
             self._preempt_for(step, sequence)
@@ -439,13 +439,13 @@ class StepPlanner:
         """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""
         if len(self.running) >= self._settings.max_sequences:
             return None
-        return self._tables.place(sequence, self.running)
+        return self._tables.can_allocate(sequence, self.running)
 
     def _make_way(self, step: _Step, sequence: Sequence) -> PrefixMatch | None:
         """Sequences of the batch lane, the last first, give up their places to a more urgent one, unless all
         of theirs would not be enough. Returns its place."""
         lent = self._running_in(batch_lane=True)
-        if sequence.is_batch or not lent or not self._tables.could_place(sequence, self.running, lent):
+        if sequence.is_batch or not lent or not self._tables.could_allocate(sequence, self.running, lent):
             return None
         found = None
         while found is None and self.running and self.running[-1].is_batch and not self.running[-1].in_flight:

@@ -264,7 +264,7 @@ class EngineDrafts:
         for sequence in ready if count else ():
             budget -= len(sequence.tokens) - sequence.followed
             room = min(self._spec.context_length, self._spec.capacity) - len(sequence.tokens)
-            if budget >= 0 and room >= count and tables.cover_drafts(sequence, count, running) >= count:
+            if budget >= 0 and room >= count and tables.ensure_draft_slots(sequence, count, running) >= count:
                 self.members.append(sequence)
         self._passes = count
         return count if self.members else 0

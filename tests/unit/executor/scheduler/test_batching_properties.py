@@ -219,7 +219,7 @@ class BatcherMachine(RuleBasedStateMachine):
         planner = self.batcher._planner
         lent = [s for s in planner.running if s.is_batch]
         first = next((s for s in planner.waiting if not s.is_batch), None)
-        could = first is not None and self.batcher._tables.could_place(first, planner.running, lent)
+        could = first is not None and self.batcher._tables.could_allocate(first, planner.running, lent)
         return first if could else None
 
     def check_lanes(self, before: list[Sequence], placeable: Sequence | None) -> None:

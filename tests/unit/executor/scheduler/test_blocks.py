@@ -220,22 +220,22 @@ def _tables(num_cold: int, *tokens: int) -> tuple[BlockTables, list[Sequence]]:
 
 def test_a_block_is_not_filled_before_there_is_a_cold_id_for_it() -> None:
     tables, [other, sequence] = _tables(2, 5, 9)
-    assert tables.cover(other, 5)
-    assert not tables.cover(sequence, 9), "it fills two blocks, and one cold id is left"
-    assert tables.covered(sequence) == 7
+    assert tables.ensure_slots(other, 5)
+    assert not tables.ensure_slots(sequence, 9), "it fills two blocks, and one cold id is left"
+    assert tables.slots(sequence) == 7
     tables.free(other)
-    assert tables.cover(sequence, 9)
+    assert tables.ensure_slots(sequence, 9)
     assert (len(sequence.table), len(sequence.cold)) == (3, 2)
     tables.check([sequence])
 
 
 def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
     tables, [sequence] = _tables(3, 6)
-    assert tables.cover(sequence, 6)
+    assert tables.ensure_slots(sequence, 6)
     sequence.num_computed = 5
     tables.seal([sequence])
     chunk = ScheduledTokens(sequence, 1, samples=True, drafts=(7, 8, 9))
-    assert tables.cover_drafts(sequence, 3, [sequence]) == 3
+    assert tables.ensure_draft_slots(sequence, 3, [sequence]) == 3
     hot, cold = sequence.table[1], sequence.cold[0]
     plan, _ = build_plan(1, [chunk], tables.take_copies(), BLOCK)
     assert arrays(plan, "block_tables") == [[sequence.table[0], cold, sequence.table[2]]]
@@ -243,11 +243,11 @@ def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
     assert [slot // BLOCK for slot in arrays(plan, "slots")[0]] == [hot] * 3 + [sequence.table[2]]
     sequence.append(1)  # the first draft is wrong
     sequence.num_computed += 1
-    tables.trim([sequence])
+    tables.free_unused([sequence])
     tables.seal([sequence])
     assert (list(sequence.table[1:]), list(sequence.cold)) == ([hot], []), "it is written again"
     sequence.append(2)
-    assert tables.cover(sequence, 8)
+    assert tables.ensure_slots(sequence, 8)
     [cold] = sequence.cold
     sequence.num_computed += 2
     tables.seal([sequence])
@@ -260,7 +260,7 @@ def test_a_block_that_is_known_already_is_taken_over_and_both_of_its_ids_are_fre
     second.tokens[:] = first.tokens
     second.chain = BlockChain(second.tokens, BLOCK, b"")
     for sequence in (first, second):
-        assert tables.cover(sequence, 5)
+        assert tables.ensure_slots(sequence, 5)
     for sequence in (first, second):
         sequence.num_computed = 4
         tables.seal([sequence])
