@@ -47,7 +47,7 @@ from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, no
 from services.gateway.core.errors import QuotaExceeded
 from services.gateway.files.lines import Line, input_lines
 from services.gateway.jobs.leases import Lease, LeaseLost
-from services.gateway.jobs.runners import Work
+from services.gateway.jobs.runners import RunnerSpec
 from shared.errors import BrokerUnavailable, FatalRequest, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
 from shared.messages.batches import OVER, BatchError, BatchJob, Ending
@@ -354,10 +354,10 @@ class BatchRunner:
         await self._lease.write(lambda job: msgspec.structs.replace(job, clean=True, owner=""))
 
 
-def batch_work(parts: BatchParts) -> Work[BatchJob]:
+def batch_work(parts: BatchParts) -> RunnerSpec[BatchJob]:
     """How this gateway runs batches."""
     gate = LineGate()
-    return Work(
+    return RunnerSpec(
         states.needs_work,
         lambda job: job.endpoint in parts.endpoints,
         parts.settings.batch_jobs,

@@ -104,7 +104,7 @@ class Runner(Protocol[JobIn]):
 
 
 @dataclass(frozen=True)
-class Work(Generic[JobT]):
+class RunnerSpec(Generic[JobT]):
     """What runners do with jobs of a kind."""
 
     needs: Callable[[JobT], bool]
@@ -140,11 +140,11 @@ class _Run(NamedTuple, Generic[JobT]):
 class Runners(Generic[JobT]):
     """One of each work per gateway. Jobs are known by their keys in the bucket."""
 
-    def __init__(self, bus: Bus, jobs: Jobs[JobT], work: Work[JobT], instance: str) -> None:
+    def __init__(self, bus: Bus, jobs: Jobs[JobT], work: RunnerSpec[JobT], instance: str) -> None:
         self._bus = bus
         self._jobs: Jobs[JobT] = jobs
         self._word = jobs.traits.word
-        self._work: Work[JobT] = work
+        self._work: RunnerSpec[JobT] = work
         self._instance = instance
         self._seen: dict[str, _Seen[JobT]] = {}
         """Jobs that somebody has to look after."""

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.gateway.core.metrics import PREFIX
 from services.gateway.jobs.leases import Jobs, JobTraits, Lease, LeaseLost
-from services.gateway.jobs.runners import Work
+from services.gateway.jobs.runners import RunnerSpec
 from services.gateway.training import states
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.limits import KNOWN_TRAINING_JOBS, TENANT_TRAINING_JOBS
@@ -146,7 +146,7 @@ class TrainingRunner:
 
 def preparing(
     preparation: Preparation, metrics: FineTuningMetrics, places: int = PREPARED_AT_ONCE
-) -> Work[TrainingJob]:
+) -> RunnerSpec[TrainingJob]:
     """How this gateway checks the files of jobs."""
 
     async def prepare(lease: Lease[TrainingJob]) -> None:
@@ -157,7 +157,7 @@ def preparing(
 
 def publishing(
     publish: Callable[[Lease[TrainingJob]], Awaitable[None]], metrics: FineTuningMetrics
-) -> Work[TrainingJob]:
+) -> RunnerSpec[TrainingJob]:
     """How this gateway publishes what jobs have made."""
     return _work(states.needs_publication, publish, PUBLISHED_AT_ONCE, metrics.publishing, metrics)
 
@@ -168,8 +168,8 @@ def _work(
     places: int,
     running: Gauge,
     metrics: FineTuningMetrics,
-) -> Work[TrainingJob]:
-    return Work(
+) -> RunnerSpec[TrainingJob]:
+    return RunnerSpec(
         needs,
         lambda job: time.time() >= job.look_at,
         places,
