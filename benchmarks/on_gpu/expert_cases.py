@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked
 from benchmarks.random_model import random_rows
 from services.executor.kv_cache.codecs import FP8
-from services.executor.model.lowered_experts import Choice, Routing
+from services.executor.model.lowered_experts import RouterConfig, Routing
 from services.executor.model.parallel.layers import StackedWeight, keep_quantized_experts
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, quantize
@@ -59,7 +59,7 @@ class _Layer:
             else:
                 keep_quantized_experts(holder, name, stored)
             self._values.append(values)
-        choice = Choice("softmax", shape.chosen, normalised=True, groups=1, top_groups=1, scale=1.0)
+        choice = RouterConfig("softmax", shape.chosen, normalised=True, groups=1, top_groups=1, scale=1.0)
         routing = Routing(holder, self._router, None, None, None, choice)
         processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -30,7 +30,7 @@ from services.executor.cpu.packed_linear import (
 from services.executor.cpu.quantized import PANEL
 from services.executor.model import lowering
 from services.executor.model.lowered_experts import (
-    Choice,
+    RouterConfig,
     Routing,
     Scores,
     expert_bias,
@@ -219,7 +219,7 @@ class PackedExperts:
     shared_gate: PackedLinear | None
     correction: Tensor | None
     count: int
-    choice: Choice
+    choice: RouterConfig
     scales: Tensor | None
     norms: dict[str, Tensor]
 

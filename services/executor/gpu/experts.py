@@ -19,7 +19,7 @@ from services.executor.gpu.kernels.experts import Routed, Rule, arrivals_of
 from services.executor.gpu.kernels.grouped import PackedRows
 from services.executor.gpu.linear import MakeProduct
 from services.executor.gpu.quantized_matmul import in_order
-from services.executor.model.lowered_experts import Choice, Routing, expert_weights, release_experts
+from services.executor.model.lowered_experts import RouterConfig, Routing, expert_weights, release_experts
 from services.executor.model.parallel.layers import (
     EXPERT_WEIGHTS,
     expert_weight_of,
@@ -150,6 +150,6 @@ class StackedProduct:
         return experts.multiply_stacked(x, codes, scales, routed, outputs, self._arrivals, splits)
 
 
-def rule_of(choice: Choice) -> Rule:
+def rule_of(choice: RouterConfig) -> Rule:
     numbers = (choice.groups, choice.top_groups, choice.scale)
     return Rule(choice.chosen, choice.scores == "sigmoid", choice.normalised, *numbers)

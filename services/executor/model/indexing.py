@@ -7,8 +7,8 @@ The indexer keeps its key of each token in a page layer of its own, after the to
 all ranks, so that they choose the same: split, it would cost an all-reduce per layer of as many values as the context
 has tokens. Where a text has no more tokens than are chosen, all are: attention is dense, and nothing is scored.
 
-transformers' modules are called as they are; in place of indices, a `Choice` goes from indexer to attention, and on to
-the layers that have no indexer of their own. Source: DeepSeek-V3.2-Exp, section 2.1 of its report,
+transformers' modules are called as they are; in place of indices, an `IndexerMasks` goes from indexer to attention, and
+on to the layers that have no indexer of their own. Source: DeepSeek-V3.2-Exp, section 2.1 of its report,
 https://github.com/deepseek-ai/DeepSeek-V3.2-Exp.
 """
 
@@ -37,7 +37,7 @@ _GPU_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Choice:
+class IndexerMasks:
     """The keys that rows attend to, as bool masks; None: all they see."""
 
     decodes: list[Tensor | None]
@@ -47,7 +47,7 @@ class Choice:
 
 
 def choose_tokens(attention: Any, model_type: str, page: int) -> None:
-    """Has `attention`'s indexer keep its keys in page layer `page`, and make a `Choice`."""
+    """Has `attention`'s indexer keep its keys in page layer `page`, and make an `IndexerMasks`."""
     indexer = _Indexer(attention.indexer, model_type, page)
     attention.register_forward_pre_hook(indexer.begin, with_kwargs=True)
     attention.indexer.forward = indexer.choose
@@ -77,7 +77,7 @@ class _Indexer:
         attention_mask: Tensor,
         position_ids: Tensor | None = None,
         past_key_values: object = None,
-    ) -> Choice:
+    ) -> IndexerMasks:
         """`hidden` [1, T, hidden], `residual` [1, T, rank]: what queries are made of."""
         step, module = self._step, self._module
         assert step is not None, "an indexer is called by its attention"
@@ -88,7 +88,7 @@ class _Indexer:
         keep_lines(step, self._page, (line,))
         weights = module.weights_proj(hidden.to(module.weights_proj.weight.dtype)).float()[0]
         weights *= module.n_heads**-0.5 * module.softmax_scale
-        return Choice(
+        return IndexerMasks(
             self._of_decodes(step, queries[0], weights),
             [self._of_chunk(step, chunk, queries[0], weights, line) for chunk in step.prefills(None)],
         )

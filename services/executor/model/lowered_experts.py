@@ -15,7 +15,7 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class RouterConfig:
     """Which experts a row goes to, and how much each counts."""
 
     scores: Scores
@@ -46,7 +46,7 @@ class Routing:
     """[1, hidden]: what the sigmoid of weights the shared expert; None: 1"""
     correction: Tensor | None
     """float32 [experts], added to scores to choose by"""
-    choice: Choice
+    choice: RouterConfig
     scales: Tensor | None = None
     """float32 [experts]: what the weights of each are multiplied with in the end"""
     norms: dict[str, Tensor] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def lower_experts(block: Any, scores: Scores) -> Routing:
         router_bias=None if bias is None else bias.detach(),
         shared_gate=None if shared_gate is None else shared_gate.weight.detach(),
         correction=None if correction is None else correction.detach().float().flatten(),
-        choice=Choice(
+        choice=RouterConfig(
             scores=scores,
             chosen=int(gate.top_k),
             normalised=bool(getattr(gate, "norm_topk_prob", not method)),
@@ -135,7 +135,7 @@ def lower_experts_apart(layer: Any, config: Any) -> Routing:
         router_bias=None,
         shared_gate=None,
         correction=None,
-        choice=Choice("softmax", int(config.top_k_experts), True, 1, 1, 1.0),
+        choice=RouterConfig("softmax", int(config.top_k_experts), True, 1, 1, 1.0),
         router_module=router.proj,
         scales=router.per_expert_scale.detach().float().contiguous(),
         norms={

@@ -236,7 +236,7 @@ _AT_ONCE = 1024
 
 
 class Rule(NamedTuple):
-    """How experts are chosen: see `model.lowering.Choice`."""
+    """How experts are chosen: see `model.lowering.RouterConfig`."""
 
     chosen: int
     """Of a row"""

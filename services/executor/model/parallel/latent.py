@@ -33,7 +33,7 @@ from services.executor.model.attention import (
     paged_attention,
     refuse_unsupported,
 )
-from services.executor.model.indexing import Choice
+from services.executor.model.indexing import IndexerMasks
 from services.executor.model.parallel.layers import LatentWeight
 from services.executor.model.step_context import (
     PrefillChunk,
@@ -79,7 +79,7 @@ def latent_attention(
     scaling: float,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    indices: Choice | None = None,
+    indices: IndexerMasks | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:

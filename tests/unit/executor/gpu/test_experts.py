@@ -15,7 +15,7 @@ from services.executor.gpu.kernels.experts import Routed
 from services.executor.gpu.linear import invariant_product, make_product
 from services.executor.gpu.quantized_matmul import stacked_rows
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.model.lowered_experts import Choice, Routing
+from services.executor.model.lowered_experts import RouterConfig, Routing
 from services.executor.model.parallel.layers import keep_quantized_experts
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, Weight, quantize
@@ -24,15 +24,17 @@ DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 TOLERANCE = 2**-6
 COUNT, HIDDEN, INNER = 6, 128, 48
 pytestmark = pytest.mark.usefixtures("cuda")
-PLAIN = Choice("softmax", 2, normalised=True, groups=1, top_groups=1, scale=1.0)
-GROUPED = Choice("sigmoid", 2, normalised=False, groups=3, top_groups=2, scale=2.5)
+PLAIN = RouterConfig("softmax", 2, normalised=True, groups=1, top_groups=1, scale=1.0)
+GROUPED = RouterConfig("sigmoid", 2, normalised=False, groups=3, top_groups=2, scale=2.5)
 
 
 def normal(*sizes: int, seed: int = 1) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def route(logits: Tensor, choice: Choice = PLAIN, correction: Tensor | None = None, gone: int = 0) -> Routed:
+def route(
+    logits: Tensor, choice: RouterConfig = PLAIN, correction: Tensor | None = None, gone: int = 0
+) -> Routed:
     """Of whose rows the last `gone` only fill up."""
     slots = torch.zeros(len(logits), dtype=torch.int32)
     slots[len(logits) - gone :] = -1
@@ -70,7 +72,7 @@ def test_rows_go_to_the_best_of_the_best_groups_by_corrected_sigmoid() -> None:
 
 
 @pytest.mark.parametrize("choice", [PLAIN, GROUPED], ids=lambda choice: choice.scores)
-def test_what_ties_and_what_is_no_number_goes_somewhere_once(choice: Choice) -> None:
+def test_what_ties_and_what_is_no_number_goes_somewhere_once(choice: RouterConfig) -> None:
     logits = torch.zeros(4, COUNT)
     logits[1] = torch.nan
     logits[2, 3] = torch.nan

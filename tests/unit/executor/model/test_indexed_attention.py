@@ -18,7 +18,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.model import indexing
 from services.executor.model.attention import page_of
-from services.executor.model.indexing import Choice
+from services.executor.model.indexing import IndexerMasks
 from services.executor.model.layer_states import INDEXED
 from services.executor.model.step_context import StepContext
 from services.executor.worker.runner import ModelRunner
@@ -224,8 +224,8 @@ class Watch:
         return note
 
     def _choosing(self, index: int, choose: Any) -> Any:
-        def chosen(hidden: Tensor, residual: Tensor, *others: Any, **named: Any) -> Choice:
-            choice: Choice = choose(hidden, residual, *others, **named)
+        def chosen(hidden: Tensor, residual: Tensor, *others: Any, **named: Any) -> IndexerMasks:
+            choice: IndexerMasks = choose(hidden, residual, *others, **named)
             layer = self.layers[index]
             layer.residual.update(zip(self.rows, residual[0].clone(), strict=True))
             layer.chosen.update((self.rows[row], keys) for row, keys in attended(self._step, choice))
@@ -234,7 +234,7 @@ class Watch:
         return chosen
 
 
-def attended(step: StepContext, choice: Choice) -> Iterator[tuple[int, set[int]]]:
+def attended(step: StepContext, choice: IndexerMasks) -> Iterator[tuple[int, set[int]]]:
     """(row, positions that it attends to)."""
     if step.num_decodes:
         batch = step.decodes(None)
