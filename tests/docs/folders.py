@@ -1,4 +1,4 @@
-"""The table of folders in docs/architecture.md, read from the packages' docstrings."""
+"""The tables of folders in docs/architecture.md, read from the packages' docstrings, and of docs/adr/README.md."""
 
 import ast
 from collections.abc import Iterator
@@ -24,3 +24,13 @@ def folders() -> Iterator[tuple[str, str]]:
 def _described(module: Path) -> tuple[str, str]:
     text = ast.get_docstring(ast.parse(module.read_text())) or ""
     return module.parent.relative_to(ROOT).as_posix(), " ".join(text.partition("\n\n")[0].split())
+
+
+def decisions() -> str:
+    """Each decision by its number and title."""
+    pages = sorted((ROOT / "docs" / "adr").glob("0*.md"))
+    titles = (page.read_text().partition("\n")[0].partition(": ")[2] for page in pages)
+    rows = (
+        f"| [{page.name[:4]}]({page.name}) | {title} |" for page, title in zip(pages, titles, strict=True)
+    )
+    return "\n".join(["| | decision |", "| --- | --- |", *rows])

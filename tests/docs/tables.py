@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "alerts": alerts.alerts_table,
     "runbooks": alerts.index_table,
     "folders": folders.table,
+    "decisions": folders.decisions,
 }
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
