@@ -208,7 +208,7 @@ simulate: $(INSTALLED) ## Simulate the control plane with faults (make simulate 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Requests made from the OpenAPI document, valid and not (make fuzz EXAMPLES=5000 SEED=7)
 	@RYZANSTEIN_FUZZ_EXAMPLES=$(EXAMPLES) RYZANSTEIN_FUZZ_SEED=$(or $(SEED),$$RANDOM) \
-	  $(BIN)/pytest tests/integration/gateway/api/test_fuzz.py -s $(ARGS)
+	  $(BIN)/pytest tests/integration/gateway/api/test_fuzz.py -m nightly -s $(ARGS)
 
 # Each with its SBOM in build/sbom: what the image itself says that it holds; that of NATS has no Python, and is its base.
 .PHONY: images

@@ -44,6 +44,7 @@ def _prometheus() -> None:
     need("prometheus")
 
 
+@pytest.mark.nightly
 async def test_a_few_faults_are_alerted_and_over_when_they_are(tmp_path: Path) -> None:
     """The part that runs with all other tests."""
     plan = Plan(gateways=1, schedulers=1, monitors=1, executors=1, tp=1)

@@ -29,7 +29,7 @@ def body(prompt: list[int], **fields: object) -> dict[str, Any]:
     return {"model": "stub", "prompt": prompt, "max_tokens": 8, "seed": 7, **fields}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_long_prompt_goes_on_where_its_beginning_is(tmp_path: Path) -> None:
     """Three rings: one was sent the beginning in another session, one dies in the middle, one has nothing, as has the
     one that comes up again."""

@@ -9,7 +9,7 @@ from tests.compatibility.page import COMMAND, Count, page, refused, tables
 from tests.compatibility.probe import Found
 from tests.compatibility.walk import parameters
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ async def use(stack: Stack, digests: list[str], tokens: int, *, kill: bool) -> N
             assert answer == (text_of(number, digests[number], tokens), f"a{number}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_thousand_adapters_fifty_in_use(tmp_path: Path) -> None:
     """Fewer slots than adapters in use; a ring dies while they stream; the whole stack comes back."""
     sources = [tmp_path / "adapters" / str(number) for number in range(USED)]

@@ -176,7 +176,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path, arguments: list[str], me
     assert "Traceback" not in result.stderr + result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_corrupt_weights_file_is_said_and_nothing_is_left(tmp_path: Path, model_directory: Path) -> None:
     broken = tmp_path / "broken-model"
     shutil.copytree(model_directory, broken)

@@ -29,7 +29,9 @@ PASSAGE = "Once upon a time there was a river. " * 40
 """More tokens than a step computes of a prompt."""
 
 
-@pytest.fixture(scope="module", params=["two_groups", "one_ring_of_two"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("two_groups", marks=pytest.mark.nightly), "one_ring_of_two"]
+)
 def http(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     stack: Stack = request.getfixturevalue(request.param)
     with httpx.Client(base_url=stack.url, trust_env=False, timeout=120) as client:

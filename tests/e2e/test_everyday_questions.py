@@ -23,6 +23,7 @@ TIMES = 10
 """That the quick start's question is asked."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_of_forty_questions_at_most_one_is_answered_worse_than_in_float32(model_directory: Path) -> None:
     """Greedily, and sampled by the model's defaults; transformers has the file's own weights."""
@@ -48,10 +49,10 @@ def client(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> I
         yield client
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_question_of_the_quick_start_is_answered_each_time(client: openai.OpenAI, page: str) -> None:
-    """Asked as the page asks it: streamed, and sampled by the model's defaults."""
-    (question,) = {*re.findall(r'"role": "user", "content": "(.+?)"', (ROOT / page).read_text())}
+def test_the_question_of_the_quick_start_is_answered_each_time(client: openai.OpenAI) -> None:
+    """Asked as the pages ask it: streamed, and sampled by the model's defaults."""
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    (question,) = {*re.findall(r'"role": "user", "content": "(.+?)"', pages)}
     (known,) = (one for one in read_questions() if one.question == question)
     texts = [asked(client, question) for _ in range(TIMES)]
     assert [text for text in texts if not known.is_answered(text)] == []

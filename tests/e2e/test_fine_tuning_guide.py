@@ -101,6 +101,7 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_the_guide_runs_as_it_is_written(tmp_path: Path, model_directory: Path) -> None:
     # As a user has it: trainers map the packed weights that the executor has kept, where each would pack its own.

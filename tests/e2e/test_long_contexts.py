@@ -133,6 +133,7 @@ class Stream(threading.Thread):
                     return
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 def test_a_prompt_of_128k_tokens_beside_a_stream(stack: Stack) -> None:

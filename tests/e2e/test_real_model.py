@@ -150,6 +150,7 @@ async def test_requests_at_the_same_time_are_spread_over_the_groups(two_groups: 
     assert set.union(*groups) == {"executor-0", "executor-1"}
 
 
+@pytest.mark.nightly
 async def test_concurrent_requests_say_what_they_say_alone(two_groups: Stack) -> None:
     client = connect_async(two_groups)
 
@@ -194,6 +195,7 @@ async def test_a_ring_tells_how_much_of_a_step_is_communication(one_ring_of_two:
     assert values["steps_total"] == values["step_duration_seconds_count"] == values["batch_size_count"] > 0
 
 
+@pytest.mark.nightly
 def test_vectors_are_those_of_transformers(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
 ) -> None:
@@ -233,6 +235,7 @@ def test_no_text_ends_before_it_may(connect: Connect, two_groups: Stack) -> None
     assert (longer.choices[0].message.content or "").startswith(short.choices[0].message.content or "?")
 
 
+@pytest.mark.nightly
 def test_a_repeated_text_comes_several_tokens_at_a_time(
     connect: Connect, two_groups: Stack, one_ring_of_two: Stack, model_directory: Path
 ) -> None:
@@ -273,7 +276,9 @@ def test_seeded_sampling_does_not_depend_on_the_ring(
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.9, 7)])
+@pytest.mark.parametrize(
+    ("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (0.9, 7)]
+)
 def test_a_killed_rank_comes_back_and_the_answer_is_whole(
     connect: Connect, one_ring_of_two: Stack, temperature: float, seed: int | None
 ) -> None:

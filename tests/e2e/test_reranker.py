@@ -69,6 +69,7 @@ def test_scores_over_http(stack: Stack, directory: Path) -> None:
         assert [one["score"] for one in scores["data"]] == pytest.approx(likely, abs=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_language_model_answers_yes_or_no(tmp_path: Path) -> None:
     import torch

@@ -231,7 +231,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_model_keeps_to_schemas_however_hot_it_samples(two_groups: Stack) -> None:
     client = Client(two_groups, DEFAULT_MODEL)
     checked = 0
@@ -258,7 +258,9 @@ def test_the_model_answers_into_a_pydantic_model(two_groups: Stack) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 7)])
+@pytest.mark.parametrize(
+    ("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (1.0, 7)]
+)
 def test_one_rank_two_ranks_and_a_failover_give_the_same_text(
     two_groups: Stack, one_ring_of_two: Stack, temperature: float, seed: int | None
 ) -> None:

@@ -93,8 +93,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(wheel, tmp_path_factory.mktemp("installed"))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built where no compiler is: in seconds, where the other takes minutes."""
+    return build(tmp_path_factory.mktemp("plain"), CC="no-compiler-is-here", RYZANSTEIN_COMPILE="0")
 
 
 @pytest.fixture
@@ -114,30 +115,38 @@ def said(command: list[str], cwd: Path) -> str:
     return result.stdout.strip()
 
 
-def test_a_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
-    assert wheel.name == f"ryzanstein-{VERSION}-cp311-abi3-{sysconfig.get_platform().replace('-', '_')}.whl"
+def check_files(wheel: Path, compiled: set[str]) -> None:
+    """It has the packages, what is `compiled` of them, what a package index shows, and nothing else."""
     about = f"ryzanstein-{VERSION}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(f"{about}METADATA").decode()
     ours = {name for name in names if not name.startswith(about)}
-    assert ours == {name for name in sources() if not name.endswith((".c", ".h"))} | {KERNELS} | COMPILED
+    assert ours == {name for name in sources() if not name.endswith((".c", ".h"))} | compiled
     assert f"{about}licenses/LICENSE" in names
     assert f"\nVersion: {VERSION}\n" in metadata
-    assert metadata.endswith((ROOT / "README.md").read_text()), "what a package index shows"
+    assert metadata.endswith((ROOT / "README.md").read_text())
 
 
-def test_an_sdist_has_every_source(wheel: Path) -> None:
-    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+@pytest.mark.nightly
+def test_a_wheel_has_the_packages_and_what_is_compiled_of_them(wheel: Path) -> None:
+    assert wheel.name == f"ryzanstein-{VERSION}-cp311-abi3-{sysconfig.get_platform().replace('-', '_')}.whl"
+    check_files(wheel, {KERNELS, *COMPILED})
+
+
+def test_an_sdist_has_every_source(plain: Path) -> None:
+    with tarfile.open(next(plain.parent.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert sources() | set(BESIDE) <= names
     assert not [name for name in names if "mypyc" in name], "made of the sources"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 def test_what_is_installed_serves_with_native_kernels_and_compiled_modules(
-    programs: Path, elsewhere: Path, tmp_path: Path, model_directory: Path
+    wheel: Path, elsewhere: Path, tmp_path: Path, model_directory: Path
 ) -> None:
+    programs = install(wheel, tmp_path / "installed")
     where = said(
         [
             str(programs / "python"),
@@ -163,10 +172,13 @@ def test_what_is_installed_serves_with_native_kernels_and_compiled_modules(
             assert reply.content
 
 
-def test_without_a_compiler_the_package_installs_and_says_what_it_lacks(tmp_path: Path) -> None:
-    wheel = build(tmp_path / "dist", CC="no-compiler-is-here")
-    with zipfile.ZipFile(wheel) as archive:
-        assert not {KERNELS, *COMPILED} & set(archive.namelist())
-    python = install(wheel, tmp_path / "installed") / "python"
+def test_without_a_compiler_the_package_installs_and_says_what_it_lacks(plain: Path, tmp_path: Path) -> None:
+    check_files(plain, set())
+    python = install(plain, tmp_path / "installed") / "python"
     why = "from services.executor.native.library import why_not; print(why_not())"
     assert said([str(python), "-P", "-c", why], tmp_path).startswith("they were not compiled")
+
+
+@pytest.mark.nightly
+def test_modules_are_left_as_python_where_no_compiler_is(tmp_path: Path) -> None:
+    check_files(build(tmp_path, CC="no-compiler-is-here"), set())

@@ -90,7 +90,9 @@ async def test_streams_and_buckets_of_a_cluster_are_kept_three_times(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [subjects.JOURNAL_STREAM, subjects.INTAKE_STREAM])
+@pytest.mark.parametrize(
+    "stream", [subjects.JOURNAL_STREAM, pytest.param(subjects.INTAKE_STREAM, marks=pytest.mark.nightly)]
+)
 async def test_the_leader_of_a_cluster_is_killed_under_load(
     cluster: NatsCluster, cluster_bus: Bus, tmp_path: Path, stream: str
 ) -> None:
@@ -106,7 +108,7 @@ async def test_the_leader_of_a_cluster_is_killed_under_load(
             assert house.group(name).epoch == epoch, "the same ring"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_journal_has_every_token_whoever_led_it(
     cluster: NatsCluster, cluster_bus: Bus, tmp_path: Path
 ) -> None:

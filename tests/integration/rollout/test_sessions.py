@@ -87,7 +87,7 @@ async def talking(http: httpx.AsyncClient, urls: list[str], clients: int) -> Asy
             stopping.set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_rolling_update_fails_no_request_and_loses_no_cache(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

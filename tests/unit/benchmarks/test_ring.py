@@ -28,7 +28,7 @@ def test_timing_takes_medians() -> None:
     assert found.shares == [Share(0.2, 0.06), Share(0.4, 0.3)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_share_memory(), reason="no C compiler, or not Linux")
 def test_one_rank_and_two_run_the_same_steps(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama")

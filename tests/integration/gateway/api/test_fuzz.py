@@ -62,10 +62,17 @@ async def ring(bus: Bus) -> AsyncIterator[FakeRing]:
 
 
 @pytest.mark.timeout(900 + 8 * EXAMPLES)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param("examples,fuzzing", marks=pytest.mark.slow, id="some"),
+        pytest.param("examples,coverage,fuzzing,stateful", marks=pytest.mark.nightly, id="all"),
+    ],
+)
 async def test_schemathesis_finds_nothing(
-    gateway: RunningGateway, ring: FakeRing, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    gateway: RunningGateway, ring: FakeRing, tmp_path: Path, capfd: pytest.CaptureFixture[str], phases: str
 ) -> None:
+    """`coverage`, values at every bound of every field, takes minutes."""
     await ring.put_record("ready")
     async with gateway.http() as http:
         form = {"file": ("input.jsonl", json.dumps(LINE).encode())}
@@ -80,6 +87,8 @@ async def test_schemathesis_finds_nothing(
     limits = [
         "--checks",
         "all",
+        "--phases",
+        phases,
         "--max-examples",
         str(EXAMPLES),
         "--seed",

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,16 @@ from tests.simulation.search.seeds import one
 
 PAGE = Path(__file__).parents[4] / "docs" / "reliability.md"
 FOUND = Path(__file__).parents[3] / "simulation" / "found"
+
+
+SCENARIOS = {name: name for name in sorted(set(scenarios.names()) - {"counter", "days", "training"})}
+"""Of those that are left out a run takes long; the counter's have a test of their own."""
+
+
+def in_ci(cases: dict[str, Any], names: set[str]) -> list[Any]:
+    """Parameters: those that are named run among the slow tests, the others at night."""
+    lanes = {True: (), False: pytest.mark.nightly}
+    return [pytest.param(case, id=name, marks=lanes[name in names]) for name, case in cases.items()]
 
 
 def test_names_of_clients_and_of_their_plans_are_the_simulations_own() -> None:
@@ -72,7 +83,9 @@ def test_operators_and_brokers_that_repeat_themselves_break_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS.values(), ids=list(BUGS))
+@pytest.mark.parametrize(
+    "bug", in_ci(BUGS, {"lines_without_keys", "keys_without_compare_and_set", "records_given_up"})
+)
 def test_a_drawn_schedule_finds_a_bug_that_is_put_back(bug: Bug) -> None:
     scenario, promises = scenarios.load(bug.scenario), set[str]()
     with Worker() as worker:
@@ -93,10 +106,9 @@ def test_the_page_names_each_bug_with_a_seed_that_finds_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(scenarios.names()) - {"counter", "days", "training"}))
+@pytest.mark.parametrize("name", in_ci(SCENARIOS, {"everything", "models", "streams", "tenants"}))
 def test_a_seed_replays_byte_for_byte_and_breaks_no_promise(name: str) -> None:
-    """Its first half minute, by two workers. Of the scenarios that are left out a run takes long; the counter's have a
-    test of their own."""
+    """Its first half minute, by two workers."""
     scenario = msgspec.structs.replace(scenarios.load(name), duration=30.0)
     with Worker() as first, Worker() as second:
         one_run, again = (one(worker, scenario, draw(scenario, 1)) for worker in (first, second))
