@@ -77,7 +77,7 @@ def test_promtool_finds_no_fault_in_the_rules() -> None:
     run_promtool("check", "rules", str(rules.RULES))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_promtool_tests_the_rules() -> None:
     run_promtool("test", "rules", *map(str, sorted(rules.TESTS.glob("*.yml"))))
 

@@ -41,6 +41,7 @@ def test_up_leaves_nothing_behind(tmp_path: Path) -> None:
     assert "Stopped." in stack.output
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_head(tmp_path: Path) -> None:
     with Stack(tmp_path, "--engine", "stub", "--no-smoke-test") as stack:
         processes = stack.descendants()
@@ -49,10 +50,12 @@ def test_nothing_outlives_a_killed_head(tmp_path: Path) -> None:
         assert not alive
 
 
+@pytest.mark.slow
 def test_up_proves_itself(two_groups: Stack) -> None:
     assert "distributed system" in two_groups.output, "one answer is streamed as a smoke test"
 
 
+@pytest.mark.slow
 def test_status_has_its_promised_shape(two_groups: Stack) -> None:
     where = ("--data-dir", str(two_groups.data_dir))
     status = json.loads(run_cli("status", "--json", *where).stdout)
@@ -94,6 +97,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
     assert "computes sparse attention by window" in told
 
 
+@pytest.mark.slow
 def test_chat_answers(two_groups: Stack) -> None:
     where = ("--data-dir", str(two_groups.data_dir))
     one = run_cli(
@@ -113,6 +117,7 @@ def test_chat_answers(two_groups: Stack) -> None:
     assert DEFAULT_MODEL in talk.stdout
 
 
+@pytest.mark.slow
 def test_every_service_answers_its_operations_paths(two_groups: Stack) -> None:
     urls = {
         word.strip(";")
@@ -126,6 +131,7 @@ def test_every_service_answers_its_operations_paths(two_groups: Stack) -> None:
             assert httpx.get(f"{base}{path}", trust_env=False).status_code == 200, f"{base}{path}"
 
 
+@pytest.mark.slow
 def test_one_request_id_is_in_every_log(two_groups: Stack) -> None:
     body = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     headers = {"x-request-id": "follow-me"}
@@ -160,11 +166,15 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--dtype", "int3"], "--dtype cannot be 'int3'; it is one of auto, bf16, fp32."),
-        (["--nats-url", "what"], "is no NATS address"),
+        pytest.param(["--nats-url", "what"], "is no NATS address", marks=pytest.mark.slow),
         (["--nats-url", "nats://127.0.0.1:1", "--engine", "stub"], "did not answer within"),
         (["--model", "/nowhere/at/all"], "'/nowhere/at/all' is not a model"),
-        (["--model", "/nowhere/model.gguf"], "does not exist; check the path"),
-        (["--model", "/etc/hostname"], "is neither a model directory nor a GGUF file"),
+        pytest.param(
+            ["--model", "/nowhere/model.gguf"], "does not exist; check the path", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["--model", "/etc/hostname"], "is neither a model directory nor a GGUF", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_wrong_options_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:

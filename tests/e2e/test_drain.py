@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.stack import Stack, run_cli
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STUB = ("--engine", "stub", "--no-smoke-test", "--replicas", "2")
 SLOW = {"RYZANSTEIN_STUB_STEP_MS": "20"}
@@ -89,7 +89,6 @@ def test_unknown_groups_are_named_with_those_that_are_there(stack: Stack, tmp_pa
     assert "No stack runs on the data directory" in nowhere.stderr
 
 
-@pytest.mark.slow
 def test_a_drain_that_takes_longer_than_one_waits_says_what_is_left_and_can_be_taken_back(
     stack: Stack,
 ) -> None:

@@ -152,7 +152,7 @@ async def test_two_stacks_on_one_nats_leave_each_other_alone(
         assert password not in stack.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_download_that_hangs(tmp_path: Path, number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as index:
         environment = {

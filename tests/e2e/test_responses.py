@@ -12,7 +12,7 @@ from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 from tests.e2e.test_real_model import Connect, answer, connect
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 __all__ = ["connect"]
 
@@ -95,7 +95,6 @@ def test_a_sessions_next_turn_is_computed_ahead(connect: Connect, two_groups: St
     assert cached >= first["prompt_tokens"] // 16 * 16
 
 
-@pytest.mark.slow
 def test_a_background_response_is_read_from_any_event(connect: Connect, two_groups: Stack) -> None:
     """Speculation brings several tokens at a time: the events are the same whoever reads them when."""
     client = connect(two_groups)
@@ -119,7 +118,6 @@ def test_a_background_response_is_read_from_any_event(connect: Connect, two_grou
     assert shown.status == "incomplete"
 
 
-@pytest.mark.slow
 def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> None:
     class Animal(pydantic.BaseModel):
         name: str

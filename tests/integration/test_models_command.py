@@ -212,7 +212,11 @@ async def test_what_can_be_told_from_its_name_is_added_when_it_is_loaded(
     assert "tiny is loaded" in await command.run("load", str(tmp_path / "tiny"))
 
 
-async def test_errors_are_one_sentence(command: Command, cluster: Cluster) -> None:
+async def test_errors_are_one_sentence(
+    command: Command, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.model_status.JUST_ASKED", 0.5)
+    monkeypatch.setattr("services.cli.cluster_models.SETTLED", 0.3)
     with pytest.raises(UnknownModel, match="there is none yet"):
         await command.run("load", "chat")
     cluster.fails, cluster.too_large = {"broken"}, {"large"}

@@ -4,6 +4,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -11,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.monitoring.catalogue import series
-from tests.monitoring.dashboards import Dashboard, Panel, dashboards, expanded
+from tests.monitoring.dashboards import Panel, dashboards, expanded
 from tests.monitoring.observed import JOBS, RULES, Observed, Traffic, observed, seconds_until_shown
 from tests.monitoring.prometheus import Prometheus, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 INTERVAL = "4s"
 """Of a rate: four scrapes."""
@@ -47,21 +48,19 @@ def prometheus(busy: Observed) -> Prometheus:
     return busy.prometheus
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_every_metric_of_a_running_service_is_in_the_catalogue(busy: Observed, job: str) -> None:
+def test_every_metric_of_a_running_service_is_in_the_catalogue(busy: Observed) -> None:
     known = series()
-    for text in busy.metrics(job):
+    for text in chain.from_iterable(map(busy.metrics, JOBS)):
         found = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
         assert found - known == set(), "add it to tests/monitoring/catalogue.py"
         assert "ryzanstein_service_ready" in found
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_promtool_finds_nothing_to_say(busy: Observed, job: str) -> None:
+def test_promtool_finds_nothing_to_say(busy: Observed) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("There is no `promtool` on the path: ONLY OUR OWN RULES FOR NAMES WERE CHECKED.")
-    for text in busy.metrics(job):
+    for text in chain.from_iterable(map(busy.metrics, JOBS)):
         ours = "".join(
             line + "\n" for line in text.splitlines() if "vllm:" not in line
         )  # the colon is theirs
@@ -114,12 +113,11 @@ def must_show(panel: Panel) -> bool:
     return bool(panel.queries) and panel.row != MAY_BE_EMPTY
 
 
-@pytest.mark.parametrize("name", sorted(BOARDS))
-def test_every_panel_of_a_dashboard_shows_something(prometheus: Prometheus, name: str) -> None:
-    board: Dashboard = BOARDS[name]
-    for panel in board.panels:
+def test_every_panel_of_a_dashboard_shows_something(prometheus: Prometheus) -> None:
+    panels = [panel for board in BOARDS.values() for panel in board.panels]
+    for panel in panels:
         empty(prometheus, panel)  # no query is refused, whether there must be data or not
-    wanted = [panel for panel in board.panels if must_show(panel)]
+    wanted = [panel for panel in panels if must_show(panel)]
 
     def missing() -> dict[str, list[str]]:
         return {panel.title: found for panel in wanted if (found := empty(prometheus, panel))}
@@ -130,11 +128,11 @@ def test_every_panel_of_a_dashboard_shows_something(prometheus: Prometheus, name
         assert missing() == {}
 
 
-@pytest.mark.parametrize("name", sorted(BOARDS))
-def test_every_variable_of_a_dashboard_has_values(prometheus: Prometheus, name: str) -> None:
-    for variable in BOARDS[name].variables:
-        found = prometheus.label_values(expanded(variable.metric, INTERVAL), variable.label)
-        assert any(found), variable.name
+def test_every_variable_of_a_dashboard_has_values(prometheus: Prometheus) -> None:
+    for board in BOARDS.values():
+        for variable in board.variables:
+            found = prometheus.label_values(expanded(variable.metric, INTERVAL), variable.label)
+            assert any(found), variable.name
 
 
 def test_every_rule_can_be_evaluated(prometheus: Prometheus) -> None:

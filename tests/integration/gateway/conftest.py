@@ -108,7 +108,7 @@ async def keys(bus: Bus) -> Keys:
     return Keys(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """/metrics of gateways in this process shows what has just happened, though it was asked for before."""
     monkeypatch.setattr(endpoints, "EXPOSITION_SECONDS", 0.0)

@@ -11,6 +11,7 @@ from shared.messages import GenerationRequest
 from tests.integration.gateway.batches.helpers import ready
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
+from tests.simulation.clients import tenants
 from tests.simulation.clients.client import Plan
 from tests.simulation.clients.crowd import KINDS, Crowd
 from tests.simulation.core.asgi import AsgiServer
@@ -38,8 +39,9 @@ async def listening(*gateways: RunningGateway) -> AsyncIterator[list[str]]:
 
 
 async def test_clients_of_every_kind_are_answered(
-    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tenants, "HELD", (0.0, 0.1))
     ring.behave = stub
     await ready(ring)
     mains = []

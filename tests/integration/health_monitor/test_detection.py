@@ -67,7 +67,7 @@ async def lost(seen: Seen, epoch: int, what: str, began: float) -> None:
     print(f"{what}: known after {time.monotonic() - began:.2f} s")  # noqa: T201
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "leader"])
+@pytest.mark.parametrize("victim", ["supervisor", pytest.param("leader", marks=pytest.mark.slow)])
 async def test_a_killed_executor_is_known_without_a_word_or_a_silence(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, victim: str
 ) -> None:
@@ -98,7 +98,7 @@ async def test_a_killed_executor_is_known_without_a_word_or_a_silence(
             await seen.until_state("g", "ready", epoch)
 
 
-@pytest.mark.parametrize("service", ["gateway", "scheduler"])
+@pytest.mark.parametrize("service", ["gateway", pytest.param("scheduler", marks=pytest.mark.slow)])
 async def test_any_killed_service_is_known_so(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, service: str
 ) -> None:
@@ -118,7 +118,15 @@ def _port(service: str) -> tuple[str, ...]:
     return ("--port", "0") if service == "gateway" else ()
 
 
-@pytest.mark.parametrize("stopped", ["rank 0", "rank 1", "the ring", "the supervisor", "everything"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        "rank 0",
+        "the supervisor",
+        *(pytest.param(who, marks=pytest.mark.nightly) for who in ("rank 1", "the ring", "everything")),
+    ],
+)
 async def test_a_stopped_process_is_known_by_what_stands_still(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, stopped: str
 ) -> None:
@@ -145,6 +153,7 @@ async def test_a_stopped_process_is_known_by_what_stands_still(
             assert ring(process).epoch == before.epoch, "a ring that wakes is not shot for having slept"
 
 
+@pytest.mark.slow
 async def test_one_of_two_monitors_is_killed_while_a_ring_fails(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen
 ) -> None:
@@ -166,6 +175,7 @@ async def test_one_of_two_monitors_is_killed_while_a_ring_fails(
         await seen.until_state("g", "ready", before.epoch)
 
 
+@pytest.mark.slow
 async def test_a_monitor_that_was_stopped_does_not_bring_back_what_it_believed(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen
 ) -> None:

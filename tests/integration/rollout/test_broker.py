@@ -37,6 +37,7 @@ async def cluster_bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
     await connection.close()
 
 
+@pytest.mark.slow
 async def test_services_that_start_together_on_a_new_cluster_open_the_same_buckets(
     cluster: NatsCluster,
 ) -> None:
@@ -56,6 +57,7 @@ async def test_services_that_start_together_on_a_new_cluster_open_the_same_bucke
             await bus.close()
 
 
+@pytest.mark.slow
 async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executor(tmp_path: Path) -> None:
     server = LocalNats(tmp_path / "nats")
     await server.start()
@@ -81,6 +83,7 @@ async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executo
         await server.stop()
 
 
+@pytest.mark.slow
 async def test_streams_and_buckets_of_a_cluster_are_kept_three_times(
     cluster: NatsCluster, cluster_bus: Bus
 ) -> None:

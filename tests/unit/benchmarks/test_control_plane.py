@@ -234,6 +234,7 @@ def test_a_fault_misses_the_mark() -> None:
     assert "faults 1 cut off: missed" in line
 
 
+@pytest.mark.slow
 async def test_a_run_measures_the_closed_loop_and_an_idle_stack(tmp_path: Path) -> None:
     plan = Plan(work=tmp_path, connections=8, seconds=0.5, rounds=2, limit_ms=0, step_ms=0, idle_seconds=0.5)
     found = await run(plan, tmp_path, lambda text: None)
@@ -242,6 +243,7 @@ async def test_a_run_measures_the_closed_loop_and_an_idle_stack(tmp_path: Path) 
     assert sum(found.idle_ms.values()) > 0
 
 
+@pytest.mark.slow
 async def test_our_stack_answers_the_client_rightly(program: Path, tmp_path: Path) -> None:
     stack = Ours(tmp_path)
     await stack.start()

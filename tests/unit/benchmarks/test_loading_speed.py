@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.on_gpu.loading_speed import run
@@ -30,6 +31,7 @@ def test_a_random_checkpoint_loads(tmp_path: Path) -> None:
     assert all(bool((weight == 1).all()) for weight in weights.values() if weight.dim() == 1)
 
 
+@pytest.mark.slow
 def test_loading_is_measured() -> None:
     rows = list(run(dry_bench()))
     assert [row.key for row in rows] == [

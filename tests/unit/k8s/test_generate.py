@@ -48,7 +48,7 @@ def test_rules_become_a_rule_of_the_operator_and_dashboards_config_maps(tree: Pa
     overlay.mkdir()
     content = {"resources": ["../cpu"], "components": ["../../components/monitoring"]}
     (overlay / "kustomization.yaml").write_text(yaml.safe_dump(content))
-    resources = list(yaml.safe_load_all(manifests.kustomize(overlay)))
+    resources = list(yaml.load_all(manifests.kustomize(overlay), yaml.CSafeLoader))
     (rule,) = [one for one in resources if one["kind"] == "PrometheusRule"]
     assert rule["spec"] == yaml.safe_load(RULES)
     test_schemas.check_model(rule)

@@ -12,7 +12,7 @@ from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 
-pytestmark = pytest.mark.usefixtures("no_trace", "fresh_metrics")
+pytestmark = pytest.mark.usefixtures("no_trace")
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 8}
 

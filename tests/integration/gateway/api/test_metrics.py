@@ -13,7 +13,6 @@ from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 
-pytestmark = pytest.mark.usefixtures("fresh_metrics")
 COMPLETIONS = "/v1/completions"
 
 

@@ -97,6 +97,7 @@ async def test_the_gateway_is_killed(
     assert len(ring.requests) == len({request.generation_id for request in ring.requests}) == COUNT
 
 
+@pytest.mark.slow
 async def test_requests_that_wait_in_the_queue_are_not_handed_in_again(
     bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
@@ -20,6 +21,7 @@ PER_ONE = 64 * 1024
 IDLE = {"model": MODEL, "prompt": "wait", "stream": True}
 
 
+@pytest.mark.slow
 async def test_crowds_that_do_nothing(
     bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
 ) -> None:

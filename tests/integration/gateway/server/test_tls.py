@@ -117,7 +117,6 @@ async def test_everything_is_served_over_tls_and_nothing_without(
             await shown_by(gateway, oldest)
 
 
-@pytest.mark.usefixtures("fresh_metrics")
 async def test_a_replaced_certificate_is_used_without_a_restart(
     nats_settings: CommonSettings, ring: FakeRing, files: Files, tmp_path: Path
 ) -> None:

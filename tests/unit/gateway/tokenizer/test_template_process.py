@@ -43,6 +43,26 @@ def templates(source: str) -> Templates:
     return Templates(source, source, {"eos_token": "<|end|>"})
 
 
+IMPATIENT = """
+import msgspec
+from services.gateway.tokenizer import template_process
+from shared import limits
+limits.TEMPLATE_SECONDS = msgspec.structs.replace(limits.TEMPLATE_SECONDS, value=1)
+template_process.main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes give a template half the time, so that tests wait half as long."""
+    start = asyncio.create_subprocess_exec
+
+    async def started(python: str, *_: str, **options: Any) -> asyncio.subprocess.Process:
+        return await start(python, "-c", IMPATIENT, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+
+
 @pytest.fixture
 async def made() -> AsyncIterator[list[TemplateProcess]]:
     processes: list[TemplateProcess] = []

@@ -44,23 +44,14 @@ def test_names_of_clients_and_of_their_plans_are_the_simulations_own() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_split_brain_is_found_where_it_is_put_back_and_only_there() -> None:
-    schedule = load(FOUND / "split-brain.yaml")
-    scenario = scenarios.load(schedule.scenario)
-    with Worker() as worker:
-        found = one(worker, scenario, schedule)
-        mended = one(worker, scenario, msgspec.structs.replace(schedule, bugs=[]))
-    assert {broken.promise for broken in found.broken} == {"allowed_refusals"}
-    assert mended.broken == []
-
-
-@pytest.mark.parametrize("name", ["training-ends-early", "leader-reconnects-unheard"])
-def test_what_a_seed_has_found_is_mended(name: str) -> None:
-    schedule = load(FOUND / f"{name}.yaml")
+def test_a_split_brain_is_found_only_where_it_is_put_back() -> None:
+    """That it is found there, tests of all schedules that were found say."""
+    schedule = msgspec.structs.replace(load(FOUND / "split-brain.yaml"), bugs=[])
     with Worker() as worker:
         assert one(worker, scenarios.load(schedule.scenario), schedule).broken == []
 
 
+@pytest.mark.slow
 def test_operators_and_brokers_that_repeat_themselves_break_nothing() -> None:
     """A key that is replaced while its clients ask, limits that are lowered, acknowledgements that are lost, a stream
     that is full."""

@@ -18,6 +18,8 @@ from tests.simulation.search.seeds import one, outcomes
 
 COUNTER = scenarios.load("counter")
 BUG = "counter_forgets_ids"
+QUICK = ("counter-6", "keys", "split-brain")
+"""Schedules that are run with the fast tests."""
 
 
 def test_a_seed_is_one_run_and_another_seed_another() -> None:
@@ -140,7 +142,13 @@ def test_no_run_is_begun_after_the_minutes_are_over() -> None:
     assert list(outcomes(COUNTER, range(1000), minutes=1e-9)) == []
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "simulation" / "found").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)
+        for path in sorted((Path(__file__).parents[3] / "simulation" / "found").glob("*.yaml"))
+    ],
+)
 def test_what_was_found_stays_mended(path: Path) -> None:
     """Each schedule that a search has found and reduced. One with a bug put back must fail, for the search finds it."""
     schedule = load(path)
