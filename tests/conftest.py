@@ -27,6 +27,7 @@ from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
 from tests.covered import CHOSEN, Traced
 from tests.durations import Durations, is_whole
+from tests.nats_accounts import NatsAccounts
 from tests.order import pytest_collection_modifyitems  # noqa: F401 (a hook)
 from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 
@@ -34,9 +35,13 @@ from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 gc.disable()
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
 choose()
-# How long an example takes says something about the machine, and no test is about the machine.
+# How long an example takes says something about the machine, and no test is about the machine. For what is at night or
+# looked for RYZANSTEIN_TEST_EXAMPLES can be more.
 hypothesis.settings.register_profile(
-    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "untimed",
+    max_examples=int(os.environ.get("RYZANSTEIN_TEST_EXAMPLES") or 40),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("untimed")
 
@@ -122,8 +127,15 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def nats_accounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsAccounts]:
+    accounts = NatsAccounts(tmp_path_factory.mktemp("nats"))
+    yield accounts
+    accounts.stop()
+
+
 @pytest.fixture
-async def nats_settings(tmp_path: Path) -> AsyncIterator[CommonSettings]:
+async def own_nats(tmp_path: Path) -> AsyncIterator[CommonSettings]:
     """Settings for a NATS server of the test's own: the binary, or a container where asked for.
 
     RYZANSTEIN_TEST_NATS=container runs the same tests against the official image (needs Docker), and =model against
@@ -141,6 +153,16 @@ async def nats_settings(tmp_path: Path) -> AsyncIterator[CommonSettings]:
         yield server.settings(beat_interval=0.1)
     finally:
         await server.stop()
+
+
+@pytest.fixture
+def nats_settings(request: pytest.FixtureRequest) -> CommonSettings:
+    """Settings for NATS with nothing in it: an account of the test's own on a server that tests share."""
+    if "RYZANSTEIN_TEST_NATS" in os.environ:
+        own: CommonSettings = request.getfixturevalue("own_nats")
+        return own
+    accounts: NatsAccounts = request.getfixturevalue("nats_accounts")
+    return accounts.settings().model_copy(update={"beat_interval": 0.1})
 
 
 @pytest.fixture

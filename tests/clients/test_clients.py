@@ -50,6 +50,7 @@ def run(*command: str, timeout: float = 150) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_langchain(stack: Stack) -> None:
     seen = run(python_with("langchain_openai"), str(HERE / "use_langchain.py"), stack.url, MODEL)
     text, tokens = seen["whole"]

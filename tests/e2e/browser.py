@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,32 +178,30 @@ class Browser:
                     await client.get(f"http://{self._address}/json/close/{target['id']}")
 
 
-@contextlib.asynccontextmanager
-async def run_browser(program: str) -> AsyncIterator[Browser]:
+@contextlib.contextmanager
+def run_browser(program: str) -> Iterator[Browser]:
     """A browser with a profile of its own, ended with all of its processes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            program,
-            *OPTIONS,
-            f"--user-data-dir={profile}",
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [program, *OPTIONS, f"--user-data-dir={profile}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            yield Browser(await _address(Path(profile) / "DevToolsActivePort", process))
+            yield Browser(_address(Path(profile) / "DevToolsActivePort", process))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            process.wait()
 
 
-async def _address(note: Path, process: asyncio.subprocess.Process) -> str:
+def _address(note: Path, process: "subprocess.Popen[bytes]") -> str:
     end = time.monotonic() + 30
     while not (lines := _lines(note)):
-        assert process.returncode is None, f"chromium ended with {process.returncode}"
+        assert process.poll() is None, f"chromium ended with {process.returncode}"
         assert time.monotonic() < end, "chromium does not answer"
-        await asyncio.sleep(0.05)
+        time.sleep(0.05)
     return f"127.0.0.1:{lines[0]}"
 
 

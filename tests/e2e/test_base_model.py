@@ -9,7 +9,7 @@ from tests.e2e.stack import Stack, run_cli
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The console in a real browser, on a real stack with the stub engine."""
 
-import json
 import os
 import signal
 import time
@@ -47,9 +46,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
+def browser() -> Iterator[Browser]:
     assert CHROMIUM is not None
-    async with run_browser(CHROMIUM) as running:
+    with run_browser(CHROMIUM) as running:
         yield running
 
 
@@ -185,28 +184,6 @@ async def test_rings_appear_and_a_killed_one_is_seen_to_change(tab: Tab, stack: 
     finally:
         stack.process.send_signal(signal.SIGCONT)
     await tab.until(f"{states}.every(state => state === 'ready')", 60)
-
-
-async def test_batch_jobs_appear_and_are_counted(tab: Tab, stack: Stack) -> None:
-    lines_of = "document.querySelectorAll('#jobs tbody tr')"
-    rows = f"[...{lines_of}].map(row => [...row.cells].map(cell => cell.textContent))"
-    await tab.run("document.getElementById('to-batches').click()")
-    await tab.until(f"JSON.stringify({rows}) === '[[\"none\"]]'")
-    asked = {
-        "method": "POST",
-        "url": "/v1/completions",
-        "body": {"model": "stub", "prompt": "Hi", "max_tokens": 4},
-    }
-    lines = "\n".join(json.dumps({"custom_id": str(number), **asked}) for number in range(3)).encode()
-    async with httpx.AsyncClient(base_url=stack.url, trust_env=False) as http:
-        form = {"file": ("input.jsonl", lines)}
-        file = (await http.post("/v1/files", data={"purpose": "batch"}, files=form)).json()["id"]
-        wanted = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = (await http.post("/v1/batches", json=wanted)).json()["id"]
-    shown = [batch, "completed", "", "3", "0", "3"]
-    await tab.until(
-        f"JSON.stringify({rows}.map(row => row.slice(0, 6))) === JSON.stringify({json.dumps([shown])})"
-    )
 
 
 def executor_of(stack: Stack) -> int:

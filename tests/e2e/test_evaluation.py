@@ -110,6 +110,7 @@ def test_a_passage_of_its_own(http: httpx.Client, reference: Reference) -> None:
     assert alone["logprobs"]["token_logprobs"] == choice["logprobs"]["token_logprobs"][:-1]
 
 
+@pytest.mark.nightly
 def test_a_known_prompt_is_told_in_whole_too(http: httpx.Client, reference: Reference) -> None:
     """Its beginning lies in the prefix cache: of a row that is not computed nothing could be told."""
     tokens = reference.ids(PASSAGE)

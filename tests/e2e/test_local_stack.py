@@ -105,31 +105,7 @@ def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None
             assert time.monotonic() < deadline, stack.status()
 
 
-@pytest.mark.slow
-def test_a_killed_scheduler_of_two_is_missed_by_nobody(tmp_path: Path) -> None:
-    """The other takes what comes, and what the killed one had not handed out; and it is started again."""
-    with Stack(tmp_path, *STUB, "--schedulers", "2") as stack:
-        note = read_run_file(tmp_path)
-        assert note is not None
-        pids = {one.instance: one.pid for one in note.started if one.service == "scheduler"}
-        assert set(pids) == {"scheduler-0", "scheduler-1"}
-        assert ask(stack).status_code == 200
-        os.kill(pids["scheduler-0"], signal.SIGKILL)
-        for _ in range(4):
-            assert ask(stack).status_code == 200, stack.logs("scheduler*")
-        stack.read_until("scheduler-0 ended (The scheduler was killed by SIGKILL")
-        deadline = time.monotonic() + 60
-        while True:
-            services = {service["instance"]: service for service in stack.status()["services"]}
-            again = services["scheduler-0"]
-            if again["state"] == "ready" and again["pid"] != pids["scheduler-0"]:
-                break
-            assert time.monotonic() < deadline, stack.logs("scheduler*")
-        assert services["scheduler-1"]["pid"] == pids["scheduler-1"]
-        assert ask(stack).status_code == 200
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_two_stacks_on_one_nats_leave_each_other_alone(
     tmp_path: Path, nats_settings: CommonSettings
 ) -> None:

@@ -87,6 +87,7 @@ def sparse_tokens(usage: dict[str, Any]) -> tuple[int, int]:
     )
 
 
+@pytest.mark.nightly
 def test_the_models_entry_and_the_request_say_what_is_read(stack: Stack) -> None:
     tokens, usage = ask(stack)
     assert tokens == REST, "the entry chooses pages, and these have the passage"

@@ -118,6 +118,7 @@ def test_a_background_response_is_read_from_any_event(connect: Connect, two_grou
     assert shown.status == "incomplete"
 
 
+@pytest.mark.nightly
 def test_a_form_and_a_call_are_held_to(connect: Connect, two_groups: Stack) -> None:
     class Animal(pydantic.BaseModel):
         name: str

@@ -158,29 +158,6 @@ def test_streams_sockets_repeats_and_resumed_streams_say_the_same(client: Client
     assert [text for _, text in ids] == [whole]
 
 
-def test_a_stream_is_taken_up_where_it_was_left(client: Client) -> None:
-    fields = {"seed": 12, "guided_regex": LONG, "stream": True}
-    whole = client.text(**(fields | {"stream": False}))
-    said, identity, last = "", "", ""
-    url = f"{client.url}/v1/chat/completions"
-    with client.http.stream("POST", url, json=client.body(**fields)) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: "):
-                chunk = json.loads(line[6:])
-            elif line.startswith("id: "):
-                identity, last = chunk["id"], line[4:]
-                said += chunk["choices"][0]["delta"].get("content") or ""
-                if len(said) > 20:
-                    break
-    rest = client.http.get(
-        f"{client.url}/v1/generations/{identity}/stream", headers={"Last-Event-ID": last}
-    ).text
-    for line in rest.splitlines():
-        if line.startswith("data: {"):
-            said += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
-    assert said == whole
-
-
 def test_a_text_goes_on_where_its_ring_was_killed(client: Client, stub: Stack) -> None:
     """The other group replays the tokens in the grammar; the text is the undisturbed one."""
     fields: dict[str, Any] = {"seed": 13, "guided_regex": LONG}
@@ -257,7 +234,7 @@ def test_the_model_answers_into_a_pydantic_model(two_groups: Stack) -> None:
     client.http.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (1.0, 7)]
 )

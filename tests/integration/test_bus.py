@@ -28,6 +28,12 @@ from shared.nats.streams import ensure_streams
 from tests.chaos.links import Forwarder
 
 
+@pytest.fixture
+def nats_settings(own_nats: CommonSettings) -> CommonSettings:
+    """Of a server whose room and connections are the test's subject."""
+    return own_nats
+
+
 async def test_request_is_answered_by_type(bus: Bus) -> None:
     async def handle(command: ControlCommand) -> ControlReply:
         return ControlReply(ok=isinstance(command, Drain))

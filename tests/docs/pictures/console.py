@@ -43,7 +43,7 @@ async def photograph(chromium: str, url: str, into: Path) -> None:
     """Writes console.png, console-phone.png, console-cluster.png and console-fine-tuning.png."""
     await asyncio.to_thread(submit_batch, url)
     job = await asyncio.to_thread(fine_tune, url)
-    async with run_browser(chromium) as browser:
+    with run_browser(chromium) as browser:
         await _chat(browser, url, into)
         async with browser.tab(f"{url}/#cluster") as tab:
             await _size(tab, 1200, 760)

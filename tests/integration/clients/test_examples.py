@@ -36,12 +36,6 @@ def language(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_chat(language: str, gateway: RunningGateway, ring: FakeRing) -> None:
-    command = await asyncio.to_thread(LANGUAGES[language], "chat")
-    ring.behave = saying(TEXT)
-    assert said(language, await run(command, gateway.url)) == TEXT
-
-
 async def test_a_key_is_sent(language: str, gateway: RunningGateway, ring: FakeRing, bus: Bus) -> None:
     """Both programs of a language, once the house asks for keys; one that is not good is told so at once."""
     chat, resume = [await asyncio.to_thread(LANGUAGES[language], name) for name in ("chat", "resume")]

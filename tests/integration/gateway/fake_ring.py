@@ -210,7 +210,7 @@ class FakeRing:
         return ControlReply(ok=True)
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Waits until `condition`, a coroutine function perhaps, holds; fails when it does not within `seconds`."""
     end = time.monotonic() + seconds
     while not (await held if inspect.isawaitable(held := condition()) else held):

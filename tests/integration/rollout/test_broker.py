@@ -84,15 +84,6 @@ async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executo
 
 
 @pytest.mark.slow
-async def test_streams_and_buckets_of_a_cluster_are_kept_three_times(
-    cluster: NatsCluster, cluster_bus: Bus
-) -> None:
-    await Bucket.open(cluster_bus, subjects.GROUPS_BUCKET, GroupRecord)
-    for stream in (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM, f"KV_{subjects.GROUPS_BUCKET}"):
-        assert len((await cluster.cluster_of(cluster_bus, stream))["replicas"]) == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "stream", [subjects.JOURNAL_STREAM, pytest.param(subjects.INTAKE_STREAM, marks=pytest.mark.nightly)]
 )
@@ -101,6 +92,8 @@ async def test_the_leader_of_a_cluster_is_killed_under_load(
 ) -> None:
     async with House(cluster_bus, cluster.settings, tmp_path) as house:
         await house.start_two_of_each()
+        for kept in (stream, f"KV_{subjects.GROUPS_BUCKET}"):
+            assert len((await cluster.cluster_of(cluster_bus, kept))["replicas"]) == 2, "kept three times"
         epochs = {name: house.group(name).epoch for name in ("executor-0", "executor-1")}
         async with Load(house.urls(), patient=True).running() as load:
             dead = await cluster.kill_leader(cluster_bus, stream)

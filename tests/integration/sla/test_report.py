@@ -166,7 +166,7 @@ def check_agreement(journal: dict[str, Any], other: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_journal_and_prometheus_report_the_same_faults(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

@@ -234,7 +234,7 @@ def test_a_fault_misses_the_mark() -> None:
     assert "faults 1 cut off: missed" in line
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_run_measures_the_closed_loop_and_an_idle_stack(tmp_path: Path) -> None:
     plan = Plan(work=tmp_path, connections=8, seconds=0.5, rounds=2, limit_ms=0, step_ms=0, idle_seconds=0.5)
     found = await run(plan, tmp_path, lambda text: None)

@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatClient]:
     monkeypatch.setattr(Handler, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     client = ChatClient(f"http://127.0.0.1:{server.server_address[1]}")
     yield client

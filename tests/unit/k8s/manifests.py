@@ -26,6 +26,12 @@ BUILDS = (
 )
 """Names for `build`: the base, each overlay, and each component upon the overlay `cpu`."""
 
+SOME = [
+    pytest.param(name, marks=pytest.mark.slow if "+" in name or name == "overlays/ha" else ())
+    for name in BUILDS
+]
+"""`BUILDS` for tests that take a second each: upon the overlays alone with the fast tests."""
+
 Resource = dict[str, Any]
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from services.executor.worker.stub import stub_token
 
 
@@ -15,6 +17,7 @@ def simulated(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_deployment_starts_answers_and_does_what_its_operator_does() -> None:
     seen = simulated("--seed", "5", "--requests", "3", "--tokens", "8", "--roll")
     assert seen["whole"] >= 8

@@ -26,12 +26,14 @@ def test_answers_are_right_whatever_becomes_of_ranks_and_supervisors() -> None:
     assert ran("disturbed")["digest"] == found["digest"]
 
 
+@pytest.mark.slow
 def test_more_models_than_fit_are_served_in_turns() -> None:
     found = ran("models")
     assert found["right"]
     assert found["ranks"] > 9  # some were loaded twice
 
 
+@pytest.mark.slow
 def test_jobs_end_in_their_adapter_whatever_becomes_of_trainers_and_hosts() -> None:
     found = ran("jobs")
     assert (found["status"], found["adapters"]) == (["succeeded"] * 3, [1] * 3)

@@ -70,8 +70,6 @@ async def test_a_gateway_serves_the_others(without: httpx.AsyncClient, removed: 
     assert shown >= served
     assert not shown & ({item.template for item in gone} - served)
 
-
-async def test_sockets_are_named_by_who_is_there(without: httpx.AsyncClient, removed: Dialect) -> None:
     upgrade = {
         "connection": "upgrade",
         "upgrade": "websocket",

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
@@ -102,9 +101,8 @@ async def test_what_is_under_way_is_deleted(ready: httpx.AsyncClient, ring: Fake
     assert (await ready.delete("/v1/sessions/other/prefill")).json()["cancelled"] is False
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "status", "message"),
-    [
+async def test_what_cannot_be_is_refused_in_a_sentence(ready: httpx.AsyncClient, ring: FakeRing) -> None:
+    for path, fields, status, message in [
         (PREFILL, {"messages": []}, 400, "Invalid 'messages'"),
         (PREFILL, {"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "maximum context length"),
         (PREFILL, {"model": "no-model"}, 404, "does not exist"),
@@ -112,15 +110,11 @@ async def test_what_is_under_way_is_deleted(ready: httpx.AsyncClient, ring: Fake
         (f"{PREFILL}?until=1", {}, 400, "until"),
         (f"/v1/sessions/{'x' * 257}/prefill", {}, 400, "1 to 256 printable ASCII characters"),
         ("/v1/sessions/%C3%A9/prefill", {}, 400, "1 to 256 printable ASCII characters"),
-    ],
-)
-async def test_what_cannot_be_is_refused_in_a_sentence(
-    ready: httpx.AsyncClient, ring: FakeRing, path: str, fields: dict[str, Any], status: int, message: str
-) -> None:
-    answer = await ready.post(path, json=body(**fields))
-    assert answer.status_code == status
-    assert message in answer.json()["error"]["message"]
-    assert not ring.requests
+    ]:
+        answer = await ready.post(path, json=body(**fields))
+        assert answer.status_code == status
+        assert message in answer.json()["error"]["message"]
+        assert not ring.requests
 
 
 async def test_an_empty_body_and_a_failed_ring(ready: httpx.AsyncClient, ring: FakeRing) -> None:

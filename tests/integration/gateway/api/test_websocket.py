@@ -284,9 +284,8 @@ async def test_a_key_makes_generate_a_repeat(socket: Socket, ring: FakeRing) -> 
     assert text_of((await socket.until_end())["c"]) == ", world!"
 
 
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
+async def test_wrong_resumptions_are_refused(socket: Socket) -> None:
+    for message, code in [
         ({"type": "attach"}, "missing_required_parameter"),
         ({"type": "attach", "generation": "chatcmpl-x"}, "generation_not_found"),
         ({"type": "attach", "generation": "x", "position": -1}, "invalid_position"),
@@ -296,12 +295,10 @@ async def test_a_key_makes_generate_a_repeat(socket: Socket, ring: FakeRing) -> 
         ({"type": "generate", "request": CHAT, "background": -1}, "invalid_header"),
         ({"type": "generate", "request": CHAT, "background": 1e300}, "invalid_header"),
         ({"type": "generate", "request": CHAT, "idempotency_key": ""}, "invalid_header"),
-    ],
-)
-async def test_wrong_resumptions_are_refused(socket: Socket, message: dict[str, Any], code: str) -> None:
-    await socket.send(id="a", **message)
-    (refused,) = (await socket.until_end())["a"]
-    assert refused["error"]["code"] == code
+    ]:
+        await socket.send(id="a", **message)
+        (refused,) = (await socket.until_end())["a"]
+        assert refused["error"]["code"] == code
 
 
 async def test_a_large_request_that_may_not_wait_is_refused_under_its_id(

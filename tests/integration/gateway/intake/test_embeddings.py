@@ -13,11 +13,9 @@ import pytest
 from services.gateway.intake.embeddings import cut_tokens
 from services.gateway.streams import stream_reader
 from services.gateway.streams.embeddings import VectorFormat
-from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
 from shared.nats.subjects import tokens as tokens_of
 from tests.integration.gateway.api.test_rest import until_listed
-from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
 
 MODEL = "embedder"
@@ -155,40 +153,14 @@ async def test_fewer_dimensions_are_brought_to_length_1(
     assert whole.data[0].embedding == pytest.approx(vector([100]), abs=1e-7)
 
 
-async def test_a_lost_ring_is_made_good_and_repeats_are_the_same(
-    http: httpx.AsyncClient, embedder: FakeRing, nats_settings: CommonSettings
-) -> None:
-    async def die_once(ring: FakeRing, request: GenerationRequest) -> None:
-        if not request.attempt:
-            await ring.emit(request, 0, [])
-            if len([one for one in ring.requests if not one.attempt]) == 2:
-                await ring.event("down")
-                ring.epoch += 1
-            return
-        await embed(ring, request)
-
-    embedder.behave = die_once
-    body = {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64"}
-    headers = {"Idempotency-Key": "vectors"}
-    answer = await http.post(PATH, json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    assert len(answer.json()["data"]) == 2
-    assert [request.attempt for request in embedder.requests] == [0, 0, 1, 1]
-    async with run_gateway(nats_settings) as other, other.http() as theirs:
-        repeat = await theirs.post(PATH, json=body, headers=headers)
-        assert repeat.json() == answer.json()
-    assert len(embedder.requests) == 4
-
-
 async def test_many_inputs_of_one_request(client: openai.AsyncOpenAI, embedder: FakeRing) -> None:
     answer = await client.embeddings.create(model=MODEL, input=[chr(97 + at % 26) for at in range(200)])
     assert [item.index for item in answer.data] == list(range(200))
     assert answer.data[30].embedding == pytest.approx(vector([97 + 30 % 26]), abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
+async def test_bad_requests_are_refused(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    for fields, code, param in [
         ({"input": ["ok", "much too long"]}, "context_length_exceeded", "input[1]"),
         ({"input": "much too long"}, "context_length_exceeded", "input"),
         ({"input": ["ok", ""]}, "empty_prompt", "input[1]"),
@@ -202,16 +174,12 @@ async def test_many_inputs_of_one_request(client: openai.AsyncOpenAI, embedder: 
         ({"encoding_format": "hex"}, "invalid_value", "encoding_format"),
         ({"stream": True}, "unknown_parameter", "stream"),
         ({"model": "org/stub-model"}, "unsupported_task", "model"),
-    ],
-)
-async def test_bad_requests_are_refused(
-    http: httpx.AsyncClient, embedder: FakeRing, fields: dict[str, Any], code: str, param: str
-) -> None:
-    answer = await http.post(PATH, json={"model": MODEL, "input": "a"} | fields)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == (code, param)
-    assert not embedder.requests
+    ]:
+        answer = await http.post(PATH, json={"model": MODEL, "input": "a"} | fields)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == (code, param)
+        assert not embedder.requests
 
 
 async def test_too_long_inputs_can_be_cut(http: httpx.AsyncClient, embedder: FakeRing) -> None:

@@ -50,26 +50,21 @@ async def test_a_response_reads_files_and_lists_them(client: openai.AsyncOpenAI,
     assert prompt(ring).count(SHOWN) == 2
 
 
-@pytest.mark.parametrize(
-    ("file", "code"),
-    [
+async def test_what_is_no_text_is_refused(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+    for file, code in [
         ({"file_id": "file-0"}, "file_not_found"),
         ({"file_data": "no base64!"}, "invalid_value"),
         ({"filename": "a.txt"}, "missing_required_parameter"),
         ({"file_data": base64.b64encode(b"%PDF-1.7\n\xff").decode()}, "unsupported_file"),
         ({"file_data": base64.b64encode(b"a\x00b").decode()}, "unsupported_file"),
         ({"file_data": DATA, "file_id": "file-0"}, "unsupported_parameter"),
-    ],
-)
-async def test_what_is_no_text_is_refused(
-    client: openai.AsyncOpenAI, ring: FakeRing, file: dict[str, str], code: str
-) -> None:
-    messages: Any = [{"role": "user", "content": [{"type": "file", "file": file}]}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model=MODEL, messages=messages)
-    assert caught.value.code == code
-    assert str(caught.value.param).startswith("messages[0].content[0].file")
-    assert not ring.requests
+    ]:
+        messages: Any = [{"role": "user", "content": [{"type": "file", "file": file}]}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model=MODEL, messages=messages)
+        assert caught.value.code == code
+        assert str(caught.value.param).startswith("messages[0].content[0].file")
+        assert not ring.requests
 
 
 async def test_files_are_bounded(client: openai.AsyncOpenAI, ring: FakeRing) -> None:

@@ -331,9 +331,10 @@ async def test_prompts_that_nobody_asks_about_are_not_scored(http: httpx.AsyncCl
     assert {request.prompt_logprobs for request in ring.requests} == {-1}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "words"),
-    [
+async def test_what_is_refused(
+    http: httpx.AsyncClient, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, fields, param, words in [
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "'echo' or 'prompt_logprobs'"),
         (COMPLETIONS, {"max_tokens": -1, "echo": True}, "max_tokens", ">= 0"),
         (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "<= 20"),
@@ -353,21 +354,11 @@ async def test_prompts_that_nobody_asks_about_are_not_scored(http: httpx.AsyncCl
         ),
         (CHAT, {"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens", ">= 1"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
-    ],
-)
-async def test_what_is_refused(
-    http: httpx.AsyncClient,
-    ring: FakeRing,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    fields: dict[str, Any],
-    param: str,
-    words: str,
-) -> None:
-    for name, value in (("PROMPT_LOGPROBS", 30_000), ("REQUEST_PROMPT_LOGPROBS", 60_000)):
-        monkeypatch.setattr(limits, name, structs.replace(getattr(limits, name), value=value))
-    given = {"messages": HELLO} if path == CHAT else {"prompt": "xyz"}
-    answer = await http.post(path, json={"model": MODEL} | given | fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert words in answer.json()["error"]["message"]
-    assert not ring.requests
+    ]:
+        for name, value in (("PROMPT_LOGPROBS", 30_000), ("REQUEST_PROMPT_LOGPROBS", 60_000)):
+            monkeypatch.setattr(limits, name, structs.replace(getattr(limits, name), value=value))
+        given = {"messages": HELLO} if path == CHAT else {"prompt": "xyz"}
+        answer = await http.post(path, json={"model": MODEL} | given | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert words in answer.json()["error"]["message"]
+        assert not ring.requests

@@ -356,25 +356,20 @@ async def test_pairs_are_joined_as_the_tokenizer_says(
 # --- score and classify ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "logits"),
-    [
+async def test_pairs_are_scored(http: httpx.AsyncClient, judged: FakeRing) -> None:
+    for fields, logits in [
         ({"text_1": "a", "text_2": "b"}, [-1]),
         ({"text_1": "a", "text_2": ["b", "cc"]}, [-1, 0]),
         ({"text_1": ["a", "aa"], "text_2": ["b", "cc"]}, [-1, 1]),
         ({"queries": "a", "documents": ["b", "cc"]}, [-1, 0]),
-    ],
-)
-async def test_pairs_are_scored(
-    http: httpx.AsyncClient, judged: FakeRing, fields: dict[str, Any], logits: list[int]
-) -> None:
-    for path in ("/v1/score", "/score"):
-        answer = await posted(http, path, {"model": RERANKER} | fields)
-        assert answer["data"] == [
-            {"index": index, "object": "score", "score": pytest.approx(sigmoid(logit))}
-            for index, logit in enumerate(logits)
-        ]
-        assert (answer["object"], answer["id"][:6]) == ("list", "score-")
+    ]:
+        for path in ("/v1/score", "/score"):
+            answer = await posted(http, path, {"model": RERANKER} | fields)
+            assert answer["data"] == [
+                {"index": index, "object": "score", "score": pytest.approx(sigmoid(logit))}
+                for index, logit in enumerate(logits)
+            ]
+            assert (answer["object"], answer["id"][:6]) == ("list", "score-")
 
 
 async def test_texts_are_classified(http: httpx.AsyncClient, judged: FakeRing) -> None:
@@ -404,35 +399,6 @@ async def test_answers_are_what_the_document_says(http: httpx.AsyncClient, judge
 
 
 # --- as every generation ---------------------------------------------------------------------------
-
-
-async def test_a_lost_ring_is_made_good_and_repeats_are_the_same(
-    http: httpx.AsyncClient, judged: FakeRing, nats_settings: CommonSettings
-) -> None:
-    async def die_once(ring: FakeRing, request: GenerationRequest) -> None:
-        if request.attempt:
-            await judge(ring, request)
-            return
-        await ring.emit(request, 0, [])
-        if len([one for one in ring.requests if not one.attempt]) == 3:
-            await ring.event("down")
-            ring.epoch += 1
-
-    judged.behave = die_once
-    headers = {"Idempotency-Key": "ranks"}
-    answer = await posted(http, "/v1/rerank", RANK, headers=headers)
-    assert [one["document"]["text"] for one in answer["results"]] == ["ccc", "dd", "b"]
-    assert [request.attempt for request in judged.requests] == [0, 0, 0, 1, 1, 1]
-    async with run_gateway(nats_settings) as other, other.http() as theirs:
-        assert await posted(theirs, "/v1/rerank", RANK, headers=headers) == answer
-        state = (await theirs.get(f"/v1/generations/{answer['id']}")).json()
-        assert (state["endpoint"], state["status"]) == ("rerank", "completed")
-        assert state["response"] == answer
-        refused = await theirs.get(f"/v1/generations/{answer['id']}/stream")
-        assert refused.status_code == 400, refused.text
-    changed = await http.post("/v1/rerank", json=RANK | {"top_n": 1}, headers=headers)
-    assert changed.status_code == 422
-    assert len(judged.requests) == 6
 
 
 async def test_texts_of_large_records_are_found_again(
@@ -489,9 +455,8 @@ async def test_lines_of_batches(http: httpx.AsyncClient, judged: FakeRing) -> No
 # --- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "code", "param"),
-    [
+async def test_bad_requests_are_refused(http: httpx.AsyncClient, judged: FakeRing) -> None:
+    for path, fields, code, param in [
         ("rerank", {"documents": []}, "empty_array", "documents"),
         ("rerank", {"documents": ["b", ""]}, "empty_string", "documents"),
         ("rerank", {"documents": [{"title": "b"}]}, "unknown_parameter", "documents[0].title"),
@@ -518,21 +483,17 @@ async def test_lines_of_batches(http: httpx.AsyncClient, judged: FakeRing) -> No
         ("classify", {"input": ""}, "empty_prompt", "input"),
         ("classify", {"truncate_prompt_tokens": 0}, "integer_below_min_value", "truncate_prompt_tokens"),
         ("classify", {"model": EMBEDDER}, "unsupported_task", "model"),
-    ],
-)
-async def test_bad_requests_are_refused(
-    http: httpx.AsyncClient, judged: FakeRing, path: str, fields: dict[str, Any], code: str, param: str
-) -> None:
-    good: dict[str, dict[str, Any]] = {
-        "rerank": RANK,
-        "score": {"model": RERANKER, "queries": "a", "documents": ["b", "c", "d"]},
-        "classify": {"model": CLASSES, "input": "a"},
-    }
-    answer = await http.post(f"/v1/{path}", json=good[path] | fields)
-    assert answer.status_code in (400, 404), answer.text
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == (code, param)
-    assert not judged.requests
+    ]:
+        good: dict[str, dict[str, Any]] = {
+            "rerank": RANK,
+            "score": {"model": RERANKER, "queries": "a", "documents": ["b", "c", "d"]},
+            "classify": {"model": CLASSES, "input": "a"},
+        }
+        answer = await http.post(f"/v1/{path}", json=good[path] | fields)
+        assert answer.status_code in (400, 404), answer.text
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == (code, param)
+        assert not judged.requests
 
 
 async def test_more_than_the_bounds_is_refused(

@@ -112,9 +112,8 @@ async def test_grpc_has_every_way_of_saying_it(gateway: RunningGateway, ring: Fa
     assert [request.sparse for request in ring.requests] == expected
 
 
-@pytest.mark.parametrize(
-    ("model", "field", "param", "words"),
-    [
+async def test_what_cannot_be_done_is_refused_in_a_sentence(http: httpx.AsyncClient, ring: FakeRing) -> None:
+    for model, field, param, words in [
         (LONG, {"kind": "best"}, "sparse_attention.kind", "'pages', 'window'"),
         (LONG, {"budget": 15}, "sparse_attention.budget", "15, below one page of 16 tokens"),
         (LONG, {"sinks": -1}, "sparse_attention.sinks", "minimum value"),
@@ -125,21 +124,17 @@ async def test_grpc_has_every_way_of_saying_it(gateway: RunningGateway, ring: Fa
         (WINDOWED, True, "sparse_attention", "ask for kind 'window'"),
         (PLAIN, True, "sparse_attention", "org/plain cannot"),
         (PLAIN, {"kind": "window"}, "sparse_attention", "leave it out"),
-    ],
-)
-async def test_what_cannot_be_done_is_refused_in_a_sentence(
-    http: httpx.AsyncClient, ring: FakeRing, model: str, field: object, param: str, words: str
-) -> None:
-    for path, body in ((COMPLETIONS, {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
-        answer = await http.post(path, json={"model": model, "sparse_attention": field} | body)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param), error
-        assert words in error["message"]
-    options = {"model": model, "prompt": "x", "options": {"sparse_attention": field}}
-    told = await http.post("/api/generate", json=options)
-    assert told.status_code == 400
-    assert f"options.{param}" in told.json()["error"]
-    assert ring.requests == []
+    ]:
+        for path, body in ((COMPLETIONS, {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+            answer = await http.post(path, json={"model": model, "sparse_attention": field} | body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), error
+            assert words in error["message"]
+        options = {"model": model, "prompt": "x", "options": {"sparse_attention": field}}
+        told = await http.post("/api/generate", json=options)
+        assert told.status_code == 400
+        assert f"options.{param}" in told.json()["error"]
+        assert ring.requests == []
 
 
 async def test_a_models_entry_is_how_its_requests_attend(

@@ -72,9 +72,8 @@ async def test_the_model_may_be_left_out_where_there_is_one(http: httpx.AsyncCli
     assert answer.json()["error"]["param"] == "model"
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
+async def test_bad_requests_are_refused(http: httpx.AsyncClient) -> None:
+    for path, fields, param in [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": 7}, "prompt"),
@@ -84,19 +83,15 @@ async def test_the_model_may_be_left_out_where_there_is_one(http: httpx.AsyncCli
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
-    ],
-)
-async def test_bad_requests_are_refused(
-    http: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
-) -> None:
-    for prefix in ("", "/v1"):
-        answer = await http.post(prefix + path, json={"model": MODEL} | fields)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param
-    assert (await http.post(path, json={"model": "nobody", "prompt": "x", "tokens": []})).status_code in (
-        400,
-        404,
-    )
+    ]:
+        for prefix in ("", "/v1"):
+            answer = await http.post(prefix + path, json={"model": MODEL} | fields)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == param
+        assert (await http.post(path, json={"model": "nobody", "prompt": "x", "tokens": []})).status_code in (
+            400,
+            404,
+        )
 
 
 async def test_a_template_without_end_takes_its_own_model_down_and_no_other(

@@ -250,18 +250,16 @@ async def test_unknown_generations(http: httpx.AsyncClient, how: str, identity: 
     assert answer.json()["error"]["code"] in ("generation_not_found", "unknown_url")
 
 
-@pytest.mark.parametrize(
-    "last", ["x", "-1", "1,2", "99999999999999999999", "4000000000", "1" * 4000, "1,", "\u0661"]
-)
-async def test_positions_that_do_not_fit(gateway: RunningGateway, ring: FakeRing, last: str) -> None:
+async def test_positions_that_do_not_fit(gateway: RunningGateway, ring: FakeRing) -> None:
     ring.behave = say
     whole = await begin(gateway, None)
-    async with gateway.http() as http:
-        answer = await http.get(
-            f"/v1/generations/{public_id(whole)}/stream", headers={"Last-Event-ID": last.encode()}
-        )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "invalid_position"
+    for last in ("x", "-1", "1,2", "99999999999999999999", "4000000000", "1" * 4000, "1,", "\u0661"):
+        async with gateway.http() as http:
+            answer = await http.get(
+                f"/v1/generations/{public_id(whole)}/stream", headers={"Last-Event-ID": last.encode()}
+            )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "invalid_position"
 
 
 async def test_readers_are_bounded(nats_settings: CommonSettings, ring: FakeRing) -> None:

@@ -24,7 +24,7 @@ def run(*words: str) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_converted_model_is_inspected(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
     said = run(

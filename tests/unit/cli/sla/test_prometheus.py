@@ -47,7 +47,7 @@ def _series(*found: tuple[dict[str, str], float]) -> bytes:
 def server() -> Iterator[str]:
     Handler.answer, Handler.answers, Handler.headers_seen = None, {}, []
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{httpd.server_port}"
     httpd.shutdown()

@@ -145,6 +145,7 @@ async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProce
     assert "Hi<|end|>" in await chat
 
 
+@pytest.mark.slow
 async def test_each_of_many_that_wait_gets_its_own_prompt(made: list[TemplateProcess]) -> None:
     """Some are large, and go alone; one ends the process for those that go with it."""
     source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from shared.nats.permissions import rights
 from tests.simulation.broker import protocol
 from tests.simulation.broker.__main__ import parse, users_of
 from tests.simulation.broker.configs import Permissions
@@ -101,17 +100,6 @@ async def test_who_breaks_the_protocol_is_cut_off(server: Server) -> None:
     assert not server.connections
 
 
-async def test_a_user_does_what_its_rights_are_and_no_more() -> None:
-    given = rights("scheduler")
-    users = {"scheduler": ("secret", Permissions(given.publish, given.subscribe))}
-    server = Server("n", random.Random(1), users=users)
-    assert b"Authorization Violation" in Client(server, user="scheduler", **{"pass": "x"}).greeting
-    client = Client(server, user="scheduler", **{"pass": "secret"})
-    assert b'Permissions Violation for Publish to "intake.x"' in client.say("PUB intake.x 0", "")
-    assert b'Subscription to "tokens.*"' in client.say("SUB tokens.* 1")
-    assert client.say("SUB generations.cancel 1", "PUB groups.g.dispatch 0", "", "PING") == b"PONG\r\n"
-
-
 async def test_who_does_not_read_is_cut_off_as_a_slow_consumer(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,25 +141,6 @@ async def test_a_full_disk_switches_jetstream_off_until_it_is_started_again() ->
     assert client.ask("STREAM.INFO.S")["error"]["err_code"] == 10076
     again = Server("n", draw, jetstream=lambda clients: JetStream(clients, draw, disk=disk))
     assert Client(again).ask("STREAM.INFO.S")["state"]["last_seq"] == 1
-
-
-async def test_a_pull_is_answered_when_there_is_something(server: Server) -> None:
-    client = Client(server)
-    client.ask("STREAM.CREATE.Q", {"name": "Q", "subjects": ["q"], "retention": "workqueue"})
-    client.ask("CONSUMER.DURABLE.CREATE.Q.c", {"stream_name": "Q", "config": _WORKER})
-    client.say("SUB pulled 1")
-    request = json.dumps({"batch": 2, "expires": 10**12})
-    assert client.say(f"PUB $JS.API.CONSUMER.MSG.NEXT.Q.c pulled {len(request)}", request) == b""
-    told = client.say("PUB q 1", "x")
-    assert told.startswith(b"MSG q 1 $JS.ACK.Q.c.1.1.1.")
-    reply = told.split(b" ")[3].decode()
-    assert client.ask("STREAM.INFO.Q")["state"]["messages"] == 1
-    client.say(f"PUB {reply} 0", "")
-    assert client.ask("STREAM.INFO.Q")["state"]["messages"] == 0
-    assert b"409 Consumer Deleted" in client.say("PUB $JS.API.CONSUMER.DELETE.Q.c 0", "")
-
-
-_WORKER = {"durable_name": "c", "ack_policy": "explicit", "filter_subject": "q"}
 
 
 def test_a_configuration_is_read() -> None:

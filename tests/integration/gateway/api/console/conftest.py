@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,11 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skipif(CHROMIUM is None, reason=reason))
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One for all tests: what a page keeps is kept by its address, and each test's gateway has a port of its own."""
     assert CHROMIUM is not None
-    async with run_browser(CHROMIUM) as running:
+    with run_browser(CHROMIUM) as running:
         yield running
 
 

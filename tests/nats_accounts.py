@@ -1,0 +1,85 @@
+"""One nats-server for many tests, each in an account of its own: to start and stop a server takes a tenth of a second,
+a third of what a test of a gateway takes."""
+
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from services.cli.supervision.nats_server import MAX_PAYLOAD, START_TIMEOUT, find_binary
+from shared.config import CommonSettings
+from shared.nats import subjects
+
+ACCOUNTS = 40
+"""Of a server. Then another one is started, so that streams which nobody uses any more do not add up."""
+ROOM = "100TB"
+"""Streams reserve the bytes that they may hold, those of all accounts together."""
+
+
+class NatsAccounts:
+    """Servers, one at a time. Use: `settings` for each test; `stop` at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._servers = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+        self._password = secrets.token_urlsafe(24)
+        self._free: list[str] = []
+
+    def settings(self) -> CommonSettings:
+        """Of an account that has nothing in it, for the user who may do everything there."""
+        if not self._free:
+            self.stop()
+            self._start()
+        password = SecretStr(self._password)
+        return CommonSettings(nats_url=self._url, nats_user=self._free.pop(), nats_password=password)
+
+    def stop(self) -> None:
+        """At once: nobody reads its store again."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._servers += 1
+        directory = self._directory / str(self._servers)
+        directory.mkdir()
+        (directory / "nats.conf").write_text(self._config(directory))
+        with (directory / "nats.log").open("wb") as log:
+            command = [str(find_binary()), "-c", str(directory / "nats.conf")]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self._url = next(self._urls(directory / f"nats-server_{self._process.pid}.ports"))
+        self._free = [f"user-{number}" for number in range(ACCOUNTS)]
+
+    def _urls(self, ports: Path) -> Iterator[str]:
+        """Its address, as soon as it has written it."""
+        assert self._process is not None
+        end = time.monotonic() + START_TIMEOUT
+        while not ports.exists() or not (text := ports.read_text()).endswith("}"):
+            assert self._process.poll() is None, ports.with_name("nats.log").read_text()
+            assert time.monotonic() < end, "nats-server did not start"
+            time.sleep(0.005)
+        yield str(json.loads(text)["nats"][0])
+
+    def _config(self, directory: Path) -> str:
+        """Each account hears of its own connections, as `services.cli` has it for the one of a local stack."""
+        events = [(subjects.CONNECTION_OPENED, "CONNECT"), (subjects.CONNECTION_CLOSED, "DISCONNECT")]
+        exports = ", ".join(f'{{ stream: "$SYS.ACCOUNT.*.{event}" }}' for _, event in events)
+        accounts = ""
+        for number in range(ACCOUNTS):
+            imports = ", ".join(
+                f'{{ stream: {{ account: SYS, subject: "$SYS.ACCOUNT.T{number}.{event}" }}, to: "{subject}" }}'
+                for subject, event in events
+            )
+            user = f'{{ user: "user-{number}", password: "{self._password}" }}'
+            accounts += f"  T{number} {{ jetstream: enabled, users: [ {user} ], imports: [ {imports} ] }}\n"
+        return (
+            f'listen: "127.0.0.1:-1"\nports_file_dir: {json.dumps(str(directory))}\nmax_payload: {MAX_PAYLOAD}\n'
+            f"jetstream {{ store_dir: {json.dumps(str(directory / 'store'))}, max_file_store: {ROOM} }}\n"
+            f"accounts {{\n  SYS {{ exports: [ {exports} ] }}\n{accounts}}}\nsystem_account: SYS\n"
+        )
