@@ -35,8 +35,8 @@ from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 gc.disable()
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
 choose()
-# How long an example takes says something about the machine, and no test is about the machine. For what is at night or
-# looked for RYZANSTEIN_TEST_EXAMPLES can be more.
+# How long an example takes says something about the machine, and no test is about the machine. A longer search sets
+# RYZANSTEIN_TEST_EXAMPLES.
 hypothesis.settings.register_profile(
     "untimed",
     max_examples=int(os.environ.get("RYZANSTEIN_TEST_EXAMPLES") or 40),
