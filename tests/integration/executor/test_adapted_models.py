@@ -11,6 +11,7 @@ from shared.messages import GenerationRequest, SamplingParams
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import make_served_model, request_of, rings
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 
 RANKS = (2, 5, 8)
@@ -38,8 +39,7 @@ def asked(turn: str, digests: list[str]) -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernels", in_lanes(["fp32", "bf16"], (), ["fp32"]))
 async def test_texts_depend_on_their_adapter_alone(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, kernels: str
 ) -> None:

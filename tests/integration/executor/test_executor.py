@@ -271,8 +271,8 @@ async def test_a_drain_can_be_taken_back_until_the_executor_stops(
     [
         (0, signal.SIGSTOP),
         (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.nightly),
     ],
 )
 async def test_a_lost_rank_takes_the_ring_down_and_up_again(

@@ -7,10 +7,10 @@ import pytest
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import Session, make_served_model, rings
+from tests.unit.executor.model.lanes import in_lanes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "int8"), (2, "bf16")])
+@pytest.mark.parametrize(("tp", "kv_dtype"), in_lanes([(1, "int8"), (2, "bf16")], (), [(2, "bf16")]))
 async def test_sessions_find_their_cache_at_the_peer(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, tp: int, kv_dtype: str
 ) -> None:

@@ -158,7 +158,7 @@ async def test_a_line_that_breaks_and_damages_costs_nothing(
             assert await session.turn("b") == reusable
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_either_side_may_die_midway(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     model = make_served_model(tmp_path / "model")
     async with rings(bus, nats_settings, tmp_path) as house:

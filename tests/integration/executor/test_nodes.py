@@ -114,7 +114,7 @@ async def test_both_hosts_are_one_ring_that_drains_in_good_order(
             assert await other.end() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 async def test_a_host_that_goes_takes_the_ring_with_it_until_it_is_back(
     stubs: Hosts, bus: Bus, reader: Reader, number: signal.Signals
 ) -> None:

@@ -19,6 +19,7 @@ from services.executor.ipc.board import RingBoard
 from services.executor.model.loading.loader import load_config
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry
 from tests.integration.executor.ring_member import Known, Turn
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.tiny import make_model
 
 BLOCK = 4
@@ -134,10 +135,9 @@ def continued(turn: Turn, tokens: dict[str, list[int]]) -> Turn:
     return Turn(request, turn.later)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "kv_dtype", "blocks", "tolerance"),
-    [(1, "bf16", 26, 1e-4), (0, "int8", 23, 0.08)],
+    in_lanes([(1, "bf16", 26, 1e-4), (0, "int8", 23, 0.08)], (), [(0, "int8", 23, 0.08)]),
 )
 async def test_every_rank_holds_what_the_leader_believes(
     tmp_path: Path, killed: int, kv_dtype: str, blocks: int, tolerance: float

@@ -18,6 +18,7 @@ from tests.integration.executor.rings import (
     request_of,
     rings,
 )
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
@@ -47,8 +48,7 @@ async def computed_alone(house: Rings, group: str, name: str, prompt: list[int],
     return tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "int8"), (2, "bf16")])
+@pytest.mark.parametrize(("tp", "kv_dtype"), in_lanes([(1, "int8"), (2, "bf16")], (), [(1, "int8")]))
 async def test_a_sparse_text_is_the_same_after_a_hand_over_and_after_a_spill(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, tp: int, kv_dtype: str
 ) -> None:

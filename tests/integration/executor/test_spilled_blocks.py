@@ -12,6 +12,7 @@ from shared.config import CommonSettings
 from shared.messages import GenerationRequest, Heartbeat, SamplingParams
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import BLOCK, MODEL, Rings, Session, make_served_model, rings
+from tests.unit.executor.model.lanes import in_lanes
 
 GROUP = "g"
 TP = 2
@@ -84,8 +85,7 @@ async def end(house: Rings, model: Path, directory: Path, how: str) -> None:
     await executor.wait_for(is_back, timeout=90)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed rank", "killed", "drained"])
+@pytest.mark.parametrize("how", in_lanes(["killed rank", "killed", "drained"], (), ["killed rank"]))
 async def test_a_long_text_comes_back_from_the_disk_of_a_ring_that_is_gone(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, how: str
 ) -> None:

@@ -18,7 +18,7 @@ STEPS = 64
 """Many more than there are before the last kill: two epochs of batches of two."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # eight trainers, which get what a loaded machine leaves
 async def test_whoever_is_killed_two_hosts_make_the_adapter_of_an_undisturbed_run(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path

@@ -23,7 +23,7 @@ EXAMPLES, EPOCHS, BATCH = 16, 2, 2
 KILLS = 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # three trainers in turn, which get what a loaded machine leaves
 async def test_the_adapter_is_that_of_an_undisturbed_run(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path

@@ -28,6 +28,7 @@ from services.executor.worker.backends.cpu_kernels import packed_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import runner_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import ALL_EXPERTS, auto_class, make_model
 
@@ -142,28 +143,26 @@ STRENGTH = {"bf16": 0.3, "int8": 0.03}
 where that is a tenth of it, a hundredth more error is what bf16 itself rounds."""
 CASES = [
     *((name, 1, 16, "", "bf16") for name in ("llama", "qwen2_moe", "qwen3_5_text", "deepseek_v2")),
-    *((name, 2, 16, "", "bf16") for name in ("phi3", "gpt_oss")),
-    *(("llama", 2, rank, "", "bf16") for rank in (1, 256)),
     ("mixtral", 1, 16, "q8_0", "bf16"),
-    *((name, 1, 16, "", "int8") for name in ("llama", "gpt_oss")),
-    *((name, 2, 16, "", "int8") for name in ("phi3", "qwen2_moe", "deepseek_v2")),
-    *(("llama", 2, rank, "", "int8") for rank in (3, 256)),
-    ("llama", 3, 5, "q6_k", "int8"),
+    *(("gpt_oss", 1, 16, "", "int8"), ("phi3", 2, 16, "", "int8"), ("llama", 3, 5, "q6_k", "int8")),
+]
+IN_CI = [
+    *(("gpt_oss", 2, 16, "", "bf16"), ("llama", 2, 1, "", "bf16"), ("llama", 2, 256, "", "bf16")),
+    *((name, 2, 16, "", "int8") for name in ("qwen2_moe", "deepseek_v2", "qwen3_next", "gemma4_text")),
+    *(("granitemoehybrid", 2, 16, "", "bf16"), ("llama", 2, 256, "", "int8")),
 ]
 MORE = [
-    *((name, 2, 16, "", "bf16") for name in ("qwen3_next", "granitemoehybrid", "gemma4_text", "deepseek_v2")),
-    *((name, 2, 16, "", "int8") for name in ("qwen3_next", "gemma4_text", "qwen3_5_text", "mixtral")),
+    *((name, 2, 16, "", "bf16") for name in ("qwen3_next", "gemma4_text", "deepseek_v2", "phi3")),
+    *((name, 2, 16, "", "int8") for name in ("qwen3_5_text", "mixtral")),
     ("llama", 2, 3, "", "bf16"),
-    *(("llama", 2, rank, "", "int8") for rank in (1, 64)),
-    ("llama", 1, 16, "q8_0", "int8"),
-    ("mixtral", 1, 16, "q8_0", "int8"),
-    ("llama", 3, 5, "", "int8"),
+    *(("llama", 2, rank, "", "int8") for rank in (1, 3, 64)),
+    *((name, 1, 16, "q8_0", "int8") for name in ("llama", "mixtral")),
+    *(("llama", 1, 16, "", "int8"), ("llama", 3, 5, "", "int8")),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "world_size", "rank", "weights", "kept"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ("model_type", "world_size", "rank", "weights", "kept"), in_lanes([*CASES, *IN_CI, *MORE], CASES, IN_CI)
 )
 def test_rows_of_one_step_have_their_own_adapters(
     tmp_path: Path, model_type: str, world_size: int, rank: int, weights: str, kept: AdapterDtype
@@ -185,7 +184,9 @@ def test_rows_of_one_step_have_their_own_adapters(
     assert ours.max() < 3 * theirs.max()
 
 
-@pytest.mark.parametrize(("model_type", "rank"), [("llama", 16), ("llama", 256), ("deepseek_v2", 16)])
+@pytest.mark.parametrize(
+    ("model_type", "rank"), in_lanes([("llama", 16), ("llama", 256), ("deepseek_v2", 16)], [("llama", 16)])
+)
 def test_codes_of_8_bits_add_little_to_what_bf16_rounds(tmp_path: Path, model_type: str, rank: int) -> None:
     """Adapters that change all of what is computed: of their change a hundredth or two is lost; of likelihoods nothing
     that counts."""
@@ -246,14 +247,14 @@ def same(found: Results, expected: Results, sequences: set[int]) -> bool:
 
 @pytest.mark.parametrize(
     ("model_type", "weights", "kept"),
-    [
-        ("llama", "", "int8"),
-        ("llama", "", "bf16"),
-        ("mixtral", "q4_k", "int8"),
-        ("deepseek_v2", "", "int8"),
-        pytest.param("mixtral", "", "bf16", marks=pytest.mark.slow),
-        pytest.param("deepseek_v2", "", "bf16", marks=pytest.mark.slow),
-    ],
+    in_lanes(
+        [
+            *(("llama", "", "int8"), ("llama", "", "bf16"), ("mixtral", "q4_k", "int8")),
+            *(("deepseek_v2", "", "int8"), ("mixtral", "", "bf16"), ("deepseek_v2", "", "bf16")),
+        ],
+        [("llama", "", "int8")],
+        [("llama", "", "bf16"), ("mixtral", "q4_k", "int8"), ("deepseek_v2", "", "int8")],
+    ),
 )
 def test_a_row_has_the_bits_that_it_has_alone(
     tmp_path: Path, model_type: str, weights: str, kept: AdapterDtype

@@ -15,7 +15,7 @@ from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import why_not
 from services.executor.worker.runner import NO_POOLS
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import STYLES, in_lanes
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import auto_class, make_model
 
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_n
 PROMPT = 40
 
 
-@pytest.mark.parametrize("model_type", in_lanes(sorted(FAMILIES)))
+@pytest.mark.parametrize(
+    "model_type", in_lanes(sorted(FAMILIES), ["llama", "gpt_oss", "gemma4_text", "qwen3_5_text"], STYLES)
+)
 def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)
     decoder = runner_of(directory, native=True)._decoder

@@ -1,8 +1,8 @@
-"""Which cases of a test over many models `make test` runs: one of each style and kind of state. The others are
-variants of these, and slow: `make test-slow` and CI run them.
+"""Which cases of a test over many models run when: `make test` one of each style and kind of state, CI (slow) every
+type once, and `make test-nightly` the other variants of these.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -21,10 +21,14 @@ STYLES = {
 }
 
 
-def in_lanes(cases: Iterable[Any], fast: Callable[..., bool] = STYLES.__contains__) -> list[Any]:
-    """pytest's parameters: each case for which `fast` is false is slow. Cases of several values are tuples."""
+def in_lanes(
+    cases: Iterable[Any], fast: Collection[Any] = STYLES, slow: Collection[Any] | None = None
+) -> list[Any]:
+    """pytest's parameters: each case is fast, or slow (where None: all others), or nightly. Cases of several values are
+    tuples."""
     parameters = []
     for case in cases:
-        values = case if isinstance(case, tuple) else (case,)
-        parameters.append(pytest.param(*values, marks=[] if fast(*values) else [pytest.mark.slow]))
+        later = pytest.mark.slow if slow is None or case in slow else pytest.mark.nightly
+        values = case if type(case) is tuple else (case,)
+        parameters.append(pytest.param(*values, marks=[] if case in fast else [later]))
     return parameters

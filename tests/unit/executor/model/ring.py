@@ -25,6 +25,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_SLOTS = 16
 CPU = torch.device("cpu")
+SETTINGS = ExecutorSettings(block_size=BLOCK_SIZE)
 Result = TypeVar("Result")
 
 
@@ -114,8 +115,7 @@ def runner_around(
     """The same of a rank's share that is loaded."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
-    settings = ExecutorSettings(block_size=BLOCK_SIZE)
-    shape = store_shape(settings, kv_dtype, layer_states(config, layout), dtype)
+    shape = store_shape(SETTINGS, kv_dtype, layer_states(config, layout), dtype)
     for_snapshot = shape.blocks_per_snapshot if shape.slot else 0
     hot, cold = (NUM_BLOCKS, num_cold + for_snapshot) if num_cold else (NUM_BLOCKS + for_snapshot, 0)
     store = KvStore(shape, hot, CPU, cold, NUM_SLOTS if shape.slot else 0)
@@ -209,8 +209,8 @@ def mixed_script() -> tuple[Script, list[tuple[StepPlan, list[tuple[int, int]]]]
 
 
 def decode_script() -> tuple[Script, list[tuple[StepPlan, list[tuple[int, int]]]]]:
-    """Prefill in two chunks, then 16 decode steps; other sequences join on the way. Every token is sampled."""
+    """Prefill in two chunks, then 6 decode steps; other sequences join on the way. Every token is sampled."""
     script = Script([34, 23, 20])
-    joins = [{0: 11}, {0: 7, 1: 7}, {0: 1, 1: 1, 2: 5}]
-    decodes = [{0: 1, 1: 1, 2: 1}] * 15
+    joins = [{0: 20}, {0: 8, 1: 17}, {0: 1, 1: 1, 2: 15}]
+    decodes = [{0: 1, 1: 1, 2: 1}] * 5
     return script, [script.step(tokens, every_token=True) for tokens in joins + decodes]

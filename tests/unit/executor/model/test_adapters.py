@@ -21,6 +21,7 @@ from services.executor.model.quantizing import CODECS
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.model.ring import CPU, Script, make_runner, mixed_script, on_ring, runner_around
 from tests.unit.executor.model.tiny import build, logits_of
@@ -120,9 +121,7 @@ def furthest(found: dict[tuple[int, int], torch.Tensor], expected: list[torch.Te
     return max(float((row - expected[sequence][at]).abs().max()) for (sequence, at), row in found.items())
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", in_lanes([1, 2, 3], [2], []))
 def test_rows_of_a_step_use_their_own_adapters(model: Adapted, ranks: int) -> None:
     changed = max(float((a - b).abs().max()) for a, b in zip(model.expected, model.plain, strict=True))
     assert changed > 0.05, "adapters that change nothing prove nothing"

@@ -13,7 +13,7 @@ from services.executor.model.catalogue import SERVED, TEXT_ALONE
 from services.executor.model.parallel.layers import piece_of
 from tests.docs.models import PROVEN_ERROR, PROVEN_RANKS
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import STYLES, in_lanes
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, precise_logits_of, save_as_part
 
@@ -54,7 +54,24 @@ class Proof:
     """transformers' own."""
 
 
-@pytest.fixture(scope="module", params=in_lanes(sorted(ARCHITECTURES), lambda name: "/" not in name))
+TYPES = [name for name in ARCHITECTURES if "/" not in name]
+FAST = STYLES | {
+    *(
+        "bloom",
+        "deepseek_v4",
+        "dots3_note",
+        "jetmoe",
+        "llama4_text",
+        "minimax",
+        "minimax_m3_vl",
+        "openai-gpt",
+    ),
+    *("qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
+}
+"""Besides the styles, types with code of their own."""
+
+
+@pytest.fixture(scope="module", params=in_lanes(sorted(ARCHITECTURES), FAST, TYPES))
 def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
     directory = tmp_path_factory.mktemp(request.param.replace("/", "-"))
     name = BY_TEXT_MODEL.get(request.param, request.param)
@@ -102,7 +119,7 @@ def whole(model: torch.nn.Module) -> list[str]:
     ]
 
 
-in_bfloat16 = pytest.mark.parametrize("proof", in_lanes(sorted(ARCHITECTURES)), indirect=True)
+in_bfloat16 = pytest.mark.parametrize("proof", in_lanes(sorted(ARCHITECTURES), slow=()), indirect=True)
 """What a type's own code computes shows in float32; what all share, in one type of each style."""
 
 
@@ -113,7 +130,7 @@ def on_two_ranks(proof: Proof) -> Served:
 
 @pytest.mark.parametrize(
     "ranks",
-    [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in PROVEN_RANKS[:-1]), PROVEN_RANKS[-1]],
+    [*(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in PROVEN_RANKS[:-1]), PROVEN_RANKS[-1]],
 )
 def test_logits_equal_transformers(proof: Proof, ranks: int) -> None:
     assert proof.expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"

@@ -25,6 +25,7 @@ from services.executor.worker.runner import ModelRunner
 from shared.data_types import BlockDType
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, Script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of
 
@@ -328,7 +329,7 @@ def make(kind: str, directory: Path) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=sorted(INDEXED))
+@pytest.fixture(scope="module", params=in_lanes(sorted(INDEXED), ["deepseek_v32", "dots3_note_text"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     directory = tmp_path_factory.mktemp(request.param)
     return make(request.param, directory), directory
@@ -356,11 +357,11 @@ MIXED = (13, 1, 4)
 @pytest.mark.parametrize(
     ("sizes", "ranks", "kv_dtype"),
     [
-        pytest.param(PIECES, 1, "bf16", id="in_one_piece"),
-        pytest.param((7, 16, 5), 1, "bf16", id="in_chunks", marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), 1, "bf16", id="by_decodes"),
+        pytest.param(PIECES, 1, "bf16", id="in_one_piece", marks=pytest.mark.slow),
+        pytest.param((7, 16, 5), 1, "bf16", id="in_chunks", marks=pytest.mark.nightly),
+        pytest.param((1, 1, 1), 1, "bf16", id="by_decodes", marks=pytest.mark.nightly),
         pytest.param(MIXED, 2, "bf16", id="on_two_ranks"),
-        pytest.param(MIXED, 1, "int8", id="in_int8", marks=pytest.mark.slow),
+        pytest.param(MIXED, 1, "int8", id="in_int8", marks=pytest.mark.nightly),
         pytest.param(PIECES, 1, "fp8", id="in_fp8"),
     ],
 )
@@ -449,7 +450,7 @@ def by_its_cache(model: Any, tokens: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", in_lanes(["deepseek_v4", "glm_moe_dsa"], ()))
 def test_transformers_differs_from_itself_by_the_order_of_ties_alone(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from services.executor.worker.runner import ModelRunner
 from shared.data_types import BlockDType
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import KINDS, settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import NUM_BLOCKS, Script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of
 
@@ -41,10 +42,10 @@ def run(runner: ModelRunner, script: Script, steps: tuple[dict[int, int], ...]) 
     return [logits for logits in found if isinstance(logits, torch.Tensor)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", in_lanes([1, 2], [2], []))
 @pytest.mark.parametrize(
     ("kv_dtype", "most"),
-    [("bf16", 0.0), ("int8", 0.05), pytest.param("fp8", 0.15, marks=pytest.mark.slow)],
+    in_lanes([("bf16", 0.0), ("int8", 0.05), ("fp8", 0.15)], [("int8", 0.05)], [("bf16", 0.0)]),
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_that_was_moved_is_read_as_it_was(

@@ -11,6 +11,7 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import NUM_BLOCKS, NUM_SLOTS, Script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of
 
@@ -65,26 +66,25 @@ def drafted(script: Script) -> Iterator[Step]:
 
 
 @pytest.mark.parametrize("way", ["snapshots", "drafts"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", in_lanes([1, 2], [1], []))
 @pytest.mark.parametrize(
     "name",
-    [
-        "deepseek_v4",
-        "falcon_h1",
-        "kimi_linear",
-        "lfm2",
-        "mamba",
-        "minimax",
-        "nemotron_h",
-        "qwen3_5_text",
-        "qwen4_exp_text",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-        "zaya",
-    ],
+    in_lanes(
+        [
+            *("deepseek_v4", "falcon_h1", "kimi_linear", "lfm2", "mamba", "minimax", "nemotron_h"),
+            *(
+                "qwen3_5_text",
+                "qwen4_exp_text",
+                "recurrent_gemma",
+                "rwkv",
+                "xlstm",
+                "zamba",
+                "zamba2",
+                "zaya",
+            ),
+        ],
+        ["falcon_h1", "lfm2", "qwen3_5_text", "rwkv"],
+    ),
 )
 def test_a_sequence_goes_on_from_a_state_that_was_kept(
     name: str, ranks: int, way: str, tmp_path: Path

@@ -546,36 +546,36 @@ class AdapterBatcherMachine(BatcherMachine):
 
 
 class TestAdapterBatcherMachine(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=40, stateful_step_count=50)
+    settings = settings(max_examples=25, stateful_step_count=50)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestAdapterBatcherMachineForLonger(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=300, stateful_step_count=60)
 
 
 class TestDraftingBatcherMachine(DraftingBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=40, stateful_step_count=50)
+    settings = settings(max_examples=25, stateful_step_count=50)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestDraftingBatcherMachineForLonger(DraftingBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=300, stateful_step_count=60)
 
 
 class TestBatcherMachine(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=40, stateful_step_count=60)
+    settings = settings(max_examples=25, stateful_step_count=60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestBatcherMachineForLonger(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=300, stateful_step_count=60)
 
 
 class TestRecurrentBatcherMachine(RecurrentBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=40, stateful_step_count=40)
+    settings = settings(max_examples=25, stateful_step_count=40)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestRecurrentBatcherMachineForLonger(RecurrentBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=300, stateful_step_count=60)

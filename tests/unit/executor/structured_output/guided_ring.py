@@ -55,7 +55,7 @@ class GuidedRing:
         engine: type[StubEngine] = StubEngine,
     ) -> None:
         """`drafts`: of a sequence at most. `work`: begins masks before steps; else the sampler computes them."""
-        self.engine = engine(settings or StubSettings(num_blocks=4096), lambda seconds: None)
+        self.engine = engine(settings or StubSettings(num_blocks=640), lambda seconds: None)
         spec, limits = self.engine.load(lambda *_: None), BatchSettings(max_drafts=drafts)
         self.batcher = Scheduler(spec, limits, drafter=Drafter(spec, limits, PROPOSERS))
         self.compiler = compiler

@@ -171,7 +171,7 @@ def test_the_text_is_the_same_with_drafts(
     begun = plain.tokens("0")[:3]
     requests[0] = ask(GRAMMARS[name], "0", seed=0, max_tokens=120, generated=begun, attempt=1)
     fast = GuidedRing(
-        compiler, StubSettings(num_blocks=4096, draft_right=right, draft_ms=0.001), drafts=7, work=work
+        compiler, StubSettings(num_blocks=640, draft_right=right, draft_ms=0.001), drafts=7, work=work
     )
     fast.add(*requests)
     fast.run()
@@ -216,7 +216,7 @@ def test_what_is_sampled_is_the_same_with_drafts(
     for drafts in (0, 7):
         ring = GuidedRing(
             compiler,
-            StubSettings(num_blocks=4096, draft_right=0.5 if drafts else 0.0),
+            StubSettings(num_blocks=640, draft_right=0.5 if drafts else 0.0),
             drafts=drafts,
             work=work,
             engine=SamplingEngine,

@@ -21,6 +21,7 @@ from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from services.executor.training.base import packed
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_gguf_weights import converted, make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
@@ -76,7 +77,10 @@ def served(directory: Path, codec: str = "", dtype: torch.dtype = torch.bfloat16
 @natively
 @pytest.mark.parametrize(
     ("model_type", "codec"),
-    [("llama", "q4_k"), ("qwen2", "int8"), ("gemma2", "q8_0"), ("phi3", "int4"), ("qwen3", "fp8")],
+    in_lanes(
+        [("llama", "q4_k"), ("qwen2", "int8"), ("gemma2", "q8_0"), ("phi3", "int4"), ("qwen3", "fp8")],
+        [("llama", "q4_k"), ("qwen2", "int8")],
+    ),
 )
 def test_weights_that_serving_quantizes(tmp_path: Path, model_type: str, codec: str) -> None:
     directory = in_bf16(tmp_path / "model", model_type, tie_word_embeddings=model_type != "qwen2")
@@ -94,7 +98,10 @@ one."""
 
 
 @natively
-@pytest.mark.parametrize("form", ["nf4", "gptq act-order", "awq", "int8 per channel", "fp8 by blocks"])
+@pytest.mark.parametrize(
+    "form",
+    in_lanes(["nf4", "gptq act-order", "awq", "int8 per channel", "fp8 by blocks"], ["nf4", "awq"]),
+)
 def test_checkpoints_that_are_quantized(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     directory = said_to_be_bf16(checkpoint.quantized)
@@ -112,7 +119,7 @@ def test_checkpoints_that_are_quantized(tmp_path: Path, form: str) -> None:
 
 
 @natively
-@pytest.mark.parametrize("unpacked", [False, True])
+@pytest.mark.parametrize("unpacked", in_lanes([False, True], [True]))
 def test_a_gguf_file(tmp_path: Path, unpacked: bool) -> None:
     directory = said_to_be_bf16(converted(make(tmp_path, "llama", "Q4_K")))
     if unpacked:  # as the model says itself

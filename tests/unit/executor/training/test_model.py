@@ -14,6 +14,7 @@ from services.executor.training.base.loading import TRAINED, check_trainable
 from services.executor.training.batch import DropoutKey, PackedBatch
 from shared.errors import InvalidRequest, ModelLoadError
 from shared.messages.training import Hyperparameters
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.models import (
     backward,
@@ -50,7 +51,7 @@ OTHERS = sorted(TRAINED - {model_type for model_type, _ in FAMILIES})
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [*FAMILIES, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in OTHERS)],
+    [*FAMILIES[:5], *in_lanes([*FAMILIES[5:], *((name, {}) for name in OTHERS)], ())],
 )
 def test_gradients_are_those_of_peft(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     directory = make_model(tmp_path / "model", model_type, **changes)

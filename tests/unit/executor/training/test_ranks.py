@@ -16,6 +16,7 @@ from services.executor.training.base.loading import TRAINED
 from services.executor.training.batch import DropoutKey
 from services.executor.training.ranks import WithGradients
 from shared.messages.training import Hyperparameters
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
@@ -74,7 +75,7 @@ OTHERS = sorted(TRAINED - {model_type for model_type, _, _ in FAMILIES})
 
 @pytest.mark.parametrize(
     ("model_type", "ranks", "changes"),
-    [*FAMILIES, *(pytest.param(name, 2, {}, marks=pytest.mark.slow) for name in OTHERS)],
+    [*FAMILIES[:3], *in_lanes(FAMILIES[3:], ()), *in_lanes([(name, 2, {}) for name in OTHERS], (), ())],
 )
 def test_their_gradients_add_up(tmp_path: Path, model_type: str, ranks: int, changes: dict[str, Any]) -> None:
     check(make_model(tmp_path / "model", model_type, **changes), ranks)
@@ -90,7 +91,7 @@ def test_so_they_do_where_layers_are_computed_again(tmp_path: Path, monkeypatch:
 
 
 @natively
-@pytest.mark.parametrize("form", ["awq", "nf4"])
+@pytest.mark.parametrize("form", in_lanes(["awq", "nf4"], ["awq"], []))
 def test_each_maps_its_share_of_packed_weights(tmp_path: Path, form: str) -> None:
     directory = said_to_be_bf16(make_checkpoint(tmp_path, "llama", FORMS[form]).quantized)
     check(directory, 2, 1e-4, **CACHED)

@@ -48,7 +48,7 @@ def ring_of(
             "context_length": CONTEXT,
             "max_sequences": 4,
             "kv_dtype": "bf16",
-            "kv_memory": 16 << 20,
+            "kv_memory": 4 << 20,
             "weight_cache_bytes": 0,
             "model_cache": str(directory / "models"),
             **changes,

@@ -17,6 +17,7 @@ from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.worker.engine import RingEngine
 from shared.messages import GenerationRequest, SamplingParams
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.worker.drafting_ring import ring_of
@@ -117,8 +118,18 @@ def generate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_dtype", "drafts"), [("bf16", 4), ("int8", 1), ("int8", 4)])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("kv_dtype", "drafts", "tp"),
+    in_lanes(
+        [
+            (kv_dtype, drafts, tp)
+            for kv_dtype, drafts in (("bf16", 4), ("int8", 1), ("int8", 4))
+            for tp in (1, 2)
+        ],
+        [],
+        [("bf16", 4, 1), ("int8", 4, 1), ("int8", 1, 1)],
+    ),
+)
 @natively
 def test_every_proposal_is_right_and_every_text_the_same(
     tmp_path: Path, kv_dtype: str, drafts: int, tp: int
@@ -137,7 +148,10 @@ def test_every_proposal_is_right_and_every_text_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tp"), [("fp32", 1), pytest.param("bf16", 2, marks=natively)])
+@pytest.mark.parametrize(
+    ("dtype", "tp"),
+    [("fp32", 1), pytest.param("bf16", 2, marks=[natively, pytest.mark.nightly])],
+)
 def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
     tmp_path: Path, dtype: str, tp: int
 ) -> None:
@@ -164,7 +178,9 @@ def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_dtype", "kv_memory"), [("bf16", 3 << 16), ("int8", 1_080_000)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_memory"), in_lanes([("bf16", 3 << 16), ("int8", 1_080_000)], [], [("int8", 1_080_000)])
+)
 @natively
 def test_a_draft_models_blocks_are_spilled_and_restored_with_the_models(
     tmp_path: Path, kv_dtype: str, kv_memory: int

@@ -28,8 +28,11 @@ from tests.unit.executor.worker.test_batched_drafts import generate
 from tests.unit.executor.worker.test_draft_model import PROMPT, RANKS, model_in, natively, texts, told
 
 GREEDY = SamplingParams(temperature=0.0)
-SOME_RANKS = [pytest.param(1, marks=pytest.mark.slow), RANKS[-1]]
+SLOW = pytest.mark.slow
+NIGHTLY = pytest.mark.nightly
+BOTH = [pytest.param(1, marks=NIGHTLY), RANKS[-1]]
 """Two ranks compute all that one does."""
+ONE = [1, pytest.param(2, marks=[natively, SLOW])]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,8 @@ ONE_OF_EACH = {"deepseek_v3", "mimo_v2_flash", "mellum", "qwen3_next"}
 """Kinds of names."""
 
 
-@pytest.mark.parametrize("model_type", in_lanes(HEADS, ONE_OF_EACH.__contains__))
-@pytest.mark.parametrize("tp", SOME_RANKS)
+@pytest.mark.parametrize("model_type", in_lanes(HEADS, ONE_OF_EACH))
+@pytest.mark.parametrize("tp", BOTH)
 def test_a_models_own_head_computes_what_its_checkpoint_means(
     tmp_path: Path, model_type: str, tp: int
 ) -> None:
@@ -83,7 +86,7 @@ def test_a_models_own_head_computes_what_its_checkpoint_means(
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["residual of states", "residual of normed states"])
-@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("tp", BOTH)
 def test_an_eagle3_head_computes_what_its_checkpoint_means(
     tmp_path: Path, llama: Path, tp: int, before: bool
 ) -> None:
@@ -94,8 +97,8 @@ def test_an_eagle3_head_computes_what_its_checkpoint_means(
     check(found, Eagle3Reference(head, llama, (2, 3, 3)))
 
 
-@pytest.mark.parametrize("tp", SOME_RANKS)
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
+@pytest.mark.parametrize("tp", ONE)
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=[natively, SLOW]), "fp32"])
 def test_no_head_changes_a_text(tmp_path: Path, glm: Path, dtype: str, tp: int) -> None:
     with ring_of(tmp_path, glm, tp=tp, dtype=dtype) as ring:
         plain = told(texts(ring, 0))
@@ -190,7 +193,7 @@ def test_native_kernels_hand_over_what_they_norm_last(tmp_path: Path, glm: Path)
 
 
 @natively
-@pytest.mark.parametrize("tp", RANKS)
+@pytest.mark.parametrize("tp", ONE)
 def test_native_kernels_hand_over_what_layers_read(tmp_path: Path, llama: Path, tp: int) -> None:
     head = make_eagle3(tmp_path / "head", 144)
     for place in ("plain", "drafting"):
@@ -272,8 +275,15 @@ def test_a_head_that_knows_the_text_is_always_right(
         assert sequence.accepted == sequence.proposed > 10
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        pytest.param("bf16", "int8", marks=natively),
+        pytest.param("fp32", "bf16", marks=SLOW),
+        pytest.param("bf16", "bf16", marks=[natively, NIGHTLY]),
+        pytest.param("fp32", "int8", marks=NIGHTLY),
+    ],
+)
 def test_each_row_reads_the_state_of_the_one_before(
     tmp_path: Path, rememberer: Path, dtype: str, kv_dtype: str
 ) -> None:

@@ -28,8 +28,15 @@ def said_without(tmp_path: Path, model: Path, **shape: object) -> tuple[list[Tex
         return generate(ring.engine, ring.spec, 0).turns, ring.spec.numerics
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=[natively, pytest.mark.slow])])
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "tp"),
+    [
+        ("fp32", 1),
+        pytest.param("bf16", 2, marks=[natively, pytest.mark.slow]),
+        pytest.param("bf16", 1, marks=[natively, pytest.mark.nightly]),
+        pytest.param("fp32", 2, marks=[natively, pytest.mark.nightly]),
+    ],
+)
 def test_a_draft_model_that_is_often_wrong_changes_no_text(tmp_path: Path, dtype: str, tp: int) -> None:
     model = model_in(tmp_path / "model", None, "qwen3_5_text", **NATIVE_SIZES)
     small = model_in(tmp_path / "small", num_hidden_layers=1, **DELTA_SIZES)
@@ -45,7 +52,10 @@ def test_a_draft_model_that_is_often_wrong_changes_no_text(tmp_path: Path, dtype
     assert devoted.wrong > 50
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("bf16", marks=natively), pytest.param("fp32", marks=pytest.mark.nightly)]
+)
 def test_the_models_own_head_changes_no_text(tmp_path: Path, dtype: str) -> None:
     model = model_in(tmp_path / "model", None, "qwen3_5_text", **NATIVE_SIZES)
     add_mtp_head(model, names=QWEN, shared=True)

@@ -28,6 +28,7 @@ from services.executor.worker.encoder import EncoderRunner, load_encoder_rank
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import GenerationRequest
 from tests.unit.executor.model.encoders.tiny import config_of, make_encoder, takes_segments
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU, on_ring
 
 TOLERANCE = 1e-4
@@ -122,7 +123,11 @@ def ranks_of(model_type: str) -> list[int]:
     return [1, 2] if family_of(config_of(model_type)).is_flat else [1]
 
 
-@pytest.mark.parametrize("model_type", [*ENCODERS, *BOTH_WAYS])
+SOME = {"bert", "xlm-roberta", "mpnet", "modernbert", "gte", "gemma3_text"}
+"""For `make test`: places that are added, that are relative, that are rotated, and both ways of a decoder."""
+
+
+@pytest.mark.parametrize("model_type", in_lanes([*ENCODERS, *BOTH_WAYS], SOME))
 def test_states_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
     """Of a checkpoint with a head for masked words, where transformers has one: it is left out."""
     head = "words" if model_type not in ("data2vec-text", "gte", "gemma3_text") else ""
@@ -134,7 +139,7 @@ def test_states_are_those_of_transformers(tmp_path: Path, model_type: str) -> No
         assert_close(on_ring(world_size, lambda ring: served(directory, ring))[0], truth)
 
 
-@pytest.mark.parametrize("model_type", ENCODERS)
+@pytest.mark.parametrize("model_type", in_lanes(ENCODERS, ["bert", "modernbert"]))
 def test_logits_of_classes_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
     directory = make_encoder(tmp_path, model_type, "classes", num_labels=3)
     truth = logits_of(directory)

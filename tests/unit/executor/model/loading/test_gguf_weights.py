@@ -28,6 +28,7 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.conversion.test_convert import split
 from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, write_gguf
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
 from tests.unit.executor.model.ring import CPU, mixed_script
 from tests.unit.executor.model.tiny import make_model
@@ -109,13 +110,19 @@ def theirs(file: Path) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+SOME = ("Q8_0", "Q4_K", "IQ4_XS")
+"""For `make test`; what codes of each kind stand for is held by test_gguf_blocks.py."""
+
+
 def check(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, value in ours.items():
         assert torch.equal(value, expected[name].float()), name
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", in_lanes(QUANTIZED, [kind for kind in QUANTIZED if kind.name in SOME]), ids=lambda kind: kind.name
+)
 def test_weights_are_held_as_the_file_has_them(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
     file = make(tmp_path, "llama", kind.name)
     model = load(converted(file), torch.float32, keep_codes=True)
@@ -228,12 +235,13 @@ def test_what_a_file_has_to_say_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [
-        *((name, "Q8_0") for name in ARCHITECTURES),
-        ("llama", "F32"),
-        ("llama", "F16"),
-        ("gemma3_text", "BF16"),
-    ],
+    in_lanes(
+        [
+            *((name, "Q8_0") for name in ARCHITECTURES),
+            *(("llama", "F32"), ("llama", "F16"), ("gemma3_text", "BF16")),
+        ],
+        [("llama", "F16"), ("gemma3_text", "BF16"), ("phi3", "Q8_0"), ("qwen3_moe", "Q8_0")],
+    ),
 )
 def test_every_architecture_has_its_weights_in_its_places(tmp_path: Path, model_type: str, kind: str) -> None:
     file = make(tmp_path, model_type, kind)
@@ -319,11 +327,14 @@ native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()
 @native
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [
-        *(("llama", kind.name) for kind in QUANTIZED),
-        *(("qwen2", "Q5_1"), ("gemma3_text", "Q8_0"), ("qwen3_moe", "Q4_K")),
-        *(("mixtral", "Q4_K"), ("qwen2_moe", "Q8_0")),
-    ],
+    in_lanes(
+        [
+            *(("llama", kind.name) for kind in QUANTIZED),
+            *(("qwen2", "Q5_1"), ("gemma3_text", "Q8_0"), ("qwen3_moe", "Q4_K")),
+            *(("mixtral", "Q4_K"), ("qwen2_moe", "Q8_0")),
+        ],
+        [("llama", "Q8_0"), ("llama", "IQ4_XS"), ("qwen3_moe", "Q4_K")],
+    ),
 )
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kind: str) -> None:
     file = make(tmp_path, model_type, kind, {"num_hidden_layers": 1}, attn_v="Q6_K")
@@ -346,10 +357,14 @@ def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kin
 @native
 @pytest.mark.parametrize(
     ("ranks", "kind", "model_type"),
-    [
-        *((2, "Q8_0", "llama"), (2, "IQ4_XS", "llama"), (3, "Q4_K", "llama"), (3, "Q6_K", "llama")),
-        pytest.param(2, "Q5_K", "qwen3_moe", marks=pytest.mark.slow),
-    ],
+    in_lanes(
+        [
+            *((2, "Q8_0", "llama"), (2, "IQ4_XS", "llama"), (3, "Q4_K", "llama"), (3, "Q6_K", "llama")),
+            (2, "Q5_K", "qwen3_moe"),
+        ],
+        [],
+        [(3, "Q4_K", "llama"), (2, "Q5_K", "qwen3_moe")],
+    ),
 )
 def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str, model_type: str) -> None:
     file = make(tmp_path, model_type, kind, THREE)

@@ -26,6 +26,7 @@ from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading.quantized_weights import FORMS, Write, fp8, mxfp4
 from tests.unit.executor.model.ring import CPU, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import build, make_model, reference_logits
@@ -87,25 +88,36 @@ def worst(checkpoint: Checkpoint, ranks: int) -> float:
     return float(on_ring(ranks, work)[0].max())
 
 
-@pytest.mark.parametrize(("form", "ranks"), [(form, 1 + index % 3) for index, form in enumerate(FORMS)])
+SOME = [*FORMS][::5]
+"""Forms for `make test`; what is read of each form is held by test_quantized_tensors.py."""
+EITHER = in_lanes([2, 3], [3], [])
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    in_lanes(
+        ((form, 1 + index % 3) for index, form in enumerate(FORMS)),
+        [(form, 1 + 5 * index % 3) for index, form in enumerate(SOME)],
+    ),
+)
 def test_unpacked_they_compute_what_transformers_computes(tmp_path: Path, form: str, ranks: int) -> None:
     model_type = ["llama", "qwen2"][len(form) % 2]
     assert worst(make_checkpoint(tmp_path, model_type, FORMS[form]), ranks) < 2e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", EITHER)
 def test_fused_projections(tmp_path: Path, ranks: int) -> None:
     assert worst(make_checkpoint(tmp_path, "phi3", FORMS["gptq"], pad_token_id=0), ranks) < 2e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", EITHER)
 @pytest.mark.parametrize("form", ["fp8 by blocks", "awq"])
 def test_experts_one_by_one(tmp_path: Path, form: str, ranks: int) -> None:
     changes = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
     assert worst(make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes), ranks) < 2e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", EITHER)
 def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
     plain = tmp_path / "plain"
     build("gpt_oss", {**settings_of("gpt_oss"), "hidden_size": 64, "intermediate_size": 96}).save_pretrained(
@@ -144,7 +156,7 @@ def test_codes_of_experts_stay_codes_where_they_have_one_format(
 
 
 @native
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", in_lanes(FORMS, SOME))
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     runner = runner_of(checkpoint.quantized, native=True)
@@ -158,8 +170,10 @@ def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> No
 
 
 @native
-@pytest.mark.parametrize("form", ["gptq act-order", "awq", "int8 per channel", "fp8 by blocks", "nf4"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "form", in_lanes(["gptq act-order", "awq", "int8 per channel", "fp8 by blocks", "nf4"], ["awq"])
+)
+@pytest.mark.parametrize("ranks", EITHER)
 def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
@@ -193,8 +207,8 @@ def load(
     return load_model(directory, dtype, layout, SingleRank(), CPU, report, codec, **how)
 
 
-@pytest.mark.parametrize("of", [(1, 0), (3, 1)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("of", [(3, 1)])
+@pytest.mark.parametrize("form", in_lanes(FORMS, SOME))
 def test_codes_that_are_read_later_are_the_same(tmp_path: Path, form: str, of: tuple[int, int]) -> None:
     """A few rows at a time, with the files closed."""
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])

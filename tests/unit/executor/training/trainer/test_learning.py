@@ -186,7 +186,7 @@ TOOLS = [
 HELD_OUT = ["lion", "zebra", "goat", "mouse", "saw", "ladder", "axe", "drill"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_real_model_learns_a_task_that_it_did_not_know(tmp_path: Path) -> None:
     """Animals are "zop" and tools "quil": of words that it was not shown in training it knows what they are."""

@@ -161,7 +161,7 @@ def trained(spec: TrainerSpec) -> Process:
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_killed_time_and_again_it_makes_the_same_adapter(tmp_path: Path, model: Path) -> None:
     whole = trained(spec_of(tmp_path / "whole", model, method="dpo"))
@@ -190,7 +190,7 @@ def test_killed_time_and_again_it_makes_the_same_adapter(tmp_path: Path, model: 
     assert tables[0] == tables[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
 def test_ranks_make_what_one_process_makes(
