@@ -89,6 +89,7 @@ async def until_fetched(process: ServiceProcess, digest: str) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_had_is_refused_and_others_are_not(
     bus: Bus, nats_settings: CommonSettings, reader: Reader, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ async def test_what_cannot_be_had_is_refused_and_others_are_not(
         assert "computes no LoRA adapters" in reply.refused[0].message
 
 
+@pytest.mark.slow
 async def test_an_attempt_goes_on_with_its_adapter(
     bus: Bus, nats_settings: CommonSettings, reader: Reader, tmp_path: Path
 ) -> None:

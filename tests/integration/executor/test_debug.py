@@ -210,6 +210,7 @@ async def test_a_rank_that_does_not_come_to_a_collective_is_named_before_the_rin
         assert str(path) in process.log.read_text()
 
 
+@pytest.mark.slow
 async def test_a_stopped_leader_does_not_keep_its_ring_from_being_looked_into(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
@@ -250,6 +251,7 @@ async def test_a_ring_that_is_starting_and_one_that_is_not_there_are_told(
         await fetch_dump(nats_settings, "g", 0.3, 30)
 
 
+@pytest.mark.slow
 async def test_slow_steps_are_logged_with_what_they_were_made_of(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:

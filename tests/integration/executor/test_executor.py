@@ -41,6 +41,7 @@ from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
 from tests.integration.executor.reader import Reader
 from tests.processes import ServiceProcess, service_process
+from tests.unit.executor.model.lanes import in_lanes
 
 VOCABULARY = 256
 
@@ -214,6 +215,7 @@ async def test_shutdown_hands_back_what_it_cannot_finish(
         assert tokens == expected(1, 0, len(tokens)), "what was sent stays valid"
 
 
+@pytest.mark.slow
 async def test_batch_work_makes_way_and_goes_on_where_it_was(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
@@ -230,6 +232,7 @@ async def test_batch_work_makes_way_and_goes_on_where_it_was(
         assert (await reader.finish("b"))[0] == expected(1, 0, 600)
 
 
+@pytest.mark.slow
 async def test_starved_batch_work_ends_at_its_deadline(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
@@ -268,12 +271,11 @@ async def test_a_drain_can_be_taken_back_until_the_executor_stops(
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [
-        (0, signal.SIGSTOP),
-        (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.nightly),
-    ],
+    in_lanes(
+        [(rank, number) for rank in (0, 1) for number in (signal.SIGSTOP, signal.SIGKILL)],
+        [(1, signal.SIGKILL)],
+        [(0, signal.SIGSTOP)],
+    ),
 )
 async def test_a_lost_rank_takes_the_ring_down_and_up_again(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, number: signal.Signals, rank: int

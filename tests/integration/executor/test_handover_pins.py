@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from services.cli.supervision.nats_server import LocalNats
 from services.executor.kv_transfer.sender import PinMover
 from shared.messages import SessionPin
@@ -37,6 +39,7 @@ async def test_pins_to_the_leaving_ring_are_moved_and_no_others(tmp_path: Path) 
         await server.stop()
 
 
+@pytest.mark.slow
 async def test_a_broker_that_is_gone_is_waited_for_once(tmp_path: Path) -> None:
     server = LocalNats(tmp_path / "nats")
     await server.start()

@@ -152,6 +152,7 @@ async def reader(bus: Bus) -> Reader:
     return found
 
 
+@pytest.mark.slow
 async def test_two_models_answer_side_by_side_and_one_is_unloaded(host: Host, reader: Reader) -> None:
     assert (await host.load("a")).ok
     assert (await host.load("b")).memory == RANK_OVERHEAD + KV
@@ -184,6 +185,7 @@ def _read(url: str) -> str:
         return str(response.read().decode())
 
 
+@pytest.mark.slow
 async def test_the_model_that_an_executor_was_started_with_goes_and_comes_too(
     bus: Bus, nats_settings: CommonSettings, reader: Reader, tmp_path: Path
 ) -> None:
@@ -202,6 +204,7 @@ async def test_the_model_that_an_executor_was_started_with_goes_and_comes_too(
         assert len((await reader.finish("one"))[0]) == 8
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_of_one_group_leaves_the_others_untouched(host: Host, reader: Reader) -> None:
     await host.load("a", tp=2)
     await host.load("b")

@@ -136,6 +136,7 @@ async def test_a_host_that_goes_takes_the_ring_with_it_until_it_is_back(
             assert (await reader.finish("b"))[0] == expected(2, 0, 8)
 
 
+@pytest.mark.slow
 async def test_host_0_that_is_killed_leaves_no_rank_behind(stubs: Hosts, bus: Bus, reader: Reader) -> None:
     async with stubs.host(1) as other:
         async with stubs.host(0) as head:
@@ -149,6 +150,7 @@ async def test_host_0_that_is_killed_leaves_no_rank_behind(stubs: Hosts, bus: Bu
             assert other.process.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_of_another_host_is_hung(stubs: Hosts, bus: Bus, reader: Reader) -> None:
     """Its row of the board stands still, as it would on one host."""
     async with stubs.host(0) as head, stubs.host(1):

@@ -59,6 +59,7 @@ async def test_a_job_is_trained_told_of_and_stored(cluster: Cluster) -> None:
     assert beat.host.trains == 1
 
 
+@pytest.mark.slow
 async def test_what_its_tenant_wants_is_done_between_two_steps(cluster: Cluster) -> None:
     await cluster.submit("job", examples=400)
     await cluster.trains("one", "job")

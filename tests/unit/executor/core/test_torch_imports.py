@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 from services.executor.core.torch_imports import import_rest, import_torch
 import_torch()
@@ -22,6 +24,7 @@ print(before, shape())
 """
 
 
+@pytest.mark.slow
 def test_shapes_are_computed_once_the_rest_is_imported() -> None:
     said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "None (2, 3)"

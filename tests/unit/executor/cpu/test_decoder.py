@@ -106,7 +106,10 @@ def errors(runner: ModelRunner, expected: list[Tensor]) -> Tensor:
     return torch.cat(found).abs()
 
 
-@pytest.mark.parametrize("model_type", in_lanes(sorted(FAMILIES)))
+@pytest.mark.parametrize(
+    "model_type",
+    in_lanes(sorted(FAMILIES), ["gemma4_text", "gpt_oss", "granitemoehybrid", "llama", "qwen3_5_text"]),
+)
 def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)
     native, plain = runner_of(directory, native=True), runner_of(directory, native=False)
@@ -119,7 +122,7 @@ def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> No
     assert ours.max() < 2 * theirs.max()
 
 
-@pytest.mark.parametrize("world_size", in_lanes([1, 2, 3], [3], []))
+@pytest.mark.parametrize("world_size", in_lanes([1, 2, 3], (), [3]))
 def test_experts_with_norms_of_their_own(tmp_path: Path, world_size: int) -> None:
     directory = make_model(tmp_path, "gemma4_text", head_dim=32, **GEMMA4_EXPERTS)
     expected = truth(directory, mixed_script()[0].sequences)
@@ -127,7 +130,7 @@ def test_experts_with_norms_of_their_own(tmp_path: Path, world_size: int) -> Non
     assert ours.mean() < errors(runner_of(directory, native=False), expected).mean()
 
 
-@pytest.mark.parametrize("heads", [40, 48, 49, 100])
+@pytest.mark.parametrize("heads", in_lanes([40, 48, 49, 100], [49]))
 def test_many_heads_on_one_share_a_tile_or_have_several(tmp_path: Path, heads: int) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": 1, "hidden_size": 2 * heads}
     directory = make_model(tmp_path, "llama", head_dim=32, **changes)
@@ -163,9 +166,15 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
 @pytest.mark.parametrize(
     ("model_type", "codec", "weights"),
     [
-        *(("llama", None, ""), ("mistral", INT8, ""), ("qwen3_5_text", INT8, "q4_k"), ("gpt_oss", INT8, "")),
+        *(("llama", None, ""), ("mistral", INT8, ""), ("gpt_oss", INT8, "")),
         *in_lanes(
-            [("granitemoehybrid", INT8, ""), ("gemma4_text", None, "q4_k"), ("deepseek_v2", INT8, "q4_k")], ()
+            [
+                ("qwen3_5_text", INT8, "q4_k"),
+                ("granitemoehybrid", INT8, ""),
+                ("gemma4_text", None, "q4_k"),
+                ("deepseek_v2", INT8, "q4_k"),
+            ],
+            (),
         ),
         *in_lanes(
             [
@@ -460,7 +469,7 @@ def test_attends_over_compressed_blocks(tmp_path: Path, codec: Codec) -> None:
             *("deepseek_v2", "axk1"),
             "granitemoehybrid",
         ],
-        ["llama", "qwen3_5_text", "gpt_oss", "gemma4_text", "deepseek_v2"],
+        ["llama", "qwen3_5_text", "gemma4_text"],
     ),
 )
 def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_size: int) -> None:

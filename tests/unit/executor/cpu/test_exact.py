@@ -125,10 +125,10 @@ class Ring:
     said: dict[str, list[Said]]
 
 
-FAST = {"mixed", "windows", "recurrent", "state space", "sparse and mapped"}
+FAST = {"mixed", "recurrent", "state space", "sparse and mapped"}
 """What `make test` has: all codecs, most kinds of state, sparse attention over mapped blocks, on one rank."""
 SLOW = {"latent", "keys of other layers", "sinks", "sparse over parts", "sparse on three ranks"}
-SLOW |= {"recurrent on two ranks", "sparse and mapped as written on two ranks"}
+SLOW |= {"windows", "sparse and mapped as written on two ranks"}
 """What CI has: each kind of state, and rings of two and three."""
 
 

@@ -34,6 +34,7 @@ from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights
 from tests.unit.executor.cpu.test_weight_cache import built, cache_of, logits, model_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS
 
 natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -160,11 +161,8 @@ MOE = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2}
 @pytest.mark.parametrize(
     ("model_type", "weights", "changes"),
     [
-        ("llama", "", {}),
-        ("llama", "q4_k", {}),
-        ("qwen3_moe", "", MOE),
-        ("qwen3_moe", "q4_k", MOE),
-        ("gemma2", "", {}),
+        *(("llama", "", {}), ("qwen3_moe", "q4_k", MOE)),
+        *in_lanes([("llama", "q4_k", {}), ("qwen3_moe", "", MOE), ("gemma2", "", {})], ()),
     ],
 )
 def test_the_same_bits_whatever_is_in_memory(

@@ -359,7 +359,7 @@ class Chaos:
             conversation.turn(self.source)
 
 
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(st.data())
 def test_random_faults_cost_cache_and_nothing_else(data: st.DataObject) -> None:
     chaos = Chaos(data)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -178,6 +178,7 @@ def test_patterns_choose_ranks_and_scales(adapter: Path, targets: list[AdapterTa
     assert float(read_adapter(adapter, targets, torch.float32)[name].b[0, 0]) == pytest.approx(5 / 2**0.5)
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_pattern_is_answered(pattern: str, module: str) -> None:
     config = AdapterConfig(8, 16.0, False, {pattern: 4}, {}, "")

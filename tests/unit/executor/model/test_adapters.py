@@ -78,7 +78,7 @@ def adapted(directory: Path, architecture: str) -> Adapted:
     return Adapted(directory / "base", adapters, targets, expected, plain)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=in_lanes(MODELS, ["llama", "gpt_oss", "deepseek_v2", "qwen3_next"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return adapted(tmp_path_factory.mktemp(request.param), request.param)
 

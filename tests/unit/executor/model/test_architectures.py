@@ -55,20 +55,8 @@ class Proof:
 
 
 TYPES = [name for name in ARCHITECTURES if "/" not in name]
-FAST = STYLES | {
-    *(
-        "bloom",
-        "deepseek_v4",
-        "dots3_note",
-        "jetmoe",
-        "llama4_text",
-        "minimax",
-        "minimax_m3_vl",
-        "openai-gpt",
-    ),
-    *("qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba"),
-}
-"""Besides the styles, types with code of their own."""
+FAST = STYLES | {"bailing_hybrid", "diffllama", "doge", "gpt_neo", "gptj", "jetmoe", "mpt"}
+"""Besides the styles, types with code of their own that no other fast test runs."""
 
 
 @pytest.fixture(scope="module", params=in_lanes(sorted(ARCHITECTURES), FAST, TYPES))

@@ -21,6 +21,7 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.messages import SparseAttention
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script
 from tests.unit.executor.model.tiny import make_model
 
@@ -60,7 +61,7 @@ def logits_of(directory: Path, kind: str, chunks: list[int], wanted: SparseAtten
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", in_lanes(["bf16", "int8"], ["int8"]))
 @pytest.mark.parametrize("wanted", [PAGES, WINDOW], ids=["pages", "window"])
 def test_a_token_says_the_same_however_steps_are_cut(
     directory: Path, kind: str, wanted: SparseAttention
@@ -73,7 +74,7 @@ def test_a_token_says_the_same_however_steps_are_cut(
     assert (alone[40:] - dense[40:]).abs().max() > 1e-2, "and above it not"
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", in_lanes(["bf16", "int8"], ["int8"]))
 def test_a_budget_that_covers_all_pages_is_dense_attention(directory: Path, kind: str) -> None:
     everything = structs.replace(PAGES, share=1.0)
     for chunks in ([LENGTH], [20, *[1] * 41]):
@@ -81,7 +82,7 @@ def test_a_budget_that_covers_all_pages_is_dense_attention(directory: Path, kind
         assert (found - logits_of(directory, kind, chunks, None)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", in_lanes(["bf16", "int8"], ["int8"]))
 def test_the_best_blocks_by_the_summaries_of_their_keys_are_chosen(
     directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker.runner import ModelRunner
 from shared.messages import GenerationRequest
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, make_runner, on_ring
 from tests.unit.executor.model.tiny import make_model, reference_logits
 from tests.unit.executor.sampling.test_candidates import VOCAB, logits_of, spans_of
@@ -94,7 +95,7 @@ def truths(directory: Path) -> dict[str, Tensor]:
     return dict(zip(prompts(), reference_logits(directory, list(prompts().values())), strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", in_lanes([1, 2, 3], [3], []))
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "granite"])
 def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
     directory = make_model(tmp_path, model_type)
@@ -106,7 +107,7 @@ def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: in
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", in_lanes([1, 2, 3], [2], []))
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: str, world_size: int) -> None:
     """Against the log-softmax of transformers' logits of the same bf16 weights, as near as bf16 comes to them."""

@@ -20,6 +20,7 @@ from services.executor.scheduler.proposers.catalog import PROPOSERS
 from services.executor.scheduler.steps import prompt_tokens
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, ask, lens
 
@@ -251,28 +252,28 @@ def text_of(entries: list[TokenEntry], name: str) -> tuple[list[int], list[Any],
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 0.0},
         {"temperature": 0.0, "logprobs": 3},
-        {"temperature": 0.6},
         {"temperature": 0.7, "top_k": 5, "logprobs": 0},
-        {"temperature": 0.9, "top_p": 0.7},
-        {"temperature": 0.9, "min_p": 0.2},
-        {"temperature": 0.0, "repetition_penalty": 1.02},
-        {"temperature": 0.5, "repetition_penalty": 1.05, "logprobs": 2},
-        {"temperature": 0.0, "frequency_penalty": 0.1},
         {
             "temperature": 0.4,
             "presence_penalty": 0.5,
             "frequency_penalty": 0.05,
             "logit_bias": {3: 2.0, 9: -4.0},
         },
-        {"temperature": 0.0, "presence_penalty": -0.3, "frequency_penalty": -0.1, "top_k": 4},
+        {"temperature": 0.5, "repetition_penalty": 1.05, "logprobs": 2},
+        *in_lanes(
+            [
+                {"temperature": 0.9, "top_p": 0.7},
+                {"temperature": 0.9, "min_p": 0.2},
+                {"temperature": 0.0, "frequency_penalty": 0.1},
+                {"temperature": 0.0, "presence_penalty": -0.3, "frequency_penalty": -0.1, "top_k": 4},
+            ],
+            (),
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "stops", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no stop", "stop"]
-)
+@pytest.mark.parametrize("stops", in_lanes([False, True], [True], []), ids=["no stop", "stop"])
 def test_the_text_is_the_same(sampling: dict[str, Any], stops: bool) -> None:
     """Several choices of one prompt, as n > 1 gives them, one of them a continued attempt."""
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]

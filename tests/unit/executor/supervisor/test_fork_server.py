@@ -95,6 +95,7 @@ async def test_a_forked_rank_is_our_child(
     assert not psutil.pid_exists(one.pid)
 
 
+@pytest.mark.slow
 async def test_ranks_outlive_the_fork_server_and_the_next_ones_do_without_it(
     make: Callable[..., ForkClient], ranks: list[LocalRank], executed: list[int]
 ) -> None:
@@ -222,6 +223,7 @@ def test_one_is_started_early_where_one_is_wanted(
     assert early_fork_server.taken() is None
 
 
+@pytest.mark.slow
 async def test_imports_are_asked_for_once_and_again_of_a_new_server(
     make: Callable[..., ForkClient], ranks: list[LocalRank], executed: list[int]
 ) -> None:
@@ -235,6 +237,7 @@ async def test_imports_are_asked_for_once_and_again_of_a_new_server(
     assert not executed
 
 
+@pytest.mark.slow
 def test_the_real_imports_leave_one_thread_and_little_memory() -> None:
     """What is forked must be, and what it costs to keep it."""
     code = (

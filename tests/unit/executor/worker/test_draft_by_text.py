@@ -24,7 +24,10 @@ SIZE = 131
 TEXTS = [f" w{token}" for token in range(SIZE - 2)]
 ORDER = np.random.default_rng(5).permutation(SIZE - 2).tolist()
 """The texts of the other tokenizer. Special tokens come last in both."""
-COMPUTED = [pytest.param("bf16", 2, marks=natively, id="native"), pytest.param("fp32", 1, id="pytorch")]
+COMPUTED = [
+    pytest.param("bf16", 2, marks=[natively, pytest.mark.slow], id="native"),
+    pytest.param("fp32", 1, id="pytorch"),
+]
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
@@ -85,7 +88,7 @@ def test_whatever_it_proposes_the_text_is_the_same(
     assert {one.token for one in proposals} <= set(range(SIZE)) - missing
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @natively
 def test_batches_whose_blocks_are_compressed_and_spilled(tmp_path: Path, model: Path, twin: Path) -> None:
     """See `test_batched_drafts`: little more than one of three sequences has room, and proposals are to be right."""

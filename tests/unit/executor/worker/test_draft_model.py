@@ -120,6 +120,7 @@ def test_whatever_it_proposes_the_text_is_the_same(
     assert all(token.token < 131 for sequence in drafted.values() for token in sequence.proposals)
 
 
+@pytest.mark.slow
 def test_tokens_and_positions_that_one_of_the_models_does_not_have(tmp_path: Path, model: Path) -> None:
     """The draft model's vocabulary is padded, and its context ends in the middle of the text."""
     padded = model_in(tmp_path / "padded", vocab_size=400, max_position_embeddings=24)

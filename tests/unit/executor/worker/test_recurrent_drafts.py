@@ -32,8 +32,8 @@ def said_without(tmp_path: Path, model: Path, **shape: object) -> tuple[list[Tex
     ("dtype", "tp"),
     [
         ("fp32", 1),
-        pytest.param("bf16", 2, marks=[natively, pytest.mark.slow]),
-        pytest.param("bf16", 1, marks=[natively, pytest.mark.nightly]),
+        pytest.param("bf16", 1, marks=[natively, pytest.mark.slow]),
+        pytest.param("bf16", 2, marks=[natively, pytest.mark.nightly]),
         pytest.param("fp32", 2, marks=[natively, pytest.mark.nightly]),
     ],
 )

@@ -17,6 +17,7 @@ from services.executor.model.conversion.safetensors_file import by_layer
 from services.executor.model.quantizing import CODECS
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.conversion.conftest import MakeModel
+from tests.unit.executor.model.lanes import in_lanes
 
 SIZES: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6}
 
@@ -61,7 +62,7 @@ def test_products_that_cannot_be_inverted_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {}), ("gemma3_text", {}), ("qwen2", {"hidden_size": 128})],
+    in_lanes([("llama", {}), ("gemma3_text", {}), ("qwen2", {"hidden_size": 128})], [("llama", {})]),
 )
 def test_a_calibrated_model_is_nearer_to_the_plain_one(
     model_of: MakeModel, tmp_path: Path, text: Path, model_type: str, changes: dict[str, Any]

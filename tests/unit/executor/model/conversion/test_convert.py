@@ -30,6 +30,7 @@ from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU
 from tests.unit.executor.model.tiny import reference_logits
 
@@ -378,7 +379,10 @@ def test_pytorch_files_are_a_source(model_of: MakeModel, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("to", "dtype", "least"), [("gguf", "f32", 1.0), ("gguf", "q4_0", 0.3), ("safetensors", "bf16", 0.8)]
+    ("to", "dtype", "least"),
+    in_lanes(
+        [("gguf", "f32", 1.0), ("gguf", "q4_0", 0.3), ("safetensors", "bf16", 0.8)], [("gguf", "q4_0", 0.3)]
+    ),
 )
 def test_checking_tells_how_far_two_are_apart(
     model_of: MakeModel, tmp_path: Path, to: str, dtype: str, least: float

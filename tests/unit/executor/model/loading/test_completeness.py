@@ -118,7 +118,7 @@ CHANGES: dict[str, Callable[[Any, Any], list[Any]]] = {
 
 @pytest.mark.parametrize("form", ["packed", "unpacked"])
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_a_file_is_its_own_model_or_refused_by_name(
     whole: Whole, unpacked: Whole, form: str, data: st.DataObject
 ) -> None:
@@ -158,7 +158,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_a_directory_is_its_own_model_or_refused_by_name(plain: Path, data: st.DataObject) -> None:
     tensors = load_file(str(plain / "model.safetensors"))
     name, other = data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=2, max_size=2, unique=True))

@@ -127,6 +127,7 @@ def losses_of_peft(
     return [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_peft_and_transformers(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     texts = random_texts(16, vocabulary=VOCABULARY)

@@ -307,6 +307,7 @@ print(json.dumps([found[0], os.environ["OMP_DYNAMIC"], pathlib.Path("/proc/self/
 """
 
 
+@pytest.mark.slow
 def test_it_gives_way_to_all_others() -> None:
     """Its threads too, which inherit it. Without its imports, which take long for one that gives way."""
     told = subprocess.run([sys.executable, "-c", GIVE_WAY], check=True, capture_output=True).stdout
@@ -338,7 +339,7 @@ def test_it_ends_with_its_supervisor(ends: str) -> None:
     process.stdin.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pause_before_it_is_loaded_is_its_first_step(tmp_path: Path, model: Path) -> None:
     process = Process(spec_of(tmp_path / "job", model))
     process.write(PAUSE)

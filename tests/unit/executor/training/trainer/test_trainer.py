@@ -25,6 +25,7 @@ from services.executor.ipc.trainer_pipe import (
 from services.executor.training.trainer.process import Trainer
 from shared.errors import ConfigurationError, InternalError, StorageFull, TrainingDiverged
 from shared.messages.training import TrainingJob
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.training.trainer.jobs import (
     StandIn,
     examples_of,
@@ -91,7 +92,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", in_lanes(JOBS, ["supervised"]))
 def test_a_death_at_any_event_ends_in_the_same_adapter_and_table(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
     whole = Attempt(spec_of(tmp_path / "whole", job)).run()
