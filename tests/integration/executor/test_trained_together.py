@@ -3,15 +3,18 @@
 import contextlib
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shared.config import CommonSettings
+from shared.messages import ModelSpec
+from shared.messages.training import Hyperparameters, TrainingJob
 from shared.nats.bus import Bus
-from tests.integration.executor.rings import make_served_model
-from tests.integration.executor.test_trained_twice import job_fields, trained_to
+from tests.integration.executor.rings import CONTEXT, MODEL, make_served_model
 from tests.integration.executor.training_cluster import EAGER_EXECUTOR, Cluster
 
 STEPS = 64
@@ -23,8 +26,7 @@ STEPS = 64
 async def test_whoever_is_killed_two_hosts_make_the_adapter_of_an_undisturbed_run(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
-    fields = {**job_fields(make_served_model(tmp_path / "model")), "examples": STEPS, "steps": STEPS}
-    fields["hyperparameters"] = msgspec.structs.replace(fields["hyperparameters"], replicas=2)
+    fields = job_fields(make_served_model(tmp_path / "model"))
     draw = random.Random(36)
     async with contextlib.AsyncExitStack() as stack:
         cluster = Cluster(bus, nats_settings, tmp_path, stack)
@@ -64,3 +66,29 @@ async def test_whoever_is_killed_two_hosts_make_the_adapter_of_an_undisturbed_ru
             await cluster.processes[name].wait_for(
                 lambda beat: beat.host is not None and not beat.host.trainings
             )
+
+
+def trained_to(step: int) -> Callable[[TrainingJob], bool]:
+    """Whether some host has it, and has stored a state of that step or a later one."""
+    return lambda job: job.host != "" and job.state is not None and job.state.step >= step
+
+
+def job_fields(model: Path) -> dict[str, Any]:
+    chosen = Hyperparameters(
+        epochs=2,
+        batch_size=2,
+        learning_rate_multiplier=1.0,
+        beta=0.1,
+        rank=4,
+        alpha=8.0,
+        dropout=0.1,
+        replicas=2,
+    )
+    return {
+        "examples": STEPS,
+        "model": MODEL,
+        "base": ModelSpec(MODEL, str(model)),
+        "tokens": 10,
+        "hyperparameters": msgspec.structs.replace(chosen, max_tokens=CONTEXT),
+        "steps": STEPS,
+    }

@@ -2,7 +2,6 @@
 tokenizer, and whatever one proposes the text is the same."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.drafting_pairs import in_bytes, in_pieces, renumbered, tokenizer_in
 from tests.unit.executor.worker.drafting_ring import ring_of
-from tests.unit.executor.worker.test_batched_drafts import BEFORE, generate
 from tests.unit.executor.worker.test_draft_model import NATIVE, tokenizer_of, told
 from tests.unit.executor.worker.test_draft_model import texts as generated
 
@@ -86,23 +84,6 @@ def test_whatever_it_proposes_the_text_is_the_same(
     assert all(0 < one.probability <= 1 for one in proposals)
     missing = {token for token in range(SIZE - 2) if token % 4 == 0}
     assert {one.token for one in proposals} <= set(range(SIZE)) - missing
-
-
-@pytest.mark.nightly
-@natively
-def test_batches_whose_blocks_are_compressed_and_spilled(tmp_path: Path, model: Path, twin: Path) -> None:
-    """See `test_batched_drafts`: little more than one of three sequences has room, and proposals are to be right."""
-    for place in ("plain", "drafting"):
-        (tmp_path / place).mkdir()
-    shape = {"dtype": "bf16", "kv_dtype": "int8", "tp": 2}
-    with ring_of(tmp_path / "plain", model, **shape) as ring:
-        plain = generate(ring.engine, ring.spec, 0).turns
-    shape |= {"kv_memory": 1_080_000, "kv_host_memory": 100_000, "kv_disk_memory": 1 << 20}
-    with ring_of(tmp_path / "drafting", model, twin, **shape) as ring:
-        drafted, devoted, preempted, restored = generate(ring.engine, ring.spec, 4, preempts=random.Random(3))
-    assert drafted == [*plain, {name: text[BEFORE:] for name, text in plain[0].items()}]
-    assert devoted.right > 100
-    assert min(preempted, restored) > 5
 
 
 # --- what is refused -----------------------------------------------------------------------------
