@@ -18,6 +18,7 @@ from shared.data_types import BlockDType
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, Script, make_runner
 from tests.unit.executor.model.tiny import build, logits_of
 
@@ -27,7 +28,7 @@ CUTS = ([37], [1] * 37, [5, 12, 1, 19], [16, 16, 5])
 """Tokens of each step of a sequence."""
 
 
-@pytest.fixture(scope="module", params=[NAME, "qwen4_exp_text"])
+@pytest.fixture(scope="module", params=in_lanes([NAME, "qwen4_exp_text"], [NAME]))
 def proof(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.Tensor]:

@@ -196,9 +196,7 @@ class SamplingEngine(StubEngine):
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=2),
-        SamplingParams(temperature=1.0, seed=5),
         SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, seed=6, logprobs=0),
         SamplingParams(temperature=0.9, top_k=9, seed=7, frequency_penalty=0.2, logit_bias={ord("a"): 1.0}),
     ],

@@ -32,7 +32,7 @@ SLOW = pytest.mark.slow
 NIGHTLY = pytest.mark.nightly
 BOTH = [pytest.param(1, marks=NIGHTLY), RANKS[-1]]
 """Two ranks compute all that one does."""
-ONE = [1, pytest.param(2, marks=[natively, SLOW])]
+ONE = [1, pytest.param(2, marks=[natively, NIGHTLY])]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,15 @@ def test_an_eagle3_head_computes_what_its_checkpoint_means(
     check(found, Eagle3Reference(head, llama, (2, 3, 3)))
 
 
-@pytest.mark.parametrize("tp", ONE)
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=[natively, SLOW]), "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "tp"),
+    [
+        ("fp32", 1),
+        pytest.param("bf16", 2, marks=[natively, SLOW]),
+        pytest.param("bf16", 1, marks=[natively, NIGHTLY]),
+        pytest.param("fp32", 2, marks=[natively, NIGHTLY]),
+    ],
+)
 def test_no_head_changes_a_text(tmp_path: Path, glm: Path, dtype: str, tp: int) -> None:
     with ring_of(tmp_path, glm, tp=tp, dtype=dtype) as ring:
         plain = told(texts(ring, 0))

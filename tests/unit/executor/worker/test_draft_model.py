@@ -80,11 +80,10 @@ def told(found: dict[str, Generated]) -> dict[str, list[int]]:
 
 RANKS = [1, pytest.param(2, marks=natively)]
 """Without the library ranks meet in torch's process group, which is one to a process."""
-TWO_IN_CI = [1, pytest.param(2, marks=[natively, pytest.mark.slow])]
 COMPUTED = [pytest.param("bf16", marks=natively, id="native"), pytest.param("fp32", id="pytorch")]
 
 
-@pytest.mark.parametrize("tp", TWO_IN_CI)
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=[natively, pytest.mark.nightly])])
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_the_model_itself_is_always_right(
     tmp_path: Path, model: Path, twin: Path, dtype: str, tp: int
@@ -106,8 +105,15 @@ def test_the_model_itself_is_always_right(
         assert all(0 < token.probability <= 1 for token in sequence.proposals)
 
 
-@pytest.mark.parametrize("tp", TWO_IN_CI)
-@pytest.mark.parametrize("dtype", COMPUTED)
+@pytest.mark.parametrize(
+    ("dtype", "tp"),
+    [
+        pytest.param("bf16", 1, marks=natively, id="native-1"),
+        pytest.param("fp32", 1, id="pytorch-1"),
+        pytest.param("bf16", 2, marks=[natively, pytest.mark.slow], id="native-2"),
+        pytest.param("fp32", 2, marks=[natively, pytest.mark.nightly], id="pytorch-2"),
+    ],
+)
 def test_whatever_it_proposes_the_text_is_the_same(
     tmp_path: Path, model: Path, small: Path, dtype: str, tp: int
 ) -> None:
