@@ -99,7 +99,8 @@ class Ranks:
         self.block_size, self.hot = block_size, hot
         self._plans: list[queue.Queue[StepPlan | None]] = []
         self.files: list[MappedFiles] = []
-        area = make_area(world_size, 2) if world_size > 1 else None
+        self.threads = 2 if world_size == 1 else 1  # those of several ranks wait for each other's cores
+        area = make_area(world_size, self.threads) if world_size > 1 else None
 
         def runner(collectives: Collectives) -> ModelRunner:
             layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
@@ -116,20 +117,24 @@ class Ranks:
             store = KvStore(shape, hot, CPU, cold, STATES + DRAFT_STATES if slot else 0, files=files)
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
-            made = make_runner(RunnerRequest(model, store, layout, collectives, CPU, 2, spill))
+            made = make_runner(RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill))
             assert made.is_native
             return made
 
         def work(rank: int) -> None:
             assert area is not None
-            own = runner(SharedMemory(area, rank, world_size, lanes=2, timeout=60))
+            own = runner(SharedMemory(area, rank, world_size, lanes=self.threads, timeout=60))
             while (plan := self._plans[rank - 1].get(timeout=120)) is not None:
                 own.forward(plan)
 
         for rank in range(1, world_size):
             self._plans.append(queue.Queue())
             threading.Thread(target=work, args=(rank,), daemon=True).start()
-        leader = SingleRank() if area is None else SharedMemory(area, 0, world_size, lanes=2, timeout=60)
+        leader = (
+            SingleRank()
+            if area is None
+            else SharedMemory(area, 0, world_size, lanes=self.threads, timeout=60)
+        )
         self._leader = runner(leader)
 
     def forward(self, plan: StepPlan) -> Tensor:

@@ -222,10 +222,10 @@ def on_ring(
     directory: Path, world_size: int, adapters: Mapping[int, Weights], weights: str, kept: AdapterDtype
 ) -> tuple[Results, Results]:
     """What the leader of a ring finds, with adapters and without."""
-    area = make_area(world_size, 2)
+    area = make_area(world_size, 1)
 
     def work(rank: int) -> tuple[Results, Results]:
-        ring = SharedMemory(area, rank, world_size, lanes=2, timeout=60) if world_size > 1 else None
+        ring = SharedMemory(area, rank, world_size, lanes=1, timeout=60) if world_size > 1 else None
         runner = runner_of(directory, native=True, collectives=ring, weights=weights)
         own = own_targets(directory, world_size, rank)
         decoder_of(runner).adapters.keep_as(kept)

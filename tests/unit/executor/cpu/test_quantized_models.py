@@ -73,10 +73,10 @@ def test_every_family_is_served(tmp_path: Path, model_type: str) -> None:
 def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, model_type: str, weights: str) -> None:
     directory = model_of(tmp_path, model_type)
     expected = truth(directory, mixed_script()[0].sequences)
-    area = make_area(ranks, 2)
+    area = make_area(ranks, 1)
 
     def work(rank: int) -> torch.Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
+        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
         runner = runner_of(directory, native=True, collectives=ring, weights=weights)
         assert runner.is_native
         return errors(runner, expected)

@@ -115,10 +115,10 @@ def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: s
     from tests.unit.executor.cpu.test_decoder import truth as exact
 
     directory = make_model(tmp_path, model_type, head_dim=32)
-    area = make_area(world_size, 2)
+    area = make_area(world_size, 1)
 
     def work(rank: int) -> dict[str, list[Row]]:
-        ring = SharedMemory(area, rank, world_size, lanes=2, timeout=60) if world_size > 1 else None
+        ring = SharedMemory(area, rank, world_size, lanes=1, timeout=60) if world_size > 1 else None
         runner = runner_of(directory, native=True, collectives=ring)
         assert runner.is_native
         return served(runner, leads=rank == 0)

@@ -370,10 +370,10 @@ def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str, model_type: 
     file = make(tmp_path, model_type, kind, THREE)
     directory = converted(file)
     expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
-    area = make_area(ranks, 2)
+    area = make_area(ranks, 1)
 
     def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
+        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
         runner = runner_of(directory, native=True, collectives=ring)
         assert runner.packed is not None
         layer = runner.packed.layers[0]

@@ -177,10 +177,10 @@ def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> No
 def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     expected = truth(checkpoint.plain, mixed_script()[0].sequences)
-    area = make_area(ranks, 2)
+    area = make_area(ranks, 1)
 
     def work(rank: int) -> Tensor:
-        ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
+        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60)
         runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
         assert runner.packed is not None
         assert runner.packed.layers[0].down.form is not None
