@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 134_800,  # to come: 112,000
     ("benchmarks",): 13_900,  # to come: 13,000
-    ("tests",): 144_340,  # to come: 120,000
+    ("tests",): 144_260,  # to come: 120,000
 }
 """By the folders that are counted together."""
 
