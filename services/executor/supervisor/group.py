@@ -50,7 +50,7 @@ class GroupHost(Protocol):
 
     instance: str
     activity: ActivityPage | None
-    """Where leaders say that somebody waits for their rings; None: there are no trainers."""
+    """Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile."""
     start_rank: StartRank
 
     @property

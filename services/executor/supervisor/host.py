@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.supervisor.group import GroupHost, GroupSupervisor
 from services.executor.supervisor.host_adapters import HostAdapters
+from services.executor.supervisor.host_jobs import HostJobKind
 from services.executor.supervisor.host_load import HostLoad
 from services.executor.supervisor.host_memory import HostMemory, ModelSize, Placement
 from services.executor.supervisor.metrics import HostMetrics
@@ -30,8 +31,6 @@ from services.executor.supervisor.model_files import (
     gpus_of,
     host_bytes,
 )
-from services.executor.supervisor.trainings.host_trainings import HostTrainings
-from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from shared.errors import (
     ConfigurationError,
     InvalidRequest,
@@ -52,7 +51,6 @@ from shared.messages import (
     RemoveModel,
     UnloadModel,
 )
-from shared.messages.registry import StartTraining, StopTraining
 from shared.model_store import catalog
 from shared.model_store.programs import Progress
 from shared.nats import subjects
@@ -111,7 +109,7 @@ class ModelHost:
         self,
         settings: ExecutorSettings,
         service: GroupHost,
-        start_trainer: StartTrainer = TrainerProcess.start,
+        job_kinds: Iterable[HostJobKind] = (),
     ) -> None:
         self._settings = settings
         self._service = service
@@ -134,7 +132,7 @@ class ModelHost:
         self._log_level = Change()
         self._tasks = TaskSet(failed="host_task_failed")
         self._adapters = HostAdapters()
-        self.trainings = HostTrainings(settings, service, self.memory, self, start_trainer)
+        self.jobs = [make(settings, service, self.memory, self) for make in job_kinds]
         self._stopping = False
 
     # --- its own group ---------------------------------------------------------------------------
@@ -178,7 +176,8 @@ class ModelHost:
         for load in [*self._loads.values(), *self._pulls.values()]:
             load.unload = load.unload or UnloadModel(load.group)
             load.cancel()
-        await asyncio.gather(self.trainings.stop(), *(group.stop() for group in self.groups.values()))
+        groups = self.groups.values()
+        await asyncio.gather(*(jobs.stop() for jobs in self.jobs), *(group.stop() for group in groups))
         await self._tasks.cancel()
         await self._adapters.stop()
         for files in self._asleep.values():
@@ -209,8 +208,7 @@ class ModelHost:
             devices=self.memory.devices,
             models=[*models.values()][-MOST_TOLD:],
             takes_models=self._settings.is_host and not self._stopping,
-            trains=self.trainings.places,
-            trainings=self.trainings.told(),
+            **{name: value for jobs in self.jobs for name, value in jobs.beat().items()},
         )
 
     def _tell(self, model: HostModel) -> None:
@@ -235,10 +233,9 @@ class ModelHost:
     async def on_command(self, command: HostCommand) -> HostReply:
         """The answer, which waits for none of what was begun."""
         try:
-            if isinstance(command, StartTraining):
-                return await self.trainings.start(command)
-            if isinstance(command, StopTraining):
-                return await self.trainings.end(command)
+            for jobs in self.jobs:
+                if (reply := await jobs.on_command(command)) is not None:
+                    return reply
             if not self._settings.is_host or self._stopping:
                 raise InvalidRequest(
                     f"The executor {self._service.instance} takes no models; start it with --takes-models."
@@ -381,7 +378,8 @@ class ModelHost:
     async def _serve(self, load: HostLoad, placed: Placement, began: float) -> None:
         """From the first of its processes to the end of the last. Raises why it has failed."""
         self._wake(placed.woken)
-        await self.trainings.make_way(placed.trainings)
+        for jobs in self.jobs:
+            await jobs.make_way(placed.jobs)
         if load.unload is not None:
             return
         kv = placed.footprint.kv // load.settings.tp
@@ -477,7 +475,7 @@ class ModelHost:
         names = [self._gpu_names[device] for device in devices]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
-    # --- for fine-tuning jobs --------------------------------------------------------------------
+    # --- for jobs --------------------------------------------------------------------------------
 
     def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
         """Of a group that serves it. Raises `ConfigurationError`."""

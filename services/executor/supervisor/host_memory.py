@@ -5,7 +5,7 @@
 
 A host without GPUs is one device, which all ranks of a group share; of GPUs each rank takes one. What a group is
 promised is held until its last process has ended. Weights that sleep are in the host's memory and make way for whatever
-is loaded, those that have slept longest first. Fine-tuning jobs have what groups leave, and make way for them: the
+is loaded, those that have slept longest first. Jobs (`host_jobs.py`) have what groups leave, and make way for them: the
 latest first.
 """
 
@@ -56,8 +56,8 @@ class Placement(NamedTuple):
     """GPUs of its ranks, by rank; empty on a CPU."""
     woken: tuple[str, ...] = ()
     """Models that sleep no more: their weights have made way."""
-    trainings: tuple[str, ...] = ()
-    """Fine-tuning jobs that must end first."""
+    jobs: tuple[str, ...] = ()
+    """Jobs that must end first, by their keys."""
 
 
 class HostMemory:
@@ -73,8 +73,8 @@ class HostMemory:
         """By group: bytes on each device."""
         self._asleep: dict[str, int] = {}
         """By model, the one that has slept longest first."""
-        self._training: dict[str, tuple[int, ...]] = {}
-        """By fine-tuning job, in the order of their coming: bytes on each device."""
+        self._jobs: dict[str, tuple[int, ...]] = {}
+        """By job, in the order of their coming: bytes on each device."""
 
     @property
     def total(self) -> int:
@@ -130,44 +130,44 @@ class HostMemory:
         """Its processes have ended."""
         self._held.pop(group, None)
 
-    # --- fine-tuning jobs ------------------------------------------------------------------------
+    # --- jobs ------------------------------------------------------------------------------------
 
-    def place_training(self, job: str, size: int) -> tuple[int, ...]:
+    def place_job(self, job: str, size: int) -> tuple[int, ...]:
         """Promises a job `size` bytes; returns the GPU that it has, none on a CPU. Raises `ModelDoesNotFit`."""
         device = max(range(len(self._capacities)), key=lambda device: (self._left(device), -device))
         left = max(0, self._left(device))
         if size > left:
             raise ModelDoesNotFit(
-                f"The fine-tuning job takes {size} bytes, and its host has {left} of {self.total} left; unload a "
+                f"The job takes {size} bytes, and its host has {left} of {self.total} left; unload a "
                 "model, or choose a smaller rank or shorter examples."
             )
-        self._training[job] = self._shares(size, (device,))
+        self._jobs[job] = self._shares(size, (device,))
         return (device,) if self._gpus else ()
 
-    def training_devices(self, job: str) -> tuple[int, ...] | None:
-        """As `place_training` has returned it; None: nothing was promised."""
-        held = self._training.get(job)
+    def job_devices(self, job: str) -> tuple[int, ...] | None:
+        """As `place_job` has returned it; None: nothing was promised."""
+        held = self._jobs.get(job)
         if held is None or not self._gpus:
             return None if held is None else ()
         return tuple(device for device, size in enumerate(held) if size)
 
-    def release_training(self, job: str) -> None:
+    def release_job(self, job: str) -> None:
         """Its process has ended."""
-        self._training.pop(job, None)
+        self._jobs.pop(job, None)
 
     def _left(self, device: int) -> int:
-        return self._free(device) - sum(held[device] for held in self._training.values())
+        return self._free(device) - sum(held[device] for held in self._jobs.values())
 
     def _in_the_way(self) -> list[str]:
         """Jobs without which groups have all that they are promised, the latest first."""
         going: list[str] = []
         for device in range(len(self._capacities)):
-            left = self._left(device) + sum(self._training[job][device] for job in going)
-            for job in reversed([job for job in self._training if job not in going]):
+            left = self._left(device) + sum(self._jobs[job][device] for job in going)
+            for job in reversed([job for job in self._jobs if job not in going]):
                 if left >= 0:
                     break
-                if self._training[job][device]:
-                    left += self._training[job][device]
+                if self._jobs[job][device]:
+                    left += self._jobs[job][device]
                     going.append(job)
         return going
 

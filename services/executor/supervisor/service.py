@@ -16,10 +16,11 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.group import GroupSupervisor
 from services.executor.supervisor.host import ModelHost
+from services.executor.supervisor.host_jobs import HostJobKind
 from services.executor.supervisor.metrics import MergedCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import HeadNode
 from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank, fork_client
-from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
+from services.executor.supervisor.trainings.host_trainings import HostTrainings
 from shared.errors import ConfigurationError, InvalidRequest
 from shared.messages import GroupBeat, HostBeat, HostCommand, HostReply, ServiceName
 from shared.nats import subjects
@@ -39,15 +40,11 @@ _commands: msgspec.msgpack.Decoder[HostCommand] = msgspec.msgpack.Decoder(HostCo
 
 class ExecutorService(Service):
     name: ClassVar[ServiceName] = "executor"
+    job_kinds: tuple[HostJobKind, ...] = (HostTrainings,)
+    """Kinds of jobs that run beside models; taking a line out takes the feature out."""
 
-    def __init__(
-        self,
-        settings: ExecutorSettings,
-        *,
-        start_rank: StartRank = LocalRank.start,
-        start_trainer: StartTrainer = TrainerProcess.start,
-    ) -> None:
-        """`start_rank`, `start_trainer`: its processes."""
+    def __init__(self, settings: ExecutorSettings, *, start_rank: StartRank = LocalRank.start) -> None:
+        """`start_rank`: its processes."""
         super().__init__(settings)
         self.start_rank = start_rank
         if not settings.model and not settings.is_host and settings.engine == "torch":
@@ -56,11 +53,10 @@ class ExecutorService(Service):
                 "or a hub name, or have the executor load what it is told to with --takes-models."
             )
         self.forks: ForkClient = fork_client(settings)
-        self._trains = settings.trains > 0
         self.activity: ActivityPage | None = None
-        """From `run` on, where the executor takes fine-tuning jobs."""
+        """From `run` on, where there may be jobs that pause for requests."""
         self._nodes = HeadNode(settings) if settings.nnodes > 1 else None
-        self._host = ModelHost(settings, self, start_trainer)
+        self._host = ModelHost(settings, self, self.job_kinds)
         self._own: GroupSupervisor | None = None
         if (
             settings.model
@@ -78,7 +74,8 @@ class ExecutorService(Service):
             MergedCollector(lambda: [one for group in groups.values() for one in group.collectors[1:]])
         )
         self.registry.register(self._host.metrics)
-        self.registry.register(self._host.trainings.metrics)
+        for jobs in self._host.jobs:
+            self.registry.register(jobs.metrics)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(rings))
 
@@ -89,9 +86,8 @@ class ExecutorService(Service):
         self.forks.start()
         try:
             with tempfile.TemporaryDirectory(prefix="ryzanstein-host-") as directory:
-                if self._trains:
-                    on_request = self._host.trainings.on_request
-                    self.activity = ActivityPage(Path(directory) / "activity", on_request)
+                if any(jobs.yields for jobs in self._host.jobs):
+                    self.activity = ActivityPage(Path(directory) / "activity", self._on_request)
                 await super().run()
         finally:
             self.forks.close()
@@ -121,6 +117,10 @@ class ExecutorService(Service):
         await self._host.stop()
         if self._nodes is not None:
             await self._nodes.stop()
+
+    def _on_request(self) -> None:
+        for jobs in self._host.jobs:
+            jobs.on_request()
 
     # --- commands --------------------------------------------------------------------------------
 

@@ -13,8 +13,12 @@ import msgspec
 import psutil
 import pytest
 
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.host_jobs import HostJobKind
 from services.executor.supervisor.host_memory import RANK_OVERHEAD
+from services.executor.supervisor.service import ExecutorService
 from shared.config import CommonSettings
+from shared.errors import InvalidRequest
 from shared.messages import (
     DispatchBatch,
     DispatchReply,
@@ -34,6 +38,7 @@ from shared.messages import (
     TokenFrame,
     UnloadModel,
 )
+from shared.messages.registry import StartTraining
 from shared.nats import subjects
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
@@ -202,6 +207,41 @@ async def test_the_model_that_an_executor_was_started_with_goes_and_comes_too(
         await own.ready("a")
         await own.dispatch("a", "one")
         assert len((await reader.finish("one"))[0]) == 8
+
+
+@pytest.mark.parametrize("gone", ExecutorService.job_kinds, ids=lambda kind: kind.__name__)
+async def test_without_a_kind_of_jobs_it_starts_and_serves(
+    bus: Bus,
+    nats_settings: CommonSettings,
+    reader: Reader,
+    monkeypatch: pytest.MonkeyPatch,
+    gone: HostJobKind,
+) -> None:
+    kinds = tuple(kind for kind in ExecutorService.job_kinds if kind is not gone)
+    monkeypatch.setattr(ExecutorService, "job_kinds", kinds)
+    values = {
+        "engine": "stub",
+        "served_model_name": "a",
+        "group": "a-group",
+        "instance": INSTANCE,
+        "trains": 1,
+    }
+    service = ExecutorService(ExecutorSettings(**{**nats_settings.model_dump(), **values}))
+    running = asyncio.create_task(service.run())
+    try:
+        async with asyncio.timeout(30):
+            [group] = service._host.groups.values()
+            await group.ready.wait()
+        host = Host(bus, process=None)  # type: ignore[arg-type]
+        await host.dispatch("a", "one")
+        assert len((await reader.finish("one"))[0]) == 8
+        assert not service.host_beat().trains
+        reply = await host.tell(StartTraining("job", "t", 1))
+        assert (reply.ok, reply.code) == (False, InvalidRequest.code)
+        assert "ryzanstein_executor_trainings" not in {one.name for one in service.registry.collect()}
+    finally:
+        service.end()
+        await running
 
 
 @pytest.mark.slow

@@ -321,7 +321,7 @@ async def test_a_model_gets_its_memory_and_the_job_keeps_its_state(host: Host) -
     assert (job.host, job.waiting_for) == ("", "The executor h needs its memory for a model.")
     assert job.retry_at > time.time()
     assert job.state is not None
-    assert host.memory.place_training("x", 2 * STUB_BYTES) == ()
+    assert host.memory.place_job("x", 2 * STUB_BYTES) == ()
 
 
 async def test_a_trainer_that_never_runs_fails_the_job_with_its_last_words(

@@ -5,10 +5,12 @@ Nothing else of them is replaced. What differs from production besides stands in
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.service import ExecutorService
+from services.executor.supervisor.trainings.host_trainings import HostTrainings
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
@@ -67,7 +69,8 @@ class Executor(Told, ExecutorService):
         stand_in()
         files = directory_of(self._world, CURRENT.get().host)
         settings = settings.model_copy(update={"model_cache": files})
-        super().__init__(settings, start_rank=self._start_rank, start_trainer=self._start_trainer)
+        self.job_kinds = (partial(HostTrainings, start_trainer=self._start_trainer),)
+        super().__init__(settings, start_rank=self._start_rank)
 
     async def run(self) -> None:
         family = Family(self._world)

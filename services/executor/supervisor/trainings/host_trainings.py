@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 import structlog
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.ipc.activity import ActivityPage
+from services.executor.supervisor.host_jobs import HostModels, JobService
 from services.executor.supervisor.host_memory import GPU_OVERHEAD, HostMemory
 from services.executor.supervisor.model_files import StoredModel, read_config
 from services.executor.supervisor.trainings.job_changes import MAX_REASON
@@ -32,7 +32,7 @@ from shared.errors import (
     RyzansteinError,
     Unavailable,
 )
-from shared.messages import HostReply, HostTraining, ModelSpec
+from shared.messages import HostCommand, HostReply, HostTraining, ModelSpec
 from shared.messages.registry import StartTraining, StopTraining
 from shared.messages.training import TrainingJob
 from shared.model_store.locks import ModelInUse, hold_model
@@ -55,45 +55,13 @@ STUB_BYTES = 1 << 20
 log = structlog.get_logger(__name__)
 
 
-class TrainingService(Protocol):
-    """What trainings need of the executor."""
-
-    instance: str
-    activity: ActivityPage | None
-
-    @property
-    def bus(self) -> Bus: ...
-
-    async def beat_now(self) -> None: ...
-
-
-class BaseModels(Protocol):
-    """What they need of the host's models."""
-
-    def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
-        """Of a group that serves it. Raises `RyzansteinError`."""
-        ...
-
-    async def prepare_base(self, settings: ExecutorSettings) -> str:
-        """Has its files made ready; returns what names it from then on. Raises `RyzansteinError`."""
-        ...
-
-    def serves(self, model: str) -> bool:
-        """Whether one of its groups has it in memory."""
-        ...
-
-    def gpu_variables(self, devices: Iterable[int]) -> dict[str, str]:
-        """Of the environment of a process that is to see these GPUs alone."""
-        ...
-
-
 class HostTrainings:
     def __init__(
         self,
         settings: ExecutorSettings,
-        service: TrainingService,
+        service: JobService,
         memory: HostMemory,
-        models: BaseModels,
+        models: HostModels,
         start_trainer: StartTrainer = TrainerProcess.start,
     ) -> None:
         self._settings = settings
@@ -101,6 +69,7 @@ class HostTrainings:
         self._service = service
         self._memory = memory
         self._models = models
+        self.yields = settings.trains > 0
         self._places = settings.trains if settings.nnodes == 1 else 0
         self._trainings: dict[str, Training] = {}
         """By the keys of their jobs."""
@@ -175,11 +144,11 @@ class HostTrainings:
     ) -> tuple[int, ...]:
         """Holds its memory; returns the GPU that it has. Raises `ModelDoesNotFit`."""
         key = tenant_key(job.tenant, job.id)
-        held = self._memory.training_devices(key)
+        held = self._memory.job_devices(key)
         if held is not None:
             return held
         training.memory = await asyncio.to_thread(self._bytes, job, settings)
-        return self._memory.place_training(key, training.memory)
+        return self._memory.place_job(key, training.memory)
 
     def _bytes(self, job: TrainingJob, settings: ExecutorSettings) -> int:
         if settings.engine == "stub":
@@ -199,6 +168,9 @@ class HostTrainings:
     def places(self) -> int:
         """Jobs that it takes at a time."""
         return 0 if self._stopping else self._places
+
+    def beat(self) -> dict[str, Any]:
+        return {"trains": self.places, "trainings": self.told()}
 
     def told(self) -> list[HostTraining]:
         return [training.told() for training in self._trainings.values()]
@@ -234,6 +206,11 @@ class HostTrainings:
         self._suspension.begin()
 
     # --- commands --------------------------------------------------------------------------------
+
+    async def on_command(self, command: HostCommand) -> HostReply | None:
+        if isinstance(command, StartTraining):
+            return await self.start(command)
+        return await self.end(command) if isinstance(command, StopTraining) else None
 
     async def start(self, command: StartTraining) -> HostReply:
         """Raises `RyzansteinError`. What cannot be found out now is asked again."""
@@ -298,6 +275,6 @@ class HostTrainings:
 
     def _forget(self, key: str) -> None:
         self._trainings.pop(key, None)
-        self._memory.release_training(key)
+        self._memory.release_job(key)
         if (held := self._held.pop(key, None)) is not None:
             held.release()

@@ -111,25 +111,25 @@ def test_promises_never_exceed_any_device(capacities: list[int], gpus: bool, ste
 def test_a_fine_tuning_job_has_what_models_leave_and_makes_way_for_them() -> None:
     memory = host(8 * GIB)
     memory.hold("own", 2 * GIB)
-    assert memory.place_training("first", 2 * GIB) == ()
-    assert memory.place_training("last", 3 * GIB) == ()
+    assert memory.place_job("first", 2 * GIB) == ()
+    assert memory.place_job("last", 3 * GIB) == ()
     with pytest.raises(ModelDoesNotFit, match="takes 2147483648 bytes, and its host has 1073741824 of"):
-        memory.place_training("more", 2 * GIB)
+        memory.place_job("more", 2 * GIB)
     assert memory.used == 2 * GIB, "a model may have the rest"
     weights = ModelSize(2 * GIB - RANK_OVERHEAD - 1, 0)
-    assert memory.place("a", weights, 1, 1).trainings == ("last",)
-    memory.release_training("last")
-    assert memory.place("b", weights, 1, 1).trainings == ()
-    assert memory.place("c", weights, 1, 1).trainings == ("first",)
-    assert memory.training_devices("first") == ()
-    assert memory.training_devices("last") is None
+    assert memory.place("a", weights, 1, 1).jobs == ("last",)
+    memory.release_job("last")
+    assert memory.place("b", weights, 1, 1).jobs == ()
+    assert memory.place("c", weights, 1, 1).jobs == ("first",)
+    assert memory.job_devices("first") == ()
+    assert memory.job_devices("last") is None
 
 
 def test_a_fine_tuning_job_has_the_emptiest_gpu() -> None:
     memory = HostMemory([80 * GIB, 80 * GIB], gpus=True, asleep_limit=GIB)
     memory.hold("own", 60 * GIB, [0])
-    assert memory.place_training("job", 50 * GIB) == (1,)
-    assert memory.training_devices("job") == (1,)
-    assert memory.place_training("other", 20 * GIB) == (1,)
+    assert memory.place_job("job", 50 * GIB) == (1,)
+    assert memory.job_devices("job") == (1,)
+    assert memory.place_job("other", 20 * GIB) == (1,)
     placed = memory.place("a", ModelSize(60 * GIB, 0), 1, GIB)
-    assert (placed.devices, placed.trainings) == ((1,), ("other", "job"))
+    assert (placed.devices, placed.jobs) == ((1,), ("other", "job"))

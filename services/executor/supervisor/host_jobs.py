@@ -1,0 +1,78 @@
+"""Jobs that run on hosts beside models: what a kind of them gets from the executor, and what it is there. The kinds are
+`ExecutorService.job_kinds`; without its line in that list an executor takes none of a kind."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from prometheus_client.registry import Collector
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.activity import ActivityPage
+from services.executor.supervisor.host_memory import HostMemory
+from shared.messages import HostCommand, HostReply, ModelSpec
+from shared.nats.bus import Bus
+
+
+class JobService(Protocol):
+    """What jobs need of the executor."""
+
+    instance: str
+    activity: ActivityPage | None
+
+    @property
+    def bus(self) -> Bus: ...
+
+    async def beat_now(self) -> None: ...
+
+
+class HostModels(Protocol):
+    """What they need of the host's models."""
+
+    def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
+        """Of a group that serves it. Raises `RyzansteinError`."""
+        ...
+
+    async def prepare_base(self, settings: ExecutorSettings) -> str:
+        """Has its files made ready; returns what names it from then on. Raises `RyzansteinError`."""
+        ...
+
+    def serves(self, model: str) -> bool:
+        """Whether one of its groups has it in memory."""
+        ...
+
+    def gpu_variables(self, devices: Iterable[int]) -> dict[str, str]:
+        """Of the environment of a process that is to see these GPUs alone."""
+        ...
+
+
+class HostJobs(Protocol):
+    """All jobs of one kind on a host."""
+
+    @property
+    def metrics(self) -> Collector: ...
+
+    yields: bool
+    """Whether its jobs pause while somebody waits for an answer, and `on_request` must be called then."""
+
+    def beat(self) -> dict[str, Any]:
+        """Its fields of `HostBeat`."""
+        ...
+
+    def on_request(self) -> None:
+        """A leader says that somebody waits for an answer."""
+        ...
+
+    async def on_command(self, command: HostCommand) -> HostReply | None:
+        """None: it is not this kind's. Raises `RyzansteinError`."""
+        ...
+
+    async def make_way(self, keys: Iterable[str]) -> None:
+        """Ends those of its jobs that `HostMemory` knows by these keys; returns when they are gone."""
+        ...
+
+    async def stop(self) -> None:
+        """Gives all its jobs back."""
+        ...
+
+
+HostJobKind = Callable[[ExecutorSettings, JobService, HostMemory, HostModels], HostJobs]
