@@ -1,6 +1,6 @@
 """What is wanted of a prompt beside its first token, gathered as the prompt is computed: its vector or its classes'
 logits, the log probabilities of its tokens, or those of given tokens behind it. Which rows of a step count is decided
-in `scheduler/steps.py`. Free of torch.
+in `scheduler/features/prompt_results.py`. Free of torch.
 
     row of p0 gives those of p1, that of p1 those of p2 ...      the last row's are the first output token's
 

@@ -25,9 +25,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from msgspec import structs
-
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.step_plan import to_bytes
 from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.prefix_index import BlockKey, block_digest, is_root
 
@@ -58,13 +56,10 @@ class Exchange:
         """Whether neither the plan under way nor the next one has to do with it."""
         return not (self._commands or self.arrivals.adopting)
 
-    def extend(self, plan: StepPlan) -> StepPlan:
-        """`plan`, which is about to be sent, with what it must carry."""
-        if not self.ready:
-            return plan
+    def take_fields(self) -> dict[str, bytes]:
+        """Fields of the `StepPlan` that is about to be sent."""
         pairs = self.arrivals.take()
-        command = self._commands.popleft() if self._commands else b""
-        return structs.replace(plan, adoptions=to_bytes(pairs), handover=command)
+        return {"adoptions": to_bytes(pairs), "handover": self._commands.popleft() if self._commands else b""}
 
     def make_way(self) -> bool:
         """Gives up what is being received, for sequences that need the room; whether there was anything. What is

@@ -20,8 +20,9 @@ sequence may take every other's blocks, and one that does not fit the whole cach
 With none running, the first that waits is admitted, since it fits the whole cache.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import msgspec
 
@@ -31,10 +32,12 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
-from services.executor.scheduler import admission, steps
+from services.executor.scheduler import admission
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+from services.executor.scheduler.features.catalog import FEATURES
 from services.executor.scheduler.overlap import (
     OverlapScheduling,
     StepsUnderWay,
@@ -52,7 +55,6 @@ from services.executor.scheduler.steps import (
     Step,
     build_plan,
     in_order,
-    rows_in,
     rows_of,
 )
 from services.executor.structured_output import GrammarState
@@ -62,7 +64,6 @@ from shared.messages.debugging import AllocatorDump
 
 Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
-Extension = Callable[[StepPlan, Seq[ScheduledTokens]], StepPlan]
 
 
 class Scheduler:
@@ -95,13 +96,6 @@ class Scheduler:
         self._planner = StepPlanner(spec, settings, self._tables)
         self._lookahead = OverlapScheduling(self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
-        features = (
-            (spec.max_adapters > 0, self._with_adapters),
-            (spec.whole_prompts, steps.with_segments),
-            (bool(spec.sparse), self._with_choices),
-        )
-        self._extensions: list[Extension] = [extend for has_it, extend in features if has_it]
-        """What plans carry for features that this engine has."""
         self._live: dict[str, Sequence] = {}
         self.interactive = 0
         """Of these, the ones that somebody waits for: all but those of the batch lane."""
@@ -109,6 +103,9 @@ class Scheduler:
         """Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched."""
         self._directories: dict[str, str] = {}
         """Where the files of adapters are, by digest."""
+        context = FeatureContext(spec, self._tables, self._planner, self._directories)
+        made = [make(context) for make in FEATURES]
+        self._features: list[StepFeature] = [feature for feature in made if feature is not None]
         self._ended = admission.RecentlyEnded()
         self._owed: Entries = {}
         self._leaving = False
@@ -275,18 +272,13 @@ class Scheduler:
         self.drafter.extend(batch, self._tables, self._planner.running)
         followed = engine is not None and engine.follows(batch)
         self.step += 1
-        states = self._tables.states_of(lambda: rows_in(batch), self._planner.running)
+        planned = PlannedStep(batch)
+        fields = self._fields_of(planned)
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
-        if states or followed:
-            plan = msgspec.structs.replace(plan, **states, followed=followed)
-        pools, scored, named = steps.parts_of(batch)
-        plan = self._tables.exchange.extend(plan)
-        if pools or scored or named:
-            plan = steps.with_parts(plan, pools, scored, named)
-        for extend in self._extensions:
-            plan = extend(plan, batch)
+        if fields or followed:
+            plan = msgspec.structs.replace(plan, **fields, followed=followed)
         rows = rows_of(sampled, self._planner.rows)
-        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named, followed=followed))
+        self._steps.begin(Step(batch, sampled, rows, planned.takers, followed=followed))
         return plan, list(rows)
 
     def plan_drafts(self, now: float = 0.0) -> tuple[DraftPlan, list[SampledRow]] | None:
@@ -332,30 +324,22 @@ class Scheduler:
             return None
         self._tables.begin(now)
         self.step += 1
-        states = self._tables.states_of(
-            lambda: [(one.sequence, one.position, 1, 0) for one in successors], self._planner.running
-        )
-        plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
-        if states:
-            plan = msgspec.structs.replace(plan, **states)
         step = step_ahead(successors)
-        for extend in self._extensions:
-            plan = extend(plan, step.batch)
+        rows = [(one.sequence, one.position, 1, 0) for one in successors]
+        fields = self._fields_of(PlannedStep(step.batch, rows))
+        plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
+        if fields:
+            plan = msgspec.structs.replace(plan, **fields)
         self._steps.begin(step)
         return plan, list(step.rows)
 
-    def _with_adapters(self, plan: StepPlan, batch: Seq[ScheduledTokens]) -> StepPlan:
-        if self._planner.slots.empty:
-            return plan
-        loads = [
-            (slot, self._directories[digest]) for slot, digest in self._planner.slots.take_loads().items()
-        ]
-        return steps.with_adapters(plan, (chunk.sequence for chunk in in_order(batch)), loads)
-
-    def _with_choices(self, plan: StepPlan, batch: Seq[ScheduledTokens]) -> StepPlan:
-        if not self._planner.choosing:
-            return plan
-        return steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
+    def _fields_of(self, step: PlannedStep) -> dict[str, Any]:
+        """Before copies are taken: what a feature says may have blocks evicted."""
+        fields: dict[str, Any] = {}
+        for feature in self._features:
+            if found := feature(step):
+                fields.update(found)
+        return fields
 
     def update(
         self,
@@ -378,9 +362,7 @@ class Scheduler:
         drawn = self.drafter.take(step, sampled, seconds)
         self._steps.close()
         self._tables.seal([chunk.sequence for chunk in step.batch])
-        for sequence, entry in (
-            () if pooled is None and scores is None else steps.take_parts(step, pooled, scores)
-        ):
+        for sequence, entry in [told for take in step.takers for told in take(pooled, scores)]:
             self._stages.drawn(sequence, self._now, finished=True)
             self._end(sequence, entry)
         self._tell(drawn)

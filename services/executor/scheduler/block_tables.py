@@ -17,7 +17,7 @@ Where the model keeps recurrent state (`state_slots.py`), a known beginning ends
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from msgspec import structs
@@ -30,7 +30,7 @@ from services.executor.kv_cache.prefix_index import BlockKey, state_key
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.state_slots import Rows, StateSlots, places
+from services.executor.scheduler.state_slots import StateSlots, places
 from shared.messages.debugging import AllocatorDump
 
 DISK_COST = 4
@@ -387,13 +387,6 @@ class BlockTables:
 
     def take_copies(self) -> Copies:
         return self._allocator.take_copies()
-
-    def states_of(self, rows: Callable[[], Rows], running: Collection[Sequence]) -> dict[str, bytes]:
-        """What the plan that is about to be sent, and computes `rows`, says of recurrent state: fields of `StepPlan`.
-        To be called before `take_copies`, since snapshots may have blocks evicted."""
-        if not self.states.total:
-            return {}
-        return self.states.plan(rows(), self.free_blocks(running) - self.reserve(len(running)))
 
     def close(self, failed: Collection[int] = (), *, computed: bool = True) -> list[Sequence]:
         """The step is over: what it has restored can be found by others, except for the slots `failed`. `computed`:

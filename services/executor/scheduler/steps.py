@@ -1,42 +1,17 @@
-"""From the batch, `{sequence: number of tokens}`, to the step plan that the ranks execute.
-
-What is wanted of prompts beside their next token, by the rows of a step. Vectors:
-
-    prompt    [ p0 p1 p2 p3 | p4 p5 p6 p7 | p8 p9 ]     in chunks, as it comes
-    mean        ^^^^^^^^^^^   ^^^^^^^^^^^   ^^^^^       every row, once
-    last                                       ^
-    cls         ^
-    sums        s            + s'          + s''    divided by the number of rows, brought to length 1
-
-A preempted prompt may be computed again from its beginning or from where the cache has it; rows that were counted
-are not counted again. For `mean` and `cls` nothing is taken from other prompts' blocks, since rows that are not
-computed would be missing: the chain of the prompt's blocks begins with a name of its own.
-
-Log probabilities of the prompt's tokens:
-
-    prompt    [ p0 p1 p2 p3 | p4 p5 p6 ]     in chunks, as it comes
-    scored      ^  ^  ^  ^    ^  ^
-    sampled                         ^        where there is to be output
-
-A row is scored once, and nothing is taken from other prompts' blocks, for the same reasons.
-"""
+"""From the batch, `{sequence: number of tokens}`, to the step plan that the ranks execute."""
 
 from array import array
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
-from operator import attrgetter
 from typing import NamedTuple
 
-import msgspec
-
 from services.executor.core.engine import DraftPlan
-from services.executor.core.prompt_results import Floats, PromptRows, Scores
+from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
-from services.executor.scheduler.adapter_slots import NO_SLOT
-from services.executor.scheduler.sequence import Ending, Sequence
+from services.executor.scheduler.sequence import Sequence
 from shared.messages import GenerationRequest, TokenEntry
 
 
@@ -61,17 +36,6 @@ class ScheduledTokens(NamedTuple):
         return self.sequence.num_computed + self.width
 
 
-class PromptPart(NamedTuple):
-    """Rows of a prompt, in one step, that something is wanted of."""
-
-    sequence: Sequence
-    first: int
-    """Row of the flat batch."""
-    start: int
-    """Position of its token."""
-    end: int
-
-
 class SampledRow(NamedTuple):
     sequence: Sequence
     sampling: SamplingState
@@ -84,19 +48,20 @@ class SampledRow(NamedTuple):
         return self.sequence.request
 
 
+Taker = Callable[[Floats | None, Scores | None], list[tuple[Sequence, TokenEntry | None]]]
+"""Takes what the engine has summed up and scored in a step; returns the sequences that are over, with what they end
+with."""
+
+
 class Step(NamedTuple):
     batch: Seq[ScheduledTokens]
     sampled: Seq[ScheduledTokens]
     """Those that give tokens, in the order of their rows."""
     rows: Seq[SampledRow]
-    pools: Seq[PromptPart] = ()
-    """What it sums up."""
+    takers: Seq[Taker] = ()
+    """Who takes what it gives beside tokens."""
     ahead: bool = False
     """Whether it was planned before the tokens of the step before it were known (`overlap.py`)."""
-    scored: Seq[PromptPart] = ()
-    """What of its prompts it scores."""
-    named: Seq[PromptPart] = ()
-    """Behind which of its prompts it scores given tokens."""
     followed: bool = False
     """`StepPlan.followed`"""
 
@@ -190,11 +155,6 @@ def in_order(batch: Seq[ScheduledTokens]) -> list[ScheduledTokens]:
     return singles + [chunk for chunk in batch if chunk.length > 1 or chunk.drafts]
 
 
-def rows_in(batch: Seq[ScheduledTokens]) -> list[tuple[Sequence, int, int, int]]:
-    """(sequence, position of its first token, tokens, drafts behind them) in the order of the flat batch."""
-    return [(c.sequence, c.sequence.num_computed, c.length, len(c.drafts)) for c in in_order(batch)]
-
-
 def rows_of(sampled: list[ScheduledTokens], known: dict[Sequence, SampledRow]) -> list[SampledRow]:
     """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts. `known`:
     of sequences, those after the last token, which are the same in every step; those that lack are added."""
@@ -272,135 +232,3 @@ def build_draft_plan(
     )
     behind = [_slots(s, end, end + count - 1, block_size).tobytes() for s, _, end in parts]
     return DraftPlan(plan, count, b"".join(behind)), [SampledRow(s, s.sampling) for s in ordered]
-
-
-_VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
-_SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
-_NAMED: Callable[[Sequence], PromptRows | None] = attrgetter("named")
-
-
-def parts_of(batch: Seq[ScheduledTokens]) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart]]:
-    """What of its prompts a step sums up, what it scores, and behind what it scores given tokens."""
-    if not [chunk for chunk in batch if chunk.sequence.tells_of_prompt]:  # nearly always
-        return [], [], []
-    return _parts(batch, _VECTOR), _parts(batch, _SCORES), _parts(batch, _NAMED)
-
-
-def _parts(batch: Seq[ScheduledTokens], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
-    found, row = [], 0
-    for chunk in in_order(batch):
-        of, start = wanted(chunk.sequence), chunk.sequence.num_computed
-        if of is not None and (rows := of.rows(start, start + chunk.length)) is not None:
-            found.append(PromptPart(chunk.sequence, row + rows[0] - start, *rows))
-        row += chunk.width
-    return found
-
-
-def take_sums(pools: Seq[PromptPart], sums: Floats) -> list[Sequence]:
-    """Counts what a step has given: `sums` [len(pools), hidden]. Returns those whose vectors are whole."""
-    whole = []
-    for part, summed in zip(pools, sums, strict=True):
-        sequence = part.sequence
-        if sequence.ending is Ending.NONE and sequence.vector is not None:
-            sequence.vector.add(summed, part.end)
-            if sequence.vector.whole:
-                whole.append(sequence)
-    return whole
-
-
-def with_parts(
-    plan: StepPlan, pools: Seq[PromptPart], scored: Seq[PromptPart], named: Seq[PromptPart]
-) -> StepPlan:
-    """`plan`, told what is wanted of its prompts."""
-    if pools:
-        sums = [(part.first, part.first + part.end - part.start) for part in pools]
-        plan = msgspec.structs.replace(plan, pools=to_bytes(sums))
-    return _with_scored(plan, scored, named) if scored or named else plan
-
-
-def _with_scored(plan: StepPlan, scored: Seq[PromptPart], named: Seq[PromptPart]) -> StepPlan:
-    rows: list[int] = []
-    targets: list[int] = []
-    for part in scored:
-        rows += range(part.first, part.first + part.end - part.start)
-        targets += part.sequence.tokens[part.start + 1 : part.end + 1]
-    prompts = len(rows)
-    for part in named:
-        wanted = _targets_of(part.sequence)
-        rows += [part.first] * len(wanted)
-        targets += wanted
-    tops = [part.sequence.scores.top for part in scored if part.sequence.scores is not None]
-    return msgspec.structs.replace(
-        plan,
-        score_rows=to_bytes(rows),
-        score_targets=to_bytes(targets),
-        score_top=max(tops, default=0),
-        score_named=len(rows) - prompts,
-    )
-
-
-def _targets_of(sequence: Sequence) -> list[int]:
-    return [] if sequence.named is None else sequence.named.targets
-
-
-def with_segments(plan: StepPlan, batch: Seq[ScheduledTokens]) -> StepPlan:
-    """`plan` of `batch`, told where the second segments of its sequences begin."""
-    begins = [chunk.sequence.request.second_segment for chunk in in_order(batch)]
-    return msgspec.structs.replace(plan, second_segments=to_bytes(begins)) if any(begins) else plan
-
-
-def with_adapters(plan: StepPlan, sequences: Iterable[Sequence], loads: list[tuple[int, str]]) -> StepPlan:
-    """`plan`, of these sequences in this order, with the slots of their adapters, and the directories that are read
-    into slots first."""
-    slots = [sequence.adapter_slot for sequence in sequences]
-    if not loads and max(slots, default=NO_SLOT) == NO_SLOT:
-        return plan
-    return msgspec.structs.replace(plan, adapters=to_bytes(slots), adapter_loads=loads)
-
-
-def with_choices(plan: StepPlan, sequences: Iterable[Sequence]) -> StepPlan:
-    """`plan`, told what the tokens of its sequences, in their order, read."""
-    choices = [sequence.choice for sequence in sequences]
-    return msgspec.structs.replace(plan, sparse=to_bytes([number for choice in choices for number in choice]))
-
-
-def take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
-    """Counts what a step has given. Returns those whose prompts are scored and that have nothing else to give, or
-    whose scores are no numbers."""
-    over, at = [], 0
-    for sequence, _, start, end in scored:
-        count = end - start
-        part, at = found.part(at, at + count), at + count
-        if sequence.ending is not Ending.NONE or sequence.scores is None:
-            continue
-        sequence.scores.add(part, end)
-        if not sequence.scores.finite or (sequence.scores.whole and not sequence.continues):
-            over.append(sequence)
-    return over
-
-
-def take_named(named: Seq[PromptPart], found: Scores) -> list[Sequence]:
-    """Counts what a step has given behind prompts: the last rows of `found`. Returns those that it has told of."""
-    at = len(found.logprobs) - sum(len(_targets_of(part.sequence)) for part in named)
-    whole = []
-    for sequence, _, _, end in named:
-        count = len(_targets_of(sequence))
-        part, at = found.part(at, at + count), at + count
-        if sequence.ending is Ending.NONE and sequence.named is not None:
-            sequence.named.add(part, end)
-            whole.append(sequence)
-    return whole
-
-
-def take_parts(
-    step: Step, pooled: Floats | None, scores: Scores | None
-) -> list[tuple[Sequence, TokenEntry | None]]:
-    """Counts what a step has given of prompts that are summed up or scored: those that are over, with what they end
-    with."""
-    told: list[tuple[Sequence, TokenEntry | None]] = []
-    if pooled is not None:
-        told += [(s, s.vector_entry()) for s in take_sums(step.pools, pooled)]
-    if scores is not None:
-        told += [(s, s.scores_entry()) for s in take_scores(step.scored, scores)]
-        told += [(s, s.vector_entry()) for s in take_named(step.named, scores)]
-    return told

@@ -1,0 +1,49 @@
+"""The interface of features: what a step does for them beside computing tokens.
+
+    before a step   fields of its plan, and who takes what comes of it
+    behind it       each `Taker` ──▶ sequences that are over
+
+Who is admitted, and with how many tokens, is decided before (`step_planner.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.state_slots import Rows
+from services.executor.scheduler.step_planner import StepPlanner
+from services.executor.scheduler.steps import ScheduledTokens, Taker, in_order
+
+
+class FeatureContext(NamedTuple):
+    spec: EngineSpec
+    tables: BlockTables
+    planner: StepPlanner
+    directories: Mapping[str, str]
+    """Where the files of adapters are, by digest."""
+
+
+class PlannedStep:
+    """A step that is about to be sent, and whose copies were not taken yet."""
+
+    def __init__(self, batch: Seq[ScheduledTokens], ahead: Rows | None = None) -> None:
+        """`ahead`: its rows, where it is planned before the tokens of the step before it are known; its sequences stand
+        where that one began then."""
+        self.batch = batch
+        self.ahead = ahead
+        self.takers: list[Taker] = []
+
+    @cached_property
+    def rows(self) -> Rows:
+        if self.ahead is not None:
+            return self.ahead
+        return [(c.sequence, c.sequence.num_computed, c.length, len(c.drafts)) for c in in_order(self.batch)]
+
+
+StepFeature = Callable[[PlannedStep], Mapping[str, Any] | None]
+"""Fields of a step's `StepPlan`; None: it needs none of this. May have blocks evicted, and add to the step's takers."""
+FeatureMaker = Callable[[FeatureContext], StepFeature | None]
+"""None: this engine has no use for it."""

@@ -1,0 +1,157 @@
+"""What is wanted of prompts beside their next token, by the rows of a step: vectors, log probabilities. Vectors:
+
+    prompt    [ p0 p1 p2 p3 | p4 p5 p6 p7 | p8 p9 ]     in chunks, as it comes
+    mean        ^^^^^^^^^^^   ^^^^^^^^^^^   ^^^^^       every row, once
+    last                                       ^
+    cls         ^
+    sums        s            + s'          + s''    divided by the number of rows, brought to length 1
+
+A preempted prompt may be computed again from its beginning or from where the cache has it; rows that were counted
+are not counted again. For `mean` and `cls` nothing is taken from other prompts' blocks, since rows that are not
+computed would be missing: the chain of the prompt's blocks begins with a name of its own.
+
+Log probabilities of the prompt's tokens:
+
+    prompt    [ p0 p1 p2 p3 | p4 p5 p6 ]     in chunks, as it comes
+    scored      ^  ^  ^  ^    ^  ^
+    sampled                         ^        where there is to be output
+
+A row is scored once, and nothing is taken from other prompts' blocks, for the same reasons.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from services.executor.core.prompt_results import Floats, PromptRows, Scores
+from services.executor.core.step_plan import to_bytes
+from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+from services.executor.scheduler.sequence import Ending, Sequence
+from services.executor.scheduler.state_slots import Rows
+from shared.messages import TokenEntry
+
+
+def prompt_results(context: FeatureContext) -> StepFeature:
+    return _fields
+
+
+class PromptPart(NamedTuple):
+    """Rows of a prompt, in one step, that something is wanted of."""
+
+    sequence: Sequence
+    first: int
+    """Row of the flat batch."""
+    start: int
+    """Position of its token."""
+    end: int
+
+
+_VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
+_SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
+_NAMED: Callable[[Sequence], PromptRows | None] = attrgetter("named")
+
+
+def _fields(step: PlannedStep) -> dict[str, Any] | None:
+    if step.ahead is not None or not [chunk for chunk in step.batch if chunk.sequence.tells_of_prompt]:
+        return None  # nearly always
+    pools, scored, named = (_parts(step.rows, wanted) for wanted in (_VECTOR, _SCORES, _NAMED))
+    if not (pools or scored or named):
+        return None
+    step.takers.append(partial(_take, pools, scored, named))
+    fields: dict[str, Any] = _scored_fields(scored, named) if scored or named else {}
+    if pools:
+        fields["pools"] = to_bytes([(part.first, part.first + part.end - part.start) for part in pools])
+    return fields
+
+
+def _parts(rows: Rows, wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
+    found, row = [], 0
+    for sequence, start, length, drafts in rows:
+        of = wanted(sequence)
+        if of is not None and (own := of.rows(start, start + length)) is not None:
+            found.append(PromptPart(sequence, row + own[0] - start, *own))
+        row += length + drafts
+    return found
+
+
+def _take_sums(pools: Seq[PromptPart], sums: Floats) -> list[Sequence]:
+    """Counts what a step has given: `sums` [len(pools), hidden]. Returns those whose vectors are whole."""
+    whole = []
+    for part, summed in zip(pools, sums, strict=True):
+        sequence = part.sequence
+        if sequence.ending is Ending.NONE and sequence.vector is not None:
+            sequence.vector.add(summed, part.end)
+            if sequence.vector.whole:
+                whole.append(sequence)
+    return whole
+
+
+def _scored_fields(scored: Seq[PromptPart], named: Seq[PromptPart]) -> dict[str, Any]:
+    rows: list[int] = []
+    targets: list[int] = []
+    for part in scored:
+        rows += range(part.first, part.first + part.end - part.start)
+        targets += part.sequence.tokens[part.start + 1 : part.end + 1]
+    prompts = len(rows)
+    for part in named:
+        wanted = _targets_of(part.sequence)
+        rows += [part.first] * len(wanted)
+        targets += wanted
+    tops = [part.sequence.scores.top for part in scored if part.sequence.scores is not None]
+    return {
+        "score_rows": to_bytes(rows),
+        "score_targets": to_bytes(targets),
+        "score_top": max(tops, default=0),
+        "score_named": len(rows) - prompts,
+    }
+
+
+def _targets_of(sequence: Sequence) -> list[int]:
+    return [] if sequence.named is None else sequence.named.targets
+
+
+def _take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
+    """Counts what a step has given. Returns those whose prompts are scored and that have nothing else to give, or
+    whose scores are no numbers."""
+    over, at = [], 0
+    for sequence, _, start, end in scored:
+        count = end - start
+        part, at = found.part(at, at + count), at + count
+        if sequence.ending is not Ending.NONE or sequence.scores is None:
+            continue
+        sequence.scores.add(part, end)
+        if not sequence.scores.finite or (sequence.scores.whole and not sequence.continues):
+            over.append(sequence)
+    return over
+
+
+def _take_named(named: Seq[PromptPart], found: Scores) -> list[Sequence]:
+    """Counts what a step has given behind prompts: the last rows of `found`. Returns those that it has told of."""
+    at = len(found.logprobs) - sum(len(_targets_of(part.sequence)) for part in named)
+    whole = []
+    for sequence, _, _, end in named:
+        count = len(_targets_of(sequence))
+        part, at = found.part(at, at + count), at + count
+        if sequence.ending is Ending.NONE and sequence.named is not None:
+            sequence.named.add(part, end)
+            whole.append(sequence)
+    return whole
+
+
+def _take(
+    pools: Seq[PromptPart],
+    scored: Seq[PromptPart],
+    named: Seq[PromptPart],
+    pooled: Floats | None,
+    scores: Scores | None,
+) -> list[tuple[Sequence, TokenEntry | None]]:
+    """A `Taker`: counts what a step has given of prompts that are summed up or scored."""
+    told: list[tuple[Sequence, TokenEntry | None]] = []
+    if pooled is not None:
+        told += [(s, s.vector_entry()) for s in _take_sums(pools, pooled)]
+    if scores is not None:
+        told += [(s, s.scores_entry()) for s in _take_scores(scored, scores)]
+        told += [(s, s.vector_entry()) for s in _take_named(named, scores)]
+    return told

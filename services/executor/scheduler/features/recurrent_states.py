@@ -1,0 +1,14 @@
+"""States of layers that keep one for each sequence, in slots (`state_slots.py`)."""
+
+from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+
+
+def recurrent_states(context: FeatureContext) -> StepFeature | None:
+    tables, planner = context.tables, context.planner
+
+    def fields(step: PlannedStep) -> dict[str, bytes]:
+        """Snapshots may have blocks evicted."""
+        room = tables.free_blocks(planner.running) - tables.reserve(len(planner.running))
+        return tables.states.plan(step.rows, room)
+
+    return fields if tables.states.total else None
