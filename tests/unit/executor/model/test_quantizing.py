@@ -116,3 +116,15 @@ def test_every_format_that_settings_name_is_declared_once() -> None:
     assert set(CODECS) == set(WEIGHT_FORMATS) == set(WEIGHT_BITS)
     assert all(codec.bits <= WEIGHT_BITS[name] < codec.bits + 1 for name, codec in CODECS.items())
     assert {codec.vocabulary for codec in CODECS.values()} <= set(CODECS)
+
+
+@pytest.mark.parametrize("left_out", CODECS)
+def test_without_one_format_the_rest_quantizes(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those whose embedding and head are of that format."""
+    monkeypatch.delitem(CODECS, left_out)
+    rest = [codec for codec in CODECS.values() if codec.vocabulary != left_out]
+    assert len(rest) >= 3
+    weight = rows(48, 256)
+    for codec in rest:
+        assert error(weight, quantized(codec, weight).dequantized()) < 0.1
+        assert codec.for_vocabulary().bits >= codec.bits
