@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from tests.alerts import page as alerts
-from tests.docs import configuration, folders, limits, models, tools
+from tests.docs import configuration, folders, limits, models, rules, tools
 from tests.monitoring import page as metrics
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -14,6 +14,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "encoders": models.encoders,
     "refused": models.refused,
     "limits": limits.table,
+    "rules": rules.table,
     "tools": tools.table,
     "alerts": alerts.alerts_table,
     "runbooks": alerts.index_table,

@@ -13,11 +13,11 @@ from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.schemas import ChatCompletionRequest, Messages, TokenId
+from services.gateway.intake.rules import OneOf, Ruled, check_rules
+from services.gateway.intake.schemas import CONTINUES, ChatCompletionRequest, Messages, TokenId
 from services.gateway.intake.validation import check_chat, check_token_ids
 from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from services.gateway.tool_calls.schemas import Tool
 from shared.messages import ModelCard
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TokenizeRequest(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A `prompt` or `messages`, not both."""
 
     model: str | None = None
@@ -39,6 +39,16 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
+
+    rules = (
+        OneOf(
+            ways=(("messages",), ("prompt",)),
+            kinds={"prompt": {"type": "string"}, "messages": {"type": "array"}},
+            lacks="Give either 'prompt' or 'messages'.",
+            param="prompt",
+        ),
+        CONTINUES,
+    )
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -120,10 +130,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 async def tokenize(ask: RequestContext) -> Tokenized:
     intake = await ask.counted()
     request = decode(await ask.body(ask.settings.body_limit), _tokenize_decoder)
-    if (request.prompt is None) == (request.messages is None):
-        raise InvalidParameter(
-            "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
-        )
+    check_rules(request)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     tokens = await _tokens_of(request, card, tokenizer)
     strings: list[str] | None = None

@@ -10,12 +10,11 @@ lost. `dimensions` cuts a vector and brings it to length 1 again, as models are 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import msgspec
-
-from services.gateway.core.errors import InvalidParameter, check_range, check_size, missing
+from services.gateway.core.errors import InvalidParameter, check_range, check_size
 from services.gateway.intake.record import Context, RunDependencies
+from services.gateway.intake.rules import OneOf, Ruled, Rules, check_rules
 from services.gateway.intake.sampling import cache_salt, check_text, session_of
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -37,7 +36,7 @@ _TOKEN_BYTES = 5
 """Of a token on the wire, at most."""
 
 
-class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EmbeddingRequest(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/embeddings. `input`: a string, strings, token ids, or lists of token ids; or `messages` in its place."""
 
     model: ModelName
@@ -63,19 +62,21 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     prompt_name: str | None = None
     """Which of the model's own prompts texts are put behind (`ModelCard.prompts`); left out: the default one."""
 
-
-OF_VECTORS = (
-    *("messages", "add_generation_prompt", "chat_template_kwargs"),
-    *("dimensions", "prompt_name", "truncation_side"),
-)
-"""Fields that have no meaning where the probabilities of classes are wanted."""
+    rules: ClassVar[Rules] = (
+        OneOf(
+            ways=(("input",), ("messages",)),
+            kinds={"messages": {"type": "array"}},
+            lacks="Missing required parameter: 'input'; send texts or token ids, or a conversation as 'messages', not "
+            "both.",
+            param="input",
+        ),
+    )
 
 
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     """The inputs, each a text or token ids; of a conversation none. Raises `InvalidParameter`."""
+    check_rules(request)
     given = request.input
-    if (given is None) == (request.messages is None):
-        raise missing("input", "texts or token ids, or a conversation as 'messages', not both")
     if given is None:
         return []
     if isinstance(given, str):

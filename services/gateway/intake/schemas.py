@@ -1,7 +1,7 @@
 """Request bodies, as OpenAI defines them, with the extensions that vLLM made common.
 
 The annotation of a field is the one place that says its type, range, length and values: `decoding.py` refuses what is
-beyond them, and the OpenAPI document shows them. What fields demand of each other stands in `validation.py`.
+beyond them, and the OpenAPI document shows them. What fields demand of each other are the struct's `rules`.
 
 A field that is null counts as not given. Fields of OpenAI's API that this server does not have are declared too
 (`neutral`), so that they are refused by name and not as if they were typing errors; any other field is refused as
@@ -11,11 +11,24 @@ unknown.
 import operator
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
+from services.gateway.intake.rules import (
+    ENTRIES,
+    GIVEN,
+    NOT_TRUE,
+    TEXT,
+    TRUE,
+    OneOf,
+    Rule,
+    Ruled,
+    Rules,
+    at_least,
+    equal,
+)
 from services.gateway.tool_calls.schemas import (
     CalledFunction,
     FunctionDefinition,
@@ -155,12 +168,28 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older names of the same."""
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+ONLY_STREAMED = Rule(
+    field="stream_options",
+    needs={"stream": TRUE},
+    error="The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+)
+
+
+class StreamOptions(Ruled, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Chunks are padded where it is true, and are not where it is left out."""
     continuous_usage_stats: bool | None = None
     """vLLM's: usage so far in every chunk."""
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            field="continuous_usage_stats",
+            when=TRUE,
+            needs={"include_usage": TRUE},
+            error="Invalid value for '{at}continuous_usage_stats': it needs '{at}include_usage'.",
+        ),
+    )
 
 
 _Tokens = Annotated[int, Meta(ge=0, le=sparse_attention.MOST_TOKENS)] | None
@@ -226,7 +255,7 @@ class InputFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 PART_TYPES = ("text", "refusal", "file")
 
 
-class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ContentPart(Ruled, frozen=True, forbid_unknown_fields=True):
     """A part of a message's content: a text, a file of text, or an assistant's refusal. Any other field that is given
     is refused."""
 
@@ -238,13 +267,24 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: str | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
+    rules = (
+        OneOf(
+            ways=tuple((kind,) for kind in PART_TYPES),
+            kinds={"text": {"type": "string"}, "refusal": {"type": "string"}},
+            tag="type",
+            lacks="Missing required parameter: '{at}{field}'.",
+            repeats="Unsupported parameter: '{at}{field}' is not supported by this server; leave it out.",
+            repeats_reason="unsupported_parameter",
+        ),
+    )
+
 
 _PARTS = {"minItems": 1, "maxItems": limits.PARTS.value}
 _CALLS = {"maxItems": limits.CALLS.value}
 """All messages together have no more."""
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Message(Ruled, frozen=True, forbid_unknown_fields=True):
     """A message of a conversation; what a client echoes back of an answer is allowed where it is empty.
 
     `name` and `tool_call_id` go to the chat template.
@@ -261,6 +301,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     annotations: Annotated[Any, neutral([])] = None
     reasoning_content: str | None = None
     """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
+
+    rules = (
+        Rule(
+            needs_one={"content": GIVEN, "tool_calls": ENTRIES, "function_call": GIVEN, "refusal": TEXT},
+            error="Missing required parameter: '{at}content'; send a string or an array of text parts.",
+            reason="missing_required_parameter",
+            param="content",
+        ),
+    )
 
 
 _SPEAKERS = frozenset(("system", "developer", "user", "assistant"))
@@ -310,7 +359,7 @@ MinP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
 
 
-class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GenerationFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What chat completions and completions have in common."""
 
     model: ModelName
@@ -379,11 +428,30 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None
 
-    # OpenAI's, see `extra_fields.py`
+    # OpenAI's
     metadata: NamedMetadata | None = None
     safety_identifier: User | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None
+
+    rules: ClassVar[Rules] = (
+        ONLY_STREAMED,
+        Rule(
+            field="prompt_logprobs",
+            needs={"stream": NOT_TRUE},
+            error="Invalid value for 'prompt_logprobs': they are not streamed; leave out 'stream' (over gRPC set "
+            "output.whole), or ask for a completion with 'echo' and 'logprobs'.",
+        ),
+    )
+
+
+CONTINUES = Rule(
+    field="continue_final_message",
+    when=TRUE,
+    needs={"add_generation_prompt": NOT_TRUE},
+    error="Invalid value for 'continue_final_message': an answer either continues the last message or begins a new "
+    "one; leave out 'add_generation_prompt'.",
+)
 
 
 class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -420,6 +488,16 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     moderation: Annotated[Any, neutral()] = None
     web_search_options: Annotated[Any, neutral()] = None
 
+    rules = (
+        *GenerationFields.rules,
+        Rule(
+            field="top_logprobs",
+            needs={"logprobs": TRUE},
+            error="The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.",
+        ),
+        CONTINUES,
+    )
+
 
 class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions. `prompt`: a string, strings, token ids, or lists of token ids."""
@@ -431,3 +509,22 @@ class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=Tru
     add_special_tokens: bool | None = None
     suffix: Annotated[Any, neutral("")] = None
     """No open model says how it was taught to fill in the middle."""
+
+    rules = (
+        *GenerationFields.rules,
+        Rule(
+            field="max_tokens",
+            when=equal(0),
+            needs_one={"echo": TRUE, "prompt_logprobs": GIVEN},
+            error="Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; "
+            "max_tokens=0 requires 'echo' or 'prompt_logprobs'.",
+            reason="integer_below_min_value",
+        ),
+        Rule(
+            field="best_of",
+            when=at_least(2),
+            needs={"stream": NOT_TRUE},
+            error="Invalid value for 'best_of': which candidates are the best is known at their end, so they cannot be "
+            "streamed; leave out 'stream' or 'best_of'.",
+        ),
+    )

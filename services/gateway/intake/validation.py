@@ -1,10 +1,11 @@
-"""What fields of a request demand of each other, and what a conversation must be; ranges stand in the types.
+"""What is checked of a request beside its types and its rules (`rules.py`): conversations, sums, and whether the model
+does it.
 
 Every refusal is an `InvalidParameter`, with OpenAI's words and codes.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -13,10 +14,10 @@ from services.gateway.core.errors import (
     asks_for_nothing,
     check_range,
     empty_array,
-    missing,
     unsupported,
 )
 from services.gateway.intake import tools
+from services.gateway.intake.rules import check_rules
 from services.gateway.intake.schemas import (
     MAX_SEED,
     PART_TYPES,
@@ -74,21 +75,9 @@ def _check_fields(request: GenerationFields) -> None:
         check_neutral(request.prompt_cache_options, "prompt_cache_options.")
     if request.truncate_prompt_tokens is not None:
         check_truncation(request.truncate_prompt_tokens)
-    options = request.stream_options
-    if options is not None:
-        check_stream_options(request)
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise _wrong("stream_options.continuous_usage_stats", "it needs 'stream_options.include_usage'.")
-    if request.prompt_logprobs is not None and request.stream:
-        raise _wrong(
-            "prompt_logprobs",
-            "they are not streamed; leave out 'stream' (over gRPC set output.whole), or ask for a completion with "
-            "'echo' and 'logprobs'.",
-        )
-
-
-def _wrong(name: str, why: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid value for '{name}': {why}", param=name, reason="invalid_value")
+    check_rules(request)
+    if request.stream_options is not None:
+        check_rules(request.stream_options, "stream_options.")
 
 
 def check_truncation(count: int | None) -> None:
@@ -145,32 +134,15 @@ def check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None
         )
 
 
-class _Streamable(Protocol):
-    @property
-    def stream(self) -> bool | None: ...
-    @property
-    def stream_options(self) -> msgspec.Struct | None: ...
-
-
 def streamed(request: StructT) -> StructT:
     """`request`, streamed. Raises `InvalidParameter` when it does not want to be where everything is."""
     if getattr(request, "stream", None) is False:
-        raise _wrong("stream", "every generation on a WebSocket is streamed; leave it out.")
+        raise InvalidParameter(
+            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.",
+            param="stream",
+            reason="invalid_value",
+        )
     return msgspec.structs.replace(request, stream=True)
-
-
-def check_stream_options(request: _Streamable) -> None:
-    """Raises `InvalidParameter` where nothing is streamed that they are about."""
-    if request.stream_options is not None and not request.stream:
-        raise _only_with("stream_options", "stream")
-
-
-def _only_with(name: str, other: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"The '{name}' parameter is only allowed when '{other}' is enabled.",
-        param=name,
-        reason="invalid_value",
-    )
 
 
 # --- chat ----------------------------------------------------------------------------------------
@@ -182,13 +154,6 @@ def check_chat(request: ChatCompletionRequest) -> None:
     if not are_texts(request.messages):
         check_messages(request.messages)
         tools.check_conversation(request.messages)
-    if request.top_logprobs is not None and not request.logprobs:
-        raise _only_with("top_logprobs", "logprobs")
-    if request.continue_final_message and request.add_generation_prompt:
-        raise _wrong(
-            "continue_final_message",
-            "an answer either continues the last message or begins a new one; leave out 'add_generation_prompt'.",
-        )
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -218,9 +183,8 @@ def too_many(what: str, count: int, limit: limits.Limit) -> InvalidParameter:
 
 def _check_message(path: str, message: Message) -> None:
     check_neutral(message, path)
+    check_rules(message, path)
     content = message.content
-    if content is None and not (message.tool_calls or message.function_call or message.refusal):
-        raise missing(f"{path}content", "a string or an array of text parts")
     if isinstance(content, list):
         if not content:
             raise empty_array(f"{path}content")
@@ -236,12 +200,8 @@ def _check_part(path: str, part: ContentPart) -> None:
             param=f"{path}type",
             reason="invalid_value",
         )
-    if getattr(part, part.type) is None:
-        raise missing(path + part.type)
     check_neutral(part, path)
-    for other in PART_TYPES:
-        if other != part.type and getattr(part, other) is not None:
-            raise unsupported(path + other)
+    check_rules(part, path)
 
 
 def text_of(message: Message) -> str:
@@ -270,13 +230,6 @@ def check_completion(request: CompletionRequest) -> None:
             param="prompt",
             reason="array_above_max_length",
         )
-    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
-        raise InvalidParameter(
-            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead; "
-            "max_tokens=0 requires 'echo' or 'prompt_logprobs'.",
-            param="max_tokens",
-            reason="integer_below_min_value",
-        )
     if request.best_of is not None:
         _check_candidates(request, request.best_of, prompts)
 
@@ -289,12 +242,6 @@ def _check_candidates(request: CompletionRequest, best_of: int, prompts: int) ->
             f"({limits.CHOICES.cited()}).",
             param="best_of",
             reason="integer_above_max_value",
-        )
-    if request.stream and best_of > 1:
-        raise _wrong(
-            "best_of",
-            "which candidates are the best is known at their end, so they cannot be streamed; leave out 'stream' or "
-            "'best_of'.",
         )
 
 

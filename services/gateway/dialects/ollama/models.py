@@ -30,6 +30,7 @@ from services.gateway.dialects.ollama.translation import LATEST, names_of, plain
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
+from services.gateway.intake.rules import check_rules
 from services.gateway.intake.schemas import ModelName, marked, neutral
 from services.gateway.intake.validation import check_neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -335,8 +336,7 @@ async def _given(ask: RequestContext, decoder: msgspec.json.Decoder[Any]) -> str
 
 
 def _name(request: ModelNamed) -> str:
-    if not request.given:
-        raise missing("model", "the name of a model")
+    check_rules(request)
     return request.given
 
 

@@ -14,7 +14,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
-import msgspec
 import structlog
 
 from services.gateway.api.backend import RequestContext
@@ -23,6 +22,7 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.dialects.ollama.translation import names_of, not_found, seconds_of
 from services.gateway.intake.headers import tell_ignored
+from services.gateway.intake.rules import TEXT, Rule, Ruled
 from shared.errors import DeadlineExceeded, RyzansteinError
 
 log = structlog.get_logger(__name__)
@@ -132,11 +132,20 @@ async def looks(ask: RequestContext) -> AsyncGenerator[None, None]:
         gone.cancel()
 
 
-class ModelNamed(msgspec.Struct, frozen=True, kw_only=True):
+class ModelNamed(Ruled, frozen=True, kw_only=True):
     """What names a model by `model`, or by its older name `name`."""
 
     model: str | None = None
     name: str | None = None
+
+    rules = (
+        Rule(
+            needs_one={"model": TEXT, "name": TEXT},
+            error="Missing required parameter: 'model'; send the name of a model.",
+            reason="missing_required_parameter",
+            param="model",
+        ),
+    )
 
     @property
     def given(self) -> str:

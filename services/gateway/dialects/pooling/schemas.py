@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, check_range, missing, unsupported
-from services.gateway.intake.embeddings import OF_VECTORS, EmbeddingRequest
+from services.gateway.core.errors import InvalidParameter, check_range
+from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, check_rules, equal
 from services.gateway.intake.schemas import (
     Count,
     LastTokens,
@@ -25,7 +26,7 @@ Text = Annotated[str, Meta(min_length=1)]
 _Texts = Annotated[list[Text], limits.SCORED_TEXTS.length(min_length=1)]
 
 
-class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Fields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the three have in common."""
 
     model: ModelName
@@ -71,11 +72,37 @@ class ScoreRequest(_Compared, frozen=True, forbid_unknown_fields=True, kw_only=T
     queries: Text | _Texts | None = None
     documents: Text | _Texts | None = None
 
+    rules = (
+        OneOf(
+            ways=(("text_1", "text_2"), ("queries", "documents")),
+            lacks="Missing required parameter: '{field}'; send 'text_1' and 'text_2', or 'queries' and 'documents'.",
+            repeats="Invalid '{field}': it repeats 'text_1' and 'text_2'; send one of the two pairs.",
+        ),
+    )
+
 
 class ClassifyRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/classify and /classify. `input`: a string, strings, token ids, or lists of token ids."""
 
     input: str | list[str | int | list[int]]
+
+
+NO_VECTORS = Rule(
+    field="task",
+    when=equal("classify"),
+    needs=dict.fromkeys(
+        (
+            *("messages", "add_generation_prompt", "chat_template_kwargs"),
+            *("dimensions", "prompt_name", "truncation_side"),
+        ),
+        NULL,
+    ),
+    error="Unsupported parameter: '{field}' is not supported by this server; {model} gives the probabilities of "
+    "classes; leave it out.",
+    reason="unsupported_parameter",
+    param="{field}",
+)
+"""These have no meaning where the probabilities of classes are wanted, also because the model gives nothing else."""
 
 
 class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,6 +112,8 @@ class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, 
     """Left out: what the model does."""
     use_activation: Annotated[Any, neutral(True, why="/v1/classify shows logits")] = None
 
+    rules = (*EmbeddingRequest.rules, NO_VECTORS)
+
 
 def classes_wanted(request: PoolingRequest, card: ModelCard) -> ClassifyRequest | None:
     """As what `request` is served; None: vectors are wanted. Raises `InvalidParameter`."""
@@ -92,9 +121,7 @@ def classes_wanted(request: PoolingRequest, card: ModelCard) -> ClassifyRequest 
     alone = card.does("classify") and not card.does("embed")
     if (request.task or ("classify" if alone else "embed")) == "embed":
         return None
-    for name in OF_VECTORS:
-        if getattr(request, name) is not None:
-            raise unsupported(name, f"{card.model} gives the probabilities of classes; leave it out")
+    NO_VECTORS.check(msgspec.structs.replace(request, task="classify"), model=card.model)
     return ClassifyRequest(
         model=request.model,
         input=request.input or "",
@@ -153,18 +180,8 @@ def _ranked(request: RerankRequest) -> Pairs:
 
 
 def _scored(request: ScoreRequest) -> Pairs:
-    names = ("queries", "documents")
-    if request.text_1 is not None or request.text_2 is not None:
-        if (other := next((name for name in names if getattr(request, name) is not None), "")) != "":
-            raise InvalidParameter(
-                f"Invalid '{other}': it repeats 'text_1' and 'text_2'; send one of the two pairs.",
-                param=other,
-                reason="invalid_value",
-            )
-        names = ("text_1", "text_2")
-    for name in names:
-        if getattr(request, name) is None:
-            raise missing(name, "'text_1' and 'text_2', or 'queries' and 'documents'")
+    check_rules(request)
+    names = ("queries", "documents") if request.text_1 is None else ("text_1", "text_2")
     given = (getattr(request, name) for name in names)
     queries, documents = ([one] if isinstance(one, str) else one for one in given)
     if len(queries) not in (1, len(documents)):

@@ -5,7 +5,7 @@ completion that a request becomes.
 """
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,13 +14,24 @@ from services.gateway.core.errors import (
     InvalidParameter,
     check_range,
     empty_array,
-    missing,
     unsupported,
 )
 from services.gateway.dialects.responses.conversation.compaction import ContextManagement
 from services.gateway.dialects.responses.tools import placed_tools
+from services.gateway.intake.rules import (
+    GIVEN,
+    NOT_FALSE,
+    NULL,
+    TEXT,
+    TRUE,
+    Rule,
+    Ruled,
+    Rules,
+    check_rules,
+)
 from services.gateway.intake.schemas import (
     MAX_COUNT,
+    ONLY_STREAMED,
     CacheBreakpoint,
     CacheOptions,
     CacheSalt,
@@ -49,7 +60,7 @@ from services.gateway.intake.schemas import (
     ignored,
     neutral,
 )
-from services.gateway.intake.validation import check_neutral, check_stream_options
+from services.gateway.intake.validation import check_neutral
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"
@@ -75,6 +86,8 @@ class ResponseStreamOptions(StreamOptions, frozen=True, forbid_unknown_fields=Tr
 
     include_usage: No | None = None
 
+    rules = ()
+
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
@@ -98,7 +111,20 @@ class ConversationName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
 
 
-class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+_SOME_INPUT = Rule(
+    needs_one={"input": GIVEN, "previous_response_id": TEXT, "conversation": GIVEN},
+    error="Missing required parameter: 'input'; send a text or an array of items.",
+    reason="missing_required_parameter",
+    param="input",
+)
+_ONE_PAST = Rule(
+    field="conversation",
+    needs={"previous_response_id": NULL},
+    error="Invalid 'conversation': 'previous_response_id' already says what comes before; send one of the two.",
+)
+
+
+class InputFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request and the counting of its tokens have in common."""
 
     model: ModelName
@@ -120,6 +146,8 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     # refused unless neutral
     chat_template: Annotated[Any, neutral()] = None
+
+    rules: ClassVar[Rules] = (_SOME_INPUT, _ONE_PAST)
 
 
 def conversation_of(request: InputFields) -> str:
@@ -208,6 +236,26 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     moderation: Annotated[Any, neutral()] = None
     prompt: Annotated[Any, neutral()] = None
 
+    rules = (
+        *InputFields.rules,
+        Rule(
+            field="background",
+            when=TRUE,
+            needs={"store": NOT_FALSE},
+            error="Invalid value for 'store': a background response is asked for by its id, so it is kept; leave out "
+            "'store', or 'background'.",
+            param="store",
+        ),
+        Rule(
+            field="conversation",
+            needs={"store": NOT_FALSE},
+            error="Invalid value for 'store': a response that is added to a conversation is kept; leave out 'store', "
+            "or 'conversation'.",
+            param="store",
+        ),
+        ONLY_STREAMED,
+    )
+
 
 def is_prewarm(request: InputFields) -> bool:
     """Whether it wants its prompt in the cache and no output."""
@@ -220,17 +268,9 @@ def check_input_fields(request: InputFields) -> None:
     check_neutral(request)
     if request.reasoning is not None:
         check_neutral(request.reasoning, "reasoning.")
-    past = request.previous_response_id is not None or request.conversation is not None
-    if request.input is None and not past:
-        raise missing("input", "a text or an array of items")
-    if request.input == [] and not past:
+    check_rules(request)
+    if request.input == [] and request.previous_response_id is None and request.conversation is None:
         raise empty_array("input")
-    if request.previous_response_id is not None and request.conversation is not None:
-        raise InvalidParameter(
-            "Invalid 'conversation': 'previous_response_id' already says what comes before; send one of the two.",
-            param="conversation",
-            reason="invalid_value",
-        )
     for _ in placed_tools(request.tools):
         pass  # each is checked
 
@@ -239,21 +279,6 @@ def check_request(request: ResponseRequest) -> None:
     """As `check_input_fields`, for a request that generates."""
     check_input_fields(request)
     check_include(request.include)
-    if request.background and request.store is False:
-        raise InvalidParameter(
-            "Invalid value for 'store': a background response is asked for by its id, so it is kept; leave "
-            "out 'store', or 'background'.",
-            param="store",
-            reason="invalid_value",
-        )
-    if request.conversation is not None and request.store is False:
-        raise InvalidParameter(
-            "Invalid value for 'store': a response that is added to a conversation is kept; leave out 'store', or "
-            "'conversation'.",
-            param="store",
-            reason="invalid_value",
-        )
-    check_stream_options(request)
     _check_compaction(request)
     options = request.stream_options
     if options is not None and options.include_usage:

@@ -1,0 +1,179 @@
+"""What fields of a request demand of each other: a row each, from which the check, the JSON Schema of the OpenAPI
+document and the table of docs/api.md are made. Pure.
+
+A struct has its rows as `rules`, beside its fields; what a field may be by itself is in its type. What the model, the
+tokenizer or the tenant decides is a check in code, by feature. A row that says more or less than the server does
+would be found by `make fuzz`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from services.gateway.core.errors import InvalidParameter
+
+Schema = dict[str, Any]
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """What a field may be; one that is left out is null."""
+
+    words: str
+    schema: Schema
+    holds: Callable[[Any], bool]
+
+    @property
+    def required(self) -> bool:
+        """Whether a field that is left out is not so."""
+        return not self.holds(None)
+
+
+NULL = Condition("left out", {"type": "null"}, lambda value: value is None)
+GIVEN = Condition("given", {"not": NULL.schema}, lambda value: value is not None)
+TRUE = Condition("true", {"const": True}, lambda value: value is True)
+NOT_TRUE = Condition("not true", {"enum": [None, False]}, lambda value: value is None or value is False)
+NOT_FALSE = Condition("not false", {"enum": [None, True]}, lambda value: value is None or value is True)
+NO_ENTRY = Condition("empty", {"enum": [None, []]}, lambda value: not value)
+ENTRIES = Condition("not empty", {"type": "array", "minItems": 1}, bool)
+TEXT = Condition("not empty", {"type": "string", "minLength": 1}, bool)
+
+
+def equal(wanted: str | int) -> Condition:
+    return Condition(f"`{wanted}`", {"const": wanted}, lambda value: value == wanted)
+
+
+def at_least(bound: int) -> Condition:
+    schema = {"type": "integer", "minimum": bound}
+    return Condition(f"{bound} or more", schema, lambda value: value >= bound)
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """Where `field` is as `when` says, so must others be: all that `needs` names, and one of `needs_one`."""
+
+    field: str = ""
+    """Empty: the rule holds always."""
+    when: Condition = GIVEN
+    needs: Mapping[str, Condition] = {}
+    needs_one: Mapping[str, Condition] = {}
+    error: str
+    """The client's sentence. `{at}`: where the object stands in the request; `{field}`: which of `needs` is wrong."""
+    reason: str = "invalid_value"
+    """OpenAI's code."""
+    param: str = ""
+    """The field at fault, as `error` has it; left out: `field`."""
+
+    def check(self, request: Any, at: str = "", **words: str) -> None:
+        """`words`: more that `error` names. Raises `InvalidParameter`."""
+        if self.field and ((value := getattr(request, self.field)) is None or not self.when.holds(value)):
+            return
+        for name, condition in self.needs.items():
+            if not condition.holds(getattr(request, name)):
+                raise self._refusal(name, at, words)
+        ways = self.needs_one.items()
+        if ways and not any(condition.holds(getattr(request, name)) for name, condition in ways):
+            raise self._refusal(next(iter(self.needs_one)), at, words)
+
+    def _refusal(self, field: str, at: str, words: Mapping[str, str]) -> InvalidParameter:
+        param = at + (self.param or self.field).format(field=field)
+        return InvalidParameter(
+            self.error.format(at=at, field=field, **words), param=param, reason=self.reason
+        )
+
+    @property
+    def schema(self) -> Schema:
+        then = _all_of(self.needs) if self.needs else {}
+        if self.needs_one:
+            then["anyOf"] = [_all_of({name: condition}) for name, condition in self.needs_one.items()]
+        if not self.field:
+            return then
+        return {"if": {"required": [self.field], "properties": {self.field: self.when.schema}}, "then": then}
+
+
+class OneOf(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of one way, and none of another's."""
+
+    ways: tuple[tuple[str, ...], ...]
+    kinds: Mapping[str, Schema] = {}
+    """What a field is where it is given; left out: anything but null."""
+    tag: str = ""
+    """The field that names the way, by its only field."""
+    lacks: str
+    """The sentence where a field of the way is missing: `{at}`, `{field}`."""
+    repeats: str = ""
+    """And where one of another way is given; left out: the same."""
+    repeats_reason: str = "invalid_value"
+    param: str = ""
+    """As a rule's; left out: the field that is missing, or given beside others."""
+
+    def check(self, request: Any, at: str = "") -> None:
+        """Raises `InvalidParameter`."""
+        given = {name for way in self.ways for name in way if getattr(request, name) is not None}
+        way = (getattr(request, self.tag),) if self.tag else self._begun(given)
+        missing = [name for name in way if name not in given]
+        others = [name for other in self.ways for name in other if name in given and name not in way]
+        if others and not (self.tag and missing):
+            raise self._refusal(others[0], at, repeated=bool(self.repeats))
+        if missing:
+            raise self._refusal(missing[0], at, repeated=False)
+
+    def _begun(self, given: set[str]) -> tuple[str, ...]:
+        """The first of which something is given."""
+        return next((way for way in self.ways if given.intersection(way)), self.ways[-1])
+
+    def _refusal(self, field: str, at: str, *, repeated: bool) -> InvalidParameter:
+        error, reason = self.lacks, "missing_required_parameter"
+        if repeated:
+            error, reason = self.repeats, self.repeats_reason
+        return InvalidParameter(
+            error.format(at=at, field=field), param=at + (self.param or field), reason=reason
+        )
+
+    @property
+    def schema(self) -> Schema:
+        return {"oneOf": [self._way(way) for way in self.ways]}
+
+    def _way(self, way: tuple[str, ...]) -> Schema:
+        fields = {name: NULL.schema for other in self.ways if other != way for name in other}
+        fields |= {name: self.kinds.get(name, GIVEN.schema) for name in way}
+        tag = {self.tag: {"const": way[0]}} if self.tag else {}
+        return {"required": list(way), "properties": tag | fields}
+
+
+Rules = tuple[Rule | OneOf, ...]
+
+
+class Ruled(msgspec.Struct, frozen=True):
+    """A struct whose fields demand something of each other."""
+
+    rules: ClassVar[Rules] = ()
+
+
+def check_rules(request: Ruled, at: str = "") -> None:
+    """Raises `InvalidParameter` for the first rule that `request`, which stands at `at`, breaks."""
+    for rule in request.rules:
+        rule.check(request, at)
+
+
+def table(kind: type[Ruled] = Ruled) -> Iterator[tuple[str, Rules]]:
+    """All rules, by the structs' names."""
+    for ruled in kind.__subclasses__():
+        if ruled.rules:
+            yield ruled.__name__, ruled.rules
+        yield from table(ruled)
+
+
+def schema_of(rules: Rules) -> Schema:
+    """The keywords of JSON Schema that say the same."""
+    schemas = [rule.schema for rule in rules]
+    conditions = [schema for schema in schemas if "if" in schema]
+    always = [schema for schema in schemas if "if" not in schema]
+    merged: Schema = {"allOf": conditions} if conditions else {}
+    for schema in always:
+        merged |= schema
+    return merged
+
+
+def _all_of(fields: Mapping[str, Condition]) -> Schema:
+    needed = [name for name, condition in fields.items() if condition.required]
+    return {"required": needed, "properties": {name: one.schema for name, one in fields.items()}}
