@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.context_window import LEAST_TRUNCATED, check_characters
 from services.gateway.intake.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,
@@ -17,7 +18,6 @@ from services.gateway.intake.conversation import (
     messages_for_template,
     with_instructions,
 )
-from services.gateway.intake.sampling import LEAST_TRUNCATED, check_messages
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.intake.structured_output import Wanted, grammar_of_schema
 from services.gateway.intake.tools import Asked, asked_of
@@ -299,5 +299,5 @@ async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: T
         else:
             characters += sum([len(part.get("text") or "") for part in content])
     if characters > LEAST_TRUNCATED:
-        check_messages(characters, card)
+        check_characters(characters, card)
     return Planned(plan, await tokenizer.render_chat(plan.messages, plan.tools, plan.options))

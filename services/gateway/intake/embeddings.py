@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from services.gateway.core.errors import InvalidParameter, check_range, check_size
+from services.gateway.intake.context_window import check_text
+from services.gateway.intake.prompt_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.rules import OneOf, Ruled, Rules, check_rules
-from services.gateway.intake.sampling import cache_salt, check_text, session_of
+from services.gateway.intake.sampling import check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     LastTokens,
@@ -24,7 +26,7 @@ from services.gateway.intake.schemas import (
     PositiveCount,
     User,
 )
-from services.gateway.intake.validation import check_chat, check_task, check_token_ids, check_truncation
+from services.gateway.intake.validation import check_chat, check_task, check_truncation
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits

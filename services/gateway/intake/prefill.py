@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import sampling
 from services.gateway.intake.chat import rendered
+from services.gateway.intake.context_window import check_text
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -75,10 +75,10 @@ async def next_prompt(
     request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, most: int
 ) -> list[int]:
     """The tokens with which the prompt begins that the conversation will have with the user's next message. `most`: as
-    of `sampling.check_text`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
+    of `check_text`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
     planned = await rendered(request, card, tokenizer)
     cut = request.truncate_prompt_tokens is not None
-    sampling.check_text("messages", planned.prompt.text, card, tokenizer, most, cut=cut)
+    check_text("messages", planned.prompt.text, card, tokenizer, most, cut=cut)
     last = request.messages[-1]
     if last.role in _BEFORE_USER and not last.tool_calls and not last.function_call:
         prompts = []

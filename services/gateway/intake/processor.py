@@ -15,13 +15,15 @@ import structlog
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import embeddings, extra_fields, sampling, validation
+from services.gateway.intake import embeddings, validation
 from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendered, schemas_of
+from services.gateway.intake.context_window import check_text, predicted
 from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.prefill import ahead, next_prompt, without_answer
+from services.gateway.intake.prompt_cache import cache_key, conversation_key
 from services.gateway.intake.record import (
     Context,
     OuterResponse,
@@ -30,7 +32,7 @@ from services.gateway.intake.record import (
     record_of,
     run_of,
 )
-from services.gateway.intake.sampling import cache_key, conversation_key
+from services.gateway.intake.sampling import bad_words, check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,6 +40,7 @@ from services.gateway.intake.schemas import (
     are_texts,
 )
 from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
+from services.gateway.intake.unsupported_fields import ignored_fields
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader
@@ -232,7 +235,7 @@ class InputProcessor:
             self.ignored(context.answer_headers).tell(told)
         text = rendering.text
         cut = request.truncate_prompt_tokens is not None
-        sampling.check_text("messages", text, card, tokenizer, self.parts.settings.prompt_limit, cut=cut)
+        check_text("messages", text, card, tokenizer, self.parts.settings.prompt_limit, cut=cut)
         parsing = plan.parsing(text)
         if parsing is not None:
             specials = tokenizer.specials(markers_of(parsing))
@@ -243,7 +246,6 @@ class InputProcessor:
         session = context.session
         if not session:
             session = cache_key(request.prompt_cache_key) or conversation_key(request.messages)
-        extras = await extra_fields.extras_of(request, card, tokenizer)
         record = record_of(
             [prompt],
             request,
@@ -254,7 +256,8 @@ class InputProcessor:
             grammar=grammar,
             parsing=parsing,
             response=response,
-            extras=extras,
+            bad_words=await bad_words(request, tokenizer),
+            prediction=await predicted(request, card, tokenizer),
         )
         if record.response is not None and record.response.prewarm:
             record = ahead(record)
@@ -289,12 +292,12 @@ class InputProcessor:
             limit, cut = self.parts.settings.prompt_limit, request.truncate_prompt_tokens is not None
             for text in given:
                 if isinstance(text, str):
-                    sampling.check_text("prompt", text, card, tokenizer, limit, cut=cut)
+                    check_text("prompt", text, card, tokenizer, limit, cut=cut)
             prompts = await _prompt_ids(given, tokenizer, card, special)
-        extras = await extra_fields.extras_of(request, card, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)
+        words = await bad_words(request, tokenizer)
         record = record_of(
-            prompts, request, card, context, self.parts, session=session, grammar=grammar, extras=extras
+            prompts, request, card, context, self.parts, session=session, grammar=grammar, bad_words=words
         )
         return self._run(record, request, card, tokenizer, context)
 
@@ -337,10 +340,7 @@ class InputProcessor:
         tokenizer = await self.tokenizer_of(card, context.tenant)
         with tracing.stage("tokenize"):
             prompt = await next_prompt(request, card, tokenizer, self.parts.settings.prompt_limit)
-        extras = await extra_fields.extras_of(request, card, tokenizer)
-        record = ahead(
-            record_of([prompt], request, card, context, self.parts, session=context.session, extras=extras)
-        )
+        record = ahead(record_of([prompt], request, card, context, self.parts, session=context.session))
         return self._run(record, request, card, tokenizer, context)
 
     async def _grammar(self, plan: ChatPlan, wanted: Wanted, tenant: str) -> Grammar | None:
@@ -355,7 +355,7 @@ class InputProcessor:
 
     def _take_name(self, request: GenerationFields, context: Context) -> None:
         """`context` gets the request's own id. Tells of fields that change nothing."""
-        if ignored := extra_fields.ignored_fields(request):
+        if ignored := ignored_fields(request):
             self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
@@ -389,7 +389,7 @@ async def _prompt_ids(
     encoded = iter(await tokenizer.encode_all(texts, special=special) if texts else ())
     for prompt in prompts:
         if not isinstance(prompt, str):
-            validation.check_token_ids("prompt", prompt, card.vocab_size)
+            check_token_ids("prompt", prompt, card.vocab_size)
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

@@ -4,17 +4,19 @@ import math
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import extra_fields, sampling, validation
-from services.gateway.intake.sampling import cache_salt, session_of
-from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
+from services.gateway.intake.context_window import fitting
+from services.gateway.intake.prompt_cache import cache_salt, cache_ttl, session_of
+from services.gateway.intake.sampling import prompt_logprobs, sampling_params, stop_token_ids, told_stop_ids
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.sparse_attention import sparse_of
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import PREFIXES, RequestState, new_identity, requests_of
 from services.gateway.lifecycle.request_tracker import RequestTracker
@@ -24,9 +26,9 @@ from services.gateway.streams.reading import Presentations, View
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
-from shared import tracing
-from shared.errors import ContextLengthExceeded, PayloadTooLarge
-from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
+from shared import limits, tracing
+from shared.errors import PayloadTooLarge
+from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams, SparseAttention
 from shared.messages.records import GenerationRecord, Parsing, RecordedEndpoint, ResponseRecord
 from shared.nats.bus import encode
@@ -128,19 +130,20 @@ def record_of(
     grammar: Grammar | None = None,
     parsing: Parsing | None = None,
     response: OuterResponse | None = None,
-    extras: extra_fields.Extras = extra_fields.NO_EXTRAS,
+    bad_words: list[list[int]] = [],  # noqa: B006
+    prediction: list[int] = [],  # noqa: B006
 ) -> GenerationRecord:
     """The record of a checked, tokenized request. Choice c of prompt p has the index p * n + c, as in OpenAI's API.
 
-    `parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a response. Raises
-    `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`.
+    `parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a response;
+    `bad_words`, `prediction`: in tokens. Raises `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`.
     """
-    started_at, options = time.time(), request.stream_options
-    params = sampling.sampling_params(request, card)
-    stop_token_ids = sampling.stop_token_ids(request, card)
-    lane = extra_fields.lane_of(request, context.lane)
-    capped = context.capped
-    most_logprobs = sampling.prompt_logprobs(request)
+    started_at, settings = time.time(), parts.settings
+    count = _candidates(request)
+    best = count > (request.n or 1)
+    if grammar is not None:
+        _check_beside_grammar(request)
+    params = sampling_params(request, card, bad_words=bad_words, best=best)
     first = GenerationRequest(
         generation_id=response.identity if response else new_identity(parts.answers.writer, started_at),
         request_id=context.request_id,
@@ -149,29 +152,21 @@ def record_of(
         prompt=[],
         max_tokens=0,
         sampling=params,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=stop_token_ids(request, card),
         session=session_of(context.tenant, session, context.adapter),
-        lane=lane,
+        lane="batch" if request.service_tier == "flex" else context.lane,
         tenant=context.tenant,
-        deadline=_deadline(started_at, context, parts.settings),
+        deadline=_deadline(started_at, context, settings),
         grammar=grammar,
-        prompt_logprobs=most_logprobs,
-        cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
+        prompt_logprobs=prompt_logprobs(request),
+        cache_salt=cache_salt(request.cache_salt, context.tenant if settings.isolate_tenant_cache else ""),
         priority=request.priority or 0,
         adapter=context.adapter,
-        sparse=extra_fields.sparse_of(
-            request.sparse_attention, context.sparse, card, unasked=context.sparse_unasked
-        ),
-        prediction=extras.prediction,
-        cache_ttl=extra_fields.cache_ttl(request),
+        sparse=sparse_of(request.sparse_attention, context.sparse, card, unasked=context.sparse_unasked),
+        prediction=prediction,
+        cache_ttl=cache_ttl(request),
     )
-    stops = validation.stop_strings(request)
-    count = extra_fields.candidates(request)
-    best = count > (request.n or 1)
-    fitting = [_fitting(prompt, request, card, parts, capped=capped) for prompt in prompts]
-    if grammar is not None:
-        extra_fields.check_beside_grammar(request)
-    chosen = extra_fields.with_chosen(params, request, card, extras, stop_token_ids, best=best)
+    fitting_prompts = [fitting(prompt, request, card, settings, capped=context.capped) for prompt in prompts]
     requests = [
         msgspec.structs.replace(
             first,
@@ -179,36 +174,29 @@ def record_of(
             # a list of numbers takes ten times as much for as long as the stream lasts
             prompt=array("I", prompt),
             max_tokens=most,
-            sampling=chosen,
         )
-        for index, (prompt, most) in enumerate(fitting)
+        for index, (prompt, most) in enumerate(fitting_prompts)
     ]
-    if most_logprobs >= 0:
-        validation.check_prompt_logprobs(requests, count)
+    if first.prompt_logprobs >= 0:
+        _check_prompt_logprobs(requests, count)
     if request.return_token_ids:
-        validation.check_prompt_ids(requests, count)
-    _check_size(requests, count, parts.settings.generation_bytes)
-    endpoint: RecordedEndpoint = context.endpoint or _own_endpoint(request, response)
+        _check_prompt_ids(requests, count)
+    _check_size(requests, count, settings.generation_bytes)
     return GenerationRecord(
         identity=first.generation_id,
-        endpoint=endpoint,
         created=started_at,
         requests=requests,
         choices=count,
         prompts=len(prompts),
-        stop=stops,
-        skip_special_tokens=request.skip_special_tokens is not False,
-        stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
         background=context.background,
         idempotency=context.idempotency,
         tenant=context.tenant,
         parsing=parsing,
         response=response.record(params) if response else None,
         adapter=context.adapter_name,
-        capped=capped and requests[0].max_tokens < _asked(request),
+        capped=context.capped and requests[0].max_tokens < _asked(request),
         return_progress=context.return_progress or bool(request.return_progress),
-        **extra_fields.notes_of(request, card, endpoint, lane, best=best),
+        **_shown(request, card, context.endpoint or _own_endpoint(request, response), first.lane, best=best),
     )
 
 
@@ -216,6 +204,59 @@ def _own_endpoint(request: GenerationFields, response: OuterResponse | None) -> 
     if response is not None:
         return "responses"
     return "chat.completions" if isinstance(request, ChatCompletionRequest) else "completions"
+
+
+def _candidates(request: GenerationFields) -> int:
+    """Choices that are generated of each prompt."""
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return best_of or request.n or 1
+
+
+def _shown(
+    request: GenerationFields, card: ModelCard, endpoint: RecordedEndpoint, lane: Lane, *, best: bool
+) -> dict[str, Any]:
+    """The fields of the record that are about how the answer is shown. `best`: the best of more candidates are."""
+    options = request.stream_options
+    shown: dict[str, Any] = {
+        "endpoint": endpoint,
+        "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
+        "skip_special_tokens": request.skip_special_tokens is not False,
+        "stream": bool(request.stream),
+        "include_usage": bool(options and options.include_usage),
+        "best": (request.n or 1) if best else 0,
+        "hide_logprobs": best and getattr(request, "logprobs", None) is None,
+        "echo": bool(getattr(request, "echo", None)),
+        "include_stop": bool(request.include_stop_str_in_output),
+        "continues": bool(getattr(request, "continue_final_message", None))
+        or (isinstance(request, CompletionRequest) and endpoint != "completions"),
+        "continuous_usage": bool(options and options.continuous_usage_stats),
+        "obfuscate": bool(options and options.include_obfuscation),
+        "fingerprint": card.fingerprint,
+        "service_tier": _tier(lane) if request.service_tier is not None else "",
+        "store": bool(request.store),
+        "metadata": request.metadata or {},
+        "user": request.safety_identifier or request.user or "",
+        "tokens_as_ids": bool(request.return_tokens_as_token_ids),
+        "token_ids": bool(request.return_token_ids),
+        "stop_token_ids": told_stop_ids(request, card),
+        "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
+    }
+    if request.store and isinstance(request, ChatCompletionRequest):
+        shown["messages"] = msgspec.json.encode(request.messages)
+    return shown
+
+
+def _tier(lane: Lane) -> str:
+    """What OpenAI's API calls the lane, of a request that asks for a tier."""
+    return "flex" if lane == "batch" else "default"
+
+
+def _check_beside_grammar(request: GenerationFields) -> None:
+    """What a grammar demands and what may not be drawn could leave nothing, so they do not go together. Raises
+    `InvalidParameter`."""
+    for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+        if getattr(request, name):
+            raise unsupported(name, "it cannot be combined with a grammar; leave one out")
 
 
 def run_of(
@@ -262,30 +303,34 @@ def _asked(request: GenerationFields) -> int:
     return request.max_tokens or getattr(request, "max_completion_tokens", None) or 0
 
 
-def _fitting(
-    prompt: list[int], request: GenerationFields, card: ModelCard, parts: RunDependencies, *, capped: bool
-) -> tuple[list[int], int]:
-    """A prompt as far as it is read, and the output tokens that it may have."""
-    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    if not prompt:
+def _check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:
+    """Raises `InvalidParameter` when more is asked for of `prompts`, each for so many choices, than is told."""
+    name = "prompt_logprobs" if prompts[0].sampling.logprobs < 0 else "logprobs"
+    counts = [len(one.prompt) * (one.prompt_logprobs + 1) for one in prompts]
+    for whose, count, limit in (
+        ("one prompt", max(counts), limits.PROMPT_LOGPROBS),
+        ("all prompts", sum(counts) * choices, limits.REQUEST_PROMPT_LOGPROBS),
+    ):
+        if count > limit.value:
+            raise InvalidParameter(
+                f"Invalid '{name}': it asks for {count:,} log probabilities of the tokens of {whose}, of each token "
+                "and of the most likely ones in its place; send fewer or shorter prompts, or ask for fewer of the "
+                f"most likely tokens ({limit.cited()}).",
+                param=name,
+                reason="array_above_max_length",
+            )
+
+
+def _check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None:
+    """Raises `InvalidParameter` when the token ids of `prompts`, shown with so many choices each, are too many."""
+    count = choices * sum(len(one.prompt) for one in prompts)
+    if count > limits.PROMPT_TOKEN_IDS.value:
         raise InvalidParameter(
-            f"Invalid '{param}': it resulted in no token; send at least one character.",
-            param=param,
-            reason="empty_prompt",
+            f"Invalid 'return_token_ids': with all choices it asks for {count:,} token ids of prompts; send fewer or "
+            f"shorter prompts, or ask for fewer choices ({limits.PROMPT_TOKEN_IDS.cited()}).",
+            param="return_token_ids",
+            reason="array_above_max_length",
         )
-    most = parts.settings.prompt_limit
-    if request.truncate_prompt_tokens is not None:
-        prompt = extra_fields.truncated(request, card, prompt)
-    if most and len(prompt) > most:
-        raise ContextLengthExceeded(
-            f"This server takes prompts of at most {most} tokens, and yours has {len(prompt)}; shorten it "
-            f"({PROMPT_TOKENS.cited(most)}).",
-            param=param,
-        )
-    limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens, capped=capped)
-    if request.min_tokens is not None:
-        validation.check_min_tokens(request, limit)
-    return prompt, limit
 
 
 def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) -> None:
@@ -309,8 +354,3 @@ def _deadline(started_at: float, context: Context, settings: GatewaySettings) ->
     given = started_at + settings.token_timeout
     later = context.background or context.key
     return given if later else min(given, context.deadline)
-
-
-def _cache_salt(given: str | None, context: Context, settings: GatewaySettings) -> str:
-    tenant = context.tenant if settings.isolate_tenant_cache else ""
-    return cache_salt(given, tenant) if given or tenant else ""

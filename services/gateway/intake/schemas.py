@@ -10,7 +10,6 @@ unknown.
 
 import operator
 from collections.abc import Sequence
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -29,6 +28,7 @@ from services.gateway.intake.rules import (
     at_least,
     equal,
 )
+from services.gateway.intake.unsupported_fields import ignored, neutral
 from services.gateway.tool_calls.schemas import (
     CalledFunction,
     FunctionDefinition,
@@ -42,36 +42,6 @@ from shared.messages import SparseKind
 
 MAX_SEED = 2**64 - 1
 MAX_COUNT = 2**31
-
-
-def neutral(*values: Any, why: str = "leave it out") -> Meta:
-    """Of a field that is not supported: `values` and null ask for nothing, any other is refused. `why`: and what to do
-    instead."""
-    return Meta(
-        description="Not supported: refused, unless its value asks for nothing.",
-        extra={"neutral": values, "why": why},
-        extra_json_schema={"enum": [None, *values]},
-    )
-
-
-def ignored(*values: Any) -> Meta:
-    """Of a field that changes nothing here: any value but `values` and null is named to the client, or refused where
-    the settings say so."""
-    return Meta(
-        description="Has no effect here; named in x-ryzanstein-ignored-fields.",
-        extra={"ignored": values},
-    )
-
-
-@cache
-def marked(kind: type[msgspec.Struct], mark: Literal["neutral", "ignored", "why"]) -> dict[str, Any]:
-    """The fields of `kind` that are marked so, with the values that ask for nothing, or why others are refused."""
-    return {
-        field.name: meta.extra[mark]
-        for field in msgspec.structs.fields(kind)
-        for meta in getattr(field.type, "__metadata__", ())
-        if mark in (meta.extra or {})
-    }
 
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -310,6 +280,14 @@ class Message(Ruled, frozen=True, forbid_unknown_fields=True):
             param="content",
         ),
     )
+
+    @property
+    def text(self) -> str:
+        """Its content as one text; parts are joined by line breaks. What was refused was said, too."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text or part.refusal or "" for part in content)
+        return "\n".join(filter(None, (content, self.refusal)))
 
 
 _SPEAKERS = frozenset(("system", "developer", "user", "assistant"))

@@ -11,10 +11,8 @@ import msgspec
 
 from services.gateway.core.errors import (
     InvalidParameter,
-    asks_for_nothing,
     check_range,
     empty_array,
-    unsupported,
 )
 from services.gateway.intake import tools
 from services.gateway.intake.rules import check_rules
@@ -27,10 +25,10 @@ from services.gateway.intake.schemas import (
     GenerationFields,
     Message,
     are_texts,
-    marked,
 )
+from services.gateway.intake.unsupported_fields import check_neutral
 from shared import limits
-from shared.messages import GenerationRequest, ModelCard
+from shared.messages import ModelCard
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 _REFUSED = {
@@ -58,14 +56,6 @@ def check_task(card: ModelCard, task: str) -> None:
     )
 
 
-def check_neutral(given: msgspec.Struct, path: str = "") -> None:
-    """Raises `InvalidParameter` for the first field of `given`, which stands at `path`, that is not supported."""
-    for name, values in marked(type(given), "neutral").items():
-        value = getattr(given, name)
-        if value is not None and not asks_for_nothing(value, values):
-            raise unsupported(path + name, marked(type(given), "why")[name])
-
-
 def _check_fields(request: GenerationFields) -> None:
     """What both kinds of request have in common."""
     check_neutral(request)
@@ -88,49 +78,6 @@ def check_truncation(count: int | None) -> None:
             "for what the context has room for.",
             param="truncate_prompt_tokens",
             reason="integer_below_min_value",
-        )
-
-
-def stop_strings(request: GenerationFields) -> list[str]:
-    """The stop strings of `request` as a list."""
-    if request.stop is None:
-        return []
-    return [request.stop] if isinstance(request.stop, str) else request.stop
-
-
-def check_min_tokens(request: GenerationFields, max_tokens: int) -> None:
-    """Raises `InvalidParameter` when more tokens are demanded than the `max_tokens` that there will be."""
-    if request.min_tokens is not None:
-        check_range("min_tokens", request.min_tokens, 0, max_tokens)
-
-
-def check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:
-    """Raises `InvalidParameter` when more is asked for of `prompts`, each for so many choices, than is told."""
-    name = "prompt_logprobs" if prompts[0].sampling.logprobs < 0 else "logprobs"
-    counts = [len(one.prompt) * (one.prompt_logprobs + 1) for one in prompts]
-    for whose, count, limit in (
-        ("one prompt", max(counts), limits.PROMPT_LOGPROBS),
-        ("all prompts", sum(counts) * choices, limits.REQUEST_PROMPT_LOGPROBS),
-    ):
-        if count > limit.value:
-            raise InvalidParameter(
-                f"Invalid '{name}': it asks for {count:,} log probabilities of the tokens of {whose}, of each token "
-                "and of the most likely ones in its place; send fewer or shorter prompts, or ask for fewer of the "
-                f"most likely tokens ({limit.cited()}).",
-                param=name,
-                reason="array_above_max_length",
-            )
-
-
-def check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None:
-    """Raises `InvalidParameter` when the token ids of `prompts`, shown with so many choices each, are too many."""
-    count = choices * sum(len(one.prompt) for one in prompts)
-    if count > limits.PROMPT_TOKEN_IDS.value:
-        raise InvalidParameter(
-            f"Invalid 'return_token_ids': with all choices it asks for {count:,} token ids of prompts; send fewer or "
-            f"shorter prompts, or ask for fewer choices ({limits.PROMPT_TOKEN_IDS.cited()}).",
-            param="return_token_ids",
-            reason="array_above_max_length",
         )
 
 
@@ -204,18 +151,6 @@ def _check_part(path: str, part: ContentPart) -> None:
     check_rules(part, path)
 
 
-def text_of(message: Message) -> str:
-    """A message's content as one text; parts are joined by line breaks. What was refused was said, too."""
-    content = message.content or ""
-    if isinstance(content, list):
-        content = "\n".join(part.text or part.refusal or "" for part in content)
-    return (
-        "\n".join((content, message.refusal))
-        if content and message.refusal
-        else content or message.refusal or ""
-    )
-
-
 # --- completions ---------------------------------------------------------------------------------
 
 
@@ -263,15 +198,3 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
         param="prompt",
         reason="invalid_type",
     )
-
-
-def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises `InvalidParameter` when one of `ids` is no token of the model."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidParameter(
-            f"Invalid '{name}': the token id {wrong} is not within 0 and {vocab_size - 1}, "
-            "the vocabulary of the model.",
-            param=name,
-            reason="invalid_token_id",
-        )

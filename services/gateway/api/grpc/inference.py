@@ -23,8 +23,8 @@ from services.gateway.api.grpc.session import (
 from services.gateway.core.errors import missing
 from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.sampling import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.intake.validation import check_token_ids
 from shared.messages import ModelCard
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name

@@ -18,9 +18,8 @@ from services.gateway.intake.schemas import (
     Temperature,
     TopP,
     User,
-    ignored,
-    neutral,
 )
+from services.gateway.intake.unsupported_fields import ignored, neutral
 from shared import limits
 
 

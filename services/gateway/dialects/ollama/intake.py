@@ -21,11 +21,11 @@ from services.gateway.dialects.ollama.translation import (
 )
 from services.gateway.intake.chat import reasoning_of
 from services.gateway.intake.endpoint import Endpoint
-from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.unsupported_fields import checked_fields
 from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.streams.stream_reader import StreamReader
 from shared.messages.records import RecordedEndpoint

@@ -28,11 +28,10 @@ from services.gateway.dialects.ollama.schemas import Options
 from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowResponse
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.rules import check_rules
-from services.gateway.intake.schemas import ModelName, marked, neutral
-from services.gateway.intake.validation import check_neutral
+from services.gateway.intake.schemas import ModelName
+from services.gateway.intake.unsupported_fields import check_neutral, checked_fields, marked, neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelSpec
 from shared.process import VERSION

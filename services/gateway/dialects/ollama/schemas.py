@@ -19,9 +19,8 @@ from services.gateway.intake.schemas import (
     StopString,
     Temperature,
     TopP,
-    ignored,
-    neutral,
 )
+from services.gateway.intake.unsupported_fields import ignored, neutral
 from services.gateway.tool_calls.schemas import Tool
 from shared import limits
 

@@ -26,7 +26,6 @@ from services.gateway.dialects.ollama.schemas import (
 )
 from services.gateway.intake.chat import switched
 from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,7 +33,7 @@ from services.gateway.intake.schemas import (
     Message,
     ResponseFormat,
 )
-from services.gateway.intake.validation import check_neutral
+from services.gateway.intake.unsupported_fields import check_neutral, checked_fields
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall
 

@@ -2,12 +2,13 @@
 
 import msgspec
 
-from services.gateway.intake import extra_fields, validation
+from services.gateway.intake import validation
 from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor, decoded_chat, decoded_completion
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.unsupported_fields import ignored_fields
 from services.gateway.streams.formats import ChatFormat, CompletionFormat
 from services.gateway.streams.stream_reader import StreamReader
 
@@ -23,7 +24,7 @@ class ChatEndpoint(BodyEndpoint):
         return decoded_chat(body, ignored)
 
     def check(self, request: ChatCompletionRequest, ignored: IgnoredFields) -> None:
-        ignored.tell(extra_fields.ignored_fields(request))
+        ignored.tell(ignored_fields(request))
         validation.check_chat(request)
 
     async def prepare(
@@ -43,7 +44,7 @@ class CompletionEndpoint(BodyEndpoint):
         return decoded_completion(body)
 
     def check(self, request: CompletionRequest, ignored: IgnoredFields) -> None:
-        ignored.tell(extra_fields.ignored_fields(request))
+        ignored.tell(ignored_fields(request))
         validation.check_completion(request)
 
     async def prepare(

@@ -22,6 +22,7 @@ from services.gateway.dialects.pooling.schemas import (
     Scored,
     check_characters,
 )
+from services.gateway.intake.context_window import check_text
 from services.gateway.intake.embeddings import (
     EmbeddingRequest,
     check_length,
@@ -29,7 +30,6 @@ from services.gateway.intake.embeddings import (
     inputs_of,
     prompts_of,
 )
-from services.gateway.intake.sampling import check_text
 from services.gateway.intake.validation import check_task
 from services.gateway.tokenizer.templates import TemplateOptions
 from services.gateway.tokenizer.tokenizer import Tokenizer

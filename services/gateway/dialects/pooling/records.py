@@ -15,8 +15,8 @@ from services.gateway.dialects.pooling.schemas import (
     pairs_of,
 )
 from services.gateway.intake.embeddings import check_together
+from services.gateway.intake.prompt_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
-from services.gateway.intake.sampling import cache_salt, session_of
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import GenerationRequest, ModelCard

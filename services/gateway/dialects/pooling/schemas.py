@@ -16,9 +16,9 @@ from services.gateway.intake.schemas import (
     PositiveCount,
     Priority,
     User,
-    neutral,
 )
-from services.gateway.intake.validation import check_neutral, check_truncation
+from services.gateway.intake.unsupported_fields import check_neutral, neutral
+from services.gateway.intake.validation import check_truncation
 from shared import limits
 from shared.messages import ModelCard
 

@@ -26,13 +26,13 @@ from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.dialects.responses.stream.reader import ResponseEventReader
 from services.gateway.dialects.responses.tools import ignored_in_tools
 from services.gateway.dialects.responses.translation import MakeResponse, chat_request, own_words
-from services.gateway.intake import extra_fields
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.unsupported_fields import ignored_fields
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.persistence.budget import HistoryBudget, beside_loop
 from services.gateway.persistence.items import encoded_array
@@ -61,7 +61,7 @@ class ResponsesEndpoint(BodyEndpoint):
 
     def check(self, request: ResponseRequest, ignored: IgnoredFields) -> None:
         check_request(request)
-        ignored.tell([*extra_fields.ignored_fields(request), *ignored_in_tools(request.tools)])
+        ignored.tell([*ignored_fields(request), *ignored_in_tools(request.tools)])
 
     async def prepare(
         self, processor: InputProcessor, request: ResponseRequest, context: Context

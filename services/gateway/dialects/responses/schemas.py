@@ -57,10 +57,8 @@ from services.gateway.intake.schemas import (
     TopP,
     User,
     Verbosity,
-    ignored,
-    neutral,
 )
-from services.gateway.intake.validation import check_neutral
+from services.gateway.intake.unsupported_fields import check_neutral, ignored, neutral
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"

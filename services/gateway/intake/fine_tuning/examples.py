@@ -123,9 +123,7 @@ def _request(line: ConversationLine, messages: list[TrainedMessage]) -> ChatComp
     return ChatCompletionRequest(
         model="",
         messages=[
-            _replace(message, content=validation.text_of(message), refusal=None)
-            if message.refusal
-            else message
+            _replace(message, content=message.text, refusal=None) if message.refusal else message
             for message in messages
         ],
         tools=line.tools,

@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields, headers
+from services.gateway.intake import headers
 from services.gateway.intake.chat import plan_of
+from services.gateway.intake.context_window import truncated
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.extra_fields import truncated
-from services.gateway.intake.sampling import cache_salt
+from services.gateway.intake.prompt_cache import cache_salt
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.unsupported_fields import ignored_fields
 from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.templates import Traits
 from shared.messages import ModelCard
@@ -84,9 +85,9 @@ def test_unknown_fields_of_messages_are_left_out_and_named() -> None:
 
 def test_what_changes_nothing_is_named_and_refused_where_that_is_set() -> None:
     request = decode(chat(length_penalty=2, spaces_between_special_tokens=True), _chat)
-    assert extra_fields.ignored_fields(request) == ["length_penalty"]
+    assert ignored_fields(request) == ["length_penalty"]
     with pytest.raises(InvalidParameter, match="length_penalty"):
-        headers.tell_ignored(extra_fields.ignored_fields(request), {}, strict=True)
+        headers.tell_ignored(ignored_fields(request), {}, strict=True)
     for field, value in (("chat_template", "{{ x }}"), ("use_beam_search", True), ("documents", [{}])):
         with pytest.raises(InvalidParameter, match=field):
             check_chat(decode(chat(**{field: value}), _chat))

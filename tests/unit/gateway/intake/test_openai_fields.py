@@ -15,16 +15,17 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields, validation
+from services.gateway.intake import validation
 from services.gateway.intake.decoding import convert, decode
+from services.gateway.intake.prompt_cache import cache_ttl
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
     Message,
     StreamOptions,
-    marked,
 )
+from services.gateway.intake.unsupported_fields import marked
 
 API_PAGE = (Path(__file__).parents[4] / "docs/api.md").read_text()
 STRANGE = {"asks": "for something"}
@@ -110,7 +111,7 @@ def test_the_longest_time_that_a_cache_is_to_last_counts() -> None:
         body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields)
         request = decode(body, msgspec.json.Decoder(ChatCompletionRequest))
         validation.check_chat(request)
-        return extra_fields.cache_ttl(request)
+        return cache_ttl(request)
 
     def parts(*ttls: str) -> list[dict[str, object]]:
         marks = [{"mode": "explicit"} | ({"ttl": ttl} if ttl else {}) for ttl in ttls]
@@ -144,7 +145,7 @@ def test_the_longest_time_that_a_cache_is_to_last_counts() -> None:
 def test_what_was_refused_was_said(message: Message, text: str) -> None:
     request = ChatCompletionRequest(model="m", messages=[Message("user", "Hi"), message])
     validation.check_chat(request)
-    assert validation.text_of(message) == text
+    assert message.text == text
 
 
 def test_a_part_has_what_its_type_says() -> None:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from services.gateway.api.openapi.constraints import constrain
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields
+from services.gateway.intake.context_window import predicted as tokens_of_prediction
 from services.gateway.intake.decoding import convert
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, marked
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.unsupported_fields import marked
 from services.gateway.intake.validation import check_chat
 from services.gateway.streams.formats import PredictionTally
 from services.gateway.tokenizer.tokenizer import StubTokenizer
@@ -133,7 +134,7 @@ async def predicted(length: int, tokenizer: StubTokenizer) -> int:
     prediction = {"type": "content", "content": "a" * length}
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "prediction": prediction}
     request = msgspec.convert(body, ChatCompletionRequest)
-    return len((await extra_fields.extras_of(request, CARD, tokenizer)).prediction)
+    return len(await tokens_of_prediction(request, CARD, tokenizer))
 
 
 async def test_a_prediction_has_no_more_tokens_than_the_context() -> None:
