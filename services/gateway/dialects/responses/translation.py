@@ -36,7 +36,8 @@ from services.gateway.dialects.responses.tools import (
     placed_tools,
 )
 from services.gateway.intake.decoding import convert
-from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
+from services.gateway.intake.unsupported_fields import marked
 from shared.messages import SamplingParams
 from shared.messages.records import ResponseRecord
 
@@ -50,17 +51,10 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
-_AS_A_CHATS = (
-    *(
-        "cache_salt",
-        "close_objects",
-        "frequency_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "min_p",
-        "presence_penalty",
-    ),
-    *("priority", "repetition_penalty", "request_id", "seed", "sparse_attention", "stop", "top_k"),
+_ITS_OWN = {"metadata", "store", "stream", "stream_options"}
+_AS_A_CHATS = tuple(
+    (set(ResponseRequest.__struct_fields__) & set(GenerationFields.__struct_fields__))
+    - _ITS_OWN.union(marked(ResponseRequest, "ignored"))
 )
 """Fields of a chat under the same name, with the same meaning."""
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
@@ -95,17 +89,11 @@ def chat_request(
         body |= {
             "logprobs": wants_logprobs(request) or None,
             "max_completion_tokens": 1 if is_prewarm(request) else request.max_output_tokens,
-            "prompt_cache_key": request.prompt_cache_key,
             "prompt_cache_options": _cache_options(request),
             "prompt_cache_retention": request.prompt_cache_retention,
-            "safety_identifier": request.safety_identifier,
-            "service_tier": request.service_tier,
             "stream": stream,
             "stream_options": _stream_options(request) if stream else None,
-            "temperature": request.temperature,
             "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
-            "top_p": request.top_p,
-            "user": request.user,
         }
     given = {name: value for name, value in body.items() if value is not None}
     return convert(given, ChatCompletionRequest)
