@@ -175,5 +175,6 @@ def schema_of(rules: Rules) -> Schema:
 
 
 def _all_of(fields: Mapping[str, Condition]) -> Schema:
+    properties: Schema = {"properties": {name: condition.schema for name, condition in fields.items()}}
     needed = [name for name, condition in fields.items() if condition.required]
-    return {"required": needed, "properties": {name: one.schema for name, one in fields.items()}}
+    return {"required": needed} | properties if needed else properties
