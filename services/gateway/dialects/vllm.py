@@ -16,7 +16,7 @@ from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operati
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.rules import OneOf, Ruled, check_rules
+from services.gateway.intake.rules import OneOf, Ruled, check_fields
 from services.gateway.intake.sampling import check_token_ids
 from services.gateway.intake.schemas import CONTINUES, ChatCompletionRequest, Messages, TokenId
 from services.gateway.intake.validation import check_chat
@@ -131,7 +131,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 async def tokenize(ask: RequestContext) -> Tokenized:
     intake = await ask.counted()
     request = decode(await ask.body(ask.settings.body_limit), _tokenize_decoder)
-    check_rules(request)
+    check_fields(request)
     card, tokenizer = await intake.processor.speaker(request.model, ask.tenant)
     tokens = await _tokens_of(request, card, tokenizer)
     strings: list[str] | None = None

@@ -16,7 +16,7 @@ from services.gateway.core.errors import InvalidParameter, check_range, check_si
 from services.gateway.intake.context_window import check_text
 from services.gateway.intake.prompt_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
-from services.gateway.intake.rules import OneOf, Ruled, Rules, check_rules
+from services.gateway.intake.rules import OneOf, Ruled, Rules, check_fields
 from services.gateway.intake.sampling import check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -77,7 +77,7 @@ class EmbeddingRequest(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     """The inputs, each a text or token ids; of a conversation none. Raises `InvalidParameter`."""
-    check_rules(request)
+    check_fields(request)
     given = request.input
     if given is None:
         return []

@@ -32,6 +32,7 @@ from services.gateway.intake.record import (
     record_of,
     run_of,
 )
+from services.gateway.intake.rules import ignored_fields
 from services.gateway.intake.sampling import bad_words, check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -40,7 +41,6 @@ from services.gateway.intake.schemas import (
     are_texts,
 )
 from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
-from services.gateway.intake.unsupported_fields import ignored_fields
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader

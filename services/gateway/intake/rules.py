@@ -1,17 +1,22 @@
-"""What fields of a request demand of each other: a row each, from which the check, the JSON Schema of the OpenAPI
-document and the table of docs/api.md are made. Pure.
+"""What fields of a request demand of each other, and which do nothing here. Pure.
 
-A struct has its rows as `rules`, beside its fields; what a field may be by itself is in its type. What the model, the
-tokenizer or the tenant decides is a check in code, by feature. A row that says more or less than the server does
-would be found by `make fuzz`.
+    rules      of a struct, beside its fields: a row each, from which the check, the JSON Schema of the OpenAPI document
+               and the table of docs/api.md are made
+    neutral    a field that is refused, unless its value asks for nothing
+    ignored    a field that is named in a header of the answer, or refused where the settings say so
+
+What a field may be by itself is in its type; what the model, the tokenizer or the tenant decides is a check in code,
+by feature. What says more or less than the server does would be found by `make fuzz`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
 
 Schema = dict[str, Any]
 
@@ -149,10 +154,81 @@ class Ruled(msgspec.Struct, frozen=True):
     rules: ClassVar[Rules] = ()
 
 
-def check_rules(request: Ruled, at: str = "") -> None:
-    """Raises `InvalidParameter` for the first rule that `request`, which stands at `at`, breaks."""
-    for rule in request.rules:
+def neutral(*values: Any, why: str = "leave it out") -> Meta:
+    """Of a field that is not supported: `values` and null ask for nothing, any other is refused. `why`: and what to do
+    instead."""
+    return Meta(
+        description="Not supported: refused, unless its value asks for nothing.",
+        extra={"neutral": values, "why": why},
+        extra_json_schema={"enum": [None, *values]},
+    )
+
+
+def ignored(*values: Any) -> Meta:
+    """Of a field that changes nothing here: any value but `values` and null is named to the client, or refused where
+    the settings say so."""
+    return Meta(
+        description="Has no effect here; named in x-ryzanstein-ignored-fields.",
+        extra={"ignored": values},
+    )
+
+
+@cache
+def marked(kind: type[msgspec.Struct], mark: Literal["neutral", "ignored", "why"]) -> dict[str, Any]:
+    """The fields of `kind` that are marked so, with the values that ask for nothing, or why others are refused."""
+    return {
+        field.name: meta.extra[mark]
+        for field in msgspec.structs.fields(kind)
+        for meta in getattr(field.type, "__metadata__", ())
+        if mark in (meta.extra or {})
+    }
+
+
+@cache
+def _nested(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The fields of `kind` that are structs with something to check."""
+    return tuple(
+        field.name
+        for field in msgspec.structs.fields(kind)
+        for inner in get_args(field.type)
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct)
+        if marked(inner, "neutral") or bool(getattr(inner, "rules", ()))
+    )
+
+
+def check_fields(request: msgspec.Struct, at: str = "") -> None:
+    """Raises `InvalidParameter` for the first field of `request`, which stands at `at`, that is not supported, or whose
+    rule it breaks."""
+    kind = type(request)
+    for name, values in marked(kind, "neutral").items():
+        value = getattr(request, name)
+        if value is not None and not asks_for_nothing(value, values):
+            raise unsupported(at + name, marked(kind, "why")[name])
+    for rule in getattr(kind, "rules", ()):
         rule.check(request, at)
+    for name in _nested(kind):
+        if isinstance(value := getattr(request, name), msgspec.Struct):
+            check_fields(value, f"{at}{name}.")
+
+
+def checked_fields(given: msgspec.Struct | None, path: str = "") -> list[str]:
+    """The fields of `given`, which stands at `path`, that change nothing. Raises `InvalidParameter` for the first that
+    is not supported."""
+    if given is None:
+        return []
+    check_fields(given, path)
+    names = ignored_fields(given)
+    return [path + name for name in names] if names else names
+
+
+def ignored_fields(request: msgspec.Struct) -> list[str]:
+    """Fields of `request` that change nothing and are not neutral either."""
+    found = []
+    for name, neutral in marked(type(request), "ignored").items():
+        value = getattr(request, name)
+        if value is not None and not asks_for_nothing(value, neutral):
+            found.append(name)
+    return found
 
 
 def table(kind: type[Ruled] = Ruled) -> Iterator[tuple[str, Rules]]:

@@ -27,8 +27,9 @@ from services.gateway.intake.rules import (
     Rules,
     at_least,
     equal,
+    ignored,
+    neutral,
 )
-from services.gateway.intake.unsupported_fields import ignored, neutral
 from services.gateway.tool_calls.schemas import (
     CalledFunction,
     FunctionDefinition,

@@ -15,7 +15,7 @@ from services.gateway.core.errors import (
     empty_array,
 )
 from services.gateway.intake import tools
-from services.gateway.intake.rules import check_rules
+from services.gateway.intake.rules import check_fields
 from services.gateway.intake.schemas import (
     MAX_SEED,
     PART_TYPES,
@@ -26,7 +26,6 @@ from services.gateway.intake.schemas import (
     Message,
     are_texts,
 )
-from services.gateway.intake.unsupported_fields import check_neutral
 from shared import limits
 from shared.messages import ModelCard
 
@@ -56,18 +55,13 @@ def check_task(card: ModelCard, task: str) -> None:
     )
 
 
-def _check_fields(request: GenerationFields) -> None:
+def _check_generation(request: GenerationFields) -> None:
     """What both kinds of request have in common."""
-    check_neutral(request)
+    check_fields(request)
     if request.seed is not None and not -(2**63) <= request.seed <= MAX_SEED:
         check_range("seed", request.seed, -(2**63), MAX_SEED)
-    if isinstance(request, ChatCompletionRequest) and request.prompt_cache_options is not None:
-        check_neutral(request.prompt_cache_options, "prompt_cache_options.")
     if request.truncate_prompt_tokens is not None:
         check_truncation(request.truncate_prompt_tokens)
-    check_rules(request)
-    if request.stream_options is not None:
-        check_rules(request.stream_options, "stream_options.")
 
 
 def check_truncation(count: int | None) -> None:
@@ -97,7 +91,7 @@ def streamed(request: StructT) -> StructT:
 
 def check_chat(request: ChatCompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
-    _check_fields(request)
+    _check_generation(request)
     if not are_texts(request.messages):
         check_messages(request.messages)
         tools.check_conversation(request.messages)
@@ -129,8 +123,7 @@ def too_many(what: str, count: int, limit: limits.Limit) -> InvalidParameter:
 
 
 def _check_message(path: str, message: Message) -> None:
-    check_neutral(message, path)
-    check_rules(message, path)
+    check_fields(message, path)
     content = message.content
     if isinstance(content, list):
         if not content:
@@ -147,8 +140,7 @@ def _check_part(path: str, part: ContentPart) -> None:
             param=f"{path}type",
             reason="invalid_value",
         )
-    check_neutral(part, path)
-    check_rules(part, path)
+    check_fields(part, path)
 
 
 # --- completions ---------------------------------------------------------------------------------
@@ -156,7 +148,7 @@ def _check_part(path: str, part: ContentPart) -> None:
 
 def check_completion(request: CompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
-    _check_fields(request)
+    _check_generation(request)
     prompts, choices = len(prompts_of(request)), request.n or 1
     if prompts * choices > limits.CHOICES.value:
         raise InvalidParameter(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.intake.rules import ignored, neutral
 from services.gateway.intake.schemas import (
     Count,
     ModelName,
@@ -19,7 +20,6 @@ from services.gateway.intake.schemas import (
     TopP,
     User,
 )
-from services.gateway.intake.unsupported_fields import ignored, neutral
 from shared import limits
 
 

@@ -29,9 +29,8 @@ from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowR
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
-from services.gateway.intake.rules import check_rules
+from services.gateway.intake.rules import check_fields, checked_fields, marked, neutral
 from services.gateway.intake.schemas import ModelName
-from services.gateway.intake.unsupported_fields import check_neutral, checked_fields, marked, neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelSpec
 from shared.process import VERSION
@@ -213,7 +212,7 @@ async def copy(ask: RequestContext) -> bytes:
 async def create(ask: RequestContext) -> Progress | None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _create)
-    check_neutral(request)
+    check_fields(request)
     given = _defaults(request.parameters, ask)
     if not request.base:
         raise missing("from", "the name of a model that is there")
@@ -335,7 +334,7 @@ async def _given(ask: RequestContext, decoder: msgspec.json.Decoder[Any]) -> str
 
 
 def _name(request: ModelNamed) -> str:
-    check_rules(request)
+    check_fields(request)
     return request.given
 
 

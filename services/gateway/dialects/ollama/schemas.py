@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.intake.rules import ignored, neutral
 from services.gateway.intake.schemas import (
     MAX_COUNT,
     LogprobCount,
@@ -20,7 +21,6 @@ from services.gateway.intake.schemas import (
     Temperature,
     TopP,
 )
-from services.gateway.intake.unsupported_fields import ignored, neutral
 from services.gateway.tool_calls.schemas import Tool
 from shared import limits
 

@@ -26,6 +26,7 @@ from services.gateway.dialects.ollama.schemas import (
 )
 from services.gateway.intake.chat import switched
 from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.rules import check_fields, checked_fields
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,7 +34,6 @@ from services.gateway.intake.schemas import (
     Message,
     ResponseFormat,
 )
-from services.gateway.intake.unsupported_fields import check_neutral, checked_fields
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall
 
@@ -79,7 +79,7 @@ def checked(request: Asked) -> list[str]:
     """The fields of `request` that change nothing. Raises `InvalidParameter` for the first that is not supported."""
     for index, message in enumerate(getattr(request, "messages", None) or ()):
         if message.images:
-            check_neutral(message, f"messages[{index}].")
+            check_fields(message, f"messages[{index}].")
     return [*checked_fields(request), *checked_fields(request.options, "options.")]
 
 

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter, check_range
 from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, check_rules, equal
+from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, check_fields, equal, neutral
 from services.gateway.intake.schemas import (
     Count,
     LastTokens,
@@ -17,7 +17,6 @@ from services.gateway.intake.schemas import (
     Priority,
     User,
 )
-from services.gateway.intake.unsupported_fields import check_neutral, neutral
 from services.gateway.intake.validation import check_truncation
 from shared import limits
 from shared.messages import ModelCard
@@ -117,7 +116,7 @@ class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, 
 
 def classes_wanted(request: PoolingRequest, card: ModelCard) -> ClassifyRequest | None:
     """As what `request` is served; None: vectors are wanted. Raises `InvalidParameter`."""
-    check_neutral(request)
+    check_fields(request)
     alone = card.does("classify") and not card.does("embed")
     if (request.task or ("classify" if alone else "embed")) == "embed":
         return None
@@ -154,7 +153,7 @@ class Pairs(msgspec.Struct, frozen=True):
 def pairs_of(request: Scored) -> Pairs:
     """The texts of a request, within their bounds. Raises `InvalidParameter` for the first thing wrong in
     `request`, as far as that needs no model."""
-    check_neutral(request)
+    check_fields(request)
     pairs = _ranked(request) if isinstance(request, RerankRequest) else _scored(request)
     queries = sum(len(pairs.query_of(index)) for index in range(len(pairs.documents)))
     instructions = len(request.instruction or "") * len(pairs.documents)
@@ -180,7 +179,7 @@ def _ranked(request: RerankRequest) -> Pairs:
 
 
 def _scored(request: ScoreRequest) -> Pairs:
-    check_rules(request)
+    check_fields(request)
     names = ("queries", "documents") if request.text_1 is None else ("text_1", "text_2")
     given = (getattr(request, name) for name in names)
     queries, documents = ([one] if isinstance(one, str) else one for one in given)

@@ -27,7 +27,9 @@ from services.gateway.intake.rules import (
     Rule,
     Ruled,
     Rules,
-    check_rules,
+    check_fields,
+    ignored,
+    neutral,
 )
 from services.gateway.intake.schemas import (
     MAX_COUNT,
@@ -58,7 +60,6 @@ from services.gateway.intake.schemas import (
     User,
     Verbosity,
 )
-from services.gateway.intake.unsupported_fields import check_neutral, ignored, neutral
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"
@@ -263,10 +264,7 @@ def is_prewarm(request: InputFields) -> bool:
 
 def check_input_fields(request: InputFields) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`."""
-    check_neutral(request)
-    if request.reasoning is not None:
-        check_neutral(request.reasoning, "reasoning.")
-    check_rules(request)
+    check_fields(request)
     if request.input == [] and request.previous_response_id is None and request.conversation is None:
         raise empty_array("input")
     for _ in placed_tools(request.tools):

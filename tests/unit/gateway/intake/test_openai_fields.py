@@ -18,6 +18,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import convert, decode
 from services.gateway.intake.prompt_cache import cache_ttl
+from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,7 +26,6 @@ from services.gateway.intake.schemas import (
     Message,
     StreamOptions,
 )
-from services.gateway.intake.unsupported_fields import marked
 
 API_PAGE = (Path(__file__).parents[4] / "docs/api.md").read_text()
 STRANGE = {"asks": "for something"}

@@ -12,8 +12,8 @@ from services.gateway.api.openapi.constraints import constrain
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.context_window import predicted as tokens_of_prediction
 from services.gateway.intake.decoding import convert
+from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.intake.unsupported_fields import marked
 from services.gateway.intake.validation import check_chat
 from services.gateway.streams.formats import PredictionTally
 from services.gateway.tokenizer.tokenizer import StubTokenizer

@@ -65,7 +65,7 @@ def test_the_check_and_the_schema_say_the_same(row: str, data: st.DataObject) ->
 
 def test_a_rule_says_where_the_object_stands() -> None:
     with pytest.raises(InvalidParameter) as caught:
-        rules.check_rules(Message("user"), "messages[3].")
+        rules.check_fields(Message("user"), "messages[3].")
     assert caught.value.param == "messages[3].content"
     assert "'messages[3].content'" in caught.value.message
 
