@@ -107,7 +107,12 @@ class InvalidParameter(InvalidRequest):
     """A field of the request is wrong; `reason` is OpenAI's code for how, e.g. `invalid_type`."""
 
     def __init__(
-        self, message: str, *, param: str | None, reason: str, problems: "Sequence[FieldProblem]" = ()
+        self,
+        message: str,
+        *,
+        param: str | None,
+        reason: str = "invalid_value",
+        problems: "Sequence[FieldProblem]" = (),
     ) -> None:
         super().__init__(message, param=param)
         self.reason = reason

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.context_window import LEAST_TRUNCATED, check_characters
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.context_window import LEAST_TRUNCATED, check_characters, check_text
 from services.gateway.intake.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,
@@ -19,11 +20,11 @@ from services.gateway.intake.conversation import (
     with_instructions,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.structured_output import Wanted, grammar_of_schema
+from services.gateway.intake.structured_output import Wanted, closes_objects, grammar_of_schema, wanted_by
 from services.gateway.intake.tools import Asked, asked_of
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
-from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
+from services.gateway.tool_calls.families import FAMILIES, NONE, markers_of, parser_named, reasoning_named
 from services.gateway.tool_calls.grammar import (
     Calling,
     behind_reasoning,
@@ -188,7 +189,6 @@ def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]
             raise InvalidParameter(
                 f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()}).",
                 param="chat_template_kwargs",
-                reason="invalid_value",
             )
     looked_at = {name: value for name, value in given.items() if name in traits.variables}
     return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | looked_at
@@ -254,6 +254,8 @@ def _begins_with_marks(answer: Wanted, reasoning: str) -> bool:
 
 def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
     """The schema of each function alone: which of them does not compile."""
+    if not plan.family:
+        return
     path = "functions[{}].parameters" if plan.asked.legacy else "tools[{}].function.parameters"
     for index, function in enumerate(plan.asked.shown):
         schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
@@ -280,6 +282,35 @@ def _small_enough(wanted: Wanted) -> Wanted:
             reason="string_above_max_length",
         )
     return wanted
+
+
+class PreparedChat(NamedTuple):
+    """A chat in the model's own form, and what its answer must be."""
+
+    prompt: Rendered
+    parsing: Parsing | None
+    """How the answer is read; None: it is the text as it stands."""
+    wanted: Wanted | None
+    """What the answer must match; None: nothing."""
+    schemas: Iterator[Wanted]
+    """The parts of `wanted` that came from functions, each alone."""
+    ignored: tuple[str, ...]
+
+
+async def prepared(
+    request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, settings: GatewaySettings
+) -> PreparedChat:
+    """Raises as `rendered`."""
+    closes = closes_objects(request, usual=settings.close_objects)
+    answer = wanted_by(request, closes=closes)
+    plan, prompt = await rendered(request, card, tokenizer)
+    cut = request.truncate_prompt_tokens is not None
+    check_text("messages", prompt.text, card, tokenizer, settings.prompt_limit, cut=cut)
+    parsing = plan.parsing(prompt.text)
+    if parsing is not None:
+        specials = tokenizer.specials(markers_of(parsing))
+        answer = demanded(plan, parsing, answer, specials, closes=closes)
+    return PreparedChat(prompt, parsing, answer, schemas_of(plan), plan.ignored)
 
 
 class Planned(NamedTuple):

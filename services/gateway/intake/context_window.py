@@ -63,7 +63,7 @@ def max_tokens(
     refused, and means what it leaves; a completion has the same default as a chat. Raises `ContextLengthExceeded`."""
     room = card.context_length - prompt_tokens
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    asked = _asked_tokens(request)
+    asked = asked_tokens(request)
     if room < (asked != 0):  # what is told of a prompt alone needs no room behind it
         raise ContextLengthExceeded(
             f"This model's maximum context length is {card.context_length} tokens, and your {param} "
@@ -86,7 +86,7 @@ def max_tokens(
     return asked
 
 
-def _asked_tokens(request: GenerationFields) -> int | None:
+def asked_tokens(request: GenerationFields) -> int | None:
     """`max_tokens` under either of its names. Raises `InvalidParameter` when the two disagree."""
     asked = request.max_tokens
     if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
@@ -96,7 +96,6 @@ def _asked_tokens(request: GenerationFields) -> int | None:
             f"Invalid 'max_tokens': it is {asked} and 'max_completion_tokens' is "
             f"{request.max_completion_tokens}; give one of the two, the latter preferably.",
             param="max_tokens",
-            reason="invalid_value",
         )
     return request.max_completion_tokens
 

@@ -165,7 +165,7 @@ def refusal(error: msgspec.ValidationError, kind: Any, given: Callable[[], Any])
     try:
         return _beyond(what, path, in_key, _info(kind), given)
     except (LookupError, TypeError, ValueError, RecursionError, StopIteration):
-        return InvalidParameter(f"Invalid value for '{path}': {what}.", param=path, reason="invalid_value")
+        return InvalidParameter(f"Invalid value for '{path}': {what}.", param=path)
 
 
 def _wrong_type(param: str, expected: str, got: str) -> InvalidParameter:
@@ -249,7 +249,7 @@ def _wrong_length(name: str, value: Any, limit: Limit | None, in_key: bool) -> I
         return above(name, value, limit)
     if in_key:
         message = f"Invalid '{name}': a key is empty; a key has at least one character."
-        return InvalidParameter(message, param=name, reason="invalid_value")
+        return InvalidParameter(message, param=name)
     if isinstance(value, str):
         message = f"Invalid '{name}': empty string. Expected at least one character."
         return InvalidParameter(message, param=name, reason="empty_string")

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from services.gateway.core.errors import RouteError, missing
-from services.gateway.intake import validation
+from services.gateway.core.errors import InvalidParameter, RouteError, missing
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
@@ -124,4 +123,9 @@ def streamed(endpoint: Endpoint, request: Any) -> Any:
             status=400,
             reason="unsupported_parameter",
         )
-    return validation.streamed(request)
+    if getattr(request, "stream", None) is False:
+        raise InvalidParameter(
+            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.",
+            param="stream",
+        )
+    return msgspec.structs.replace(request, stream=True)

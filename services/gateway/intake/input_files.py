@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError, above, missing, unsupported
-from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message
+from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message, are_texts
 from shared import limits
 from shared.errors import PayloadTooLarge
 
@@ -39,6 +39,8 @@ async def with_files_read(
 ) -> ChatCompletionRequest:
     """`request`, which was checked, with the texts of its files in their place. Raises `InvalidParameter`,
     `PayloadTooLarge`, `BrokerUnavailable`."""
+    if are_texts(request.messages):
+        return request
     parts = [
         (f"messages[{number}].content[{index}].file", part.file)
         for number, message in enumerate(request.messages)
@@ -110,7 +112,6 @@ def decoded(given: str, path: str) -> bytes:
         raise InvalidParameter(
             f"Invalid '{path}': expected a data URL, or the file in base64.",
             param=path,
-            reason="invalid_value",
         ) from None
 
 

@@ -16,14 +16,14 @@ from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import embeddings, validation
-from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendered, schemas_of
+from services.gateway.intake.chat import NamesModel, prepared, rendered
 from services.gateway.intake.context_window import check_text, predicted
 from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.prefill import ahead, next_prompt, without_answer
-from services.gateway.intake.prompt_cache import cache_key, conversation_key
+from services.gateway.intake.prompt_cache import session_named
 from services.gateway.intake.record import (
     Context,
     OuterResponse,
@@ -38,18 +38,16 @@ from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
-    are_texts,
 )
-from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
+from services.gateway.intake.structured_output import Grammars
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from services.gateway.tool_calls.families import markers_of
 from shared import tracing
 from shared.errors import Unavailable
-from shared.messages import Grammar, ModelCard
+from shared.messages import ModelCard
 from shared.messages.records import GenerationRecord, RecordedEndpoint
 
 log = structlog.get_logger(__name__)
@@ -220,41 +218,27 @@ class InputProcessor:
     ) -> StreamReader:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         validation.check_chat(request)
-        self._take_name(request, context)
-        card = self._catalog.card_at_hand(request.model) or await self.loaded(request, context)
-        card = self.resolve(request.model, card, context)
-        validation.check_task(card, "generate")
-        closes = closes_objects(request, usual=self.parts.settings.close_objects)
-        answer = wanted_by(request, closes=closes)
-        if not are_texts(request.messages):
-            request = await with_files_read(request, context.tenant, self._files)
+        card = await self._model(request, context)
+        request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self._tokenizers.get(card, context.tenant)
-        plan, rendering = await rendered(request, card, tokenizer)
-        if plan.ignored:
-            told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
+        chat = await prepared(request, card, tokenizer, self.parts.settings)
+        if chat.ignored:
+            told = map(response.own_name, chat.ignored) if response is not None else chat.ignored
             self.ignored(context.answer_headers).tell(told)
-        text = rendering.text
-        cut = request.truncate_prompt_tokens is not None
-        check_text("messages", text, card, tokenizer, self.parts.settings.prompt_limit, cut=cut)
-        parsing = plan.parsing(text)
-        if parsing is not None:
-            specials = tokenizer.specials(markers_of(parsing))
-            answer = demanded(plan, parsing, answer, specials, closes=closes)
-        grammar = await self._grammar(plan, answer, context.tenant) if answer is not None else None
+        grammar = None
+        if chat.wanted is not None:
+            grammar = await self._grammars.checked(chat.wanted, context.tenant, chat.schemas)
         with tracing.stage("tokenize"):
-            prompt = await tokenizer.encode_rendered(rendering)
-        session = context.session
-        if not session:
-            session = cache_key(request.prompt_cache_key) or conversation_key(request.messages)
+            prompt = await tokenizer.encode_rendered(chat.prompt)
         record = record_of(
             [prompt],
             request,
             card,
             context,
             self.parts,
-            session=session,
+            session=context.session or session_named(request),
             grammar=grammar,
-            parsing=parsing,
+            parsing=chat.parsing,
             response=response,
             bad_words=await bad_words(request, tokenizer),
             prediction=await predicted(request, card, tokenizer),
@@ -279,10 +263,7 @@ class InputProcessor:
     async def completion(self, request: CompletionRequest, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
         validation.check_completion(request)
-        self._take_name(request, context)
-        card = await self.loaded(request, context)
-        card = self.resolve(request.model, card, context)
-        validation.check_task(card, "generate")
+        card = await self._model(request, context)
         given = validation.prompts_of(request)
         closes = self.parts.settings.close_objects
         grammar = await self._grammars.of(request, context.tenant, closes=closes)
@@ -294,7 +275,7 @@ class InputProcessor:
                 if isinstance(text, str):
                     check_text("prompt", text, card, tokenizer, limit, cut=cut)
             prompts = await _prompt_ids(given, tokenizer, card, special)
-        session = context.session or cache_key(request.prompt_cache_key)
+        session = context.session or session_named(request)
         words = await bad_words(request, tokenizer)
         record = record_of(
             prompts, request, card, context, self.parts, session=session, grammar=grammar, bad_words=words
@@ -326,7 +307,6 @@ class InputProcessor:
         `ModelNotLoaded`."""
         request = without_answer(request)
         validation.check_chat(request)
-        self._take_name(request, context)
         card = self._catalog.card(request.model, context.tenant)
         if not self._catalog.has_ready_group(card.model):
             raise ModelNotLoaded(
@@ -334,8 +314,7 @@ class InputProcessor:
                 "the request itself.",
                 param="model",
             )
-        card = self.resolve(request.model, card, context)
-        validation.check_task(card, "generate")
+        card = await self._model(request, context)
         request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self.tokenizer_of(card, context.tenant)
         with tracing.stage("tokenize"):
@@ -343,22 +322,17 @@ class InputProcessor:
         record = ahead(record_of([prompt], request, card, context, self.parts, session=context.session))
         return self._run(record, request, card, tokenizer, context)
 
-    async def _grammar(self, plan: ChatPlan, wanted: Wanted, tenant: str) -> Grammar | None:
-        """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`,
-        `RateLimited`."""
-        try:
-            return await self._grammars.checked(wanted, tenant)
-        except InvalidParameter:
-            for schema in schemas_of(plan) if plan.family else ():
-                await self._grammars.checked(schema, tenant)
-            raise
-
-    def _take_name(self, request: GenerationFields, context: Context) -> None:
-        """`context` gets the request's own id. Tells of fields that change nothing."""
+    async def _model(self, request: GenerationFields, context: Context) -> ModelCard:
+        """The one that is to answer. `context` gets the request's own id, and fields that change nothing are told.
+        Raises as `loaded` and `resolve`."""
         if ignored := ignored_fields(request):
             self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
+        card = self._catalog.card_at_hand(request.model) or await self.loaded(request, context)
+        card = self.resolve(request.model, card, context)
+        validation.check_task(card, "generate")
+        return card
 
     def _run(
         self,

@@ -27,6 +27,14 @@ def conversation_key(messages: Sequence[Message]) -> str:
     return f"auto-{_digest(f'{len(system)}:{system}{len(user)}:{user}')}"
 
 
+def session_named(request: GenerationFields) -> str:
+    """By its `prompt_cache_key`, else by the beginning of its conversation; "" for a plain prompt."""
+    key = cache_key(request.prompt_cache_key)
+    return (
+        conversation_key(request.messages) if not key and isinstance(request, ChatCompletionRequest) else key
+    )
+
+
 def session_of(tenant: str, name: str, adapter: str = "") -> str:
     """The session that a tenant calls `name`, and nobody else's, whatever they call theirs; "" without a name. With
     each LoRA adapter (its digest) it is another one: what is kept of it is of no use to others."""

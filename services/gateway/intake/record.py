@@ -12,7 +12,7 @@ from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.errors import InvalidParameter, unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.context_window import fitting
+from services.gateway.intake.context_window import asked_tokens, fitting
 from services.gateway.intake.prompt_cache import cache_salt, cache_ttl, session_of
 from services.gateway.intake.sampling import prompt_logprobs, sampling_params, stop_token_ids, told_stop_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -144,6 +144,8 @@ def record_of(
     if grammar is not None:
         _check_beside_grammar(request)
     params = sampling_params(request, card, bad_words=bad_words, best=best)
+    stops, told_stops = stop_token_ids(request, card), told_stop_ids(request, card)
+    most_logprobs = prompt_logprobs(request)
     first = GenerationRequest(
         generation_id=response.identity if response else new_identity(parts.answers.writer, started_at),
         request_id=context.request_id,
@@ -152,19 +154,19 @@ def record_of(
         prompt=[],
         max_tokens=0,
         sampling=params,
-        stop_token_ids=stop_token_ids(request, card),
+        stop_token_ids=stops,
         session=session_of(context.tenant, session, context.adapter),
+        cache_salt=cache_salt(request.cache_salt, context.tenant if settings.isolate_tenant_cache else ""),
+        cache_ttl=cache_ttl(request),
         lane="batch" if request.service_tier == "flex" else context.lane,
         tenant=context.tenant,
         deadline=_deadline(started_at, context, settings),
         grammar=grammar,
-        prompt_logprobs=prompt_logprobs(request),
-        cache_salt=cache_salt(request.cache_salt, context.tenant if settings.isolate_tenant_cache else ""),
+        prompt_logprobs=most_logprobs,
         priority=request.priority or 0,
         adapter=context.adapter,
         sparse=sparse_of(request.sparse_attention, context.sparse, card, unasked=context.sparse_unasked),
         prediction=prediction,
-        cache_ttl=cache_ttl(request),
     )
     fitting_prompts = [fitting(prompt, request, card, settings, capped=context.capped) for prompt in prompts]
     requests = [
@@ -177,7 +179,7 @@ def record_of(
         )
         for index, (prompt, most) in enumerate(fitting_prompts)
     ]
-    if first.prompt_logprobs >= 0:
+    if most_logprobs >= 0:
         _check_prompt_logprobs(requests, count)
     if request.return_token_ids:
         _check_prompt_ids(requests, count)
@@ -194,7 +196,8 @@ def record_of(
         parsing=parsing,
         response=response.record(params) if response else None,
         adapter=context.adapter_name,
-        capped=context.capped and requests[0].max_tokens < _asked(request),
+        capped=context.capped and requests[0].max_tokens < (asked_tokens(request) or 0),
+        stop_token_ids=told_stops,
         return_progress=context.return_progress or bool(request.return_progress),
         **_shown(request, card, context.endpoint or _own_endpoint(request, response), first.lane, best=best),
     )
@@ -238,7 +241,6 @@ def _shown(
         "user": request.safety_identifier or request.user or "",
         "tokens_as_ids": bool(request.return_tokens_as_token_ids),
         "token_ids": bool(request.return_token_ids),
-        "stop_token_ids": told_stop_ids(request, card),
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
     if request.store and isinstance(request, ChatCompletionRequest):
@@ -292,15 +294,11 @@ def run_of(
 
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
     """Tokens that it may come to; where the client names no limit, what answers usually are."""
-    most = record.requests[0].max_tokens if _asked(request) else UNNAMED_OUTPUT
+    most = record.requests[0].max_tokens if asked_tokens(request) else UNNAMED_OUTPUT
     cost = 0
     for item in record.requests:
         cost += len(item.prompt) + min(most, item.max_tokens) * record.choices
     return cost
-
-
-def _asked(request: GenerationFields) -> int:
-    return request.max_tokens or getattr(request, "max_completion_tokens", None) or 0
 
 
 def _check_prompt_logprobs(prompts: Sequence[GenerationRequest], choices: int) -> None:

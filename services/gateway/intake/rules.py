@@ -28,18 +28,12 @@ class Condition(msgspec.Struct, frozen=True):
     schema: Schema
     holds: Callable[[Any], bool]
 
-    @property
-    def required(self) -> bool:
-        """Whether a field that is left out is not so."""
-        return not self.holds(None)
-
 
 NULL = Condition("left out", {"type": "null"}, lambda value: value is None)
 GIVEN = Condition("given", {"not": NULL.schema}, lambda value: value is not None)
 TRUE = Condition("true", {"const": True}, lambda value: value is True)
 NOT_TRUE = Condition("not true", {"enum": [None, False]}, lambda value: value is None or value is False)
 NOT_FALSE = Condition("not false", {"enum": [None, True]}, lambda value: value is None or value is True)
-NO_ENTRY = Condition("empty", {"enum": [None, []]}, lambda value: not value)
 ENTRIES = Condition("not empty", {"type": "array", "minItems": 1}, bool)
 TEXT = Condition("not empty", {"type": "string", "minLength": 1}, bool)
 
@@ -80,10 +74,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             raise self._refusal(next(iter(self.needs_one)), at, words)
 
     def _refusal(self, field: str, at: str, words: Mapping[str, str]) -> InvalidParameter:
-        param = at + (self.param or self.field).format(field=field)
-        return InvalidParameter(
-            self.error.format(at=at, field=field, **words), param=param, reason=self.reason
-        )
+        error, param = self.error.format(at=at, field=field, **words), self.param or self.field
+        return InvalidParameter(error, param=at + param.format(field=field), reason=self.reason)
 
     @property
     def schema(self) -> Schema:
@@ -93,6 +85,19 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         if not self.field:
             return then
         return {"if": {"required": [self.field], "properties": {self.field: self.when.schema}}, "then": then}
+
+
+def only_with(field: str, other: str) -> Rule:
+    """`field` means something beside `other` alone."""
+    error = f"The '{field}' parameter is only allowed when '{other}' is enabled."
+    return Rule(field=field, needs={other: TRUE}, error=error)
+
+
+def some_of(fields: Mapping[str, Condition], send: str) -> Rule:
+    """At least one of `fields`, the first of which is named as missing. `send`: what to send."""
+    name = next(iter(fields))
+    error = f"Missing required parameter: '{{at}}{name}'; send {send}."
+    return Rule(needs_one=fields, error=error, reason="missing_required_parameter", param=name)
 
 
 class OneOf(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +119,8 @@ class OneOf(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, request: Any, at: str = "") -> None:
         """Raises `InvalidParameter`."""
         given = {name for way in self.ways for name in way if getattr(request, name) is not None}
-        way = (getattr(request, self.tag),) if self.tag else self._begun(given)
+        begun = next((way for way in self.ways if given.intersection(way)), self.ways[-1])
+        way = (getattr(request, self.tag),) if self.tag else begun
         missing = [name for name in way if name not in given]
         others = [name for other in self.ways for name in other if name in given and name not in way]
         if others and not (self.tag and missing):
@@ -122,17 +128,10 @@ class OneOf(msgspec.Struct, frozen=True, kw_only=True):
         if missing:
             raise self._refusal(missing[0], at, repeated=False)
 
-    def _begun(self, given: set[str]) -> tuple[str, ...]:
-        """The first of which something is given."""
-        return next((way for way in self.ways if given.intersection(way)), self.ways[-1])
-
     def _refusal(self, field: str, at: str, *, repeated: bool) -> InvalidParameter:
-        error, reason = self.lacks, "missing_required_parameter"
-        if repeated:
-            error, reason = self.repeats, self.repeats_reason
-        return InvalidParameter(
-            error.format(at=at, field=field), param=at + (self.param or field), reason=reason
-        )
+        error = (self.repeats if repeated else self.lacks).format(at=at, field=field)
+        reason = self.repeats_reason if repeated else "missing_required_parameter"
+        return InvalidParameter(error, param=at + (self.param or field), reason=reason)
 
     @property
     def schema(self) -> Schema:
@@ -252,5 +251,5 @@ def schema_of(rules: Rules) -> Schema:
 
 def _all_of(fields: Mapping[str, Condition]) -> Schema:
     properties: Schema = {"properties": {name: condition.schema for name, condition in fields.items()}}
-    needed = [name for name, condition in fields.items() if condition.required]
+    needed = [name for name, condition in fields.items() if not condition.holds(None)]
     return {"required": needed} | properties if needed else properties

@@ -61,7 +61,6 @@ def _check_allowed(request: GenerationFields, allowed: list[int], card: ModelCar
             "Invalid 'allowed_token_ids': all of them end the text, which min_tokens forbids; allow others too, or "
             "leave min_tokens out.",
             param="allowed_token_ids",
-            reason="invalid_value",
         )
 
 

@@ -29,6 +29,8 @@ from services.gateway.intake.rules import (
     equal,
     ignored,
     neutral,
+    only_with,
+    some_of,
 )
 from services.gateway.tool_calls.schemas import (
     CalledFunction,
@@ -139,11 +141,7 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older names of the same."""
 
 
-ONLY_STREAMED = Rule(
-    field="stream_options",
-    needs={"stream": TRUE},
-    error="The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-)
+ONLY_STREAMED = only_with("stream_options", "stream")
 
 
 class StreamOptions(Ruled, frozen=True, forbid_unknown_fields=True):
@@ -250,7 +248,7 @@ class ContentPart(Ruled, frozen=True, forbid_unknown_fields=True):
     )
 
 
-_PARTS = {"minItems": 1, "maxItems": limits.PARTS.value}
+_PARTS = {"maxItems": limits.PARTS.value}
 _CALLS = {"maxItems": limits.CALLS.value}
 """All messages together have no more."""
 
@@ -262,7 +260,7 @@ class Message(Ruled, frozen=True, forbid_unknown_fields=True):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Meta(extra_json_schema=_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart], Meta(min_length=1, extra_json_schema=_PARTS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(extra_json_schema=_CALLS)] | None = None
@@ -274,11 +272,9 @@ class Message(Ruled, frozen=True, forbid_unknown_fields=True):
     """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
 
     rules = (
-        Rule(
-            needs_one={"content": GIVEN, "tool_calls": ENTRIES, "function_call": GIVEN, "refusal": TEXT},
-            error="Missing required parameter: '{at}content'; send a string or an array of text parts.",
-            reason="missing_required_parameter",
-            param="content",
+        some_of(
+            {"content": GIVEN, "tool_calls": ENTRIES, "function_call": GIVEN, "refusal": TEXT},
+            "a string or an array of text parts",
         ),
     )
 
@@ -469,11 +465,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
 
     rules = (
         *GenerationFields.rules,
-        Rule(
-            field="top_logprobs",
-            needs={"logprobs": TRUE},
-            error="The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.",
-        ),
+        only_with("top_logprobs", "logprobs"),
         CONTINUES,
     )
 

@@ -25,7 +25,7 @@ def sparse_of(
         check(choice, card.page_tokens)
     except WrongChoice as error:
         name = f"sparse_attention.{error.field}"
-        raise InvalidParameter(f"Invalid '{name}': {error}.", param=name, reason="invalid_value") from None
+        raise InvalidParameter(f"Invalid '{name}': {error}.", param=name) from None
     if choice.kind in card.sparse:
         return choice
     raise unsupported("sparse_attention", _why_not(choice, card))

@@ -138,7 +138,7 @@ def _at(param: str, kind: Any) -> Any:
 
 
 def _wrong(param: str, what: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid '{param}': {what}.", param=param, reason="invalid_value")
+    return InvalidParameter(f"Invalid '{param}': {what}.", param=param)
 
 
 class _Maker:

@@ -15,7 +15,7 @@ import hashlib
 import operator
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -82,7 +82,6 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> Wanted | Non
         raise InvalidParameter(
             f"Invalid '{given[1]}': '{given[0]}' already sets the answer's form; send one of the two.",
             param=given[1],
-            reason="invalid_value",
         )
     if request.min_tokens:
         raise InvalidParameter(
@@ -158,7 +157,6 @@ def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Wanted:
         raise InvalidParameter(
             f"Invalid '{param}': expected exactly one of {names}, but got {len(fields)}.",
             param=param,
-            reason="invalid_value",
         )
     [(kind, item)] = fields.items()
     if kind == "structural_tag":
@@ -258,9 +256,9 @@ class Grammars:
         wanted = wanted_by(request, closes=closes)
         return None if wanted is None else await self.checked(wanted, tenant)
 
-    async def checked(self, wanted: Wanted, tenant: str = "") -> Grammar:
-        """The grammar to send to a ring. `tenant`: whose turn and time it is. Raises `InvalidParameter` when it does
-        not compile, `QueueFull`, `RateLimited`."""
+    async def checked(self, wanted: Wanted, tenant: str = "", parts: Iterable[Wanted] = ()) -> Grammar:
+        """The grammar to send to a ring. `tenant`: whose turn and time it is; `parts`: of `wanted`. Raises
+        `InvalidParameter` when it does not compile, of the part that does not, `QueueFull`, `RateLimited`."""
         if wanted.grammar is ANY_OBJECT:
             return ANY_OBJECT
         key = hashlib.sha256(msgspec.msgpack.encode(wanted.grammar)).digest()
@@ -271,6 +269,8 @@ class Grammars:
             if len(self._verdicts) > KEPT_VERDICTS:
                 self._verdicts.popitem(last=False)
         if verdict.grammar is None:
+            for part in parts:
+                await self.checked(part, tenant)
             raise InvalidParameter(
                 f"{wanted.subject}: {verdict.problem}.", param=wanted.param, reason="invalid_grammar"
             )

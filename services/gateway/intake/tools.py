@@ -102,7 +102,6 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
                 f"Invalid '{place}.name': '{function.name}' is the name of "
                 f"'{path.format(seen[function.name])}' already; use a different name for each function.",
                 param=f"{place}.name",
-                reason="invalid_value",
             )
         seen[function.name] = index
         _check_parameters(f"{place}.parameters", function)
@@ -181,7 +180,6 @@ def _picked(
             raise InvalidParameter(
                 f"Tool choice '{name[:64]}' not found in 'tools' parameter.",
                 param=path,
-                reason="invalid_value",
             )
     return tuple(function for function in functions if (_kind(function), function.name) in wanted)
 
@@ -198,7 +196,6 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
                 f"Invalid value for '{name}': it cannot be combined with 'functions' or 'function_call'; "
                 "use 'tools' and 'tool_choice' alone.",
                 param=name,
-                reason="invalid_value",
             )
     functions = tuple(request.functions or ())
     _check_functions(functions, "functions[{}]")
@@ -234,7 +231,6 @@ def check_conversation(messages: Sequence[Message], *, may_end_with_calls: bool 
             raise InvalidParameter(
                 f"Invalid value for '{path}.tool_calls': only messages with role 'assistant' have tool calls.",
                 param=f"{path}.tool_calls",
-                reason="invalid_value",
             )
         for number, call in enumerate(message.tool_calls or ()):
             _check_call(f"{path}.tool_calls[{number}]", call)
@@ -257,7 +253,6 @@ def _answer(path: str, message: Message, waiting: dict[str, str], called: set[st
             f"'tool_calls'; there is no call '{message.tool_call_id[:64]}' in the assistant message before "
             f"'{path}'.",
             param=f"{path}.tool_call_id",
-            reason="invalid_value",
         )
     waiting.pop(message.tool_call_id, None)
 
@@ -268,7 +263,6 @@ def _check_answered(waiting: dict[str, str]) -> None:
             "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
             f"'tool_call_id'. The following tool_call_ids did not have response messages: {', '.join(waiting)}.",
             param=next(iter(waiting.values())),
-            reason="invalid_value",
         )
 
 
@@ -300,5 +294,4 @@ def _only_with(name: str, other: str) -> InvalidParameter:
     return InvalidParameter(
         f"Invalid value for '{name}': '{name}' is only allowed when '{other}' are specified.",
         param=name,
-        reason="invalid_value",
     )

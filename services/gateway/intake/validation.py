@@ -5,9 +5,7 @@ Every refusal is an `InvalidParameter`, with OpenAI's words and codes.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
-
-import msgspec
+from typing import cast
 
 from services.gateway.core.errors import (
     InvalidParameter,
@@ -29,7 +27,6 @@ from services.gateway.intake.schemas import (
 from shared import limits
 from shared.messages import ModelCard
 
-StructT = TypeVar("StructT", bound=msgspec.Struct)
 _REFUSED = {
     "generate": "generates no text",
     "embed": "gives no embeddings",
@@ -58,10 +55,9 @@ def check_task(card: ModelCard, task: str) -> None:
 def _check_generation(request: GenerationFields) -> None:
     """What both kinds of request have in common."""
     check_fields(request)
-    if request.seed is not None and not -(2**63) <= request.seed <= MAX_SEED:
+    if request.seed is not None:
         check_range("seed", request.seed, -(2**63), MAX_SEED)
-    if request.truncate_prompt_tokens is not None:
-        check_truncation(request.truncate_prompt_tokens)
+    check_truncation(request.truncate_prompt_tokens)
 
 
 def check_truncation(count: int | None) -> None:
@@ -73,17 +69,6 @@ def check_truncation(count: int | None) -> None:
             param="truncate_prompt_tokens",
             reason="integer_below_min_value",
         )
-
-
-def streamed(request: StructT) -> StructT:
-    """`request`, streamed. Raises `InvalidParameter` when it does not want to be where everything is."""
-    if getattr(request, "stream", None) is False:
-        raise InvalidParameter(
-            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.",
-            param="stream",
-            reason="invalid_value",
-        )
-    return msgspec.structs.replace(request, stream=True)
 
 
 # --- chat ----------------------------------------------------------------------------------------
@@ -124,11 +109,8 @@ def too_many(what: str, count: int, limit: limits.Limit) -> InvalidParameter:
 
 def _check_message(path: str, message: Message) -> None:
     check_fields(message, path)
-    content = message.content
-    if isinstance(content, list):
-        if not content:
-            raise empty_array(f"{path}content")
-        for index, part in enumerate(content):
+    if isinstance(message.content, list):
+        for index, part in enumerate(message.content):
             _check_part(f"{path}content[{index}].", part)
 
 
@@ -138,7 +120,6 @@ def _check_part(path: str, part: ContentPart) -> None:
             f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: 'text', "
             "'refusal' and 'file', of a text.",
             param=f"{path}type",
-            reason="invalid_value",
         )
     check_fields(part, path)
 

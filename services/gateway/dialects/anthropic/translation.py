@@ -259,7 +259,7 @@ def _unanswered(calls: dict[str, str]) -> InvalidParameter:
 
 
 def _wrong(path: str, what: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid '{path}': {what}", param=path, reason="invalid_value")
+    return InvalidParameter(f"Invalid '{path}': {what}", param=path)
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -263,7 +263,6 @@ async def _creation(
         raise InvalidParameter(
             f"Invalid 'adapters': there are {len(adapters)}, and a model has one adapter; create a model for each.",
             param="adapters",
-            reason="invalid_value",
         )
     (source,) = adapters.values()
     if source.startswith("sha256:"):
@@ -322,7 +321,6 @@ async def _set_defaults(ask: RequestContext, model: str, name: str, defaults: di
                 f"The model '{model}' has {len(others)} names with parameters of their own, and may have no more; "
                 "delete one.",
                 param="parameters",
-                reason="invalid_value",
             )
         return msgspec.structs.replace(known, defaults=others | ({name: defaults} if defaults else {}))
 

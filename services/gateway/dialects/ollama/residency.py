@@ -22,7 +22,7 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.dialects.ollama.translation import names_of, not_found, seconds_of
 from services.gateway.intake.headers import tell_ignored
-from services.gateway.intake.rules import TEXT, Rule, Ruled
+from services.gateway.intake.rules import TEXT, Ruled, some_of
 from shared.errors import DeadlineExceeded, RyzansteinError
 
 log = structlog.get_logger(__name__)
@@ -138,14 +138,7 @@ class ModelNamed(Ruled, frozen=True, kw_only=True):
     model: str | None = None
     name: str | None = None
 
-    rules = (
-        Rule(
-            needs_one={"model": TEXT, "name": TEXT},
-            error="Missing required parameter: 'model'; send the name of a model.",
-            reason="missing_required_parameter",
-            param="model",
-        ),
-    )
+    rules = (some_of({"model": TEXT, "name": TEXT}, "the name of a model"),)
 
     @property
     def given(self) -> str:

@@ -182,7 +182,6 @@ def _answered(index: int, message: OllamaMessage, open_calls: list[tuple[str, st
         f"Invalid 'messages[{index}]': a result of {called[:64]!r} needs a call before it that has no result yet; send "
         "the assistant's message with its tool_calls too.",
         param=f"messages[{index}]",
-        reason="invalid_value",
     )
 
 

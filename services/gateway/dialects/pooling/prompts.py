@@ -262,7 +262,6 @@ class _Maker:
             raise InvalidParameter(
                 f"Invalid 'truncate_prompt_tokens': {self._cut_to} leave no room for '{name}' behind its query.",
                 param="truncate_prompt_tokens",
-                reason="invalid_value",
             )
         check_length(name, tokens, self._card, self._prompt_limit, f"'{name}' with its query")
 

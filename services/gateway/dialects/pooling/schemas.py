@@ -188,7 +188,6 @@ def _scored(request: ScoreRequest) -> Pairs:
             f"Invalid '{names[0]}': {len(queries)} texts cannot be paired with {len(documents)}; send one, or as many "
             f"as in '{names[1]}'.",
             param=names[0],
-            reason="invalid_value",
         )
     return Pairs(queries, documents, *names)
 

@@ -92,7 +92,6 @@ def retrieval(query: bytes) -> Retrieval:
         raise InvalidParameter(
             "The 'starting_after' parameter is only allowed when 'stream' is true.",
             param="starting_after",
-            reason="invalid_value",
         )
     return given
 
@@ -114,7 +113,6 @@ def page_of(
             raise InvalidParameter(
                 f"Invalid 'after': no item '{wanted.after[:64]}' is among the input items of this response.",
                 param="after",
-                reason="invalid_value",
             )
         ordered = ordered[ids.index(wanted.after) + 1 :]
     data: list[StoredItem] = []

@@ -30,6 +30,7 @@ from services.gateway.intake.rules import (
     check_fields,
     ignored,
     neutral,
+    some_of,
 )
 from services.gateway.intake.schemas import (
     MAX_COUNT,
@@ -110,11 +111,8 @@ class ConversationName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
 
 
-_SOME_INPUT = Rule(
-    needs_one={"input": GIVEN, "previous_response_id": TEXT, "conversation": GIVEN},
-    error="Missing required parameter: 'input'; send a text or an array of items.",
-    reason="missing_required_parameter",
-    param="input",
+_SOME_INPUT = some_of(
+    {"input": GIVEN, "previous_response_id": TEXT, "conversation": GIVEN}, "a text or an array of items"
 )
 _ONE_PAST = Rule(
     field="conversation",
@@ -288,7 +286,6 @@ def _check_compaction(request: ResponseRequest) -> None:
             raise InvalidParameter(
                 f"Invalid value: '{entry.type[:64]}'. Supported value is: 'compaction'.",
                 param=f"{path}.type",
-                reason="invalid_value",
             )
         if entry.compact_threshold is not None:
             check_range(f"{path}.compact_threshold", entry.compact_threshold, 1, MAX_COUNT)

@@ -68,7 +68,6 @@ def _creation(lane: str, fields: dict[str, msgspec.Raw]) -> ClientMessage:
         raise InvalidParameter(
             f"Invalid value: '{kind[:64]}'. This server takes no such event; {detail}.",
             param="type",
-            reason="invalid_value",
         )
     if not _generate(fields):
         options = msgspec.json.decode(fields.get("prompt_cache_options", b"null"))

@@ -71,7 +71,6 @@ def _checked(tool: dict[str, Any], path: str) -> dict[str, Any]:
             f"Invalid value: '{str(kind)[:64]}'. This server has no tools of its own; supported values are: "
             f"'function', 'custom' and '{NAMESPACE}', and '{WEB_SEARCH}' is ignored.",
             param=f"{path}.type",
-            reason="invalid_value",
         )
     for name, values in NEUTRAL_IN_TOOL.items():
         value = tool.get(name)

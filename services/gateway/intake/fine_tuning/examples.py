@@ -57,13 +57,11 @@ def _pair(line: PreferenceLine) -> tuple[ChatText, ChatText]:
             raise InvalidParameter(
                 f"Invalid '{name}': expected one message with role 'assistant', the answer to 'input'.",
                 param=name,
-                reason="invalid_value",
             )
     if line.preferred_output == line.non_preferred_output:
         raise InvalidParameter(
             "Invalid 'non_preferred_output': it is the same as 'preferred_output', so there is nothing to prefer.",
             param="non_preferred_output",
-            reason="invalid_value",
         )
     for index, message in enumerate([*line.input.messages, *(output[0] for _, output in outputs)]):
         if message.weight is not None:
@@ -105,7 +103,6 @@ def _check_weights(messages: list[TrainedMessage]) -> None:
             "The first message is the assistant's, and it answers nothing: begin with a message of another role, or "
             "give it the weight 0.",
             param="messages[0]",
-            reason="invalid_value",
         )
 
 

@@ -115,14 +115,12 @@ def _check_method(method: TrainingMethod, *, is_pair: bool, is_other: bool) -> N
             "This line is a preference pair ('input', 'preferred_output'), and the job's method is supervised: create "
             "it with the method dpo, or send conversations ('messages').",
             param="input",
-            reason="invalid_value",
         )
     if method == "dpo" and is_other and not is_pair:
         raise InvalidParameter(
             "This line is not a preference pair, and the job's method is dpo: send 'input', 'preferred_output' and "
             "'non_preferred_output', or create it with the method supervised.",
             param="messages",
-            reason="invalid_value",
         )
 
 

@@ -57,7 +57,6 @@ def summary_of(item: Item, path: str) -> str:
             f"Invalid '{path}.encrypted_content': it was not made by this server's /v1/responses/compact; send the "
             "items that it stands for.",
             param=f"{path}.encrypted_content",
-            reason="invalid_value",
         ) from None
 
 
@@ -89,7 +88,6 @@ def is_wanted(items: Sequence[Item]) -> bool:
         raise InvalidParameter(
             f"Invalid 'input': there is nothing before the '{TRIGGER}' that could be summarized.",
             param="input",
-            reason="invalid_value",
         )
     return wanted
 

@@ -104,7 +104,6 @@ class History:
                     "Invalid 'previous_response_id': the conversation has too many responses; begin a new one with "
                     f"its items as 'input' ({limits.RESPONSE_CHAIN.cited()}).",
                     param="previous_response_id",
-                    reason="invalid_value",
                 )
             found = await self._find(identity, tenant, budget.reads)
             response = found.record.response
@@ -186,7 +185,6 @@ def _identities(ids: Iterable[str], param: str) -> list[str]:
             f"Invalid '{param}': its references are to items of {len(identities):,} responses; send the items "
             f"themselves, or use 'previous_response_id' ({limits.RESPONSE_CHAIN.cited()}).",
             param=param,
-            reason="invalid_value",
         )
     return identities
 

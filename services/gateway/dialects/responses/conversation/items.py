@@ -76,7 +76,6 @@ def read_input(
                 f"Invalid '{param}[{index}].type': a '{compaction.TRIGGER}' must be the last item of a response's "
                 "'input'.",
                 param=f"{param}[{index}].type",
-                reason="invalid_value",
             )
     return items
 
@@ -89,7 +88,6 @@ def _read_item(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item |
         raise InvalidParameter(
             f"Invalid value: '{name[:64]}'. This server takes items of the types: {', '.join(_READERS)}.",
             param=f"{path}.type",
-            reason="invalid_value",
         )
     return reader(raw, path, identity, index)
 
