@@ -23,7 +23,6 @@ from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.prefill import ahead, next_prompt, without_answer
-from services.gateway.intake.prompt_cache import session_named
 from services.gateway.intake.record import (
     Context,
     OuterResponse,
@@ -236,7 +235,6 @@ class InputProcessor:
             card,
             context,
             self.parts,
-            session=context.session or session_named(request),
             grammar=grammar,
             parsing=chat.parsing,
             response=response,
@@ -275,11 +273,8 @@ class InputProcessor:
                 if isinstance(text, str):
                     check_text("prompt", text, card, tokenizer, limit, cut=cut)
             prompts = await _prompt_ids(given, tokenizer, card, special)
-        session = context.session or session_named(request)
         words = await bad_words(request, tokenizer)
-        record = record_of(
-            prompts, request, card, context, self.parts, session=session, grammar=grammar, bad_words=words
-        )
+        record = record_of(prompts, request, card, context, self.parts, grammar=grammar, bad_words=words)
         return self._run(record, request, card, tokenizer, context)
 
     async def embedding(
@@ -319,7 +314,7 @@ class InputProcessor:
         tokenizer = await self.tokenizer_of(card, context.tenant)
         with tracing.stage("tokenize"):
             prompt = await next_prompt(request, card, tokenizer, self.parts.settings.prompt_limit)
-        record = ahead(record_of([prompt], request, card, context, self.parts, session=context.session))
+        record = ahead(record_of([prompt], request, card, context, self.parts))
         return self._run(record, request, card, tokenizer, context)
 
     async def _model(self, request: GenerationFields, context: Context) -> ModelCard:

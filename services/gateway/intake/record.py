@@ -13,7 +13,7 @@ from services.gateway.core.errors import InvalidParameter, unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.context_window import asked_tokens, fitting
-from services.gateway.intake.prompt_cache import cache_salt, cache_ttl, session_of
+from services.gateway.intake.prompt_cache import cache_salt, cache_ttl, session_named, session_of
 from services.gateway.intake.sampling import prompt_logprobs, sampling_params, stop_token_ids, told_stop_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.intake.sparse_attention import sparse_of
@@ -126,7 +126,6 @@ def record_of(
     context: Context,
     parts: RunDependencies,
     *,
-    session: str,
     grammar: Grammar | None = None,
     parsing: Parsing | None = None,
     response: OuterResponse | None = None,
@@ -155,7 +154,7 @@ def record_of(
         max_tokens=0,
         sampling=params,
         stop_token_ids=stops,
-        session=session_of(context.tenant, session, context.adapter),
+        session=session_of(context.tenant, context.session or session_named(request), context.adapter),
         cache_salt=cache_salt(request.cache_salt, context.tenant if settings.isolate_tenant_cache else ""),
         cache_ttl=cache_ttl(request),
         lane="batch" if request.service_tier == "flex" else context.lane,
