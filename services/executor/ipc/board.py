@@ -51,6 +51,14 @@ _STEPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 BOUNDS: tuple[tuple[float, ...], ...] = (_WAITS, _WAITS, _DECODES, _STEPS, _SIZES)
 """By `Kind`."""
+HISTOGRAMS = {
+    Kind.QUEUE: ("queue_seconds", "Time from acceptance by the group to admission to the batch."),
+    Kind.PREFILL: ("prefill_seconds", "Time from admission to the batch to the first token."),
+    Kind.DECODE: ("decode_seconds", "Time from the first token to the last, where there are several."),
+    Kind.STEP: ("step_duration_seconds", "Time that a step takes."),
+    Kind.BATCH: ("batch_size", "Sequences of a step."),
+}
+"""Their names and what Prometheus is told of them."""
 
 
 @table
@@ -66,32 +74,34 @@ class _Load(ctypes.Structure):
 
 @table
 class Totals(ctypes.Structure):
-    """What a ring has done since it started."""
+    """What a ring has done since it started: each field is a counter of Prometheus, with its help."""
 
-    steps: int
-    step_seconds: float
-    communication_seconds: float
-    """Spent in collectives."""
-    prompt_tokens: int
-    output_tokens: int
-    queried_tokens: int
-    """Tokens of prompts that were looked up in the KV cache."""
-    cached_tokens: int
-    preemptions: int
-    drafted_tokens: int
-    accepted_tokens: int
-    model_drafted_tokens: int
-    """Of the draft model; the others are n-gram drafts."""
-    model_accepted_tokens: int
-    draft_passes: int
-    draft_seconds: float
-    adapter_loads: int
-    adapter_evictions: int
-    recovered_blocks: int
-    """KV blocks that were on disk when it started."""
+    steps: Annotated[int, "Steps computed."]
+    step_seconds: Annotated[float, "Time spent computing steps."]
+    communication_seconds: Annotated[
+        float, "Part of step_seconds that the leader spent in collectives, waiting for other ranks included."
+    ]
+    prompt_tokens: Annotated[int, "Prompt tokens computed."]
+    output_tokens: Annotated[int, "Tokens generated."]
+    prefix_queried_tokens: Annotated[int, "Prompt tokens looked up in the KV cache."]
+    cached_tokens: Annotated[int, "Prompt tokens found in the KV cache."]
+    preemptions: Annotated[int, "Preemptions: sequences that lost their KV blocks to others."]
+    drafted_tokens: Annotated[int, "Draft tokens that were verified."]
+    accepted_tokens: Annotated[int, "Draft tokens that were accepted."]
+    draft_model_drafted_tokens: Annotated[int, "Part of drafted_tokens that the draft model has proposed."]
+    draft_model_accepted_tokens: Annotated[int, "Part of accepted_tokens that the draft model has proposed."]
+    draft_model_passes: Annotated[int, "Passes of the draft model that proposed tokens."]
+    draft_model_seconds: Annotated[float, "Part of step_seconds that these passes took."]
+    kv_blocks_recovered: Annotated[int, "Spilled KV blocks that were on disk when the ring started."]
+    adapter_loads: Annotated[int, "LoRA adapters read into the memory of the ranks."]
+    adapter_evictions: Annotated[int, "LoRA adapters evicted from the memory of the ranks."]
 
     def as_dict(self) -> dict[str, int | float]:
         return {name: getattr(self, name) for name, *_ in self._fields_}
+
+
+TOTALS: dict[str, str] = {name: kind.__metadata__[0] for name, kind in Totals.__annotations__.items()}
+"""What Prometheus is told of each."""
 
 
 @table
@@ -268,7 +278,7 @@ class RingBoard:
 
     def count_queried(self, tokens: int) -> None:
         """So many tokens of a prompt were looked up in the KV cache."""
-        self.totals.queried_tokens += tokens
+        self.totals.prefix_queried_tokens += tokens
 
     def rank(self, rank: int) -> RankBoard:
         return RankBoard(self._rows[rank], self._recorder or RankRecorder.unread())

@@ -4,6 +4,7 @@ there, be that one busy, stopped or dead.
     @table
     class Rank(ctypes.Structure):
         pid: int                                       an aligned 64-bit integer; float: a double
+        steps: Annotated[int, "Steps computed."]       the same, with what others read of it here
         uuid: Annotated[Any, ctypes.c_uint8 * 16]      any other type of ctypes
 
 Each field has one writer, so that no lock is needed.
@@ -22,9 +23,13 @@ _PLAIN: dict[Any, Any] = {int: ctypes.c_int64, float: ctypes.c_double}
 
 def table(row: type[Row]) -> type[Row]:
     """Lays the annotated attributes of `row` out one after another."""
-    hints = row.__annotations__.items()
-    row._fields_ = [(name, _PLAIN[kind] if kind in _PLAIN else kind.__metadata__[0]) for name, kind in hints]
+    row._fields_ = [(name, _type_of(hint)) for name, hint in row.__annotations__.items()]
     return row
+
+
+def _type_of(hint: Any) -> Any:
+    plain = getattr(hint, "__origin__", hint)
+    return _PLAIN[plain] if plain in _PLAIN else hint.__metadata__[0]
 
 
 def numbers_of(message: type[msgspec.Struct]) -> list[tuple[str, Any]]:

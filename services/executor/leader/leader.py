@@ -189,7 +189,7 @@ class Leader:
         )
         drafter = Drafter(engine_spec, limits, PROPOSERS)
         self._batcher = Scheduler(engine_spec, limits, self._model, drafter, self._board)
-        self._board.totals.recovered_blocks = self._batcher.recover(self._engine.recovered())
+        self._board.totals.kv_blocks_recovered = self._batcher.recover(self._engine.recovered())
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._supervisor.desk.on_state(self._debug.tell)
         self._steps = EngineLoop(
@@ -339,8 +339,9 @@ class Leader:
         totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
         totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
         of_engine = batcher.drafter.engine_counts
-        totals.model_drafted_tokens, totals.model_accepted_tokens = of_engine.drafted, of_engine.accepted
-        totals.draft_passes, totals.draft_seconds = of_engine.passes, of_engine.seconds
+        totals.draft_model_drafted_tokens = of_engine.drafted
+        totals.draft_model_accepted_tokens = of_engine.accepted
+        totals.draft_model_passes, totals.draft_model_seconds = of_engine.passes, of_engine.seconds
         totals.adapter_loads, totals.adapter_evictions = batcher.adapter_reads
 
     def _show_activity(self) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from services.executor.ipc.board import Kind, RingBoard
+from services.executor.ipc.board import HISTOGRAMS, TOTALS, RingBoard
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.host_memory import HostMemory
 from shared.messages import RING_CAUSES
@@ -98,14 +98,6 @@ class GpuReader:
 _LABELS = ("group", "model")
 _PREFIX = "ryzanstein_executor"
 
-_HISTOGRAMS = {
-    Kind.QUEUE: ("queue_seconds", "Time from acceptance by the group to admission to the batch."),
-    Kind.PREFILL: ("prefill_seconds", "Time from admission to the batch to the first token."),
-    Kind.DECODE: ("decode_seconds", "Time from the first token to the last, where there are several."),
-    Kind.STEP: ("step_duration_seconds", "Time that a step takes."),
-    Kind.BATCH: ("batch_size", "Sequences of a step."),
-}
-
 
 class Labels(NamedTuple):
     group: str
@@ -151,9 +143,10 @@ class RingCollector(Collector):
             )
         for name, (text, value) in _gauges(board).items():
             yield metric(GaugeMetricFamily, name, text, _LABELS, (labels, value))
-        for name, (text, value) in _counters(board).items():
+        for name, text in TOTALS.items():
+            value = getattr(board.totals, name)
             yield metric(CounterMetricFamily, name, text, _LABELS, (labels, value))
-        for kind, (name, text) in _HISTOGRAMS.items():
+        for kind, (name, text) in HISTOGRAMS.items():
             yield metric(HistogramMetricFamily, name, text, _LABELS, (labels, *board.histogram(kind)))
         yield from self._gpu_use(board, labels)
 
@@ -267,44 +260,6 @@ def _gauges(board: RingBoard) -> dict[str, tuple[str, float]]:
         "adapters_in_memory": (
             "LoRA adapters in the memory of the ranks.",
             board.totals.adapter_loads - board.totals.adapter_evictions,
-        ),
-    }
-
-
-def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
-    totals = board.totals
-    return {
-        "steps": ("Steps computed.", totals.steps),
-        "step_seconds": ("Time spent computing steps.", totals.step_seconds),
-        "communication_seconds": (
-            "Part of step_seconds that the leader spent in collectives, waiting for other ranks included.",
-            totals.communication_seconds,
-        ),
-        "prompt_tokens": ("Prompt tokens computed.", totals.prompt_tokens),
-        "output_tokens": ("Tokens generated.", totals.output_tokens),
-        "prefix_queried_tokens": ("Prompt tokens looked up in the KV cache.", totals.queried_tokens),
-        "cached_tokens": ("Prompt tokens found in the KV cache.", totals.cached_tokens),
-        "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),
-        "drafted_tokens": ("Draft tokens that were verified.", totals.drafted_tokens),
-        "accepted_tokens": ("Draft tokens that were accepted.", totals.accepted_tokens),
-        "draft_model_drafted_tokens": (
-            "Part of drafted_tokens that the draft model has proposed.",
-            totals.model_drafted_tokens,
-        ),
-        "draft_model_accepted_tokens": (
-            "Part of accepted_tokens that the draft model has proposed.",
-            totals.model_accepted_tokens,
-        ),
-        "draft_model_passes": ("Passes of the draft model that proposed tokens.", totals.draft_passes),
-        "draft_model_seconds": ("Part of step_seconds that these passes took.", totals.draft_seconds),
-        "kv_blocks_recovered": (
-            "Spilled KV blocks that were on disk when the ring started.",
-            totals.recovered_blocks,
-        ),
-        "adapter_loads": ("LoRA adapters read into the memory of the ranks.", totals.adapter_loads),
-        "adapter_evictions": (
-            "LoRA adapters evicted from the memory of the ranks.",
-            totals.adapter_evictions,
         ),
     }
 
