@@ -52,22 +52,6 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names of the custom tools: of their calls the text is shown that the model has put into JSON."""
 
 
-RecordedEndpoint = Literal[
-    "chat.completions",
-    "completions",
-    "responses",
-    "embeddings",
-    "messages",
-    "ollama.chat",
-    "ollama.generate",
-    "rerank",
-    "score",
-    "classify",
-    "pooling",
-]
-"""Which API's answer a generation is."""
-
-
 class Scoring(msgspec.Struct, frozen=True, omit_defaults=True):
     """How scores are made of the vectors of a rerank, score or classify request."""
 
@@ -91,7 +75,8 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     identity: str
     """What the client knows, behind a prefix of its endpoint."""
-    endpoint: RecordedEndpoint
+    endpoint: str
+    """Which API's answer it is. Any name: gateways with other dialects read it too."""
     created: float
     """Unix seconds by the clock of the gateway that took it."""
     requests: list[GenerationRequest]

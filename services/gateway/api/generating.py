@@ -28,7 +28,6 @@ from services.gateway.core.asgi import (
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.endpoint import EndpointName
 from services.gateway.intake.headers import (
     check_background,
     check_flag,
@@ -50,7 +49,7 @@ GENERATION_HEADER = "x-ryzanstein-generation"
 class CompletionsRoute:
     """A path of one endpoint."""
 
-    def __init__(self, endpoint: EndpointName, backend: Backend, settings: GatewaySettings) -> None:
+    def __init__(self, endpoint: str, backend: Backend, settings: GatewaySettings) -> None:
         self._endpoint = endpoint
         self._backend = backend
         self._settings = settings

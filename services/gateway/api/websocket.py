@@ -48,7 +48,6 @@ from services.gateway.core.errors import ClientGone, InvalidParameter, describe,
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.endpoint import EndpointName
 from services.gateway.intake.headers import (
     check_background,
     check_flag,
@@ -73,7 +72,7 @@ class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["generate", "attach", "cancel", "ping"]
     id: str = ""
-    endpoint: EndpointName = "chat.completions"
+    endpoint: str = "chat.completions"
     request: msgspec.Raw = msgspec.Raw()
     generation: str = ""
     position: int | list[int] | None = None

@@ -19,12 +19,11 @@ from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
-from services.gateway.intake.endpoint import EndpointName
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from shared.service.endpoints import begin_at_zero
 
-ENDPOINTS: dict[LineUrl, EndpointName] = {
+ENDPOINTS: dict[LineUrl, str] = {
     "/v1/chat/completions": "chat.completions",
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
@@ -40,7 +39,7 @@ ENDPOINTS: dict[LineUrl, EndpointName] = {
 class LineEndpoint:
     """One endpoint, for lines of batches."""
 
-    def __init__(self, endpoint: EndpointName, intake: Intake, catalog: Catalog) -> None:
+    def __init__(self, endpoint: str, intake: Intake, catalog: Catalog) -> None:
         self._endpoint = endpoint
         self._intake = intake
         self._catalog = catalog

@@ -32,7 +32,7 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.messages import GenerationRequest, ModelCard
-from shared.messages.records import GenerationRecord, RecordedEndpoint
+from shared.messages.records import GenerationRecord
 
 _TOKEN_BYTES = 5
 """Of a token on the wire, at most."""
@@ -251,7 +251,7 @@ def record_of(
     card: ModelCard,
     context: Context,
     parts: RunDependencies,
-    endpoint: RecordedEndpoint = "embeddings",
+    endpoint: str = "embeddings",
 ) -> GenerationRecord:
     """The record of a checked request. Raises `PayloadTooLarge`."""
     started_at, settings = time.time(), parts.settings

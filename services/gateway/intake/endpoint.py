@@ -6,7 +6,7 @@ The intake knows them by their names and imports none.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,24 +19,12 @@ from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.streams.reading import Presentation
 from services.gateway.streams.stream_reader import StreamReader
 
-EndpointName = Literal[
-    "chat.completions",
-    "completions",
-    "responses",
-    "messages",
-    "embeddings",
-    "rerank",
-    "score",
-    "classify",
-    "pooling",
-    "invocations",
-]
-
 
 class Endpoint:
-    """Whose answer a generation is: `name` is its `GenerationRecord.endpoint`."""
+    """Whose answer a generation is."""
 
     name: ClassVar[str]
+    """Its `GenerationRecord.endpoint`, of which the prefix of its ids is made: small letters, digits, dots."""
     presentation: ClassVar[Presentation]
     """How its answers are shown."""
     generates: ClassVar[bool] = True

@@ -47,7 +47,7 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import tracing
 from shared.errors import Unavailable
 from shared.messages import ModelCard
-from shared.messages.records import GenerationRecord, RecordedEndpoint
+from shared.messages.records import GenerationRecord
 
 log = structlog.get_logger(__name__)
 
@@ -281,7 +281,7 @@ class InputProcessor:
         self,
         request: EmbeddingRequest,
         context: Context,
-        endpoint: RecordedEndpoint = "embeddings",
+        endpoint: str = "embeddings",
     ) -> StreamReader:
         """A vector of each input. Raises as `Intake.prepare`."""
         given = embeddings.inputs_of(request)

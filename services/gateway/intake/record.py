@@ -4,7 +4,7 @@ import math
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,7 +18,7 @@ from services.gateway.intake.sampling import prompt_logprobs, sampling_params, s
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.intake.sparse_attention import sparse_of
 from services.gateway.lifecycle.generation import Generation
-from services.gateway.lifecycle.request_state import PREFIXES, RequestState, new_identity, requests_of
+from services.gateway.lifecycle.request_state import RequestState, new_identity, prefix_of, requests_of
 from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.lifecycle.token_stream import limits_of
 from services.gateway.ratelimit.limiter import Admission
@@ -30,7 +30,7 @@ from shared import limits, tracing
 from shared.errors import PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams, SparseAttention
-from shared.messages.records import GenerationRecord, Parsing, RecordedEndpoint, ResponseRecord
+from shared.messages.records import GenerationRecord, Parsing, ResponseRecord
 from shared.nats.bus import encode
 
 UNNAMED_OUTPUT = 512
@@ -77,7 +77,7 @@ class Context(msgspec.Struct):
     """Whether requests that say nothing attend so; set by the intake."""
     return_progress: bool = False
     """The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed."""
-    endpoint: RecordedEndpoint | Literal[""] = ""
+    endpoint: str = ""
     """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
     capped: bool = False
     """Whether its client may ask for more tokens than the context has room for, and gets what it has."""
@@ -202,7 +202,7 @@ def record_of(
     )
 
 
-def _own_endpoint(request: GenerationFields, response: OuterResponse | None) -> RecordedEndpoint:
+def _own_endpoint(request: GenerationFields, response: OuterResponse | None) -> str:
     if response is not None:
         return "responses"
     return "chat.completions" if isinstance(request, ChatCompletionRequest) else "completions"
@@ -215,7 +215,7 @@ def _candidates(request: GenerationFields) -> int:
 
 
 def _shown(
-    request: GenerationFields, card: ModelCard, endpoint: RecordedEndpoint, lane: Lane, *, best: bool
+    request: GenerationFields, card: ModelCard, endpoint: str, lane: Lane, *, best: bool
 ) -> dict[str, Any]:
     """The fields of the record that are about how the answer is shown. `best`: the best of more candidates are."""
     options = request.stream_options
@@ -273,7 +273,7 @@ def run_of(
     trace = None
     if tracing.on():
         choices = len(record.requests) * record.choices
-        record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, choices)
+        record, trace = traced(record, prefix_of(record.endpoint) + record.identity, choices)
     answer = RequestState(
         record,
         [

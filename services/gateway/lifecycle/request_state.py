@@ -41,12 +41,10 @@ PREFIXES = {
     "messages": "msg_",
     "ollama.chat": "ollama-",
     "ollama.generate": "ollama-",
-    "rerank": "rerank-",
-    "score": "score-",
-    "classify": "classify-",
     "pooling": "pool-",
 }
-_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})?([0-9a-f]{{8}})([0-9a-f]{{8}})[0-9a-f]{{16}}")
+"""Of endpoints whose prefix is not their name."""
+_ID = re.compile(r"(?:[a-z][a-z0-9.]*[-_])?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 
 
 class Place(NamedTuple):
@@ -67,8 +65,13 @@ def new_identity(writer: str, now: float) -> str:
     return f"{writer}{int(now) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"
 
 
+def prefix_of(endpoint: str) -> str:
+    """Of its generations' ids, at any gateway: also at one that has no dialect with it."""
+    return PREFIXES.get(endpoint) or f"{endpoint}-"
+
+
 def parse(public_id: str) -> str | None:
-    """The identity in an id as clients have it, with or without its prefix; None when it is none."""
+    """The identity in an id as clients have it, with or without a prefix; None when it is none."""
     match = _ID.fullmatch(public_id)
     return public_id[-32:] if match else None
 
@@ -139,7 +142,7 @@ class RequestState:
 
     @property
     def public_id(self) -> str:
-        return PREFIXES[self.record.endpoint] + self.record.identity
+        return prefix_of(self.record.endpoint) + self.record.identity
 
     @property
     def fingerprint(self) -> str:

@@ -28,7 +28,6 @@ from services.gateway.intake.rules import checked_fields
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.streams.stream_reader import StreamReader
-from shared.messages.records import RecordedEndpoint
 
 Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
 
@@ -61,7 +60,7 @@ class OllamaIntake:
         """Raises as `Intake.prepare`."""
         if ignored := checked(request):
             tell_ignored(ignored, context.answer_headers, strict=self._strict)
-        endpoint: RecordedEndpoint = "ollama.generate"
+        endpoint = "ollama.generate"
         if isinstance(request, OllamaChatRequest):
             endpoint = "ollama.chat"
         context.endpoint, context.capped = endpoint, True

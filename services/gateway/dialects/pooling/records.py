@@ -20,7 +20,7 @@ from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import GenerationRequest, ModelCard
-from shared.messages.records import GenerationRecord, RecordedEndpoint, Scoring
+from shared.messages.records import GenerationRecord, Scoring
 
 
 async def scoring_record(
@@ -109,7 +109,7 @@ def _record(
     )
 
 
-def _endpoint(request: ScoringRequest) -> RecordedEndpoint:
+def _endpoint(request: ScoringRequest) -> str:
     if isinstance(request, RerankRequest):
         return "rerank"
     return "classify" if isinstance(request, ClassifyRequest) else "score"

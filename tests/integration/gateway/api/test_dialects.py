@@ -14,6 +14,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
+from services.gateway.lifecycle.request_state import parse, prefix_of
 from shared.config import CommonSettings
 from shared.service.endpoints import new_registry
 from tests.integration.gateway.conftest import run_gateway
@@ -87,3 +88,5 @@ def test_names_and_endpoints_are_of_one_dialect_each() -> None:
     endpoints = [each.name for one in DIALECTS for each in one.endpoints]
     assert len(set(names)) == len(names)
     assert len(set(endpoints)) == len(endpoints)
+    for name in endpoints:
+        assert parse(prefix_of(name) + "0" * 32) == "0" * 32, f"{name}: no id begins so"

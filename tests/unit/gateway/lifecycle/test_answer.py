@@ -86,7 +86,7 @@ def test_choices_are_told_apart_by_id_and_seed_alone() -> None:
 def test_an_id_says_where_its_record_is(consumer: str, now: float) -> None:
     writer = identity.writer_of(consumer)
     made = identity.new_identity(writer, now)
-    for prefix in ("", *identity.PREFIXES.values()):
+    for prefix in ("", *map(identity.prefix_of, (*identity.PREFIXES, "rerank", "nobody.has2"))):
         assert identity.parse(prefix + made) == made
     assert identity.place(made) == (writer, f"{int(now):08x}")
 
