@@ -62,7 +62,8 @@ FP8 = Codec("fp8", 2, torch.float8_e4m3fn, 448.0)
 PREFERRED = INT8
 """What `--kv-dtype auto` takes: fp8 is read as fast and takes as many bytes, but is coarser (ADR 0009)."""
 AS_COMPUTED: BlockDType = "bf16"
-CODECS: dict[BlockDType, Codec | None] = {AS_COMPUTED: None, **{codec.name: codec for codec in (INT8, FP8)}}
+COMPRESSING = (INT8, FP8)
+CODECS: dict[BlockDType, Codec | None] = {AS_COMPUTED: None, **{codec.name: codec for codec in COMPRESSING}}
 """None: blocks stay as they are."""
 
 

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "codec.h"
 #include "digits.h"
 #include "gemm.h"
 
@@ -38,20 +39,11 @@ size_t rz_attention_scratch(void)
 
 /* --- reading blocks ---------------------------------------------------------------------------------- */
 
-RZ_INLINE void decode_int8(const int8_t *codes, int d, bf16 *row)
-{
-    for (int i = 0; i < d; i += 2 * LANES)
-        f32_store_two_bf16(row + i, f32_load_i8(codes + i), f32_load_i8(codes + i + LANES));
-}
-
-/* What codes of e4m3 are loaded as is the value over this. */
-#define FP8_UNIT 256.0f
-
-RZ_INLINE void decode_fp8(const uint8_t *codes, int d, bf16 *row)
+RZ_INLINE void decode(int codec, const uint8_t *codes, int d, bf16 *row)
 {
     for (int i = 0; i < d; i += 2 * LANES) {
         f32 first, second;
-        f32_load_two_e4m3(codes + i, &first, &second);
+        codec_load(codec, codes + i, &first, &second);
         f32_store_two_bf16(row + i, first, second);
     }
 }
@@ -94,15 +86,13 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
             long plane = (block - cache->num_hot) * planes + head;
             long at = (plane * size + offset) * d;
             if (cache->codec != RZ_CODEC_NONE)
-                scale = cache->scales[plane] * (cache->codec == RZ_CODEC_FP8 ? FP8_UNIT : 1.0f);
+                scale = cache->scales[plane] * codec_unit(cache->codec);
             for (int i = 0; i < here; i++) {
                 bf16 *row = scratch->decoded[which] + (key + i) * d;
-                if (cache->codec == RZ_CODEC_INT8)
-                    decode_int8((const int8_t *)cache->codes + at + (long)i * d, d, row);
-                else if (cache->codec == RZ_CODEC_FP8)
-                    decode_fp8((const uint8_t *)cache->codes + at + (long)i * d, d, row);
-                else
+                if (cache->codec == RZ_CODEC_NONE)
                     row = (bf16 *)cache->codes + at + (long)i * d;
+                else
+                    decode(cache->codec, (const uint8_t *)cache->codes + at + (long)i * d, d, row);
                 rows[key + i] = row;
             }
         }
@@ -491,7 +481,7 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
                const rz_attention_part *next, void *memory)
 {
     scratch_memory *scratch = memory;
-    const int d = shape->key_dim, queries = part->rows * part->heads, coded = cache->codec == RZ_CODEC_INT8;
+    const int d = shape->key_dim, queries = part->rows * part->heads, coded = codec_is_integer(cache->codec);
     for (int query = 0; query < queries; query++) {
         const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
         memcpy(scratch->queries + query * d, from, (size_t)d * sizeof(bf16));

@@ -33,8 +33,6 @@ enum {
     MAX_VALUE_DIM = 512,
 };
 
-enum { RZ_CODEC_NONE = 0, RZ_CODEC_INT8 = 1, RZ_CODEC_FP8 = 2 };
-
 /* One layer's keys and values of this rank. Tensors are contiguous. `lines`: 2, keys and values, both as wide as keys
  * are; or 1, which is both: its first values are the value. */
 typedef struct {
@@ -42,7 +40,7 @@ typedef struct {
     const void *codes;   /* [num_cold, lines, kv_heads, block_size, key_dim]: bytes, or bf16 without a codec */
     const float *scales; /* [num_cold, lines, kv_heads]; NULL without a codec */
     long num_hot;
-    int codec;
+    int codec;           /* codec.h */
 } rz_cache;
 
 typedef struct {

@@ -9,16 +9,11 @@ void rz_encode(int codec, const bf16 *values, long count, void *codes, float *sc
     f32 peak = f32_zero();
     for (long i = 0; i < count; i += LANES)
         peak = f32_max(peak, f32_abs(f32_load_bf16(values + i)));
-    float unit = f32_largest(peak) / (codec == RZ_CODEC_INT8 ? 127.0f : 448.0f);
+    float unit = f32_largest(peak) / codec_limit(codec);
     unit = unit > FLT_MIN ? unit : FLT_MIN;
     *scale = unit;
-    for (long i = 0; i < count; i += LANES) {
-        f32 in_units = f32_div(f32_load_bf16(values + i), f32_set1(unit));
-        if (codec == RZ_CODEC_INT8)
-            f32_store_i8((int8_t *)codes + i, limited(in_units, 127.0f));
-        else
-            store_e4m3((uint8_t *)codes + i, in_units);
-    }
+    for (long i = 0; i < count; i += LANES)
+        codec_store(codec, (uint8_t *)codes + i, f32_div(f32_load_bf16(values + i), f32_set1(unit)));
 }
 
 void rz_compress_plane(const rz_cache *cache, long count, long hot, long cold)

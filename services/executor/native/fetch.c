@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "codec.h"
 #include "sparse.h"
 
 enum {

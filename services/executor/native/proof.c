@@ -2,7 +2,7 @@
  * for equality where no scale rounds them. */
 #include "proof.h"
 
-#include "attention.h"
+#include "codec.h"
 #include "digits.h"
 #include "gemm.h"
 #include "quantized.h"

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "attention_stages.h"
+#include "codec.h"
 #include "fetch.h"
 
 enum {
@@ -73,20 +74,14 @@ static bf16 *summary_at(const rz_layer *layer, const rz_heads *heads, long block
 /* 2 * LANES values of a kept key, over the scale of its plane. */
 RZ_INLINE void load_kept(const rz_cache *cache, int is_cold, long at, f32 *first, f32 *second)
 {
-    if (is_cold && cache->codec == RZ_CODEC_INT8) {
-        *first = f32_load_i8((const int8_t *)cache->codes + at);
-        *second = f32_load_i8((const int8_t *)cache->codes + at + LANES);
-    } else if (is_cold && cache->codec == RZ_CODEC_FP8) {
-        f32_load_two_e4m3((const uint8_t *)cache->codes + at, first, second);
+    if (is_cold && cache->codec != RZ_CODEC_NONE) {
+        codec_load(cache->codec, (const uint8_t *)cache->codes + at, first, second);
     } else {
         const bf16 *from = is_cold ? cache->codes : cache->hot;
         *first = f32_load_bf16(from + at);
         *second = f32_load_bf16(from + at + LANES);
     }
 }
-
-/* What codes of e4m3 are loaded as is the value over this. */
-#define KEPT_FP8_UNIT 256.0f
 
 static void summarise_head(const summarising *job, long block, int head)
 {
@@ -96,7 +91,7 @@ static void summarise_head(const summarising *job, long block, int head)
     const long plane = (is_cold ? block - cache->num_hot : block) * heads->lines * heads->kv_heads + head;
     float scale = 1.0f;
     if (is_cold && cache->codec != RZ_CODEC_NONE)
-        scale = cache->scales[plane] * (cache->codec == RZ_CODEC_FP8 ? KEPT_FP8_UNIT : 1.0f);
+        scale = cache->scales[plane] * codec_unit(cache->codec);
     bf16 *mean = summary_at(job->layer, heads, block) + (long)head * d, *deviation = mean + (long)heads->kv_heads * d;
     const f32 share = f32_set1(1.0f / (float)size), unit = f32_set1(scale);
     for (int i = 0; i < d; i += 2 * LANES) {

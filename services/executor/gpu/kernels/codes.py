@@ -108,7 +108,7 @@ def word_to_floats(words, CODE: tl.constexpr, kind: tl.constexpr, HALF: tl.const
 @triton.jit
 def float_to_code(value, CODE: tl.constexpr):
     """Codes int8 (of e4m3 the bits) of float32 values that are within the codec's limits; ties go to even."""
-    if CODE == 1:
+    if CODE != 2:
         return ((value + ROUND) - ROUND).to(tl.int8)
     # Normal e4m3 numbers keep three bits of mantissa; below 2^-6 they are multiples of 2^-9.
     bits = value.to(tl.int32, bitcast=True)

@@ -63,7 +63,7 @@ def summarise_kernel(
         raw = tl.load(keys + (line * SIZE + token) * WIDTH + column, mask=inside, other=0.0)
         key = code_to_float(raw, CODE, tl.float32)
         unit = 1.0
-        if CODE == 1 or CODE == 2:
+        if CODE != 0 and CODE != 3:
             unit = tl.load(scales + line)
         mean = tl.sum(key, 0) * (1.0 / SIZE)
         apart = tl.where(inside, key - mean[None, :], 0.0)

@@ -25,7 +25,7 @@ from services.executor.core.step_plan import as_int32, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.gpu.linear import use_products
 from services.executor.kv_cache.capacity import store_shape
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.codecs import COMPRESSING, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
@@ -414,7 +414,7 @@ def test_a_rank_that_does_not_come_is_a_lost_ring(tmp_path: Path) -> None:
     ring.close()
 
 
-codecs = pytest.mark.parametrize("codec", [INT8, FP8], ids=lambda codec: codec.name)
+codecs = pytest.mark.parametrize("codec", COMPRESSING, ids=lambda codec: codec.name)
 
 
 @codecs

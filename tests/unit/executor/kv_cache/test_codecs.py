@@ -15,6 +15,7 @@ from services.executor import native
 from services.executor.core.settings import ExecutorSettings, parse_layers
 from services.executor.kv_cache.codecs import (
     AS_COMPUTED,
+    COMPRESSING,
     FP8,
     INT8,
     SMALLEST_SCALE,
@@ -28,8 +29,7 @@ from shared.data_types import BLOCK_DTYPES, BlockDType
 from shared.messages import ModelSettings
 from shared.registry import settings_problems
 
-CODECS = [INT8, FP8]
-both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+each = pytest.mark.parametrize("codec", COMPRESSING, ids=lambda codec: codec.name)
 ROWS = stn.arrays(
     np.float32,
     stn.array_shapes(min_dims=1, max_dims=3, max_side=8),
@@ -46,13 +46,13 @@ ROUNDING = 1 + 2.0**-20
 def bound(codec: Codec, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The largest error that each value may have, float64."""
     scale = scales.double().unsqueeze(-1)
-    if codec is INT8:
+    if not codec.dtype.is_floating_point:
         return (scale / 2).expand(rows.shape) * ROUNDING
     # Three bits of mantissa: half of an eighth; denormals below 2^-6 are multiples of 2^-9.
     return torch.maximum(rows.double().abs() / 16, scale * 2.0**-10) * ROUNDING
 
 
-@both
+@each
 @given(rows=ROWS)
 def test_errors_stay_within_their_bound(codec: Codec, rows: np.ndarray) -> None:
     values = torch.from_numpy(rows)
@@ -74,7 +74,7 @@ def test_int8_is_off_by_a_254th_of_the_largest_at_most(rows: np.ndarray) -> None
     assert (error <= largest / 254 * ROUNDING + SMALLEST_SCALE / 2).all()
 
 
-@both
+@each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_value_and_zeros_are_kept(codec: Codec, dtype: torch.dtype) -> None:
     values = torch.tensor([[0.0, 3.0, -12.0], [0.0, 0.0, 0.0]], dtype=dtype)
@@ -84,7 +84,7 @@ def test_the_largest_value_and_zeros_are_kept(codec: Codec, dtype: torch.dtype) 
     assert not decoded[:, 0].any()
 
 
-@both
+@each
 def test_encoding_leaves_its_input_alone(codec: Codec) -> None:
     values = torch.randn(3, 8)
     before = values.clone()
@@ -92,7 +92,7 @@ def test_encoding_leaves_its_input_alone(codec: Codec) -> None:
     assert torch.equal(values, before)
 
 
-@both
+@each
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_not_hidden(codec: Codec, bad: float) -> None:
     decoded = codec.decode(*codec.encode(torch.tensor([[1.0, bad], [1.0, 2.0]])))
@@ -117,14 +117,15 @@ def test_codecs_by_name() -> None:
 
 def test_every_codec_that_settings_name_is_declared_once() -> None:
     assert set(KV_CODECS) == set(BLOCK_DTYPES)
-    declared = [codec for codec in KV_CODECS.values() if codec is not None]
-    assert [codec.name for codec in declared] == [name for name in KV_CODECS if name != AS_COMPUTED]
+    assert [codec.name for codec in COMPRESSING] == [name for name in KV_CODECS if name != AS_COMPUTED]
+    numbers = [codec.number for codec in COMPRESSING]
+    assert len({0, *numbers}) == 1 + len(numbers)
 
 
 def test_triton_kernels_number_codecs_alike() -> None:
     codes = pytest.importorskip("services.executor.gpu.kernels.codes")
     assert (INT8.number, FP8.number) == (codes.INT8, codes.E4M3)
-    assert codes.PLAIN not in {codec.number for codec in KV_CODECS.values() if codec is not None}
+    assert codes.PLAIN not in {codec.number for codec in COMPRESSING}
 
 
 @pytest.mark.parametrize("name", BLOCK_DTYPES)
@@ -135,9 +136,6 @@ def test_what_is_declared_is_what_is_asked_for(name: BlockDType) -> None:
 
 
 def test_native_kernels_number_codecs_alike() -> None:
-    header = (Path(native.__file__).parent / "attention.h").read_text()
+    header = (Path(native.__file__).parent / "codec.h").read_text()
     numbered = {name.lower(): int(number) for name, number in re.findall(r"RZ_CODEC_(\w+) = (\d)", header)}
-    assert numbered == {
-        "none": 0,
-        **{codec.name: codec.number for codec in KV_CODECS.values() if codec is not None},
-    }
+    assert numbered == {"none": 0, **{codec.name: codec.number for codec in COMPRESSING}}

@@ -260,7 +260,7 @@ static void check_codecs(void)
 {
     enum { COUNT = 64 };
     bf16 values[COUNT];
-    for (int codec = RZ_CODEC_INT8; codec <= RZ_CODEC_FP8; codec++) {
+    for (int codec = RZ_CODEC_NONE + 1; codec < RZ_CODECS; codec++) {
         uint8_t codes[COUNT];
         int32_t shown[COUNT];
         float scale;

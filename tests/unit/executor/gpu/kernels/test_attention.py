@@ -22,7 +22,7 @@ from services.executor.gpu.kernels.tiles import (
     tile_shape,
     tiles_of,
 )
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.codecs import COMPRESSING, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.step_context import ScoreRule
@@ -71,7 +71,7 @@ def virtual(count: int, part: torch.Tensor, axis: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not interprets(), reason="a GPU has not so much memory to be empty")
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("codec", [codec.name for codec in COMPRESSING])
 def test_a_store_as_large_as_a_card_is_read_and_compressed(codec: BlockDType) -> None:
     case = Case((1, 20), (70, 50), width=64, dtype=torch.bfloat16, cold=codec, order="mixed")
     problem = Problem(case, DEVICE)
@@ -178,7 +178,7 @@ def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("codec", COMPRESSING, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Codec) -> None:
     shape = StoreShape.uniform(3, 16, 2, 20, dtype, (codec, None, codec))

@@ -11,7 +11,7 @@ from benchmarks.on_gpu.device import interprets
 from services.executor.gpu.kernels import pages
 from services.executor.gpu.kernels.attention_launch import Layer
 from services.executor.gpu.kernels.pages import ChosenRows
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.codecs import COMPRESSING, Codec
 
 DEVICE = torch.device("cpu" if interprets() else "cuda")
 HEADS, GROUP, SIZE, WIDTH, HOT, COLD = 2, 3, 4, 24, 30, 40
@@ -35,7 +35,7 @@ def layers(codec: Codec | None) -> tuple[Layer, Layer]:
     return own, Layer(*(room.bfloat16() for room in rooms), None, None)
 
 
-@pytest.mark.parametrize("codec", [None, INT8, FP8], ids=str)
+@pytest.mark.parametrize("codec", [None, *COMPRESSING], ids=str)
 def test_summaries_are_of_the_blocks_that_are_filled_as_they_are_kept(codec: Codec | None) -> None:
     own, summaries = layers(codec)
     pairs = torch.tensor([(3, 7), (4, 39)], device=DEVICE) if codec else None
