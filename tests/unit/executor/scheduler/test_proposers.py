@@ -60,7 +60,7 @@ def test_without_one_proposer_the_rest_serves(left_out: ProposerMaker | None, en
     assert (said.drafter.engine is not None) == (own is not None and own is not left_out)
     assert (said.drafter.engine_counts.accepted > 0) == (said.drafter.engine is not None)
     if said.drafter.engine is None:
-        assert (said.drafter.accepted > 0) == (left_out is not ngrams)
+        assert (said.drafter.accepted > 25) == (left_out is not ngrams), "the prediction is one of 40 tokens"
 
 
 def test_without_any_nothing_is_drafted() -> None:
