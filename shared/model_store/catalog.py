@@ -241,17 +241,19 @@ def _fetched(
 
     repository, quantization = hub_name(name)
     room = bound(make_room, store, directory, named=named)
+
+    def opened(scratch: Path) -> hub.Repository:
+        return hub.Repository(repository, revision, scratch, store, progress, room)
+
     if quantization and not adapter:
-
-        def get_gguf(scratch: Path) -> Path:
-            return hub.fetch_gguf(repository, quantization, revision, scratch, store, progress, room)
-
-        _converted(directory, progress, get_gguf, keep=True)
+        _converted(
+            directory, progress, lambda scratch: hub.fetch_gguf(opened(scratch), quantization), keep=True
+        )
         return
     is_there, fetch = (_has_adapter, hub.fetch_adapter) if adapter else (_is_whole, hub.fetch)
     with claimed(directory, lambda: progress("waiting for another process", 0, 0), keep=True) as scratch:
         if not is_there(directory):  # the other one has made it
-            fetch(repository, revision, scratch, store, progress, room)
+            fetch(opened(scratch))
             scratch.rename(directory)
             shutil.rmtree(directory / PARTS, ignore_errors=True)
 

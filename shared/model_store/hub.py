@@ -59,7 +59,7 @@ class Repository:
         """Asks the hub what the state is. Raises as `fetch` does."""
         progress("downloading", 0, 0)
         self.name, self._revision, self._store = name, revision, store
-        self._directory, self._progress, self._make_room = directory, progress, make_room
+        self.directory, self._progress, self._make_room = directory, progress, make_room
         self._endpoint = store.endpoint or str(constants.ENDPOINT)
         headers = build_hf_headers(library_name=_AGENT)
         self._transfer = Transfer(directory, "", headers, files_at_once=store.downloads)
@@ -91,7 +91,7 @@ class Repository:
     def record(self, files: Sequence[RemoteFile]) -> None:
         """Writes into the directory, which holds all of `files`, what it is."""
         manifest = Manifest(self.name, self._revision, self.commit, list(files))
-        (self._directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        (self.directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
     def _survey(self) -> tuple[str, list[RemoteFile]]:
         api = HfApi(endpoint=self._endpoint, library_name=_AGENT)
@@ -131,20 +131,13 @@ class Repository:
         return _explained(error, self.name, self._revision, self._endpoint, self._store)
 
 
-def fetch(
-    name: str,
-    revision: str,
-    directory: Path,
-    store: Store,
-    progress: Progress,
-    make_room: MakeRoom,
-) -> None:
-    """Fetches the repository `name` into `directory`, which may hold a part of it already: its config.json first, and
-    nothing else of a model that is not served.
+def fetch(repository: Repository) -> None:
+    """Fetches it into its directory, which may hold a part of it already: its config.json first, and nothing else of a
+    model that is not served.
 
-    Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
+    Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when the directory cannot take it.
     """
-    repository = Repository(name, revision, directory, store, progress, make_room)
+    name = repository.name
     chosen = choose_files(repository.files, name)
     if CONFIG not in sizes_of(chosen):
         raise ModelLoadError(
@@ -152,7 +145,7 @@ def fetch(
             f"chosen by its quantization, as {name}:Q4_K_M."
         )
     repository.fetch([file for file in chosen if file.path == CONFIG])
-    if refused := verdict_on(directory).refused:
+    if refused := verdict_on(repository.directory).refused:
         raise ModelLoadError(f"{refused} Of {name} only config.json was downloaded.")
     repository.fetch(chosen)
     repository.record(chosen)
@@ -167,38 +160,20 @@ def look_at(name: str, directory: Path, store: Store, revision: str = "") -> Ver
     return verdict_on(directory) if found else Verdict()
 
 
-def fetch_gguf(
-    name: str,
-    quantization: str,
-    revision: str,
-    directory: Path,
-    store: Store,
-    progress: Progress,
-    make_room: MakeRoom,
-) -> Path:
-    """The (first) GGUF file of the repository's model in `quantization`, with its other parts in `directory`. Raises as
-    `fetch` does."""
-    repository = Repository(name, revision, directory, store, progress, make_room)
+def fetch_gguf(repository: Repository, quantization: str) -> Path:
+    """The (first) GGUF file of its model in `quantization`, with its other parts in the directory. Raises as `fetch`
+    does."""
     listed = {file.path: file for file in repository.files}
-    names = choose_gguf(sizes_of(repository.files), name, quantization)
-    chosen = checked([listed[path] for path in names], name)
+    names = choose_gguf(sizes_of(repository.files), repository.name, quantization)
+    chosen = checked([listed[path] for path in names], repository.name)
     repository.fetch(chosen)
     repository.record(chosen)
-    return directory / names[0]
+    return repository.directory / names[0]
 
 
-def fetch_adapter(
-    name: str,
-    revision: str,
-    directory: Path,
-    store: Store,
-    progress: Progress,
-    make_room: MakeRoom,
-) -> None:
-    """Fetches the two files of the LoRA adapter `name`, as peft writes them, into `directory`. Raises as `fetch`
-    does."""
-    repository = Repository(name, revision, directory, store, progress, make_room)
-    chosen = choose_adapter(repository.files, name)
+def fetch_adapter(repository: Repository) -> None:
+    """Fetches the two files of a LoRA adapter, as peft writes them. Raises as `fetch` does."""
+    chosen = choose_adapter(repository.files, repository.name)
     repository.fetch(chosen)
     repository.record(chosen)
 

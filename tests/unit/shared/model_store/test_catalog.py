@@ -98,7 +98,7 @@ def test_what_is_nearly_a_built_in_name_asks_no_hub(
     def fetch(*arguments: object) -> None:
         raise AssertionError("the hub was asked")
 
-    monkeypatch.setattr("shared.model_store.hub.fetch", fetch)
+    monkeypatch.setattr("shared.model_store.hub.Repository", fetch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigurationError, ModelLoadError), match="SmolLM2-135M-Instruct"):
         ensure_model(name, Store.at(tmp_path / "cache"), ignore)
