@@ -51,40 +51,23 @@ class ModelStatus(msgspec.Struct, frozen=True):
         return self.replicas > 0
 
 
-def status_of(
-    model: str,
-    spec: ModelSpec | None,
-    groups: Iterable[GroupRecord],
-    hosts: Iterable[HostRecord],
-    now: float,
-) -> ModelStatus:
-    """Of one model. `spec`: its entry in the registry, if it has one; `now`: unix seconds."""
-    own = [record for record in groups if record.model == model]
-    said = [
-        (host.instance, item)
-        for host in hosts
-        if host.state != "gone"
-        for item in host.host.models
-        if item.model == model
-    ]
-    return _status(spec, own, said, now)
-
-
 def statuses(
     models: Mapping[str, ModelSpec | None],
     groups: Iterable[GroupRecord],
     hosts: Iterable[HostRecord],
     now: float,
 ) -> dict[str, ModelStatus]:
-    """Of each of `models`, as `status_of` has it, in one pass over groups and hosts."""
+    """Of each of `models`, with its entry in the registry if it has one; `now`: unix seconds."""
     by_model: defaultdict[str, list[GroupRecord]] = defaultdict(list)
     for record in groups:
-        by_model[record.model].append(record)
+        if record.model in models:
+            by_model[record.model].append(record)
     said: defaultdict[str, list[tuple[str, HostModel]]] = defaultdict(list)
     for host in hosts:
         if host.state != "gone":
             for item in host.host.models:
-                said[item.model].append((host.instance, item))
+                if item.model in models:
+                    said[item.model].append((host.instance, item))
     return {name: _status(spec, by_model[name], said[name], now) for name, spec in models.items()}
 
 

@@ -8,10 +8,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from services.cli.target import nats_of_stack
 from shared.config import CommonSettings
 from shared.errors import (
     BrokerUnavailable,
@@ -31,12 +35,13 @@ from shared.messages.registry import (
     ModelPlacement,
     ModelSpec,
 )
-from shared.model_status import ModelStatus, statuses
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
-from shared.pins import pins_of, promises_more
+from shared.pins import promises_more
 from shared.registry import check, nearest
+from shared.registry_view import RegistryView, fold
+from shared.tasks import cancel_all
 
 HOST_TIMEOUT = 10.0
 """Seconds that a host has to answer a command; the work goes on behind it."""
@@ -45,31 +50,22 @@ LOOK_INTERVAL = 0.5
 SETTLED = 3.0
 """Seconds after an order in which the scheduler may still say what it said of the model before."""
 
+R = TypeVar("R")
+T = TypeVar("T", bound=msgspec.Struct)
+
 Watch = Callable[["Snapshot"], None]
 
 
-class Snapshot(msgspec.Struct):
+@dataclass(slots=True, eq=False)
+class Snapshot(RegistryView):
     """What is wanted and what is, at one moment."""
 
-    specs: dict[str, ModelSpec] = {}
-    groups: dict[str, GroupRecord] = {}
-    hosts: dict[str, HostRecord] = {}
-    placements: dict[str, ModelPlacement] = {}
-    adapters: dict[str, AdapterRecord] = {}
+    adapters: dict[str, AdapterRecord] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Models of the registry, and those that groups serve without being in it."""
         served = {record.model for record in self.groups.values() if record.state != "gone"}
         return sorted(self.specs.keys() | served)
-
-    def statuses(self) -> dict[str, ModelStatus]:
-        """Of each of `names`."""
-        models = {name: self.specs.get(name) for name in self.names()}
-        return statuses(models, self.groups.values(), self.hosts.values(), time.time())
-
-    def status(self, model: str) -> ModelStatus:
-        found = {model: self.specs.get(model)}
-        return statuses(found, self.groups.values(), self.hosts.values(), time.time())[model]
 
     def resolve(self, name: str) -> str:
         """The model that has this name or this alias. Raises `UnknownModel`, with the nearest names."""
@@ -133,42 +129,22 @@ class Snapshot(msgspec.Struct):
         new = {spec.name: spec for spec in written}
         if not any(promises_more(spec, self.specs.get(name)) for name, spec in new.items()):
             return ""
-        specs = {name: spec for name, spec in self.specs.items() if name not in set(removed)} | new
-        pins = pins_of(specs, self.specs, self.groups.values(), self.hosts.values())
+        pins = self.pins(new.values(), removed)
         if pins.refused:
             raise ModelDoesNotFit(pins.refused)
         return pins.warning
 
-    def groups_of(self, model: str) -> list[GroupRecord]:
-        """Those that are not gone."""
-        return [record for record in self.groups.values() if record.model == model and record.state != "gone"]
-
-    def taking_hosts(self) -> list[str]:
-        """Instances that load and unload models when they are told to."""
-        return sorted(
-            host.instance for host in self.hosts.values() if host.host.takes_models and host.state != "gone"
-        )
-
 
 class ClusterModels:
-    """One connection; use `connect`."""
+    """One connection; `open` it first. Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+        self.bus = bus
         self.registry = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
         self.adapters = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
         self._groups = Bucket(bus, subjects.GROUPS_BUCKET, GroupRecord)
         self._hosts = Bucket(bus, subjects.HOSTS_BUCKET, HostRecord)
         self._placements = Bucket(bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def connect(cls, settings: CommonSettings) -> AsyncIterator["ClusterModels"]:
-        """Raises `BrokerUnavailable`."""
-        async with Bus.session(settings, "ryzanstein models") as bus:
-            models = cls(bus)
-            await models.open()
-            yield models
 
     async def open(self) -> None:
         buckets = (self.registry, self.adapters, self._groups, self._hosts, self._placements)
@@ -180,20 +156,20 @@ class ClusterModels:
             await self._groups.items(),
             await self._hosts.items(),
             await self._placements.items(),
-            {name: record for name, record in (await self.adapters.items()).items() if stands(record)},
+            adapters={name: one for name, one in (await self.adapters.items()).items() if stands(one)},
         )
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
         """What is now, and again after each change, and every `LOOK_INTERVAL`. For ever; close it."""
         now, news = await self.read(), asyncio.Event()
-        watched = (
-            (self.registry, now.specs),
-            (self._groups, now.groups),
-            (self._hosts, now.hosts),
-            (self._placements, now.placements),
-            (self.adapters, now.adapters),
+        following = (
+            _follow(self.registry, now.specs, news),
+            _follow(self._groups, now.groups, news),
+            _follow(self._hosts, now.hosts, news),
+            _follow(self._placements, now.placements, news),
+            _follow(self.adapters, now.adapters, news),
         )
-        tasks = [asyncio.create_task(_follow(bucket, into, news)) for bucket, into in watched]  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(one) for one in following]
         try:
             while True:
                 yield now
@@ -201,9 +177,7 @@ class ClusterModels:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), LOOK_INTERVAL)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     async def add(self, spec: ModelSpec) -> bool:
         """Writes a new entry; False: it stands there with these fields already. Raises `ConfigurationError` with all
@@ -253,7 +227,7 @@ class ClusterModels:
     async def tell(self, instance: str, command: HostCommand) -> HostReply:
         """One host's answer; that it gave none is one too."""
         try:
-            return await self._bus.request(
+            return await self.bus.request(
                 subjects.host_control(instance), command, HostReply, timeout=HOST_TIMEOUT
             )
         except BrokerUnavailable as error:
@@ -319,16 +293,25 @@ class ClusterModels:
         raise DeadlineExceeded(f"{what} within {timeout:g} s; it goes on. See {see}.")
 
 
-async def _follow(bucket: Bucket[ModelSpec], into: dict[str, ModelSpec], news: asyncio.Event) -> None:
-    async for update in bucket.watch():
-        if update is None:
-            continue
-        name, value = update
-        if value is None or (isinstance(value, AdapterRecord) and not stands(value)):
-            into.pop(name, None)
-        else:
-            into[name] = value
+async def with_models(settings: CommonSettings, work: Callable[[ClusterModels], Awaitable[R]]) -> R:
+    """`work` on a connection of its own. Raises `BrokerUnavailable`."""
+    async with Bus.session(settings, "ryzanstein models") as bus:
+        models = ClusterModels(bus)
+        await models.open()
+        return await work(models)
+
+
+def run_on_models(data_dir: Path | None, nats_url: str, work: Callable[[ClusterModels], Awaitable[R]]) -> R:
+    """`with_models` of the stack that a command is about. Raises `ConfigurationError` where there is none."""
+    return asyncio.run(with_models(nats_of_stack(data_dir, nats_url), work))
+
+
+async def _follow(bucket: Bucket[T], into: dict[str, T], news: asyncio.Event) -> None:
+    def note(name: str, value: T | None) -> None:
+        fold(into, name, None if isinstance(value, AdapterRecord) and not stands(value) else value)
         news.set()
+
+    await bucket.follow(note)
 
 
 def stands(record: AdapterRecord) -> bool:

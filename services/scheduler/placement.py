@@ -268,9 +268,7 @@ class SessionPins:
 
     async def follow(self) -> None:
         """Forgets cached pins that others have changed, for ever: the next request asks the bucket."""
-        async for update in self._bucket.watch():
-            if update is not None:
-                self._changed(*update)
+        await self._bucket.follow(self._changed)
 
     def _changed(self, key: str, pin: SessionPin | None) -> None:
         cached = self._cache.get(key)

@@ -104,21 +104,16 @@ class SchedulerService(Service):
         known = asyncio.Event()
         bucket = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
 
-        async def follow() -> None:
-            async for update in bucket.watch():
-                if update is None:
-                    known.set()
-                    continue
-                name, record = update
-                if record is None:
-                    self._table.forget(name)
-                    models.forget_group(name)
-                else:
-                    self._table.record(record)
-                    models.group(record)
-                self._wake()
+        def note(name: str, record: GroupRecord | None) -> None:
+            if record is None:
+                self._table.forget(name)
+                models.forget_group(name)
+            else:
+                self._table.record(record)
+                models.group(record)
+            self._wake()
 
-        self.spawn(follow(), "groups")
+        self.spawn(bucket.follow(note, known.set), "groups")
         await known.wait()
 
     async def _on_event(self, event: GroupEvent) -> None:

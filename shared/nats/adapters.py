@@ -31,6 +31,7 @@ from shared.errors import (
     BrokerUnavailable,
     InternalError,
     LinkLost,
+    ModelNotStored,
     NobodyThere,
     PayloadTooLarge,
     StorageFull,
@@ -41,6 +42,7 @@ from shared.messages.registry import (
     HostReply,
     PullAdapter,
     WantedAdapter,
+    is_digest,
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -75,6 +77,25 @@ async def ask_to_read(bus: Bus, host: str, command: PullAdapter, *, timeout: flo
             if left <= pause:
                 raise
         pause *= 2
+
+
+async def read_by_first(
+    bus: Bus, hosts: Iterable[str], command: PullAdapter, *, timeout: float
+) -> AdapterRecord | HostReply | None:
+    """What the first of `hosts` that has the base of an adapter has read, as it is to be registered, or that host's
+    refusal; None: no host has the base. `timeout`: seconds for each. Raises `BrokerUnavailable`."""
+    for host in hosts:
+        try:
+            reply = await ask_to_read(bus, host, command, timeout=timeout)
+        except NobodyThere:
+            continue
+        if reply.ok and reply.adapter is not None and is_digest(reply.adapter.digest):
+            return msgspec.structs.replace(
+                reply.adapter, name=command.name, model=command.model, created=int(time.time()), retired=[]
+            )
+        if reply.code != ModelNotStored.code:
+            return reply
+    return None
 
 
 class AdapterFiles:

@@ -288,6 +288,16 @@ class Bucket(Generic[T]):
             async for update in updates:
                 yield None if update is None else update[:2]
 
+    async def follow(
+        self, note: Callable[[str, T | None], object], caught_up: Callable[[], object] = lambda: None
+    ) -> None:
+        """Tells `note` what `watch` yields, and `caught_up` in place of its None. Runs until it is cancelled."""
+        async for update in self.watch():
+            if update is None:
+                caught_up()
+            else:
+                note(*update)
+
     async def watch_revisions(
         self, keys: str = ">"
     ) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:

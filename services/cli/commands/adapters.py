@@ -1,27 +1,23 @@
 """`ryzanstein adapters`: LoRA adapters of the models that a running stack or cluster serves, as the operator."""
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import typer
 
-from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.cluster_models import ClusterModels, Snapshot, run_on_models
 from services.cli.declarations import watch_adapters
-from services.cli.target import DataDir, NatsUrl, nats_of_stack
+from services.cli.target import DataDir, NatsUrl
 from services.cli.ui import console, megabytes, print_columns, say
-from shared.errors import ConfigurationError, ModelNotStored, NobodyThere, UnknownModel, error_from_code
+from shared.errors import ConfigurationError, UnknownModel, error_from_code
 from shared.messages import ModelSpec
-from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, PullAdapter, WantedAdapter
-from shared.nats.adapters import AdapterRefused, ask_to_read, register, unregister, want
-from shared.nats.bus import Bus
+from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, HostReply, PullAdapter, WantedAdapter
+from shared.nats.adapters import AdapterRefused, read_by_first, register, unregister, want
 from shared.registry import DeclaredAdapter, adapter_problems, nearest, of_hub, other_base
-
-T = TypeVar("T")
 
 PULL_TIMEOUT = 600.0
 """Seconds for a host to fetch, check and store an adapter."""
@@ -34,47 +30,23 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name that clients use
 AsJson = Annotated[bool, typer.Option("--json", help="For programs: as JSON.")]
 
 
-class Cluster:
-    """One connection to a stack, and what stands there."""
+def _record(now: Snapshot, name: str) -> AdapterRecord:
+    """Raises `UnknownModel`, with the nearest names."""
+    if (found := now.adapters.get(name)) is not None:
+        return found
+    near = nearest(name, sorted(now.adapters))
+    told = f"{' or '.join(near)} may be meant" if near else "`ryzanstein adapters list` shows what there is"
+    raise UnknownModel(f"There is no adapter {name!r}; {told}.")
 
-    def __init__(self, bus: Bus, models: ClusterModels, now: Snapshot) -> None:
-        self.bus, self.models, self.now = bus, models, now
 
-    @property
-    def records(self) -> dict[str, AdapterRecord]:
-        return dict(sorted(self.now.adapters.items()))
-
-    def record(self, name: str) -> AdapterRecord:
-        """Raises `UnknownModel`, with the nearest names."""
-        found = self.records.get(name)
-        if found is not None:
-            return found
-        near = nearest(name, list(self.records))
-        told = (
-            f"{' or '.join(near)} may be meant" if near else "`ryzanstein adapters list` shows what there is"
-        )
-        raise UnknownModel(f"There is no adapter {name!r}; {told}.")
-
-    async def pull(self, command: PullAdapter) -> AdapterRecord | None:
-        """What the first host that has the base has read; None: none has. Raises what it has against it."""
-        serving = {one.instance for one in self.now.groups_of(command.model) if one.instance}
-        for host in dict.fromkeys([*sorted(serving), *self.now.taking_hosts()]):
-            try:
-                reply = await ask_to_read(self.bus, host, command, timeout=PULL_TIMEOUT)
-            except NobodyThere:
-                continue
-            if reply.ok and reply.adapter is not None:
-                return msgspec.structs.replace(
-                    reply.adapter,
-                    name=command.name,
-                    model=command.model,
-                    created=int(time.time()),
-                    retired=[],
-                )
-            error = error_from_code(reply.code, reply.error)
-            if not isinstance(error, ModelNotStored):
-                raise error
-        return None
+async def _pulled(models: ClusterModels, now: Snapshot, command: PullAdapter) -> AdapterRecord | None:
+    """What the first host that has the base has read; None: none has. Raises what it has against it."""
+    serving = {one.instance for one in now.groups_of(command.model) if one.instance}
+    hosts = dict.fromkeys([*sorted(serving), *now.taking_hosts()])
+    found = await read_by_first(models.bus, hosts, command, timeout=PULL_TIMEOUT)
+    if isinstance(found, HostReply):
+        raise error_from_code(found.code, found.error)
+    return found
 
 
 @adapters_app.command()
@@ -107,37 +79,35 @@ def load(
     path = Path(source).expanduser()
     given = str(path.resolve()) if path.exists() and not of_hub(source) else source
 
-    async def run(cluster: Cluster) -> tuple[AdapterRecord, Snapshot]:
-        base = _base(cluster.now, model)
-        _check_declared(cluster, DeclaredAdapter(name, base, given, revision), replace=replace)
-        spec = cluster.now.specs.get(base) or ModelSpec(base, "")
-        record = await cluster.pull(PullAdapter(name, base, given, spec, revision))
-        if record is not None:
-            with _told(name):
-                return await register(cluster.models.adapters, record, replace=replace), cluster.now
+    async def run(models: ClusterModels) -> tuple[Snapshot, AdapterRecord]:
+        now = await models.read()
+        base = _base(now, model)
+        _check_declared(now, DeclaredAdapter(name, base, given, revision), replace=replace)
+        spec = now.specs.get(base) or ModelSpec(base, "")
+        record = await _pulled(models, now, PullAdapter(name, base, given, spec, revision))
         with _told(name):
-            wanted = WantedAdapter(base, given, revision, time.time())
-            await want(cluster.models.adapters, name, wanted, "")
+            if record is not None:
+                return now, await register(models.adapters, record, replace=replace)
+            await want(models.adapters, name, WantedAdapter(base, given, revision, time.time()), "")
         if wait:
-            now = await watch_adapters(cluster.models, [name], timeout, console(), quiet=json)
+            now = await watch_adapters(models, [name], timeout, console(), quiet=json)
         else:
-            now = await cluster.models.read()
-        return now.adapters[name], now
+            now = await models.read()
+        return now, now.adapters[name]
 
-    record, now = _run(data_dir, nats_url, run)
-    _show(now, record, as_json=json)
+    _show(*run_on_models(data_dir, nats_url, run), as_json=json)
 
 
 @adapters_app.command()
 def unload(name: Name, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Unload a LoRA adapter: nobody can ask for it any more, and what runs with it ends as it began."""
 
-    async def run(cluster: Cluster) -> None:
-        cluster.record(name)
+    async def run(models: ClusterModels) -> None:
+        _record(await models.read(), name)
         with _told(name):
-            await unregister(cluster.models.adapters, name)
+            await unregister(models.adapters, name)
 
-    _run(data_dir, nats_url, run)
+    run_on_models(data_dir, nats_url, run)
     say(console(), f"{name}: unloaded.")
 
 
@@ -150,11 +120,9 @@ def list_(
 ) -> None:
     """List the LoRA adapters."""
 
-    async def run(cluster: Cluster) -> tuple[list[AdapterRecord], Snapshot]:
-        base = cluster.now.resolve(model) if model else ""
-        return [one for one in cluster.records.values() if base in ("", one.model)], cluster.now
-
-    found, now = _run(data_dir, nats_url, run)
+    now = run_on_models(data_dir, nats_url, ClusterModels.read)
+    base = now.resolve(model) if model else ""
+    found = [one for _, one in sorted(now.adapters.items()) if base in ("", one.model)]
     if json:
         print(msgspec.json.encode([_fields(now, one) for one in found]).decode())  # noqa: T201
         return
@@ -171,10 +139,8 @@ def list_(
 def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Show one LoRA adapter."""
 
-    async def run(cluster: Cluster) -> tuple[Snapshot, AdapterRecord]:
-        return cluster.now, cluster.record(name)
-
-    _show(*_run(data_dir, nats_url, run), as_json=json)
+    now = run_on_models(data_dir, nats_url, ClusterModels.read)
+    _show(now, _record(now, name), as_json=json)
 
 
 def _base(now: Snapshot, given: str) -> str:
@@ -185,8 +151,7 @@ def _base(now: Snapshot, given: str) -> str:
     raise ConfigurationError(f"There are {len(names)} models here; name the adapter's base with --model.")
 
 
-def _check_declared(cluster: Cluster, adapter: DeclaredAdapter, *, replace: bool) -> None:
-    now = cluster.now
+def _check_declared(now: Snapshot, adapter: DeclaredAdapter, *, replace: bool) -> None:
     if problems := adapter_problems(adapter, now.specs.values()):
         raise ConfigurationError("\n  ".join(problem.text for problem in problems))
     if adapter.name in now.names():
@@ -260,18 +225,6 @@ def _say_notes(now: Snapshot, records: list[AdapterRecord]) -> None:
         for note in (now.adapter_waits(record), other_base(record.base, record.model, spec)):
             if note:
                 say(console(), f"{record.name}: {note}.", "yellow")
-
-
-def _run(data_dir: Path | None, nats_url: str, work: Callable[[Cluster], Awaitable[T]]) -> T:
-    settings = nats_of_stack(data_dir, nats_url)
-
-    async def run() -> T:
-        async with Bus.session(settings, "ryzanstein adapters") as bus:
-            models = ClusterModels(bus)
-            await models.open()
-            return await work(Cluster(bus, models, await models.read()))
-
-    return asyncio.run(run())
 
 
 def add_to(app: typer.Typer) -> None:

@@ -221,11 +221,7 @@ class KeyWatch:
         self._complete()
 
     async def _watch(self, bucket: str) -> None:
-        async for update in Bucket(self._bus, bucket, KeyRecord).watch():
-            if update is None:
-                self._complete()
-            else:
-                self._authenticator.update(*update)
+        await Bucket(self._bus, bucket, KeyRecord).follow(self._authenticator.update, self._complete)
 
     def _complete(self) -> None:
         self._authenticator.complete()

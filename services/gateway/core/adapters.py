@@ -100,11 +100,7 @@ class AdapterRegistry:
 
     async def watch(self) -> None:
         """Runs until it is cancelled."""
-        async for update in (await self._bucket()).watch():
-            if update is None:
-                self._caught_up.set()
-            else:
-                self._set(*update)
+        await (await self._bucket()).follow(self._set, self._caught_up.set)
 
     def _set(self, name: str, record: AdapterRecord | None) -> None:
         if (before := self.records.pop(name, None)) is not None:

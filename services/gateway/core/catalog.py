@@ -12,7 +12,7 @@ from services.gateway.core.adapters import AdapterRegistry, not_read
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
 from shared.messages import GroupRecord, ModelCard, SparseAttention, SparseKind
-from shared.model_status import ModelStatus, status_of, statuses
+from shared.model_status import ModelStatus
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -105,10 +105,10 @@ class Catalog:
         """Models that were in the registry: served until their groups are gone, and no longer."""
         self._told: set[str] = set()
         """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
-        self._groups: dict[str, GroupRecord] = {}
+        self._groups = registry.groups
         self._sparse_kinds: dict[str, SparseKinds] = {}
         """By model, of those that were asked for since their groups changed."""
-        self._stale: set[str] = set()
+        self._stale = registry.stale
         """Groups of which nothing was heard since long before this gateway started."""
         self.changed = asyncio.Event()
         """Set when other models may be listed than before."""
@@ -164,7 +164,7 @@ class Catalog:
         return known
 
     def _sparse_kinds_now(self, model: str) -> SparseKinds:
-        records = [record for record in self._live() if record.model == model]
+        records = [record for record in self.registry.live() if record.model == model]
         told = [record.traits.sparse for record in records if record.traits is not None]
         if not told:
             of_card = self.cards[model].sparse if model in self.cards else []
@@ -263,9 +263,7 @@ class Catalog:
 
     def status(self, model: str) -> ModelStatus:
         """Of one model, by its own name."""
-        spec = self.registry.specs.get(model)
-        hosts = self.registry.hosts.values()
-        return self._planned(model, status_of(model, spec, self._live(), hosts, self._clock()))
+        return self._planned(model, self.registry.status(model, self._clock()))
 
     def statuses(self, age: float = 0.0) -> dict[str, ModelStatus]:
         """Of all of `names`; `age`: seconds that they may be old, where many ask at the same time."""
@@ -275,8 +273,7 @@ class Catalog:
         return self._statuses
 
     def _statuses_now(self) -> dict[str, ModelStatus]:
-        wanted = {name: self.registry.specs.get(name) for name in self.names()}
-        found = statuses(wanted, self._live(), self.registry.hosts.values(), self._clock())
+        found = self.registry.statuses(self.names(), self._clock())
         return {name: self._planned(name, status) for name, status in found.items()}
 
     def expected_seconds(self, model: str) -> float:
@@ -298,18 +295,15 @@ class Catalog:
             status = msgspec.structs.replace(status, reason=plan.reason)
         return status
 
-    def _live(self) -> list[GroupRecord]:
-        return [record for name, record in self._groups.items() if name not in self._stale]
-
     def _present(self) -> set[str]:
-        return {record.model for record in self._live() if record.state != "gone"}
+        return {record.model for record in self.registry.live() if record.state != "gone"}
 
     def _starting(self) -> set[str]:
         """Models that some group is loading now: requests wait for them."""
-        return {record.model for record in self._live() if record.state == "starting"} - self._removed
+        return {record.model for record in self.registry.live() if record.state == "starting"} - self._removed
 
     def _is_present(self, model: str) -> bool:
-        return any(record.model == model and record.state != "gone" for record in self._live())
+        return bool(self.registry.groups_of(model))
 
     def groups(self) -> list[GroupRecord]:
         """The groups that are known, those that are gone among them."""
@@ -349,11 +343,7 @@ class Catalog:
     async def watch_models(self) -> None:
         """Runs until it is cancelled."""
         cards = await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)
-        async for update in cards.watch():
-            if update is None:
-                self._caught_up[0].set()
-                continue
-            self._card_changed(*update)
+        await cards.follow(self._card_changed, self._caught_up[0].set)
 
     def _card_changed(self, model: str, card: ModelCard | None) -> None:
         self._told.discard(model)
@@ -398,11 +388,9 @@ class Catalog:
     async def watch_groups(self, listener: RingListener) -> None:
         """Runs until it is cancelled."""
         groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
-        async for update in groups.watch():
-            if update is None:
-                self._caught_up[1].set()
-                continue
-            self._group_changed(*update, listener)
+        await groups.follow(
+            lambda group, record: self._group_changed(group, record, listener), self._caught_up[1].set
+        )
 
     def _group_changed(self, group: str, record: GroupRecord | None, listener: RingListener) -> None:
         """A loss is seen here too: events on `health.events` can be missed, records cannot."""

@@ -18,6 +18,7 @@ from shared.messages import HostRecord, ModelPlacement, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
+from shared.registry_view import RegistryView, fold
 
 T = TypeVar("T")
 E = TypeVar("E", bound=msgspec.Struct)
@@ -60,18 +61,16 @@ class LookUps:
             self._running -= 1
 
 
-class ModelRegistry:
+class ModelRegistry(RegistryView):
     """A live copy of what is registered, and the writes to it. Writes raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus) -> None:
+        super().__init__()
         self._bus = bus
-        self.specs: dict[str, ModelSpec] = {}
         self.revisions: dict[str, int] = {}
         """By model: the revision that a conditional change names."""
         self.aliases: dict[str, str] = {}
         """The model that each alias stands for."""
-        self.hosts: dict[str, HostRecord] = {}
-        self.placements: dict[str, ModelPlacement] = {}
         self._news = asyncio.Event()
         self._caught_up = tuple(asyncio.Event() for _ in range(3))
         self._listeners: list[Callable[[str], None]] = []
@@ -115,28 +114,22 @@ class ModelRegistry:
 
     async def watch_hosts(self) -> None:
         bucket = await Bucket.open(self._bus, subjects.HOSTS_BUCKET, HostRecord)
-        async for update in bucket.watch():
-            if update is None:
-                self._caught_up[1].set()
-                continue
-            _set(self.hosts, *update)
-            self.tell()
+        await bucket.follow(lambda *update: self._note(self.hosts, *update), self._caught_up[1].set)
 
     async def watch_placements(self) -> None:
         bucket = await Bucket.open(self._bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
-        async for update in bucket.watch():
-            if update is None:
-                self._caught_up[2].set()
-                continue
-            _set(self.placements, *update)
-            self.tell()
+        await bucket.follow(lambda *update: self._note(self.placements, *update), self._caught_up[2].set)
+
+    def _note(self, into: dict[str, T], key: str, record: T | None) -> None:
+        fold(into, key, record)
+        self.tell()
 
     def spec_changed(self, name: str, spec: ModelSpec | None, revision: int) -> None:
         """The entry of `name` is this now; None: there is none any more. Old news of what was written here is none."""
         if 0 < revision < self.revisions.get(name, 0):
             return
-        _set(self.specs, name, spec)
-        _set(self.revisions, name, None if spec is None else revision)
+        fold(self.specs, name, spec)
+        fold(self.revisions, name, None if spec is None else revision)
         self.aliases = {alias: one.name for one in self.specs.values() for alias in one.aliases}
         for told in self._listeners:
             told(name)
@@ -215,10 +208,3 @@ def not_registered(name: str) -> RouteError:
         reason="model_not_found",
         param="model",
     )
-
-
-def _set(into: dict[str, T], key: str, value: T | None) -> None:
-    if value is None:
-        into.pop(key, None)
-    else:
-        into[key] = value

@@ -6,7 +6,7 @@ Of several who claim at once one wins, and the others are told who. A gateway th
 believes to own the generation hears of the entry by watching the bucket.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from shared.messages.records import Ownership
 from shared.nats import subjects
@@ -55,9 +55,3 @@ class Claims:
                 if (number := await self.bucket.update(identity, mine, entry.revision)) is not None:
                     return mine, number
             contention.lost()
-
-    async def watch(self) -> AsyncIterator[tuple[str, Ownership]]:
-        """Every claim there is and will be."""
-        async for update in self.bucket.watch():
-            if update is not None and update[1] is not None:
-                yield update[0], update[1]

@@ -122,10 +122,12 @@ class Owners:
 
     async def watch(self) -> None:
         """Gives up what others have claimed. Runs until it is cancelled."""
-        async for identity, ownership in self._claims.watch():
-            answer = self._answers.known(identity)
-            if answer is not None and ownership.owner != self._consumer:
-                self._yield(answer, ownership)
+        await self._claims.bucket.follow(self._on_claim)
+
+    def _on_claim(self, identity: str, ownership: Ownership | None) -> None:
+        answer = self._answers.known(identity)
+        if answer is not None and ownership is not None and ownership.owner != self._consumer:
+            self._yield(answer, ownership)
 
     async def still(self, answer: RequestState) -> bool:
         """Whether this gateway owns `answer`, as the broker has it at this moment: it may have been cut off or

@@ -11,17 +11,11 @@ import structlog
 
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.wanted_adapters import Reading, WantedAdapters
-from shared.errors import (
-    ModelNotStored,
-    NobodyThere,
-    RyzansteinError,
-    Unavailable,
-    error_from_code,
-)
+from shared.errors import RyzansteinError, Unavailable, error_from_code
 from shared.messages import HostCommand, HostReply, ModelSpec, PullModel
-from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
+from shared.messages.registry import AdapterRecord, PullAdapter
 from shared.nats import subjects
-from shared.nats.adapters import AdapterRefused, ask_to_read, settle
+from shared.nats.adapters import AdapterRefused, read_by_first, settle
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.tasks import TaskSet
@@ -51,7 +45,7 @@ class AdapterReads:
     async def start(self, spawn: Callable[..., object]) -> None:
         """Raises `BrokerUnavailable`."""
         await self._bucket.ensure()
-        spawn(self._follow(), "adapters")
+        spawn(self._bucket.follow(self._note), "adapters")
 
     async def stop(self) -> None:
         await self._reading.cancel()
@@ -62,16 +56,12 @@ class AdapterReads:
             self._reading.spawn(self._read(reading), reading.name)
         return len(self._registered), len(self._wanted)
 
-    async def _follow(self) -> None:
-        async for update in self._bucket.watch():
-            if update is None:
-                continue
-            name, record = update
-            self._wanted.note(name, record)
-            if record is not None and record.digest:
-                self._registered.add(name)
-            else:
-                self._registered.discard(name)
+    def _note(self, name: str, record: AdapterRecord | None) -> None:
+        self._wanted.note(name, record)
+        if record is not None and record.digest:
+            self._registered.add(name)
+        else:
+            self._registered.discard(name)
 
     async def _read(self, reading: Reading) -> None:
         failed = False
@@ -94,19 +84,13 @@ class AdapterReads:
         """What the first host that has the base finds, or has against it; None: none has."""
         wanted = reading.wanted
         command = PullAdapter(reading.name, wanted.model, wanted.source, reading.base, wanted.revision)
-        for host in reading.hosts:
-            try:
-                reply = await ask_to_read(self._bus, host, command, timeout=READ_TIMEOUT)
-            except NobodyThere:
-                continue
-            if reply.ok and reply.adapter is not None and is_digest(reply.adapter.digest):
-                return reply.adapter
-            error = error_from_code(reply.code, reply.error)
-            if isinstance(error, Unavailable):
-                raise error
-            if not isinstance(error, ModelNotStored):
-                return reply.error[:MAX_ERROR] or "The host that read it reported nothing about it."
-        return None
+        found = await read_by_first(self._bus, reading.hosts, command, timeout=READ_TIMEOUT)
+        if not isinstance(found, HostReply):
+            return found
+        error = error_from_code(found.code, found.error)
+        if isinstance(error, Unavailable):
+            raise error
+        return found.error[:MAX_ERROR] or "The host that read it reported nothing about it."
 
     async def _settle(self, reading: Reading, found: AdapterRecord | str) -> None:
         try:

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -151,9 +152,10 @@ class ModelController:
             await jobs.start(spawn)
         await self._bus.subscribe(subjects.SCHEDULER_DEMAND, SchedulerDemand, self._on_scheduler)
         await self._bus.subscribe(subjects.MODEL_DEMAND, ModelDemand, self._on_gateway)
-        spawn(self._follow_registry(), "registry")
-        spawn(self._follow_hosts(), "hosts")
-        spawn(self._follow_placements(), "placements")
+        registry, hosts, placements = self._registry, self._hosts, self._placements
+        spawn(registry.follow(self._note_spec, partial(self._has_read, registry)), "registry")
+        spawn(hosts.follow(self._note_host, partial(self._has_read, hosts)), "hosts")
+        spawn(placements.follow(self._note_placement, partial(self._has_read, placements)), "placements")
         spawn(self._hold_lease(), "lease")
         spawn(self._tell_demand(), "demand")
         spawn(self._decide(), "models")
@@ -208,46 +210,29 @@ class ModelController:
 
     # --- what is followed ------------------------------------------------------------------------
 
-    async def _follow_registry(self) -> None:
-        async for update in self._registry.watch():
-            if update is None:
-                self._has_read(self._registry)
-                continue
-            name, spec = update
-            if spec is None:
-                self._specs.pop(name, None)
-                self._arrived.pop(name, None)
-                self._arrived_at.pop(name, None)
-                if len(self._removed) >= MAX_MODELS:
-                    self._removed.pop()
-                self._removed.add(name)
-            elif name in self._specs or len(self._specs) < MAX_MODELS:
-                self._specs[name] = spec
-                self._removed.discard(name)
-            self._cluster.keep({spec.name: spec.source for spec in self._specs.values()})
-            self._demand.keep(self._specs, time.time())
-            if self._specs:
-                self._registered.set()
-            self._changed.set()
+    def _note_spec(self, name: str, spec: ModelSpec | None) -> None:
+        if spec is None:
+            self._specs.pop(name, None)
+            self._arrived.pop(name, None)
+            self._arrived_at.pop(name, None)
+            if len(self._removed) >= MAX_MODELS:
+                self._removed.pop()
+            self._removed.add(name)
+        elif name in self._specs or len(self._specs) < MAX_MODELS:
+            self._specs[name] = spec
+            self._removed.discard(name)
+        self._cluster.keep({spec.name: spec.source for spec in self._specs.values()})
+        self._demand.keep(self._specs, time.time())
+        if self._specs:
+            self._registered.set()
+        self._changed.set()
 
-    async def _follow_hosts(self) -> None:
-        async for update in self._hosts.watch():
-            if update is None:
-                self._has_read(self._hosts)
-                continue
-            name, record = update
-            if record is None:
-                self._cluster.forget_host(name)
-            else:
-                self._cluster.host(record)
-            self._changed.set()
-
-    async def _follow_placements(self) -> None:
-        async for update in self._placements.watch():
-            if update is None:
-                self._has_read(self._placements)
-            else:
-                self._note(*update)
+    def _note_host(self, name: str, record: HostRecord | None) -> None:
+        if record is None:
+            self._cluster.forget_host(name)
+        else:
+            self._cluster.host(record)
+        self._changed.set()
 
     def _heard_of_jobs(self) -> None:
         if any(jobs.any for jobs in self._jobs):
@@ -258,7 +243,7 @@ class ModelController:
         self._unread.remove(bucket)
         self._changed.set()
 
-    def _note(self, model: str, said: ModelPlacement | None) -> None:
+    def _note_placement(self, model: str, said: ModelPlacement | None) -> None:
         if said is None:
             self._said.pop(model, None)
         else:
@@ -382,10 +367,10 @@ class ModelController:
             for model, placement in decisions.placements.items():
                 if _differs(self._said.get(model), placement):
                     await self._placements.put(model, placement)
-                    self._note(model, placement)
+                    self._note_placement(model, placement)
             for model in [model for model in self._said if model not in self._specs]:
                 await self._placements.delete(model)
-                self._note(model, None)
+                self._note_placement(model, None)
         except RyzansteinError as error:
             log.warning("placement_write_failed", error=str(error))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.messages import GroupLoad, GroupRecord, HostBeat, HostModel, HostRecord, ModelSpec
-from shared.model_status import JUST_ASKED, ModelStatus, status_of, statuses
+from shared.model_status import JUST_ASKED, ModelStatus, statuses
 
 NOW = 1_800_000_000.0
 SPEC = ModelSpec("m", "hub/m")
@@ -26,7 +26,7 @@ def said(state: Any, **more: Any) -> HostModel:
 
 
 def status(*, spec: ModelSpec | None = SPEC, groups: Any = (), hosts: Any = ()) -> ModelStatus:
-    return status_of("m", spec, groups, hosts, NOW)
+    return statuses({"m": spec}, groups, hosts, NOW)["m"]
 
 
 def test_nothing_is_known_of_a_model_that_nobody_has() -> None:
@@ -113,7 +113,7 @@ def test_all_at_once_are_each_alone_and_shares_are_shares(groups: Any, hosts: An
     ]
     specs = {"m": SPEC, "n": None}
     found = statuses(specs, records, told, NOW)
-    assert found == {name: status_of(name, spec, records, told, NOW) for name, spec in specs.items()}
+    assert found == {name: statuses({name: spec}, records, told, NOW)[name] for name, spec in specs.items()}
     for one in found.values():
         assert 0 <= one.progress <= 1
         assert 0 <= one.expected_seconds <= 3

@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.cluster_models import ClusterModels, Snapshot, run_on_models
 from services.cli.commands.models.tables import (
     declared_fields,
     print_json,
@@ -20,15 +20,13 @@ from services.cli.commands.models.tables import (
     words,
 )
 from services.cli.declarations import Applied, apply, plan_apply, read_file, spec_of, watch_adapters
-from services.cli.target import DataDir, NatsUrl, nats_of_stack
+from services.cli.target import DataDir, NatsUrl
 from services.cli.ui import ModelBars, console, described_traits, megabytes, say
 from shared import sparse_attention
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
 from shared.model_status import ModelStatus
 from shared.registry import SETTINGS, of_hub, read_spec
-
-T = TypeVar("T")
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Its name in the registry, or an alias.")]
 Wait = Annotated[bool, typer.Option(help="Wait until it is done.")]
@@ -116,7 +114,7 @@ def add(
             return await _watched(models.wait_loaded, [name], since, timeout, quiet=json)
         return await models.read()
 
-    show_end(_run(data_dir, nats_url, run), name, as_json=json)
+    show_end(run_on_models(data_dir, nats_url, run), name, as_json=json)
 
 
 def set_(
@@ -158,7 +156,7 @@ def set_(
         await models.change(name, made)
         return await models.read()
 
-    found = _run(data_dir, nats_url, run)
+    found = run_on_models(data_dir, nats_url, run)
     model = found.resolve(name)
     show_end(found, model, as_json=json)
     if runs_otherwise and not json and any(found.groups_of(model)):
@@ -198,7 +196,7 @@ def load(
             return await _watched(models.wait_loaded, wanted, since, timeout, quiet=json), wanted
         return await models.read(), wanted
 
-    found, wanted = _run(data_dir, nats_url, run)
+    found, wanted = run_on_models(data_dir, nats_url, run)
     if json:
         print_json([told_of(found, model) for model in wanted])
         return
@@ -225,13 +223,13 @@ def unload(
             return await _watched(models.wait_unloaded, model, timeout, quiet=json)
         return await models.read()
 
-    found = _run(data_dir, nats_url, run)
+    found = run_on_models(data_dir, nats_url, run)
     show_end(found, found.resolve(name), as_json=json)
 
 
 def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Show one model: what is wanted of it, and what it is doing where."""
-    found = _run(data_dir, nats_url, ClusterModels.read)
+    found = run_on_models(data_dir, nats_url, ClusterModels.read)
     model = found.resolve(name)
     if json:
         print_json(told_of(found, model))
@@ -286,7 +284,7 @@ def remove(
             await _remove_files(models, spec)
         return spec.name
 
-    model = _run(data_dir, nats_url, run)
+    model = run_on_models(data_dir, nats_url, run)
     if json:
         print_json({"model": model, "removed": True, "files": files})
     else:
@@ -333,7 +331,7 @@ def apply_(
             await watch_adapters(models, [one.name for one in adapters], timeout, console(), quiet=json)
         return applied
 
-    applied = _run(data_dir, nats_url, run)
+    applied = run_on_models(data_dir, nats_url, run)
     if json:
         print_json(msgspec.to_builtins(applied))
         return
@@ -469,7 +467,7 @@ def pull_on_hosts(name: str, data_dir: Path | None, nats_url: str, timeout: floa
             )
         say(console(), f"{spec.name} is ready on {', '.join(hosts)}")
 
-    _run(data_dir, nats_url, run)
+    run_on_models(data_dir, nats_url, run)
 
 
 def _fetched(now: Snapshot, model: str, hosts: list[str], since: float, bars: ModelBars) -> bool:
@@ -502,16 +500,6 @@ async def _remove_files(models: ClusterModels, spec: ModelSpec) -> None:
 
 
 # --- showing -------------------------------------------------------------------------------------
-
-
-def _run(data_dir: Path | None, nats_url: str, work: Callable[[ClusterModels], Awaitable[T]]) -> T:
-    settings = nats_of_stack(data_dir, nats_url)
-
-    async def run() -> T:
-        async with ClusterModels.connect(settings) as models:
-            return await work(models)
-
-    return asyncio.run(run())
 
 
 async def _watched(wait: Callable[..., Awaitable[Snapshot]], *arguments: Any, quiet: bool) -> Snapshot:

@@ -5,25 +5,19 @@ from typing import Any
 
 import msgspec
 
-from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.cluster_models import ClusterModels, Snapshot, with_models
 from services.cli.declarations import declared_adapters
 from services.cli.ui import console, megabytes, print_columns, say
 from shared import sparse_attention
 from shared.config import CommonSettings
 from shared.messages.registry import ModelSpec
 from shared.model_status import ModelStatus
-from shared.pins import pins_of
 from shared.registry import DECLARED
 
 
 def list_running(settings: CommonSettings, *, as_json: bool, as_yaml: bool = False) -> None:
     """Every model of a running stack; `as_yaml`: the registry alone, as a models file that declares it."""
-
-    async def run() -> Snapshot:
-        async with ClusterModels.connect(settings) as models:
-            return await models.read()
-
-    found = asyncio.run(run())
+    found = asyncio.run(with_models(settings, ClusterModels.read))
     if as_yaml:
         from shared.models_file import to_yaml
 
@@ -34,7 +28,7 @@ def list_running(settings: CommonSettings, *, as_json: bool, as_yaml: bool = Fal
 
 def print_models(found: Snapshot, *, as_json: bool) -> None:
     """Every model of a running stack."""
-    every = found.statuses()
+    every = found.statuses(found.names())
     if as_json:
         print_json({"models": [told(found, name, status) for name, status in every.items()]})
         return
@@ -72,9 +66,8 @@ def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
         return
     say_status(found, model)
     spec = found.specs.get(model)
-    pins = pins_of(found.specs, found.specs, found.groups.values(), found.hosts.values())
-    if spec is not None and spec.pinned and pins.warning:
-        say(console(), pins.warning, "yellow")
+    if spec is not None and spec.pinned and (warning := found.pins().warning):
+        say(console(), warning, "yellow")
 
 
 def say_status(found: Snapshot, model: str) -> None:

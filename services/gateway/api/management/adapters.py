@@ -3,9 +3,6 @@
 load ──PullAdapter──▶ a host: reads, checks, stores the files under their digest ──▶ AdapterRecord ──▶ KV
 """
 
-import time
-
-import msgspec
 import structlog
 
 from services.gateway.api.management.models import Management
@@ -15,15 +12,13 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from shared.errors import (
     BrokerUnavailable,
     InternalError,
-    ModelNotStored,
-    NobodyThere,
     Unavailable,
     UnknownModel,
     error_from_code,
 )
 from shared.messages import HostReply, ModelSpec
-from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
-from shared.nats.adapters import ask_to_read
+from shared.messages.registry import AdapterRecord, PullAdapter
+from shared.nats.adapters import read_by_first
 from shared.nats.bus import Bus
 from shared.registry import other_base, wrong_name
 
@@ -135,25 +130,17 @@ class AdapterManagement:
 
     async def _pulled(self, command: PullAdapter) -> AdapterRecord:
         """What the first host that answers has read. Raises what it has against it."""
-        for host in self._hosts(command.model):
-            try:
-                reply = await ask_to_read(self._bus, host, command, timeout=PULL_TIMEOUT)
-            except NobodyThere:
-                continue
-            except BrokerUnavailable as error:
-                raise Unavailable(
-                    f"The host that reads the adapter does not answer: {error}", retry_after=2
-                ) from error
-            if reply.ok and reply.adapter is not None and is_digest(reply.adapter.digest):
-                return msgspec.structs.replace(
-                    reply.adapter,
-                    name=command.name,
-                    model=command.model,
-                    created=int(time.time()),
-                    retired=[],
-                )
-            if reply.code != ModelNotStored.code:
-                raise _refused(command, reply)
+        hosts = self._hosts(command.model)
+        try:
+            found = await read_by_first(self._bus, hosts, command, timeout=PULL_TIMEOUT)
+        except BrokerUnavailable as error:
+            raise Unavailable(
+                f"The host that reads the adapter does not answer: {error}", retry_after=2
+            ) from error
+        if isinstance(found, AdapterRecord):
+            return found
+        if found is not None:
+            raise _refused(command, found)
         raise Unavailable(
             f"No host has the files of the model '{command.model}', against which the adapter is checked; load or pull "
             "that first, or declare the adapter in a models file (`ryzanstein models apply`), which waits for it.",
@@ -167,12 +154,7 @@ class AdapterManagement:
             for group in self._catalog.groups()
             if group.model == model and group.state in ("ready", "busy") and group.instance
         ]
-        others = [
-            host.instance
-            for host in self._catalog.registry.hosts.values()
-            if host.state == "ready" and host.host.takes_models
-        ]
-        return list(dict.fromkeys([*sorted(serving), *sorted(others)]))
+        return list(dict.fromkeys([*sorted(serving), *self._catalog.registry.ready_hosts()]))
 
 
 def _refused(command: PullAdapter, reply: HostReply) -> Exception:

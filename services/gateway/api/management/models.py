@@ -30,7 +30,7 @@ from shared.messages import HostCommand, HostReply, ModelSpec, PullModel, Remove
 from shared.model_store.catalog import BUILT_IN
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.pins import Pins, pins_of, promises_more
+from shared.pins import promises_more
 from shared.registry import MAX_IDLE, Problem, of_hub, problems_of, read_partly
 
 log = structlog.get_logger(__name__)
@@ -117,7 +117,7 @@ class Management:
                 f"The model '{spec.name}' is pinned; unpin it before it is removed.", "model_pinned"
             )
         files = files and not self._shares_files(spec)
-        held = self._hosts_with(spec.name) if files else []
+        held = list(self._registry.hosts_say(spec.name)) if files else []
         removed = await self._registry.delete(spec.name, revision=revision)
         log.info("model_removed", model=spec.name, files=files)
         if held:
@@ -185,11 +185,7 @@ class Management:
 
     async def pull(self, name: str, hosts: int) -> None:
         """Has the files of a model fetched by so many hosts; one that is not registered is, under that name."""
-        ready = sorted(
-            host.instance
-            for host in self._registry.hosts.values()
-            if host.state == "ready" and host.host.takes_models
-        )
+        ready = self._registry.ready_hosts()
         if not ready:
             raise _conflict(
                 "No host takes models now: start an executor without a model, or with RYZANSTEIN_TAKES_MODELS=true.",
@@ -199,7 +195,7 @@ class Management:
         spec = self._registry.specs.get(model)
         if spec is None:
             spec, _ = await self.put(name, {"name": name, "source": name}, 0)
-        held = set(self._hosts_with(spec.name))
+        held = self._registry.hosts_say(spec.name)
         wanted = sorted(ready, key=lambda one: one not in held)[:hosts]
         await self._command(wanted, PullModel(spec))
         log.info("model_pull_asked", model=spec.name, hosts=wanted)
@@ -235,17 +231,12 @@ class Management:
 
     def _check_pins(self, spec: ModelSpec, known: ModelSpec | None) -> None:
         """Raises `ModelDoesNotFit` where it pins more than all hosts have."""
-        if promises_more(spec, known) and (refused := self._pins(spec).refused):
+        if promises_more(spec, known) and (refused := self._registry.pins([spec]).refused):
             raise ModelDoesNotFit(refused, param="pinned")
 
     def pin_warning(self, spec: ModelSpec) -> str:
         """Why it is not known whether a pinned model fits beside the others; empty: it is, or it is not pinned."""
-        return self._pins(spec).warning if spec.pinned else ""
-
-    def _pins(self, spec: ModelSpec) -> Pins:
-        before = self._registry.specs
-        hosts = self._registry.hosts.values()
-        return pins_of({**before, spec.name: spec}, before, self._catalog.groups(), hosts)
+        return self._registry.pins([spec]).warning if spec.pinned else ""
 
     def wrong_source(self, source: str) -> str:
         """Why a model may not come from there over the API; empty: it may."""
@@ -283,13 +274,6 @@ class Management:
             return None
         error = error_from_code(plan.code, plan.reason)
         return error if isinstance(error, (ModelDoesNotFit, Unavailable)) else NoGroupAvailable(plan.reason)
-
-    def _hosts_with(self, model: str) -> list[str]:
-        return [
-            host.instance
-            for host in self._registry.hosts.values()
-            if host.state != "gone" and any(one.model == model for one in host.host.models)
-        ]
 
     async def _command(self, hosts: Iterable[str], command: HostCommand, done: str = "") -> None:
         """Raises what a host has against it behind what is `done` all the same, and `Unavailable` where none

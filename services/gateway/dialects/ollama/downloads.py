@@ -102,14 +102,7 @@ async def _progress(
 def _said(ask: RequestContext, name: str) -> dict[str, HostModel]:
     """What each host that is there says of a model."""
     registry = ask.parts.catalog.registry
-    model = registry.model_of(name)
-    return {
-        instance: one
-        for instance, host in registry.hosts.items()
-        if host.state != "gone"
-        for one in host.host.models
-        if one.model == model
-    }
+    return registry.hosts_say(registry.model_of(name))
 
 
 async def send_lines(ask: RequestContext, lines: AsyncGenerator[Progress, None]) -> None:
