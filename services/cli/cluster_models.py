@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from services.cli.target import nats_of_stack
+from services.cli.target import DataDir, NatsUrl, nats_of_stack, with_options_of
 from shared.config import CommonSettings
 from shared.errors import (
     BrokerUnavailable,
@@ -304,6 +304,15 @@ async def with_models(settings: CommonSettings, work: Callable[[ClusterModels], 
 def run_on_models(data_dir: Path | None, nats_url: str, work: Callable[[ClusterModels], Awaitable[R]]) -> R:
     """`with_models` of the stack that a command is about. Raises `ConfigurationError` where there is none."""
     return asyncio.run(with_models(nats_of_stack(data_dir, nats_url), work))
+
+
+def on_models(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A command that is given the models of a stack first, with the options that say which stack."""
+
+    def run(data_dir: DataDir = None, nats_url: NatsUrl = "", **given: Any) -> None:
+        run_on_models(data_dir, nats_url, lambda models: command(models, **given))
+
+    return with_options_of(command, run)
 
 
 async def _follow(bucket: Bucket[T], into: dict[str, T], news: asyncio.Event) -> None:

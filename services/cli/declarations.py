@@ -20,6 +20,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, ModelSpec, WantedAdapter
 from shared.model_store.catalog import BUILT_IN, is_ready
+from shared.models import here
 from shared.nats.adapters import AdapterRefused, unregister, want
 from shared.nats.kv import Entry
 from shared.registry import DeclaredAdapter, adapter_problems, check, of_hub
@@ -220,6 +221,11 @@ def read_file(path: str) -> "Declaration":
         raise ConfigurationError(
             f"The models file {path} cannot be read ({error.strerror}); check the path."
         ) from None
+
+
+def local_source(source: str) -> str:
+    """A source that is a path of this machine as every process of it understands it; others as they are."""
+    return source if of_hub(source) else here(source)
 
 
 def spec_of(name: str) -> ModelSpec | None:

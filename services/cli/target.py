@@ -6,12 +6,13 @@ else runs are never shown.
 """
 
 import fcntl
+import inspect
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Annotated, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -227,6 +228,17 @@ NatsUrl = Annotated[
         "[env: RYZANSTEIN_NATS_URL]"
     ),
 ]
+
+
+def with_options_of(command: Callable[..., Any], run: Callable[..., None]) -> Callable[..., None]:
+    """`run` as Typer is to see it: with the options of `command` behind its first parameter, then those of its own
+    before its last, which takes the others by name."""
+    _, *own = inspect.signature(command).parameters.values()
+    *common, _ = inspect.signature(run).parameters.values()
+    run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    run.__annotations__ |= command.__annotations__
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 class Gateway(NamedTuple):

@@ -7,8 +7,7 @@ On something that is not a terminal (a log, a pipe) each stage is one line inste
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -259,27 +258,33 @@ def _finish(progress: Progress, task: TaskID) -> None:
     progress.update(task, completed=total, total=total)
 
 
-class LoadBars:
-    """How far the services and the rings have come, from their heartbeats."""
+class _Bars:
+    """A bar by name, on a terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, amount: ProgressColumn, *, quiet: bool = False) -> None:
+        """`quiet`: nothing is shown, for programs."""
         self._console = console
+        self._lines = not console.is_terminal and not quiet
+        """Whether what changes is told by lines instead."""
         self._progress = Progress(
-            *bar_columns(TextColumn("{task.percentage:>3.0f}%")),
-            console=console,
-            disable=not console.is_terminal,
+            *bar_columns(amount), console=console, disable=quiet or not console.is_terminal
         )
         self._tasks: dict[str, TaskID] = {}
-        self._told: set[str] = set()
 
-    def __enter__(self) -> "LoadBars":
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+class LoadBars(_Bars):
+    """How far the services and the rings have come, from their heartbeats."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, TextColumn("{task.percentage:>3.0f}%"))
+        self._told: set[str] = set()
 
     def update(self, beats: dict[str, Heartbeat]) -> None:
         """`beats`: the last heartbeat of each instance."""
@@ -298,32 +303,17 @@ class LoadBars:
                 self._tell(f"{instance}: ready")
 
     def _tell(self, line: str) -> None:
-        if not self._console.is_terminal and line not in self._told:
+        if self._lines and line not in self._told:
             self._told.add(line)
             say(self._console, line)
 
 
-class ModelBars:
+class ModelBars(_Bars):
     """How far models of a running stack have come: one bar for each, in bytes where they are known."""
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
-        """`quiet`: nothing is shown, for programs."""
-        self._console = console
-        self._quiet = quiet
-        self._progress = Progress(
-            *bar_columns(_AmountColumn()), console=console, disable=quiet or not console.is_terminal
-        )
-        self._tasks: dict[str, TaskID] = {}
+        super().__init__(console, _AmountColumn(), quiet=quiet)
         self._told: dict[str, str] = {}
-
-    def __enter__(self) -> "ModelBars":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def update(self, name: str, description: str, share: float, done: int, total: int) -> None:
         """`share` from 0 to 1 counts where `done` and `total` (bytes) are not known."""
@@ -338,6 +328,6 @@ class ModelBars:
             bytes=in_bytes,
             description=escape(description),
         )
-        if not self._console.is_terminal and not self._quiet and self._told.get(name) != description:
+        if self._lines and self._told.get(name) != description:
             self._told[name] = description
             say(self._console, description)

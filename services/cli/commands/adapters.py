@@ -3,21 +3,19 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from services.cli.cluster_models import ClusterModels, Snapshot, run_on_models
-from services.cli.declarations import watch_adapters
-from services.cli.target import DataDir, NatsUrl
+from services.cli.cluster_models import ClusterModels, Snapshot, on_models
+from services.cli.declarations import local_source, watch_adapters
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.errors import ConfigurationError, UnknownModel, error_from_code
 from shared.messages import ModelSpec
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, HostReply, PullAdapter, WantedAdapter
 from shared.nats.adapters import AdapterRefused, read_by_first, register, unregister, want
-from shared.registry import DeclaredAdapter, adapter_problems, nearest, of_hub, other_base
+from shared.registry import DeclaredAdapter, adapter_problems, nearest, other_base
 
 PULL_TIMEOUT = 600.0
 """Seconds for a host to fetch, check and store an adapter."""
@@ -50,7 +48,9 @@ async def _pulled(models: ClusterModels, now: Snapshot, command: PullAdapter) ->
 
 
 @adapters_app.command()
-def load(
+@on_models
+async def load(
+    models: ClusterModels,
     name: Name,
     source: Annotated[
         str,
@@ -71,56 +71,48 @@ def load(
     ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for that; 0: no limit.", min=0)] = 0,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Load a LoRA adapter: it is on every replica of its base from then on, and there again after any restart. Where no
     host has the files of its base yet, it is read as soon as one has."""
-    path = Path(source).expanduser()
-    given = str(path.resolve()) if path.exists() and not of_hub(source) else source
+    given = local_source(source)
 
-    async def run(models: ClusterModels) -> tuple[Snapshot, AdapterRecord]:
+    now = await models.read()
+    base = _base(now, model)
+    _check_declared(now, DeclaredAdapter(name, base, given, revision), replace=replace)
+    spec = now.specs.get(base) or ModelSpec(base, "")
+    record = await _pulled(models, now, PullAdapter(name, base, given, spec, revision))
+    with _told(name):
+        if record is not None:
+            _show(now, await register(models.adapters, record, replace=replace), as_json=json)
+            return
+        await want(models.adapters, name, WantedAdapter(base, given, revision, time.time()), "")
+    if wait:
+        now = await watch_adapters(models, [name], timeout, console(), quiet=json)
+    else:
         now = await models.read()
-        base = _base(now, model)
-        _check_declared(now, DeclaredAdapter(name, base, given, revision), replace=replace)
-        spec = now.specs.get(base) or ModelSpec(base, "")
-        record = await _pulled(models, now, PullAdapter(name, base, given, spec, revision))
-        with _told(name):
-            if record is not None:
-                return now, await register(models.adapters, record, replace=replace)
-            await want(models.adapters, name, WantedAdapter(base, given, revision, time.time()), "")
-        if wait:
-            now = await watch_adapters(models, [name], timeout, console(), quiet=json)
-        else:
-            now = await models.read()
-        return now, now.adapters[name]
-
-    _show(*run_on_models(data_dir, nats_url, run), as_json=json)
+    _show(now, now.adapters[name], as_json=json)
 
 
 @adapters_app.command()
-def unload(name: Name, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+@on_models
+async def unload(models: ClusterModels, name: Name) -> None:
     """Unload a LoRA adapter: nobody can ask for it any more, and what runs with it ends as it began."""
-
-    async def run(models: ClusterModels) -> None:
-        _record(await models.read(), name)
-        with _told(name):
-            await unregister(models.adapters, name)
-
-    run_on_models(data_dir, nats_url, run)
+    _record(await models.read(), name)
+    with _told(name):
+        await unregister(models.adapters, name)
     say(console(), f"{name}: unloaded.")
 
 
 @adapters_app.command("list")
-def list_(
+@on_models
+async def list_(
+    models: ClusterModels,
     model: Annotated[str, typer.Option(help="Only those of this model.")] = "",
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """List the LoRA adapters."""
 
-    now = run_on_models(data_dir, nats_url, ClusterModels.read)
+    now = await models.read()
     base = now.resolve(model) if model else ""
     found = [one for _, one in sorted(now.adapters.items()) if base in ("", one.model)]
     if json:
@@ -136,10 +128,10 @@ def list_(
 
 
 @adapters_app.command()
-def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+@on_models
+async def show(models: ClusterModels, name: Name, json: AsJson = False) -> None:
     """Show one LoRA adapter."""
-
-    now = run_on_models(data_dir, nats_url, ClusterModels.read)
+    now = await models.read()
     _show(now, _record(now, name), as_json=json)
 
 

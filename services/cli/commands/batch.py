@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -25,7 +24,16 @@ from services.cli.gateway_client import (
     patiently,
     save,
 )
-from services.cli.target import ApiKey, DataDir, Gateway, NatsUrl, Url, gateway_of_stack, nats_of_stack
+from services.cli.target import (
+    ApiKey,
+    DataDir,
+    Gateway,
+    NatsUrl,
+    Url,
+    gateway_of_stack,
+    nats_of_stack,
+    with_options_of,
+)
 from services.cli.ui import bar_columns, console, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError
@@ -188,12 +196,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
             async with way as client:
                 await command(client, **given)
 
-        _, *own = inspect.signature(command).parameters.values()
-        *common, _ = inspect.signature(run).parameters.values()
-        run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
-        run.__annotations__ |= command.__annotations__
-        run.__doc__ = command.__doc__
-        batch_app.command(name)(run)
+        batch_app.command(name)(with_options_of(command, run))
 
     return register
 

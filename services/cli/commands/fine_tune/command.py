@@ -1,7 +1,6 @@
 """The commands of `ryzanstein fine-tune` (docs/fine-tuning.md)."""
 
 import asyncio
-import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from services.cli.commands.fine_tune.export import Format
 from services.cli.commands.fine_tune.export import export as export_adapter
 from services.cli.commands.fine_tune.progress import JobView, steps_of
 from services.cli.gateway_client import connected, metadata_of, patiently
-from services.cli.target import ApiKey, AsJson, DataDir, Gateway, Url, gateway_of_stack
+from services.cli.target import ApiKey, AsJson, DataDir, Gateway, Url, gateway_of_stack, with_options_of
 from services.cli.ui import console, print_columns, say
 from shared.errors import ConfigurationError, RyzansteinError
 from shared.messages.training import Optimizer, Schedule, TrainingMethod
@@ -79,12 +78,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
         ) -> None:
             _with_jobs(url, api_key, ca, data_dir, lambda jobs: command(jobs, **given))
 
-        _, *own = inspect.signature(command).parameters.values()
-        *common, _ = inspect.signature(run).parameters.values()
-        run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
-        run.__annotations__ |= command.__annotations__
-        run.__doc__ = command.__doc__
-        fine_tune_app.command(name)(run)
+        fine_tune_app.command(name)(with_options_of(command, run))
 
     return register
 

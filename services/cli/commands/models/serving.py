@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from services.cli.cluster_models import ClusterModels, Snapshot, run_on_models
+from services.cli.cluster_models import ClusterModels, Snapshot, on_models, run_on_models
 from services.cli.commands.models.tables import (
     declared_fields,
     print_json,
@@ -19,14 +19,21 @@ from services.cli.commands.models.tables import (
     told_of,
     words,
 )
-from services.cli.declarations import Applied, apply, plan_apply, read_file, spec_of, watch_adapters
-from services.cli.target import DataDir, NatsUrl
+from services.cli.declarations import (
+    Applied,
+    apply,
+    local_source,
+    plan_apply,
+    read_file,
+    spec_of,
+    watch_adapters,
+)
 from services.cli.ui import ModelBars, console, described_traits, megabytes, say
 from shared import sparse_attention
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
 from shared.model_status import ModelStatus
-from shared.registry import SETTINGS, of_hub, read_spec
+from shared.registry import SETTINGS, read_spec
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Its name in the registry, or an alias.")]
 Wait = Annotated[bool, typer.Option(help="Wait until it is done.")]
@@ -85,7 +92,9 @@ Sparse = Annotated[
 ]
 
 
-def add(
+@on_models
+async def add(
+    models: ClusterModels,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name that clients use.")],
     source: Source = None,
     revision: Revision = None,
@@ -99,25 +108,22 @@ def add(
     wait: Wait = True,
     timeout: Timeout = 0,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Add a model to the registry: with --least it is loaded at once, else by the first request for it."""
     fields = _fields(source, revision, least, most, pin, idle, alias, setting, sparse)
     spec = _checked({"name": name, **fields})
-    spec = msgspec.structs.replace(spec, source=_absolute(spec.source), created=int(time.time()))
+    spec = msgspec.structs.replace(spec, source=local_source(spec.source), created=int(time.time()))
 
-    async def run(models: ClusterModels) -> Snapshot:
-        since = time.time()
-        await models.add(spec)
-        if wait and spec.least:
-            return await _watched(models.wait_loaded, [name], since, timeout, quiet=json)
-        return await models.read()
-
-    show_end(run_on_models(data_dir, nats_url, run), name, as_json=json)
+    since = time.time()
+    await models.add(spec)
+    if wait and spec.least:
+        await _watched(models.wait_loaded, [name], since, timeout, quiet=json)
+    show_end(await models.read(), name, as_json=json)
 
 
-def set_(
+@on_models
+async def set_(
+    models: ClusterModels,
     name: Name,
     source: Source = None,
     revision: Revision = None,
@@ -129,15 +135,13 @@ def set_(
     setting: Setting = None,
     sparse: Sparse = None,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Change a model's entry in the registry. What is not given stays as it is."""
     fields = _fields(source, revision, least, most, pin, idle, alias, setting, sparse)
     if not fields:
         raise ConfigurationError("Nothing to change; see `ryzanstein models set --help`.")
     if "source" in fields:
-        fields["source"] = _absolute(fields["source"])
+        fields["source"] = local_source(fields["source"])
     if least is not None and most is None:
         fields["most"] = None
 
@@ -152,11 +156,8 @@ def set_(
         runs_otherwise = _run_as(new) != _run_as(spec)
         return new
 
-    async def run(models: ClusterModels) -> Snapshot:
-        await models.change(name, made)
-        return await models.read()
-
-    found = run_on_models(data_dir, nats_url, run)
+    await models.change(name, made)
+    found = await models.read()
     model = found.resolve(name)
     show_end(found, model, as_json=json)
     if runs_otherwise and not json and any(found.groups_of(model)):
@@ -169,7 +170,9 @@ def _run_as(spec: ModelSpec) -> tuple[object, ...]:
     return spec.source, spec.revision, spec.settings, sparse_attention.keeps_pages(spec.sparse_attention)
 
 
-def load(
+@on_models
+async def load(
+    models: ClusterModels,
     names: Annotated[
         list[str],
         typer.Argument(
@@ -181,22 +184,17 @@ def load(
     wait: Wait = True,
     timeout: Timeout = 0,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Have models loaded now. One that is loaded already stays as it is."""
 
-    async def run(models: ClusterModels) -> tuple[Snapshot, list[str]]:
-        since = time.time()
-        wanted = [await _registered(models, name) for name in names]
-        for model in wanted:
-            if not (await models.read()).status(model).ready:
-                await models.order(model, "load")
-        if wait:
-            return await _watched(models.wait_loaded, wanted, since, timeout, quiet=json), wanted
-        return await models.read(), wanted
-
-    found, wanted = run_on_models(data_dir, nats_url, run)
+    since = time.time()
+    wanted = [await _registered(models, name) for name in names]
+    for model in wanted:
+        if not (await models.read()).status(model).ready:
+            await models.order(model, "load")
+    if wait:
+        await _watched(models.wait_loaded, wanted, since, timeout, quiet=json)
+    found = await models.read()
     if json:
         print_json([told_of(found, model) for model in wanted])
         return
@@ -204,32 +202,29 @@ def load(
         say_status(found, model)
 
 
-def unload(
+@on_models
+async def unload(
+    models: ClusterModels,
     name: Name,
     force: Force = False,
     wait: Wait = True,
     timeout: Timeout = 0,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Take a model out of memory; it finishes what it runs first. It stays in the registry: `load` or a request brings
     it back."""
 
-    async def run(models: ClusterModels) -> Snapshot:
-        _raise_if_own(await models.read(), name)
-        model = (await models.order(name, "unload", force=force)).name
-        if wait:
-            return await _watched(models.wait_unloaded, model, timeout, quiet=json)
-        return await models.read()
-
-    found = run_on_models(data_dir, nats_url, run)
-    show_end(found, found.resolve(name), as_json=json)
+    _raise_if_own(await models.read(), name)
+    model = (await models.order(name, "unload", force=force)).name
+    if wait:
+        await _watched(models.wait_unloaded, model, timeout, quiet=json)
+    show_end(await models.read(), model, as_json=json)
 
 
-def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+@on_models
+async def show(models: ClusterModels, name: Name, json: AsJson = False) -> None:
     """Show one model: what is wanted of it, and what it is doing where."""
-    found = run_on_models(data_dir, nats_url, ClusterModels.read)
+    found = await models.read()
     model = found.resolve(name)
     if json:
         print_json(told_of(found, model))
@@ -254,7 +249,9 @@ def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: N
         say(console(), f"{field:<12}  {value}")
 
 
-def remove(
+@on_models
+async def remove(
+    models: ClusterModels,
     name: Name,
     files: Annotated[
         bool, typer.Option("--files", help="Delete its files from the hosts' disks too.")
@@ -263,35 +260,31 @@ def remove(
     wait: Wait = True,
     timeout: Timeout = 0,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Take a model out of the registry, once it has finished what it runs. Its files stay, without --files."""
     if files and not wait:
         raise ConfigurationError("--files waits until the model is unloaded; leave out --no-wait.")
 
-    async def run(models: ClusterModels) -> str:
-        now = await models.read()
-        spec = now.spec(name)
-        if wait:
-            _raise_if_own(now, name, removed=True)
-            # A pin is against being unloaded to make room, not against this.
-            await models.change(spec.name, lambda one: msgspec.structs.replace(one, pinned=False))
-            await models.order(spec.name, "unload", force=force)
-            await _watched(models.wait_unloaded, spec.name, timeout, quiet=json)
-        await models.registry.delete(spec.name)
-        if files:
-            await _remove_files(models, spec)
-        return spec.name
-
-    model = run_on_models(data_dir, nats_url, run)
+    now = await models.read()
+    spec = now.spec(name)
+    if wait:
+        _raise_if_own(now, name, removed=True)
+        # A pin is against being unloaded to make room, not against this.
+        await models.change(spec.name, lambda one: msgspec.structs.replace(one, pinned=False))
+        await models.order(spec.name, "unload", force=force)
+        await _watched(models.wait_unloaded, spec.name, timeout, quiet=json)
+    await models.registry.delete(spec.name)
+    if files:
+        await _remove_files(models, spec)
     if json:
-        print_json({"model": model, "removed": True, "files": files})
+        print_json({"model": spec.name, "removed": True, "files": files})
     else:
-        say(console(), f"{model} is removed{' with its files' if files else '; its files stay'}.")
+        say(console(), f"{spec.name} is removed{' with its files' if files else '; its files stay'}.")
 
 
-def apply_(
+@on_models
+async def apply_(
+    models: ClusterModels,
     file: Annotated[
         list[str], typer.Option("--file", "-f", help="models.yaml, or - for standard input; several are one.")
     ],
@@ -309,8 +302,6 @@ def apply_(
     ] = False,
     timeout: Timeout = 0,
     json: AsJson = False,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
 ) -> None:
     """Have the registry hold what a file declares: models and their LoRA adapters. A file with errors changes nothing;
     all of them are told."""
@@ -320,18 +311,15 @@ def apply_(
         [one for part in read for one in part.adapters],
     )
 
-    async def run(models: ClusterModels) -> Applied:
-        since = time.time()
-        if dry_run:
-            return plan_apply(wanted, adapters, await models.read(), "file", prune=prune)[0]
+    since = time.time()
+    if dry_run:
+        applied = plan_apply(wanted, adapters, await models.read(), "file", prune=prune)[0]
+    else:
         applied = await apply(models, wanted, adapters, "file", prune=prune)
-        if wait and (loaded := [spec.name for spec in wanted if spec.least]):
-            await _watched(models.wait_loaded, loaded, since, timeout, quiet=json)
-        if wait and adapters:
-            await watch_adapters(models, [one.name for one in adapters], timeout, console(), quiet=json)
-        return applied
-
-    applied = run_on_models(data_dir, nats_url, run)
+    if not dry_run and wait and (loaded := [spec.name for spec in wanted if spec.least]):
+        await _watched(models.wait_loaded, loaded, since, timeout, quiet=json)
+    if not dry_run and wait and adapters:
+        await watch_adapters(models, [one.name for one in adapters], timeout, console(), quiet=json)
     if json:
         print_json(msgspec.to_builtins(applied))
         return
@@ -398,12 +386,6 @@ def _checked(fields: dict[str, Any], base: ModelSpec | None = None) -> ModelSpec
     if spec is None:
         raise ConfigurationError("\n  ".join(problem.text for problem in problems))
     return spec
-
-
-def _absolute(source: str) -> str:
-    """A path of this machine as every process of it understands it; others as they are."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() and not of_hub(source) else source
 
 
 def _raise_if_own(now: Snapshot, name: str, *, removed: bool = False) -> None:
