@@ -126,10 +126,9 @@ class SharedRecords(Generic[Record]):
 
     async def follow(self, clock: Callable[[], float]) -> None:
         """Learns what others write, until it is cancelled."""
-        async for update in self._bucket.watch_revisions():
-            if update is not None:
-                key, record, revision = update
-                self._learn(key, record, revision, clock())
+        await self._bucket.follow_revisions(
+            lambda key, record, revision: self._learn(key, record, revision, clock())
+        )
 
     async def write(
         self,

@@ -292,11 +292,18 @@ class Bucket(Generic[T]):
         self, note: Callable[[str, T | None], object], caught_up: Callable[[], object] = lambda: None
     ) -> None:
         """Tells `note` what `watch` yields, and `caught_up` in place of its None. Runs until it is cancelled."""
-        async for update in self.watch():
-            if update is None:
-                caught_up()
-            else:
-                note(*update)
+        await self.follow_revisions(lambda key, value, _: note(key, value), caught_up)
+
+    async def follow_revisions(
+        self, note: Callable[[str, T | None, int], object], caught_up: Callable[[], object] = lambda: None
+    ) -> None:
+        """As `follow`, with revisions as `watch_revisions` has them."""
+        async with contextlib.aclosing(self.watch_revisions()) as updates:
+            async for update in updates:
+                if update is None:
+                    caught_up()
+                else:
+                    note(*update)
 
     async def watch_revisions(
         self, keys: str = ">"

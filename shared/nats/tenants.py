@@ -61,7 +61,8 @@ class TenantBucket(Generic[T]):
         self._bucket = bucket = Bucket(bus, name, kind, ttl=ttl, max_bytes=max_bytes, plain=True)
         self._owner = owner
         self.ensure, self.update, self.delete = bucket.ensure, bucket.update, bucket.delete
-        self.purge, self.watch_revisions = bucket.purge, bucket.watch_revisions
+        self.purge = bucket.purge
+        self.watch_revisions, self.follow_revisions = bucket.watch_revisions, bucket.follow_revisions
 
     async def get(self, tenant: str, name: str) -> Entry[T] | None:
         """None where there is none of that tenant."""

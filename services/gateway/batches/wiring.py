@@ -8,7 +8,7 @@ from services.gateway.batches.queue import BatchQueue
 from services.gateway.batches.results import Results
 from services.gateway.batches.runner import batch_work
 from services.gateway.batches.service import Batches, batch_jobs
-from services.gateway.jobs.runners import Runners, sweep, watch
+from services.gateway.jobs.runners import Runners, sweep
 from services.gateway.jobs.runtime import JobResources
 
 
@@ -39,7 +39,7 @@ class BatchRuntime:
         await self._results.start()
         await self._queue.start()
         return [
-            (watch(self._jobs, self._runners), "batches"),
+            (self._jobs.follow(self._runners.news), "batches"),
             (self._runners.run(), "batch runners"),
             (sweep(self._jobs), "batches that are forgotten"),
         ]

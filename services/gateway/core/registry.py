@@ -106,11 +106,7 @@ class ModelRegistry(RegistryView):
     async def watch_specs(self) -> None:
         """Runs until it is cancelled, as the others."""
         bucket = await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)
-        async for update in bucket.watch_revisions():
-            if update is None:
-                self._caught_up[0].set()
-                continue
-            self.spec_changed(*update)
+        await bucket.follow_revisions(self.spec_changed, self._caught_up[0].set)
 
     async def watch_hosts(self) -> None:
         bucket = await Bucket.open(self._bus, subjects.HOSTS_BUCKET, HostRecord)

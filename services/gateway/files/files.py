@@ -78,17 +78,14 @@ class Files:
 
     async def watch(self) -> None:
         """Counts what each tenant has. Runs until it is cancelled."""
-        async with contextlib.aclosing(self._records.watch_revisions()) as updates:
-            async for update in updates:
-                if update is None:
-                    self._known.set()
-                    continue
-                key, record, revision = update
-                if record is not None:
-                    self._held.note(key, _held(record))
-                else:
-                    self._held.forget(key)
-                    self._marks.note(key, revision, time.monotonic())
+        await self._records.follow_revisions(self._note, self._known.set)
+
+    def _note(self, key: str, record: FileRecord | None, revision: int) -> None:
+        if record is not None:
+            self._held.note(key, _held(record))
+        else:
+            self._held.forget(key)
+            self._marks.note(key, revision, time.monotonic())
 
     async def admit(self, tenant: str, size: int) -> int:
         """Bytes that a file of `size`, or of a size that is not known (negative), may have. Raises `PayloadTooLarge`,

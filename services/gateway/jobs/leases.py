@@ -158,20 +158,19 @@ class Jobs(Generic[JobT]):
                 return changed
             contention.lost()
 
-    async def watch(self) -> AsyncIterator[tuple[str, JobT | None, int]]:
-        """Every job there is and will be, by its key, with its revision."""
-        async with contextlib.aclosing(self.bucket.watch_revisions()) as updates:
-            async for update in updates:
-                if update is None:
-                    self._known.set()
-                    continue
-                key, job, revision = update
-                if job is None:
-                    self._held.forget(key)
-                    self._marks.note(key, revision, time.monotonic())
-                else:
-                    self._held.note(key, self._holds(job))
-                yield update
+    async def follow(self, *told: Callable[[str, JobT | None, int], object]) -> None:
+        """Tells each of every job there is and will be, by its key, with its revision. Runs until it is cancelled."""
+
+        def note(key: str, job: JobT | None, revision: int) -> None:
+            if job is None:
+                self._held.forget(key)
+                self._marks.note(key, revision, time.monotonic())
+            else:
+                self._held.note(key, self._holds(job))
+            for one in told:
+                one(key, job, revision)
+
+        await self.bucket.follow_revisions(note, self._known.set)
 
     async def sweep(self) -> None:
         """Removes the marks of forgotten jobs."""

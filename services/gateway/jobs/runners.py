@@ -269,19 +269,6 @@ class Runners(Generic[JobT]):
             self._wake.set()
 
 
-class Listener(Protocol[JobIn]):
-    """Who is told of jobs."""
-
-    def news(self, key: str, job: JobIn | None, revision: int, /) -> None: ...
-
-
-async def watch(jobs: Jobs[JobT], *listeners: Listener[JobT]) -> None:
-    """Tells them of every job. Runs until it is cancelled."""
-    async for update in jobs.watch():
-        for one in listeners:
-            one.news(*update)
-
-
 async def sweep(jobs: Jobs[JobT]) -> None:
     """Runs until it is cancelled."""
     while True:

@@ -3,7 +3,7 @@
 from collections.abc import Coroutine
 from typing import Any
 
-from services.gateway.jobs.runners import Runners, sweep, watch
+from services.gateway.jobs.runners import Runners, sweep
 from services.gateway.jobs.runtime import JobResources
 from services.gateway.training.preparation import FilePreparation, Stores
 from services.gateway.training.publication import Publication
@@ -41,7 +41,7 @@ class TrainingRuntime:
         await self._objects.open()
         await self._files.open()
         return [
-            (watch(self._jobs, self._storage, *self._runners), "fine-tuning jobs"),
+            (self._jobs.follow(*(one.news for one in (self._storage, *self._runners))), "fine-tuning jobs"),
             (sweep(self._jobs), "fine-tuning jobs that are forgotten"),
             *((runners.run(), "runners of fine-tuning jobs") for runners in self._runners),
         ]

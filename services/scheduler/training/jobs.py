@@ -74,12 +74,15 @@ class TrainingJobs:
         self._metrics.jobs_are(0, 0)
 
     async def _follow(self) -> None:
-        async for update in self._bucket.watch_revisions():
-            if update is None:
-                self.is_read = True
-            else:
-                self._note(*update)
-            self._changed()
+        await self._bucket.follow_revisions(self._on_job, self._on_all)
+
+    def _on_all(self) -> None:
+        self.is_read = True
+        self._changed()
+
+    def _on_job(self, key: str, job: TrainingJob | None, revision: int) -> None:
+        self._note(key, job, revision)
+        self._changed()
 
     def _note(self, key: str, job: TrainingJob | None, revision: int) -> None:
         if job is None or job.status in TRAINING_OVER:
