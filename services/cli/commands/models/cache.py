@@ -8,18 +8,15 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from services.cli.cluster_models import ClusterModels, with_models
 from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, print_columns, say
-from shared.config import CommonSettings, load_settings
+from shared.config import load_settings
 from shared.errors import BrokerUnavailable, ConfigurationError
-from shared.messages.registry import ModelSpec
 from shared.model_store.disk import Entry, bytes_of, collect, remove_model, removing
 from shared.model_store.packed import packed_files
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
-from shared.nats import subjects
-from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
 
 
 def gc(
@@ -106,18 +103,12 @@ async def registered(data_dir: Path | None, nats_url: str) -> list[tuple[str, st
     if settings is None:
         return None
     try:
-        return await _registry(settings)
+        specs = (await with_models(settings, ClusterModels.read)).specs
     except BrokerUnavailable:
         if nats_url:
             raise
         return None
-
-
-async def _registry(settings: CommonSettings) -> list[tuple[str, str]]:
-    async with Bus.session(settings, "ryzanstein models gc") as bus:
-        bucket = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
-        await bucket.ensure()
-        return [(spec.source, spec.revision) for spec in (await bucket.items()).values()]
+    return [(spec.source, spec.revision) for spec in specs.values()]
 
 
 def _bytes(text: str) -> int:
