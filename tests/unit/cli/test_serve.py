@@ -99,7 +99,7 @@ def test_a_gateway_with_a_certificate(tmp_path: Path, asks_for_certificate: bool
         (
             ["gateway"],
             {"RYZANSTEIN_TLS_CERTIFICATE": "/nowhere/chain.pem", "RYZANSTEIN_TLS_CLIENT_CA": "ca.pem"},
-            "/nowhere/chain.pem cannot be shown",
+            "/nowhere/chain.pem cannot be presented",
         ),
     ],
 )
