@@ -108,7 +108,7 @@ _GAVE_UP = ("Unable to determine if", "fuel exhausted")
 """In llguidance's words for that: they name its own bounds, and a page of its own notation."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class GrammarVerdict(msgspec.Struct, frozen=True):
     """What became of a grammar."""
 
     problem: str = ""
@@ -123,7 +123,7 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def check(self, grammar: Grammar) -> Verdict:
+    def check(self, grammar: Grammar) -> GrammarVerdict:
         """Whether `grammar` compiles, without any model's tokens."""
         process = self._process
         if process is None or process.poll() is not None:
@@ -131,8 +131,8 @@ class GrammarCheck:
         answer = _ask(process, msgspec.json.encode(grammar) + b"\n")
         if not answer:
             self.close()
-            return Verdict(TOO_COMPLEX)
-        return msgspec.json.decode(answer, type=Verdict)
+            return GrammarVerdict(TOO_COMPLEX)
+        return msgspec.json.decode(answer, type=GrammarVerdict)
 
     def interrupt(self) -> None:
         """Ends a `check` that another thread waits for."""
@@ -190,15 +190,15 @@ def _limit(what: int, soft: int) -> None:
     resource.setrlimit(what, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def verdict_on(grammar: Grammar) -> Verdict:
+def verdict_on(grammar: Grammar) -> GrammarVerdict:
     """Compiles `grammar`."""
     try:
         if grammar.kind == "lark" and "::=" in grammar.text:
             grammar = Grammar("lark", _from_gbnf(grammar.text))
         failed, words = LLMatcher.validate_grammar_with_warnings(source_of(grammar), limits=limits())
     except (ValueError, RecursionError) as error:  # msgspec's, llguidance's, and the converter's
-        return Verdict(shortened(str(error)))
-    return Verdict(_problem_of(words[0])) if failed else Verdict(grammar=grammar)
+        return GrammarVerdict(shortened(str(error)))
+    return GrammarVerdict(_problem_of(words[0])) if failed else GrammarVerdict(grammar=grammar)
 
 
 def _problem_of(words: str) -> str:

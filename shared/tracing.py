@@ -165,7 +165,7 @@ class Statistics(NamedTuple):
     """There was no room for them in the queue."""
 
 
-class Recorder(Protocol):
+class SpanRecorder(Protocol):
     """What records spans: OpenTelemetry."""
 
     def start(
@@ -198,7 +198,7 @@ _edge: ContextVar[Span] = ContextVar("edge_span", default=NONE)
 
 
 class _State:
-    recorder: Recorder | None = None
+    recorder: SpanRecorder | None = None
 
 
 def on() -> bool:

@@ -104,10 +104,10 @@ class Machine:
         from concurrent.futures import ThreadPoolExecutor
 
         from services.executor.cpu.packed_linear import PackedLinear, one_after_another
-        from services.executor.native.library import Model
+        from services.executor.native.library import RzModel
 
         self._library = library
-        self._decoder = library.rz_decoder_new(ctypes.byref(Model()), threads, None)
+        self._decoder = library.rz_decoder_new(ctypes.byref(RzModel()), threads, None)
         weight = torch.randn(_OUTPUTS, _INPUTS).bfloat16()
         with ThreadPoolExecutor(threads) as pool:
             self._linear = PackedLinear.of(library, one_after_another([(weight, None)]), pool, threads)

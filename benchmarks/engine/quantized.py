@@ -22,7 +22,7 @@ from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Weight
-from services.executor.native.library import Model, load_library
+from services.executor.native.library import RzModel, load_library
 
 OUTPUTS, INPUTS = 11264, 2048
 """Gate and up of a model of 1.1B parameters."""
@@ -79,7 +79,7 @@ def products(threads: int, rounds: int) -> Sheet:
     library = load_library()
     if library is None:
         raise typer.Exit(1)
-    decoder = library.rz_decoder_new(ctypes.byref(Model()), threads, None)
+    decoder = library.rz_decoder_new(ctypes.byref(RzModel()), threads, None)
     with ThreadPoolExecutor(threads) as pool:
         products = {name: Products(library, decoder, weight, pool) for name, weight in formats()}
     best: dict[str, list[float]] = {name: [] for name in products}

@@ -18,7 +18,7 @@ from benchmarks.control_plane.systems import HOST
 from benchmarks.peers.servers import free_port
 from benchmarks.processes import Child, python
 from services.gateway.api.app import GatewayApp
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.backend import GatewayServices as BackendParts
 from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
@@ -94,7 +94,7 @@ class EdgeParts(NamedTuple):
 
     answers: _Answers
     app: GatewayApp
-    backend: Backend
+    backend: GatewayBackend
     settings: GatewaySettings
     metrics: GatewayMetrics
     health: Callable[[], Health]
@@ -127,7 +127,7 @@ def edge_parts() -> EdgeParts:
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
     authenticator = Authenticator()
     authenticator.complete()
-    backend = Backend(authenticator)
+    backend = GatewayBackend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
     processor = InputProcessor(
         parts, catalog, cold_starts, tokenizers, nobody, limiter, nobody, StoredTurns(*[nobody] * 3)

@@ -130,17 +130,17 @@ class Problem:
         ]
 
     @property
-    def layer(self) -> attention_launch.Layer:
+    def layer(self) -> attention_launch.AttentionLayer:
         store = self.store
-        return attention_launch.Layer(
+        return attention_launch.AttentionLayer(
             store.hot(LAYER), store.codes(LAYER), store.scales(LAYER), store.codec(LAYER)
         )
 
     @property
-    def scores(self) -> attention_launch.Scores:
+    def scores(self) -> attention_launch.ScoreOptions:
         case = self.case
         flat = [None if part is None else part.reshape(-1) for part in (self.sinks, self.slopes)]
-        return attention_launch.Scores(case.width**-0.5, case.softcap, case.window, *flat, case.first)
+        return attention_launch.ScoreOptions(case.width**-0.5, case.softcap, case.window, *flat, case.first)
 
     def attended(self) -> Tensor:
         """What the kernels say: [T, kv heads, group, d]."""

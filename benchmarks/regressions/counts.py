@@ -38,7 +38,7 @@ from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.generations import Generations
-from services.gateway.lifecycle.token_stream import Limits
+from services.gateway.lifecycle.token_stream import GenerationLimits
 from shared.config import CommonSettings
 from shared.messages import (
     DispatchBatch,
@@ -159,7 +159,7 @@ def shared_frames(generations: int, frames: int) -> int:
     bus = Bus(Client(), CommonSettings())  # never connected: nothing here is said to anybody
     rings = Catalog(bus, ModelRegistry(bus), AdapterRegistry(bus, 0.0), on_card=lambda card: None)
     life = Generations(bus, "gateway-0", GatewaySettings(), GatewayMetrics(CollectorRegistry()), rings)
-    limits = Limits(5, 600.0, 5.0, 0.0)
+    limits = GenerationLimits(5, 600.0, 5.0, 0.0)
     each = [request(number, prompt=4, output=1000) for number in range(generations)]
     life.add([Generation(one, 0, limits, now=0.0, started_at=0.0) for one in each])
     with counting() as calls:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from services.scheduler.dispatcher import Batcher
 from services.scheduler.fair_queue import RequestQueue
 from services.scheduler.groups import GroupTable
-from services.scheduler.placement import Decision, Placement
+from services.scheduler.placement import Placement, PlacementDecision
 from services.scheduler.request import WaitingRequest, cost
 from shared.messages import GroupEvent, GroupLoad, GroupRecord, SessionPin
 
@@ -385,12 +385,12 @@ class Scheduler:
             for each in batch:
                 self._hand_over(each, decision, now)
 
-    def _pin(self, session: int, decision: Decision, now: float) -> None:
+    def _pin(self, session: int, decision: PlacementDecision, now: float) -> None:
         if decision.reason in ("least_loaded", "moved", "relieved"):
             moved_at = now if decision.reason == "relieved" else 0.0
             self._pins[session] = SessionPin(decision.group.name, decision.group.epoch, moved_at)
 
-    def _hand_over(self, item: WaitingRequest, decision: Decision, now: float) -> None:
+    def _hand_over(self, item: WaitingRequest, decision: PlacementDecision, now: float) -> None:
         """The ring accepts, and says in its reply what it has."""
         group, request = decision.group, self._requests.pop(item.generation_id)
         number = int(group.name)

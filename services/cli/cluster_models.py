@@ -37,7 +37,7 @@ from shared.messages.registry import (
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.pins import promises_more
 from shared.registry import check, nearest
 from shared.registry_view import RegistryView, fold
@@ -53,11 +53,11 @@ SETTLED = 3.0
 R = TypeVar("R")
 T = TypeVar("T", bound=msgspec.Struct)
 
-Watch = Callable[["Snapshot"], None]
+Watch = Callable[["ModelsSnapshot"], None]
 
 
 @dataclass(slots=True, eq=False)
-class Snapshot(RegistryView):
+class ModelsSnapshot(RegistryView):
     """What is wanted and what is, at one moment."""
 
     adapters: dict[str, AdapterRecord] = field(default_factory=dict)
@@ -150,8 +150,8 @@ class ClusterModels:
         buckets = (self.registry, self.adapters, self._groups, self._hosts, self._placements)
         await asyncio.gather(*(bucket.ensure() for bucket in buckets))
 
-    async def read(self) -> Snapshot:
-        return Snapshot(
+    async def read(self) -> ModelsSnapshot:
+        return ModelsSnapshot(
             await self.registry.items(),
             await self._groups.items(),
             await self._hosts.items(),
@@ -159,7 +159,7 @@ class ClusterModels:
             adapters={name: one for name, one in (await self.adapters.items()).items() if stands(one)},
         )
 
-    async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
+    async def snapshots(self) -> AsyncGenerator[ModelsSnapshot, None]:
         """What is now, and again after each change, and every `LOOK_INTERVAL`. For ever; close it."""
         now, news = await self.read(), asyncio.Event()
         following = (
@@ -202,7 +202,7 @@ class ClusterModels:
         `UnknownModel`, `ConfigurationError` with all that is wrong with it."""
         now = await self.read()
 
-        def newest(known: Entry[ModelSpec] | None) -> ModelSpec:
+        def newest(known: KvEntry[ModelSpec] | None) -> ModelSpec:
             if known is None:
                 raise now.unknown(name)
             changed = made(known.value)
@@ -239,22 +239,22 @@ class ClusterModels:
 
     async def wait_loaded(
         self, models: Sequence[str], since: float, timeout: float, report: Watch
-    ) -> Snapshot:
+    ) -> ModelsSnapshot:
         """Returns when each of `models` takes requests; `since`: unix seconds of the order.
 
         Raises what has become of the first that cannot be loaded, and `DeadlineExceeded`.
         """
 
-        def done(now: Snapshot) -> bool:
+        def done(now: ModelsSnapshot) -> bool:
             missing = [model for model in models if not _is_loaded(now, model, since)]
             return not missing  # each was looked at: one that fails is told though another is not there yet
 
         return await self.wait(done, timeout, report, f"{_listed(models)} could not be loaded")
 
-    async def wait_unloaded(self, model: str, timeout: float, report: Watch) -> Snapshot:
+    async def wait_unloaded(self, model: str, timeout: float, report: Watch) -> ModelsSnapshot:
         """Returns when no group serves it or is on its way to."""
 
-        def done(now: Snapshot) -> bool:
+        def done(now: ModelsSnapshot) -> bool:
             return not now.groups_of(model) and now.status(model).state not in (
                 "loading",
                 "downloading",
@@ -263,10 +263,10 @@ class ClusterModels:
 
         return await self.wait(done, timeout, report, f"{model} is still finishing its requests")
 
-    async def wait_adapters(self, names: Sequence[str], timeout: float, report: Watch) -> Snapshot:
+    async def wait_adapters(self, names: Sequence[str], timeout: float, report: Watch) -> ModelsSnapshot:
         """Returns when a host has read each of them. Raises why one could not, and `DeadlineExceeded`."""
 
-        def done(now: Snapshot) -> bool:
+        def done(now: ModelsSnapshot) -> bool:
             missing = [name for name in names if not _is_read(now, name)]
             return not missing
 
@@ -275,12 +275,12 @@ class ClusterModels:
 
     async def wait(
         self,
-        done: Callable[[Snapshot], bool],
+        done: Callable[[ModelsSnapshot], bool],
         timeout: float,
         report: Watch,
         what: str,
         see: str = "`ryzanstein models list`",
-    ) -> Snapshot:
+    ) -> ModelsSnapshot:
         """The first moment at which `done`; `timeout` in seconds, 0: for ever. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(timeout or None), contextlib.aclosing(self.snapshots()) as moments:
@@ -328,7 +328,7 @@ def stands(record: AdapterRecord) -> bool:
     return bool(record.digest or record.wanted)
 
 
-def _is_read(now: Snapshot, name: str) -> bool:
+def _is_read(now: ModelsSnapshot, name: str) -> bool:
     """Raises why it will not be."""
     record = now.adapters.get(name)
     if record is None:
@@ -338,7 +338,7 @@ def _is_read(now: Snapshot, name: str) -> bool:
     return record.wanted is None
 
 
-def _is_loaded(now: Snapshot, model: str, since: float) -> bool:
+def _is_loaded(now: ModelsSnapshot, model: str, since: float) -> bool:
     """Raises why it will not be."""
     status = now.status(model)
     if status.ready:

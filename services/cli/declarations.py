@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 from rich.console import Console
 
-from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.cluster_models import ClusterModels, ModelsSnapshot
 from services.cli.target import LocalSettings
 from services.cli.ui import ModelBars
 from shared.config import load_settings
@@ -22,7 +22,7 @@ from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, ModelSpec, Wan
 from shared.model_store.catalog import BUILT_IN, is_ready
 from shared.models import here
 from shared.nats.adapters import AdapterRefused, unregister, want
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 from shared.registry import DeclaredAdapter, adapter_problems, check, of_hub
 
 if TYPE_CHECKING:  # it needs YAML, which those alone import who read such a file
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it needs YAML, which those alone import who read such a fil
 Origin = Literal["up", "file"]
 
 
-class Changes(msgspec.Struct, frozen=True):
+class DeclarationChanges(msgspec.Struct, frozen=True):
     """Names, by what becomes of them."""
 
     added: list[str] = []
@@ -40,10 +40,10 @@ class Changes(msgspec.Struct, frozen=True):
     removed: list[str] = []
 
 
-class Applied(Changes, frozen=True):
+class Applied(DeclarationChanges, frozen=True):
     """What becomes of the models, and of the adapters."""
 
-    adapters: Changes = Changes()
+    adapters: DeclarationChanges = DeclarationChanges()
     warning: str = ""
     """What is not known about models that it pins."""
 
@@ -57,7 +57,7 @@ class Writes(NamedTuple):
     """Adapters that are as they are declared, and that somebody else had declared."""
 
 
-def declared_adapters(now: Snapshot) -> list[DeclaredAdapter]:
+def declared_adapters(now: ModelsSnapshot) -> list[DeclaredAdapter]:
     """The adapters of a registry, as a file would declare them."""
     return [_declared_adapter(record) for _, record in sorted(now.adapters.items())]
 
@@ -65,7 +65,7 @@ def declared_adapters(now: Snapshot) -> list[DeclaredAdapter]:
 def plan_apply(
     models: list[ModelSpec],
     adapters: list[DeclaredAdapter],
-    now: Snapshot,
+    now: ModelsSnapshot,
     origin: Origin,
     *,
     prune: bool = True,
@@ -101,8 +101,8 @@ def plan_apply(
 
 
 def _plan_adapters(
-    wanted: list[DeclaredAdapter], now: Snapshot, origin: Origin, *, prune: bool
-) -> tuple[Changes, list[DeclaredAdapter], list[str]]:
+    wanted: list[DeclaredAdapter], now: ModelsSnapshot, origin: Origin, *, prune: bool
+) -> tuple[DeclarationChanges, list[DeclaredAdapter], list[str]]:
     """What becomes of them, those that are to be read, and those that are but were not `origin`'s."""
     names = {adapter.name for adapter in wanted}
     removed = [
@@ -110,7 +110,7 @@ def _plan_adapters(
         for name, record in sorted(now.adapters.items())
         if prune and record.origin == origin and name not in names
     ]
-    changes = Changes([], [], [], removed)
+    changes = DeclarationChanges([], [], [], removed)
     asked, adopted = list[DeclaredAdapter](), list[str]()
     for adapter in wanted:
         known = now.adapters.get(adapter.name)
@@ -182,17 +182,17 @@ async def apply(
     return applied
 
 
-def _adopted(known: Entry[AdapterRecord] | None, origin: Origin) -> AdapterRecord | None:
+def _adopted(known: KvEntry[AdapterRecord] | None, origin: Origin) -> AdapterRecord | None:
     return None if known is None else msgspec.structs.replace(known.value, origin=origin)
 
 
 async def watch_adapters(
     models: ClusterModels, names: Sequence[str], timeout: float, screen: Console, *, quiet: bool = False
-) -> Snapshot:
+) -> ModelsSnapshot:
     """Until a host has read each of these, with what each waits for. Raises as `ClusterModels.wait_adapters`."""
     with ModelBars(screen, quiet=quiet) as bars:
 
-        def report(now: Snapshot) -> None:
+        def report(now: ModelsSnapshot) -> None:
             for name in names:
                 record = now.adapters[name]
                 if record.wanted is None:

@@ -28,7 +28,7 @@ _AWAY = (502, 503, 504)
 """Statuses of a gateway that starts or drains, or of a proxy that finds none."""
 
 
-class Refused(RyzansteinError):
+class RequestRefused(RyzansteinError):
     """The server's own words."""
 
 
@@ -63,8 +63,8 @@ class EventReader:
 
 
 class GatewayClient:
-    """Speaks to one gateway, as any OpenAI client does. Methods raise `Unavailable` where none answers, and `Refused`
-    with what it says."""
+    """Speaks to one gateway, as any OpenAI client does. Methods raise `Unavailable` where none answers, and
+    `RequestRefused` with what it says."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -137,7 +137,7 @@ def _refusal(response: httpx.Response) -> RyzansteinError:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{response.url} answered with status {response.status_code}."
-    return Unavailable(message) if response.status_code in _AWAY else Refused(message)
+    return Unavailable(message) if response.status_code in _AWAY else RequestRefused(message)
 
 
 async def save(parts: AsyncGenerator[bytes, None], target: Path) -> None:

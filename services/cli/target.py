@@ -68,7 +68,7 @@ class StackSettings(LocalSettings):
     """Seconds that the gateway takes to finish its streams; only then may it be killed."""
 
 
-class Started(msgspec.Struct, frozen=True):
+class StartedProcess(msgspec.Struct, frozen=True):
     """A process of a service."""
 
     service: str
@@ -90,7 +90,7 @@ class RunFile(msgspec.Struct, frozen=True):
     model: str = ""
     """What it serves, and where that lies."""
     directory: str = ""
-    started: list[Started] = []
+    started: list[StartedProcess] = []
     """Its services as they were first started."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.gateway.api.backend import Backend, RouteMaker
+from services.gateway.api.backend import GatewayBackend, RouteMaker
 from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.fine_tuning import fine_tuning_routes
 from services.gateway.batches.wiring import BatchRuntime
@@ -15,9 +15,9 @@ from services.gateway.jobs.runtime import JobResources, JobRuntime
 from services.gateway.training.wiring import TrainingRuntime
 
 if TYPE_CHECKING:
-    from services.gateway.api.grpc.call import Call
+    from services.gateway.api.grpc.call import GrpcCall
 
-Calls = Mapping[str, "Callable[[Call], Awaitable[None]]"]
+Calls = Mapping[str, "Callable[[GrpcCall], Awaitable[None]]"]
 """Methods of the gRPC API, by name."""
 
 
@@ -28,10 +28,10 @@ class JobKind:
     make: Callable[[JobResources], JobRuntime]
     """Called once by each gateway, before it is connected."""
     routes: tuple[RouteMaker, ...]
-    calls: Callable[[Backend], Calls] = lambda backend: {}
+    calls: Callable[[GatewayBackend], Calls] = lambda backend: {}
 
 
-def _batch_calls(backend: Backend) -> Calls:
+def _batch_calls(backend: GatewayBackend) -> Calls:
     from services.gateway.api.grpc.batches import batch_calls  # its libraries take a moment, and memory
 
     return batch_calls(backend)

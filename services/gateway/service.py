@@ -9,7 +9,7 @@ import structlog
 from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.api.app import GatewayApp
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.auth.browsers import is_loopback, listed
@@ -17,7 +17,7 @@ from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
 from services.gateway.job_kinds import KINDS, JobKind
-from services.gateway.server.connections import ConnectionLimiter, Limits, allowed_by_files
+from services.gateway.server.connections import ConnectionLimiter, ConnectionLimits, allowed_by_files
 from services.gateway.server.held import HeldWatch
 from services.gateway.server.http1 import guarded_http
 from services.gateway.server.websocket import GuardedWebSocket
@@ -75,7 +75,7 @@ class GatewayService(Service):
         self._metrics = GatewayMetrics(self.registry)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(self._metrics))
-        self._backend = Backend(Authenticator(required=settings.require_key))
+        self._backend = GatewayBackend(Authenticator(required=settings.require_key))
         self._certificates: Certificates | None = None
         self._grpc: GrpcServer | None = None
         self._work: Container | None = None
@@ -146,7 +146,7 @@ class GatewayService(Service):
     def server_options(self) -> dict[str, Any]:
         settings = self.settings
         return {
-            "http": guarded_http(Limits(settings.head_timeout, settings.head_limit), self._door),
+            "http": guarded_http(ConnectionLimits(settings.head_timeout, settings.head_limit), self._door),
             "admission": self._door.admission("http"),
             "ws": GuardedWebSocket,
             "ws_max_size": self.settings.body_limit,

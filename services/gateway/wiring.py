@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api.backend import Backend, GatewayServices, shutting_down
+from services.gateway.api.backend import GatewayBackend, GatewayServices, shutting_down
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management.adapters import AdapterManagement
 from services.gateway.api.management.keys import KeyManagement
@@ -64,7 +64,7 @@ class Container:
         settings: GatewaySettings,
         registry: CollectorRegistry,
         metrics: GatewayMetrics,
-        backend: Backend,
+        backend: GatewayBackend,
         kinds: Sequence[JobKind],
         spawn: Spawn,
         endpoints: Sequence[Endpoint],

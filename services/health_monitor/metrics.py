@@ -1,5 +1,5 @@
 """A health monitor's Prometheus metrics. How full the broker's streams are and how far back they reach is asked every
-few seconds (`StreamWatch`), so that a scrape waits for nothing.
+few seconds (`StreamPoll`), so that a scrape waits for nothing.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class StreamInfo(msgspec.Struct):
 _decoder = msgspec.json.Decoder(StreamInfo)
 
 
-class StreamWatch:
+class StreamPoll:
     """Asks for ever. While the broker does not answer there are no figures, rather than old ones."""
 
     def __init__(self, bus: Bus, metrics: HealthMetrics) -> None:

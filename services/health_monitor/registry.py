@@ -39,7 +39,7 @@ class Due(msgspec.Struct, Generic[Record], frozen=True):
     delete: list[str]
 
 
-class Changes(Generic[Record]):
+class DueRecords(Generic[Record]):
     """Which records are due, against the ones written last: a change of state and the end of a group's work at
     once, other load at most once per interval."""
 
@@ -112,7 +112,7 @@ class SharedRecords(Generic[Record]):
     ) -> None:
         """`wrote` and `deleted` are told of what other monitors do to the bucket."""
         self._bucket: Bucket[Record] = bucket
-        self._changes: Changes[Record] = Changes(load_interval)
+        self._changes: DueRecords[Record] = DueRecords(load_interval)
         self._metrics = metrics
         self._wrote: Callable[[Record], object] = wrote
         self._deleted = deleted

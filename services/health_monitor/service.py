@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from pydantic import Field
 
 from services.health_monitor.detector import Clocks, ConnectionEvent, Detector
-from services.health_monitor.metrics import HealthMetrics, StreamWatch
+from services.health_monitor.metrics import HealthMetrics, StreamPoll
 from services.health_monitor.registry import Registry, SharedRecords
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, Heartbeat, HostRecord, ServiceRecord
@@ -93,7 +93,7 @@ class HealthMonitorService(Service):
         self.spawn(registry.groups.follow(clock), "groups")
         self.spawn(registry.services.follow(clock), "services")
         self.spawn(registry.hosts.follow(clock), "hosts")
-        self.spawn(StreamWatch(self.bus, self._metrics).run(), "streams")
+        self.spawn(StreamPoll(self.bus, self._metrics).run(), "streams")
         self.spawn(self._tick(), "tick")
         self.spawn(self._write(registry), "registry")
 

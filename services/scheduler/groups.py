@@ -114,7 +114,7 @@ RANKS = 2
 """Groups ranked per slot: the key's home, and where it goes when that one is too busy."""
 
 
-class Rendezvous:
+class RendezvousHash:
     """Which of one model's groups a key belongs to, the same in every scheduler without a word between them.
 
     Rendezvous hashing (Thaler and Ravishankar, 1998): each group draws a number for the key, the highest wins. A
@@ -269,7 +269,7 @@ class Group:
 class _Model:
     groups: dict[str, Group] = field(default_factory=dict)
     open: list[Group] = field(default_factory=list)
-    ranking: Rendezvous = field(default_factory=Rendezvous)
+    ranking: RendezvousHash = field(default_factory=RendezvousHash)
     """Of those that are up."""
     usual: Usual = field(default_factory=Usual)
     holders: dict[str, dict[str, Group]] = field(default_factory=dict)
@@ -300,7 +300,7 @@ class GroupTable:
         """Groups of `model` that may be given requests. Not to be changed."""
         return self._of(model).open
 
-    def ranking(self, model: str) -> Rendezvous:
+    def ranking(self, model: str) -> RendezvousHash:
         """Which groups of `model` a key belongs to."""
         return self._of(model).ranking
 

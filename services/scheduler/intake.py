@@ -99,7 +99,9 @@ class IntakeDelivery:
 
     __slots__ = ("_intake", "message", "order", "pull", "size", "touched")
 
-    def __init__(self, intake: "Intake", message: Msg, pull: _LanePull, order: int, now: float) -> None:
+    def __init__(
+        self, intake: "RequestIntake", message: Msg, pull: _LanePull, order: int, now: float
+    ) -> None:
         self._intake = intake
         self.message = message
         self.size = len(message.data)
@@ -138,7 +140,7 @@ class Admit(Protocol):
     def __call__(self, item: WaitingRequest, *, crowded: bool) -> bool: ...
 
 
-class Intake:
+class RequestIntake:
     """Pulls requests and hands them to `admit`."""
 
     def __init__(

@@ -57,7 +57,7 @@ _CHOSEN = attrgetter("chosen")
 Reason = Literal["pinned", "spilled", "moved", "relieved", "prefix", "adapter", "least_loaded"]
 
 
-class Decision(NamedTuple):
+class PlacementDecision(NamedTuple):
     """`pinned`: the session's group. `spilled`: that one is too busy or silent, this request goes elsewhere and
     the pin stays. `relieved`: that one is too busy, and the pin moves along. `moved`: that one is no more, so
     the pin must move. `prefix`: the home of the prompt's beginning. `adapter`: a group that has the request's LoRA
@@ -115,27 +115,33 @@ class Placement:
         group = self._table.get(pin.group)
         return group is not None and group.model == model and group.epoch == pin.epoch and group.up
 
-    def choose(self, item: WaitingRequest, pin: SessionPin | None, now: float) -> Decision | None:
+    def choose(self, item: WaitingRequest, pin: SessionPin | None, now: float) -> PlacementDecision | None:
         """The group for `item`; None when no open group has room for it."""
         best = self._soonest(item)
         if best is None:
             return None
         if not best.computes(item.sparse):
-            return Decision(best, "spilled")  # no group of its model does, which this one is going to say
+            return PlacementDecision(
+                best, "spilled"
+            )  # no group of its model does, which this one is going to say
         if pin is not None and self.alive(item.model, pin):
             return self._by_pin(item, pin, best, now)
         kept = self._that_has(item, best) if item.attempt else None
         if pin is not None:
-            return Decision(kept or best, "moved")
+            return PlacementDecision(kept or best, "moved")
         if item.session:
             home = None
             best = kept or best
         else:
             home = kept or self._home(item, best)
         if home is not None and (not item.adapter or item.adapter in home.adapters):
-            return Decision(home, "prefix")
+            return PlacementDecision(home, "prefix")
         holder = self._holder(item, best) if item.adapter else None
-        return Decision(best, "least_loaded") if holder is None else Decision(holder, "adapter")
+        return (
+            PlacementDecision(best, "least_loaded")
+            if holder is None
+            else PlacementDecision(holder, "adapter")
+        )
 
     def _holder(self, item: WaitingRequest, best: Group) -> Group | None:
         """The soonest group with the request's adapter in memory, else the first of those that the adapter's name
@@ -151,16 +157,16 @@ class Placement:
                 return home
         return None
 
-    def _by_pin(self, item: WaitingRequest, pin: SessionPin, best: Group, now: float) -> Decision:
+    def _by_pin(self, item: WaitingRequest, pin: SessionPin, best: Group, now: float) -> PlacementDecision:
         """Of a pin to a ring that stands."""
         home = self._table.get(pin.group)
         assert home is not None, "a living ring is in the table"
         if _may_take(home, item) and self._is_worth(home, best, item, 0, self._sticky_tokens):
-            return Decision(home, "pinned")
+            return PlacementDecision(home, "pinned")
         suspected = home.breaker.state != "closed"  # whether it is lost, others will say
         if suspected or item.lane == "batch" or now < pin.moved_at + HOLD:
-            return Decision(best, "spilled")
-        return Decision(best, "relieved")
+            return PlacementDecision(best, "spilled")
+        return PlacementDecision(best, "relieved")
 
     def _that_has(self, item: WaitingRequest, best: Group) -> Group | None:
         """The ring that may have the longest beginning of the prompt, if that is worth its waiting time: whose life is

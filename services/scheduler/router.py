@@ -15,7 +15,7 @@ from services.scheduler.dispatcher import Batcher, Dispatcher
 from services.scheduler.fair_queue import RequestQueue
 from services.scheduler.groups import GroupTable
 from services.scheduler.metrics import SchedulerMetrics
-from services.scheduler.placement import Decision, Placement, SessionPins
+from services.scheduler.placement import Placement, PlacementDecision, SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
 from services.scheduler.settings import SchedulerSettings
@@ -367,7 +367,9 @@ class Router:
         self._commit(item, key, decision, pin)
         return True
 
-    def _commit(self, item: WaitingRequest, key: str, decision: Decision, pin: SessionPin | None) -> None:
+    def _commit(
+        self, item: WaitingRequest, key: str, decision: PlacementDecision, pin: SessionPin | None
+    ) -> None:
         """Counts `item` as sent, and sends it once the pin of its session (`key`) is agreed upon."""
         self._table.reserve(decision.group, item.tokens)
         if key and self._needs_pin(item.model, decision):
@@ -380,7 +382,7 @@ class Router:
         if key and self._pins.refresh_due(key, now):
             self._tasks.spawn(self._pins.refresh(key, now))
 
-    def _needs_pin(self, model: str, decision: Decision) -> bool:
+    def _needs_pin(self, model: str, decision: PlacementDecision) -> bool:
         """Whether schedulers must agree on the session's group. With one group there is nothing to agree on:
         the session is pinned by its first turn after there are more."""
         if decision.reason == "least_loaded":
@@ -389,7 +391,7 @@ class Router:
         return decision.reason in ("moved", "relieved")
 
     async def _place_pinned(
-        self, item: WaitingRequest, key: str, decision: Decision, left: SessionPin | None
+        self, item: WaitingRequest, key: str, decision: PlacementDecision, left: SessionPin | None
     ) -> None:
         """Agrees with the other schedulers on the session's group. Where another one was first, the request
         is placed by what that one has written. `left`: the pin to a ring that lives and is too busy."""
@@ -421,7 +423,7 @@ class Router:
                 self._commit(item, key, adopted, pin)
         self.wake()
 
-    def _send(self, item: WaitingRequest, decision: Decision) -> None:
+    def _send(self, item: WaitingRequest, decision: PlacementDecision) -> None:
         self._metrics.placements.labels(decision.reason).inc()
         item.reason = decision.reason
         if decision.reason == "pinned":

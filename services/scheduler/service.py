@@ -5,10 +5,10 @@ import contextlib
 from collections.abc import Iterator
 
 from services.scheduler.groups import GroupTable
-from services.scheduler.intake import Intake
+from services.scheduler.intake import RequestIntake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
 from services.scheduler.models.controller import HostedJobKind, ModelController, waiting_of
-from services.scheduler.models.metrics import ModelMetrics
+from services.scheduler.models.metrics import ModelLifecycleMetrics
 from services.scheduler.placement import SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
@@ -40,10 +40,10 @@ class SchedulerService(Service):
         self.registry.register(waiting)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(waiting))
-        self._intake: Intake | None = None
+        self._intake: RequestIntake | None = None
         self._router: Router | None = None
         self._rejections: Rejections | None = None
-        self._model_metrics = ModelMetrics(self.registry)
+        self._model_metrics = ModelLifecycleMetrics(self.registry)
         self._models: ModelController | None = None
 
     async def start(self) -> None:
@@ -52,7 +52,7 @@ class SchedulerService(Service):
         )
         pins = SessionPins(sessions, self._settings.session_ttl, self._settings.session_cache)
         rejections = self._rejections = Rejections(self.bus, self._metrics)
-        intake = self._intake = Intake(self.bus, self._settings, self._metrics, self._admit)
+        intake = self._intake = RequestIntake(self.bus, self._settings, self._metrics, self._admit)
         models = self._models = ModelController(
             self.bus,
             self.instance,

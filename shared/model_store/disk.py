@@ -17,7 +17,7 @@ import msgspec
 
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store.locks import LOCKS, idle, last_use, partial
-from shared.model_store.packed import Packed, discard, discard_of, packed_files
+from shared.model_store.packed import PackedWeightsFile, discard, discard_of, packed_files
 from shared.model_store.repository import MANIFEST, PARTS, Manifest, directory_name
 from shared.model_store.settings import Store
 from shared.models import converted_name, linked_gguf
@@ -37,7 +37,7 @@ _STALE = 86_400.0
 _LISTED = 5
 
 
-class Entry(msgspec.Struct, frozen=True):
+class CacheEntry(msgspec.Struct, frozen=True):
     """A model, an adapter, or an unfinished download in the cache."""
 
     directory: Path
@@ -58,10 +58,10 @@ class Entry(msgspec.Struct, frozen=True):
         return self.directory.name.replace("--", "/")
 
 
-def choose_removals(entries: Sequence[Entry], excess: int) -> list[Entry]:
+def choose_removals(entries: Sequence[CacheEntry], excess: int) -> list[CacheEntry]:
     """What is removed so that `excess` bytes come free, least recently used first; all that can go where that is not
     enough. Pure."""
-    chosen: list[Entry] = []
+    chosen: list[CacheEntry] = []
     for entry in sorted((entry for entry in entries if entry.removable), key=lambda entry: entry.used):
         if sum(one.bytes for one in chosen) >= excess:
             break
@@ -69,7 +69,7 @@ def choose_removals(entries: Sequence[Entry], excess: int) -> list[Entry]:
     return chosen
 
 
-def excess_of(entries: Sequence[Entry], needed: int, limit: int, free: int) -> int:
+def excess_of(entries: Sequence[CacheEntry], needed: int, limit: int, free: int) -> int:
     """Bytes that must go before `needed` may come into a cache of `limit` (0: none) on a disk with `free`; 0 or less:
     there is room. Pure."""
     promised = sum(entry.promised for entry in entries)
@@ -78,7 +78,7 @@ def excess_of(entries: Sequence[Entry], needed: int, limit: int, free: int) -> i
     return max(of_disk, held + promised + needed - limit if limit else of_disk)
 
 
-def entries_of(cache: Path, named: Named) -> list[Entry]:
+def entries_of(cache: Path, named: Named) -> list[CacheEntry]:
     """Everything in the cache; what the registry names, or somebody holds, is not removable."""
     kept = _kept(named)
     found = []
@@ -91,7 +91,7 @@ def entries_of(cache: Path, named: Named) -> list[Entry]:
             ours = unfinished or (directory / MANIFEST).is_file()  # what was put there by hand is not
             removable = is_idle and ours and model.name.lower() not in kept
             used = directory.stat().st_mtime if unfinished else last_use(model)
-        found.append(Entry(model, size, promised, used, removable, unfinished))
+        found.append(CacheEntry(model, size, promised, used, removable, unfinished))
     return found
 
 
@@ -112,7 +112,7 @@ def make_room(store: Store, directory: Path, needed: int, named: Named | None) -
     with _measuring(store.cache):
         entries = [entry for entry in entries_of(store.cache, named or ()) if entry.directory != directory]
         own = bytes_of(partial(directory))
-        whole = [*entries, Entry(directory, own, 0, 0.0, removable=False)]
+        whole = [*entries, CacheEntry(directory, own, 0, 0.0, removable=False)]
         excess = excess_of(whole, needed, store.cache_bytes, shutil.disk_usage(store.cache).free)
         removals = choose_removals(entries, excess) if excess > 0 else []
         if excess > sum(entry.bytes for entry in removals) or (
@@ -125,7 +125,7 @@ def make_room(store: Store, directory: Path, needed: int, named: Named | None) -
         (partial(directory) / PARTS / _RESERVED).write_text(str(own + needed), encoding="ascii")
 
 
-def collect(store: Store, named: Named, target: int | None, *, dry_run: bool) -> list[Entry]:
+def collect(store: Store, named: Named, target: int | None, *, dry_run: bool) -> list[CacheEntry]:
     """Removes what is no longer of use, and says what: what removals and downloads have left behind, models whose GGUF
     file is gone, then least recently used models until the cache holds at most `target` bytes (None: what the settings
     allow), and the packed weights of models that are not there any more. With `dry_run` it is only said."""
@@ -148,13 +148,13 @@ def collect(store: Store, named: Named, target: int | None, *, dry_run: bool) ->
         return [*gone, *(_entry_of(file) for file in idle_files)]
 
 
-def _is_lost(entry: Entry) -> bool:
+def _is_lost(entry: CacheEntry) -> bool:
     """Whether the GGUF file that the model is served from is gone."""
     return not entry.unfinished and any(not link.exists() for link in linked_gguf(entry.directory))
 
 
-def _entry_of(file: Packed) -> Entry:
-    return Entry(file.path, file.bytes, 0, file.used, removable=True, packed=True)
+def _entry_of(file: PackedWeightsFile) -> CacheEntry:
+    return CacheEntry(file.path, file.bytes, 0, file.used, removable=True, packed=True)
 
 
 def remove(directory: Path, *, unfinished: bool = False) -> bool:
@@ -246,7 +246,7 @@ def _measuring(cache: Path) -> Iterator[None]:
 
 
 def _no_room(
-    store: Store, directory: Path, needed: int, entries: Sequence[Entry], removals: Sequence[Entry]
+    store: Store, directory: Path, needed: int, entries: Sequence[CacheEntry], removals: Sequence[CacheEntry]
 ) -> str:
     held, free = sum(entry.bytes for entry in entries), shutil.disk_usage(store.cache).free
     limit = f" of at most {_size(store.cache_bytes)}" if store.cache_bytes else ""

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, validate_repo_id
 
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError, reason_of
-from shared.model_store.programs import Progress, Verdict, verdict_on
+from shared.model_store.programs import Progress, ServableVerdict, verdict_on
 from shared.model_store.repository import (
     CONFIG,
     MANIFEST,
@@ -151,13 +151,13 @@ def fetch(repository: Repository) -> None:
     repository.record(chosen)
 
 
-def look_at(name: str, directory: Path, store: Store, revision: str = "") -> Verdict:
+def look_at(name: str, directory: Path, store: Store, revision: str = "") -> ServableVerdict:
     """What the config.json of the repository `name`, fetched into `directory`, says of its model. Raises as `fetch`
     does."""
     repository = Repository(name, revision, directory, store, lambda *step: None, lambda count: None)
     found = [file for file in repository.files if file.path == CONFIG]
     repository.fetch(checked(found, name))
-    return verdict_on(directory) if found else Verdict()
+    return verdict_on(directory) if found else ServableVerdict()
 
 
 def fetch_gguf(repository: Repository, quantization: str) -> Path:

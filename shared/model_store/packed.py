@@ -22,7 +22,7 @@ UNFINISHED = ".partial"
 _LINK = ".model"
 
 
-class Packed(msgspec.Struct, frozen=True):
+class PackedWeightsFile(msgspec.Struct, frozen=True):
     """A file, whole or not."""
 
     path: Path
@@ -35,7 +35,7 @@ class Packed(msgspec.Struct, frozen=True):
     """Whether its model is there, or somebody writes it."""
 
 
-def packed_files(directory: Path) -> list[Packed]:
+def packed_files(directory: Path) -> list[PackedWeightsFile]:
     """All that lie in `directory`, by name."""
     found = []
     for path in sorted(directory.glob("*")):
@@ -44,7 +44,7 @@ def packed_files(directory: Path) -> list[Packed]:
         with contextlib.suppress(OSError):  # somebody has removed it
             stat, model = path.stat(), _model_of(path)
             needed = _is_there(model) if path.suffix == ENDING else is_written(path)
-            found.append(Packed(path, stat.st_size, stat.st_mtime, model, needed))
+            found.append(PackedWeightsFile(path, stat.st_size, stat.st_mtime, model, needed))
     return found
 
 

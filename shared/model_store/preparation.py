@@ -20,7 +20,7 @@ import msgspec
 from shared.errors import InternalError, RyzansteinError, error_from_code
 from shared.model_store.catalog import ensure_adapter, ensure_model, is_ready
 from shared.model_store.disk import Named
-from shared.model_store.programs import Line, Progress, last_complaint
+from shared.model_store.programs import ProgramOutput, Progress, last_complaint
 from shared.model_store.settings import Store
 from shared.process import die_with_parent
 
@@ -79,7 +79,7 @@ async def _prepared(order: Order, report: Progress) -> dict[str, str]:
         async with _process(order, complaints) as process:
             assert process.stdout is not None
             async for text in process.stdout:
-                line = msgspec.json.decode(text, type=Line)
+                line = msgspec.json.decode(text, type=ProgramOutput)
                 if line.error:
                     raise error_from_code(line.code, line.error)
                 if line.result:
@@ -135,11 +135,11 @@ def main(order: Order) -> int:
     signal.signal(signal.SIGTERM, _on_terminate)
     lines, sys.stdout = sys.stdout, sys.stderr
 
-    def write(line: Line) -> None:
+    def write(line: ProgramOutput) -> None:
         print(msgspec.json.encode(line).decode(), file=lines, flush=True)  # read by our parent
 
     def report(stage: str, done: int, total: int) -> None:
-        write(Line(stage, done, total))
+        write(ProgramOutput(stage, done, total))
 
     try:
         ensure = _adapter if order.adapter else ensure_model
@@ -147,9 +147,9 @@ def main(order: Order) -> int:
             order.name, order.store, report, revision=order.revision, named=order.named
         )
     except RyzansteinError as error:
-        write(Line(error=error.message, code=error.code))
+        write(ProgramOutput(error=error.message, code=error.code))
         return 1
-    write(Line(result={"name": served, "directory": str(directory)}))
+    write(ProgramOutput(result={"name": served, "directory": str(directory)}))
     return 0
 
 

@@ -64,7 +64,7 @@ def program(
         process.wait()
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProgramOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a process that works on models writes, one a line: how far it is, at last its result or its error."""
 
     stage: str = ""
@@ -79,12 +79,12 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
 def run_module(arguments: Sequence[str], progress: Progress, failed: str) -> dict[str, Any]:
     """The result of a module of the executor that reads and writes models: its name and arguments. Raises
     `ModelLoadError`: what it says, or `failed` and the last line of its complaints."""
-    last = Line()
+    last = ProgramOutput()
     with tempfile.TemporaryFile() as complaints:
         with program([sys.executable, "-m", *arguments], complaints) as process:
             assert process.stdout is not None
             for text in process.stdout:
-                last = msgspec.json.decode(text, type=Line)
+                last = msgspec.json.decode(text, type=ProgramOutput)
                 if last.stage not in ("", "done"):
                     progress(last.stage, last.done, last.total)
         if process.returncode == 0:
@@ -98,7 +98,7 @@ def convert_model(arguments: list[str], progress: Progress) -> dict[str, Any]:
     return run_module(module, progress, "The files could not be converted or read")
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ServableVerdict(msgspec.Struct, frozen=True):
     """Of the executor, on a model's configuration alone."""
 
     architecture: str = ""
@@ -106,13 +106,13 @@ class Verdict(msgspec.Struct, frozen=True):
     """Why it is not served; "" where nothing speaks against it."""
 
 
-def verdict_on(directory: Path) -> Verdict:
+def verdict_on(directory: Path) -> ServableVerdict:
     """On the model whose config.json lies in `directory`. Where the executor cannot be asked, nothing speaks against
     it: it says so itself when it loads the model."""
     with contextlib.suppress(ModelLoadError):
         module = ["services.executor.model.conversion", "check", str(directory)]
-        return msgspec.convert(run_module(module, lambda *step: None, ""), Verdict)
-    return Verdict()
+        return msgspec.convert(run_module(module, lambda *step: None, ""), ServableVerdict)
+    return ServableVerdict()
 
 
 def last_complaint(errors: IO[bytes], status: int) -> str:

@@ -89,7 +89,7 @@ def persistently(ask: Callable[[], _Found], stop: threading.Event) -> _Found:
                 raise Stopped from None
 
 
-class Meter:
+class TransferMeter:
     """Bytes that are there, of several files at once, and those of them that have come over the network."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Meter:
 class _Part:
     """A file on its way: as many bytes as have come, and their digest so far."""
 
-    def __init__(self, path: Path, file: RemoteFile, meter: Meter) -> None:
+    def __init__(self, path: Path, file: RemoteFile, meter: TransferMeter) -> None:
         self._stream = path.open("a+b", buffering=0)
         self._file, self._meter = file, meter
         self.size = 0
@@ -162,7 +162,7 @@ class Transfer:
         self._files_at_once = files_at_once
         self.stop = threading.Event()
         self._lock = threading.Lock()
-        self.meter = Meter()
+        self.meter = TransferMeter()
 
     def missing(self, files: Sequence[RemoteFile]) -> int:
         """Bytes of `files` that have not come yet."""

@@ -53,7 +53,7 @@ class Export(NamedTuple):
     """Whether a question has more than one answer."""
 
 
-class Import(NamedTuple):
+class AccountImport(NamedTuple):
     kind: Kind
     account: str
     subject: str
@@ -61,9 +61,9 @@ class Import(NamedTuple):
     """Its name here, where it is another."""
 
 
-class Account(NamedTuple):
+class NatsAccount(NamedTuple):
     exports: tuple[Export, ...] = ()
-    imports: tuple[Import, ...] = ()
+    imports: tuple[AccountImport, ...] = ()
     user: User | None = None
     """Who logs in to it."""
 
@@ -72,11 +72,11 @@ def account_of(user: User) -> str:
     return user.upper().replace("-", "_")
 
 
-def accounts() -> Mapping[str, Account]:
+def accounts() -> Mapping[str, NatsAccount]:
     """All but the system's, by name."""
     stored = tuple(_stored_exports())
     table = {user: rights(user) for user in USERS}
-    made = {STREAMS: Account(stored), KEYS: Account(stored)}
+    made = {STREAMS: NatsAccount(stored), KEYS: NatsAccount(stored)}
     return made | {account_of(user): _of_user(user, table) for user in USERS}
 
 
@@ -87,24 +87,24 @@ def _stored_exports() -> Iterator[Export]:
     yield from (Export("stream", subject) for subject in _HEARD)
 
 
-def _of_user(user: User, table: Mapping[User, Rights]) -> Account:
+def _of_user(user: User, table: Mapping[User, Rights]) -> NatsAccount:
     exports = [
         *(Export("service", subject) for subject, kind in _heard(user, table) if kind == "service"),
         *(Export("stream", subject) for subject, kind, _ in _said(user, table) if kind == "stream"),
     ]
     imports = [
         *(
-            Import("service", _home(subject), subject, mapped(subject))
+            AccountImport("service", _home(subject), subject, mapped(subject))
             for subject in table[user].publish
             if _is_stored(subject)
         ),
         *(
-            Import("service", account_of(to), subject)
+            AccountImport("service", account_of(to), subject)
             for subject, kind, to in _said(user, table)
             if kind == "service"
         ),
         *(
-            Import("stream", account_of(by), subject)
+            AccountImport("stream", account_of(by), subject)
             for by in table
             if by != user
             for subject, kind, to in _said(by, table)
@@ -112,7 +112,7 @@ def _of_user(user: User, table: Mapping[User, Rights]) -> Account:
         ),
         *_from_streams(user, table[user]),
     ]
-    return Account(tuple(dict.fromkeys(exports)), tuple(dict.fromkeys(imports)), user)
+    return NatsAccount(tuple(dict.fromkeys(exports)), tuple(dict.fromkeys(imports)), user)
 
 
 def mapped(subject: str) -> str:
@@ -160,14 +160,14 @@ def _common(one: str, other: str) -> str:
     return other if matches(one, other) else ""
 
 
-def _from_streams(user: User, given: Rights) -> Iterator[Import]:
+def _from_streams(user: User, given: Rights) -> Iterator[AccountImport]:
     for subject in given.subscribe:
         if any(matches(pattern, subject) for pattern in _HEARD):
-            yield Import("stream", STREAMS, subject)
+            yield AccountImport("stream", STREAMS, subject)
     if any(_home(subject) == KEYS for subject in given.publish):
-        yield Import("stream", KEYS, f"{inbox_of(user)}.>")
+        yield AccountImport("stream", KEYS, f"{inbox_of(user)}.>")
     events = ((subjects.CONNECTION_OPENED, "CONNECT"), (subjects.CONNECTION_CLOSED, "DISCONNECT"))
     for subject, event in events:
         if subject in given.subscribe:
             for other in USERS:
-                yield Import("stream", SYSTEM, f"$SYS.ACCOUNT.{account_of(other)}.{event}", subject)
+                yield AccountImport("stream", SYSTEM, f"$SYS.ACCOUNT.{account_of(other)}.{event}", subject)

@@ -46,7 +46,7 @@ from shared.messages.registry import (
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Change, Contention, Entry
+from shared.nats.kv import Bucket, Contention, KvChange, KvEntry
 from shared.nats.objects import CHUNK, MissingObject, Objects, StoredVersion
 
 log = structlog.get_logger(__name__)
@@ -141,7 +141,7 @@ class AdapterFiles:
         """The files stay until the holder releases them. Whether all of them are there."""
         now = time.time()
 
-        def made(known: Entry[AdapterHolders] | None) -> AdapterHolders:
+        def made(known: KvEntry[AdapterHolders] | None) -> AdapterHolders:
             held = AdapterHolders() if known is None else known.value
             return msgspec.structs.replace(held, holders={**held.holders, holder: now})
 
@@ -220,7 +220,7 @@ def job_holder(job: str, step: int | str) -> str:
     return f"job/{job}/{step}"
 
 
-def _made_whole(known: Entry[AdapterHolders] | None) -> AdapterHolders | None:
+def _made_whole(known: KvEntry[AdapterHolders] | None) -> AdapterHolders | None:
     if known is None or not known.value.holders:  # its holder has released them meanwhile
         return None if known is None else known.value
     return msgspec.structs.replace(known.value, whole=True)
@@ -260,7 +260,7 @@ async def register(bucket: Bucket[AdapterRecord], record: AdapterRecord, *, repl
     """Registers `record` under its name; with `replace` also where there is one, whose digest is retired then. Returns
     what stands there now. Raises `AdapterRefused`, `BrokerUnavailable`."""
 
-    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
+    def made(known: KvEntry[AdapterRecord] | None) -> AdapterRecord:
         if known is None:
             return record
         if known.value.digest and not replace:
@@ -276,7 +276,7 @@ async def want(
     """Says what `name` is to stand for, and who has declared it: the scheduler that decides has a host read it, and
     until then it stands for what it stood for before. Returns what stands there now. Raises as `register`."""
 
-    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
+    def made(known: KvEntry[AdapterRecord] | None) -> AdapterRecord:
         if known is None or not (known.value.digest or known.value.wanted):
             retired = [] if known is None else known.value.retired
             now = int(time.time())
@@ -294,7 +294,7 @@ async def settle(
     """What has become of a wanted adapter: what a host has read, or why it could not. False: it is not wanted any more.
     Raises `AdapterRefused`, `BrokerUnavailable`."""
 
-    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord | None:
+    def made(known: KvEntry[AdapterRecord] | None) -> AdapterRecord | None:
         if known is None or not same_wanted(known.value.wanted, wanted):
             return None if known is None else known.value
         if isinstance(found, str):
@@ -324,7 +324,7 @@ async def unregister(
     """Takes an adapter out of the registry: what runs with it goes on. `may`: whether who asks may know of it, as it is
     there then. Returns what stands there now. Raises as `register`."""
 
-    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
+    def made(known: KvEntry[AdapterRecord] | None) -> AdapterRecord:
         if known is None or not (known.value.digest or known.value.wanted) or not may(known.value):
             raise AdapterRefused(name, "missing")
         retired = _retired(known.value, "")
@@ -333,7 +333,7 @@ async def unregister(
     return _there(await bucket.change(name, made))
 
 
-def _there(change: Change[AdapterRecord]) -> AdapterRecord:
+def _there(change: KvChange[AdapterRecord]) -> AdapterRecord:
     assert change.after is not None, "it was made"
     return change.after.value
 

@@ -28,7 +28,7 @@ CLOCK_MARGIN = 5.0
 """Seconds that two machines' clocks may differ by, where a time is all that is known."""
 
 
-class Begin(NamedTuple):
+class StartPosition(NamedTuple):
     """Where something may begin in the journal: behind a number, which needs no clock; or at a time."""
 
     behind: int = -1
@@ -37,17 +37,17 @@ class Begin(NamedTuple):
     """Unix seconds by the broker's clock, where the number is not known; 0: the journal's beginning."""
 
 
-def log_begin(record: GenerationRecord) -> Begin:
+def log_begin(record: GenerationRecord) -> StartPosition:
     """Where the log of a generation begins. Records of older gateways do not say behind which number."""
-    return Begin(record.log_behind, record.created - CLOCK_MARGIN)
+    return StartPosition(record.log_behind, record.created - CLOCK_MARGIN)
 
 
-def earliest(begins: Iterable[Begin]) -> Begin | None:
+def earliest(begins: Iterable[StartPosition]) -> StartPosition | None:
     """Where one must begin to read for all of them; None: there are none."""
     found = list(begins)
     if not found:
         return None
-    return Begin(min(begin.behind for begin in found), min(begin.since for begin in found))
+    return StartPosition(min(begin.behind for begin in found), min(begin.since for begin in found))
 
 
 class JournalEnd:
@@ -70,7 +70,7 @@ class JournalEnd:
         return self.number
 
 
-def replay(bus: Bus, consumer: str, begin: Begin) -> AsyncIterator[TokenFrame]:
+def replay(bus: Bus, consumer: str, begin: StartPosition) -> AsyncIterator[TokenFrame]:
     """The recorded frames of `consumer` from `begin` to the newest; see `JournalReader.read`."""
     return JournalReader(bus, consumer).read(begin)
 
@@ -81,7 +81,7 @@ async def recorded_since(
     """The records of the gateway that writes as `writer`, from `since` (unix seconds by the broker's clock) on, each
     with the time at which it was stored."""
     reader = SubjectReader(bus, subjects.records(writer, "*"), GenerationRecords)
-    async with contextlib.aclosing(reader.read_stored(Begin(since=since))) as messages:
+    async with contextlib.aclosing(reader.read_stored(StartPosition(since=since))) as messages:
         async for message in messages:
             yield message
 
@@ -130,7 +130,7 @@ class SubjectReader(Generic[T]):
         self._read_to = 0
         """Number in the stream of the last message of a complete reading; 0: there was none."""
 
-    async def read(self, begin: Begin) -> AsyncGenerator[T, None]:
+    async def read(self, begin: StartPosition) -> AsyncGenerator[T, None]:
         """Yields the messages from `begin` to the newest, then ends.
 
         It begins behind the last reading that was complete, where that is later. A message that cannot be
@@ -141,7 +141,7 @@ class SubjectReader(Generic[T]):
             async for _, message in messages:
                 yield message
 
-    async def read_stored(self, begin: Begin) -> AsyncGenerator[tuple[float, T], None]:
+    async def read_stored(self, begin: StartPosition) -> AsyncGenerator[tuple[float, T], None]:
         """As `read`, each message with the time (unix seconds, the broker's clock) at which it was stored."""
         last = self._read_to
         config = await self._start(begin)
@@ -156,7 +156,7 @@ class SubjectReader(Generic[T]):
                 yield message.metadata.timestamp.timestamp(), decoded
         self._read_to = last
 
-    async def _start(self, begin: Begin) -> ConsumerConfig:
+    async def _start(self, begin: StartPosition) -> ConsumerConfig:
         behind = max(begin.behind, self._read_to)
         if behind > 0:
             info = await self._bus.jetstream().stream_info(subjects.JOURNAL_STREAM)

@@ -49,7 +49,7 @@ _MARKER = "Nats-Marker-Reason"
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
 
-class Entry(msgspec.Struct, Generic[T], frozen=True):
+class KvEntry(msgspec.Struct, Generic[T], frozen=True):
     """A value of a bucket, with the revision that a compare-and-set needs."""
 
     key: str
@@ -72,11 +72,11 @@ class Contention:
             raise BrokerUnavailable(f"Others change {self._what} too often; try again.", retry_after=1)
 
 
-class Change(msgspec.Struct, Generic[T], frozen=True):
+class KvChange(msgspec.Struct, Generic[T], frozen=True):
     """What a key had before a change and has since; None: nothing."""
 
-    before: Entry[T] | None
-    after: Entry[T] | None
+    before: KvEntry[T] | None
+    after: KvEntry[T] | None
 
 
 class Bucket(Generic[T]):
@@ -148,14 +148,14 @@ class Bucket(Generic[T]):
         except BrokerFull:
             await _fit(self._bus, config)
 
-    async def get(self, key: str) -> Entry[T] | None:
+    async def get(self, key: str) -> KvEntry[T] | None:
         with translated(f"read from the bucket {self._name}"):
             try:
                 found = await self._store.get(self._token(key))
             except KeyNotFoundError:
                 return None
         value = self._decode(key, found.value)
-        return None if value is None else Entry(key, value, found.revision or 0)
+        return None if value is None else KvEntry(key, value, found.revision or 0)
 
     async def put(self, key: str, value: T) -> int:
         """Writes without condition; returns the revision."""
@@ -189,7 +189,7 @@ class Bucket(Generic[T]):
                 return False
         return True
 
-    async def change(self, key: str, made: Callable[[Entry[T] | None], T | None]) -> Change[T]:
+    async def change(self, key: str, made: Callable[[KvEntry[T] | None], T | None]) -> KvChange[T]:
         """Has the key hold what `made` makes of its newest entry, where both may be None: nothing is there, or is to
         be. Whenever somebody else was first `made` is called again, and what it raises ends the change. Writes nothing
         where nothing changes. Raises `BrokerUnavailable`, where others are first `TRIES` times too."""
@@ -198,17 +198,17 @@ class Bucket(Generic[T]):
             known = await self.get(key)
             value = made(known)
             if value == (None if known is None else known.value):
-                return Change(known, known)
+                return KvChange(known, known)
             if value is None:
                 if known is not None and await self.delete(key, known.revision):
-                    return Change(known, None)
+                    return KvChange(known, None)
                 given = None
             elif known is None:
                 given = await self.create(key, value)
             else:
                 given = await self.update(key, value, known.revision)
             if value is not None and given is not None:
-                return Change(known, Entry(key, value, given))
+                return KvChange(known, KvEntry(key, value, given))
             contention.lost()
 
     async def items(self, before: datetime | None = None) -> dict[str, T]:
@@ -243,13 +243,13 @@ class Bucket(Generic[T]):
                 else:
                     found[key] = value
 
-    async def scan(self, keys: str = ">") -> AsyncGenerator[Entry[T], None]:
+    async def scan(self, keys: str = ">") -> AsyncGenerator[KvEntry[T], None]:
         """The entries whose NATS keys match `keys` (`*`: one token, `>`: all that follow), page by page, in the
         order of their writing: each page has a time-out of its own, so that many entries take long and do not fail."""
         async for key, message in self._pages(keys, headers_only=False):
             value = self._decode(key, message.data)
             if value is not None:
-                yield Entry(key, value, message.metadata.sequence.stream)
+                yield KvEntry(key, value, message.metadata.sequence.stream)
 
     async def sizes(self, keys: str = ">") -> AsyncGenerator[tuple[str, int], None]:
         """As `scan`, but each entry's key and size in bytes alone: values stay where they are."""

@@ -14,7 +14,7 @@ import structlog
 
 from shared.errors import RyzansteinError
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.nats.subjects import escape
 from shared.tasks import TaskSet
 
@@ -64,12 +64,12 @@ class TenantBucket(Generic[T]):
         self.purge = bucket.purge
         self.watch_revisions, self.follow_revisions = bucket.watch_revisions, bucket.follow_revisions
 
-    async def get(self, tenant: str, name: str) -> Entry[T] | None:
+    async def get(self, tenant: str, name: str) -> KvEntry[T] | None:
         """None where there is none of that tenant."""
         entry = await self._bucket.get(tenant_key(tenant, name))
         return entry if entry is not None else await self._old(tenant, name)
 
-    async def _old(self, tenant: str, name: str) -> Entry[T] | None:
+    async def _old(self, tenant: str, name: str) -> KvEntry[T] | None:
         entry = await self._bucket.get(escape(name))
         mine = entry is not None and (self._owner is None or self._owner(entry.value) == tenant)
         return entry if mine else None
@@ -89,9 +89,9 @@ class TenantBucket(Generic[T]):
             return None
         return await self._bucket.create(tenant_key(tenant, name), value)
 
-    async def of(self, tenant: str) -> AsyncGenerator[Entry[T], None]:
+    async def of(self, tenant: str) -> AsyncGenerator[KvEntry[T], None]:
         """The entries of a tenant, those with old keys first; one that changes meanwhile once, as it is then."""
-        found: dict[str, Entry[T]] = {}
+        found: dict[str, KvEntry[T]] = {}
         if self._owner is not None:
             async for entry in self._bucket.scan(OLD):
                 if self._owner(entry.value) == tenant:
@@ -168,7 +168,7 @@ class Trimmed(Generic[T]):
         await self._looking.finished()
 
 
-class Marks(Generic[T]):
+class DeletionMarkers(Generic[T]):
     """What NATS keeps of deleted entries for watchers, removed when every watcher has heard of it.
 
     Without this each deletion would leave a message for good, or for the bucket's time to live.

@@ -18,7 +18,7 @@ from shared.limits import TRAINING_EVENTS
 from shared.messages.training import TrainingEvent, TrainingJob, event_name
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.nats.objects import Objects
 from shared.nats.tenants import TenantBucket, tenant_key
 
@@ -50,19 +50,19 @@ class TrainingEvents:
         name = event_name(event.job, step, event.kind, attempt).removeprefix(f"{event.job}-")
         await self._bucket.put(f"{tenant_key(tenant, event.job)}.{name}", event)
 
-    async def of(self, tenant: str, job: str) -> AsyncGenerator[Entry[TrainingEvent], None]:
+    async def of(self, tenant: str, job: str) -> AsyncGenerator[KvEntry[TrainingEvent], None]:
         """Those of a job, in the order of their writing."""
         async for entry in self._bucket.scan(f"{tenant_key(tenant, job)}.*"):
             yield entry
 
-    async def follow(self, tenant: str, job: str) -> AsyncGenerator[Entry[TrainingEvent] | None, None]:
+    async def follow(self, tenant: str, job: str) -> AsyncGenerator[KvEntry[TrainingEvent] | None, None]:
         """As `of`, then None once, then each event as it is written, until nobody reads on. Where the connection was
         lost all are yielded anew: revisions tell what is known."""
         async for update in self._bucket.watch_revisions(f"{tenant_key(tenant, job)}.*"):
             if update is None:
                 yield None
             elif update[1] is not None:
-                yield Entry(update[0], update[1], update[2])
+                yield KvEntry(update[0], update[1], update[2])
 
     async def clear(self, tenant: str, job: str) -> None:
         """Removes all of a job."""

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 from shared.errors import ConfigurationError
-from shared.service.listener import Admission, Listener
+from shared.service.listener import ConnectionAdmission, Listener
 
 SETTLE = 0.1
 """Seconds for which requests are still read from connections without one, once there are no new connections."""
@@ -21,7 +21,7 @@ class _Uvicorn(uvicorn.Server):
     """Leaves signals to the service's own life cycle, listens with our own `Listener`, and waits for nothing that is
     not there when it ends."""
 
-    def __init__(self, config: uvicorn.Config, admission: Admission | None) -> None:
+    def __init__(self, config: uvicorn.Config, admission: ConnectionAdmission | None) -> None:
         super().__init__(config)
         self._admission = admission
         if admission is not None and admission.connections is not None:
@@ -88,7 +88,7 @@ class HttpServer:
     """Serves an ASGI application on a bound socket until `stop`."""
 
     def __init__(
-        self, app: Any, sock: socket.socket, *, admission: Admission | None = None, **options: Any
+        self, app: Any, sock: socket.socket, *, admission: ConnectionAdmission | None = None, **options: Any
     ) -> None:
         """`options`: uvicorn's. `admission`: what is asked about connections before they are made."""
         self._sock = sock

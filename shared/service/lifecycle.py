@@ -34,7 +34,7 @@ from shared.process import freeze_gc_after_startup, pid_namespace
 from shared.service.endpoints import Health, OpsApp, SpanCollector, StateCollector, new_registry
 from shared.service.http_server import HttpServer
 from shared.service.listener import bind
-from shared.service.logs import LEVELS, Change, configure_logging, level, set_level
+from shared.service.logs import LEVELS, LevelChange, configure_logging, level, set_level
 from shared.tasks import TaskSet, cancel_all
 
 log = structlog.get_logger(__name__)
@@ -121,7 +121,7 @@ class Service(abc.ABC):
         """What every line of the log carries, beside service and instance."""
         return {}
 
-    def on_log_level(self, change: Change) -> None:
+    def on_log_level(self, change: LevelChange) -> None:
         """The operator wants another level; this process has it already."""
         return
 

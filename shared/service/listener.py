@@ -27,7 +27,7 @@ PAUSE = 1.0
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
-class Admission(NamedTuple):
+class ConnectionAdmission(NamedTuple):
     """What is asked about a connection before it is one."""
 
     handshake_seconds: float | None = None
@@ -108,12 +108,12 @@ class Listener:
         sock: socket.socket,
         make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None = None,
-        admission: Admission | None = None,
+        admission: ConnectionAdmission | None = None,
     ) -> None:
         self._sock = sock
         self._make = make
         self._tls = tls
-        self._admission = admission or Admission()
+        self._admission = admission or ConnectionAdmission()
         self._loop = asyncio.get_running_loop()
         self._serving = False
         self.opening: set[asyncio.Task[None]] = set()

@@ -30,7 +30,7 @@ _OF_LINES = ("event", "exception", "stack")
 _NUMBERS = {name: logging.getLevelNamesMapping()[name.upper()] for name in LEVELS} | {"critical": 50}
 
 
-class Change(NamedTuple):
+class LevelChange(NamedTuple):
     """Another level than the settings'."""
 
     number: int = 0
@@ -55,7 +55,7 @@ class Level(NamedTuple):
 
 class _State:
     usual = logging.INFO
-    change: Callable[[], Change] = staticmethod(lambda: Change())  # noqa: PIE807, RUF100
+    change: Callable[[], LevelChange] = staticmethod(lambda: LevelChange())  # noqa: PIE807, RUF100
 
 
 def threshold() -> int:
@@ -71,15 +71,15 @@ def level() -> Level:
     return Level(_name(now), _name(_State.usual), until)
 
 
-def set_level(name: str, seconds: float = 0.0) -> Change:
+def set_level(name: str, seconds: float = 0.0) -> LevelChange:
     """From now on; `seconds`: for how long, 0: for good. An empty name: as the settings say."""
     number = _NUMBERS[name] if name else 0
-    change = Change(number, time.time() + seconds if seconds and number else 0.0)
+    change = LevelChange(number, time.time() + seconds if seconds and number else 0.0)
     _State.change = staticmethod(lambda: change)
     return change
 
 
-def follow(change: Callable[[], Change]) -> None:
+def follow(change: Callable[[], LevelChange]) -> None:
     """From now on another process decides: `change` says what it has decided."""
     _State.change = staticmethod(change)
 

@@ -15,7 +15,7 @@ from shared.messages.batches import BatchJob
 from shared.messages.records import GenerationRecords
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.journal import Begin, SubjectReader
+from shared.nats.journal import StartPosition, SubjectReader
 from shared.nats.kv import Bucket
 from shared.nats.tenants import tenant_key
 from tests.chaos.cluster_fixture import House, Plan
@@ -59,7 +59,7 @@ async def until_done(house: House, batch: str, lines: int) -> dict[str, Any]:
 async def identities(bus: Bus) -> dict[str, set[str]]:
     """The generations of each line, by request id, as the journal has them."""
     found: dict[str, set[str]] = defaultdict(set)
-    async for message in SubjectReader(bus, subjects.ALL_RECORDS, GenerationRecords).read(Begin()):
+    async for message in SubjectReader(bus, subjects.ALL_RECORDS, GenerationRecords).read(StartPosition()):
         for record in message.records:
             found[record.requests[0].request_id].add(record.identity)
     return found
@@ -68,7 +68,7 @@ async def identities(bus: Bus) -> dict[str, set[str]]:
 async def ends(bus: Bus) -> dict[str, int]:
     """How often each generation was brought to its end by a ring."""
     seen: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    async for frame in SubjectReader(bus, subjects.ALL_TOKENS, TokenFrame).read(Begin()):
+    async for frame in SubjectReader(bus, subjects.ALL_TOKENS, TokenFrame).read(StartPosition()):
         for entry in frame.entries:
             if entry.finish in ("stop", "length"):
                 seen[entry.generation_id].add((frame.group, frame.epoch, entry.attempt))

@@ -21,8 +21,8 @@ from shared.messages import Cancel, ControlCommand, ControlReply, Drain, Session
 from shared.nats import bus as bus_module
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.journal import Begin, replay
-from shared.nats.kv import Bucket, Change, Entry
+from shared.nats.journal import StartPosition, replay
+from shared.nats.kv import Bucket, KvChange, KvEntry
 from shared.nats.objects import MissingObject, Objects
 from shared.nats.streams import ensure_streams
 from tests.chaos.links import Forwarder
@@ -60,8 +60,8 @@ async def test_frames_are_recorded_as_they_are_published(bus: Bus) -> None:
         await bus.publish(subjects.tokens("gateway-1"), frame)
     await bus.publish(subjects.tokens("gateway-2"), frames[0])
     await bus.flush()
-    assert [frame async for frame in replay(bus, "gateway-1", Begin(since=since))] == frames
-    assert [frame async for frame in replay(bus, "gateway-3", Begin(since=since))] == []
+    assert [frame async for frame in replay(bus, "gateway-1", StartPosition(since=since))] == frames
+    assert [frame async for frame in replay(bus, "gateway-3", StartPosition(since=since))] == []
 
 
 async def test_a_flush_is_asked_behind_what_was_published_and_subscribed(
@@ -138,7 +138,7 @@ async def test_a_slow_consumer_is_told_of_the_gap(bus: Bus) -> None:
         await bus.publish(subjects.tokens("slow"), TokenFrame("g", 1, step, []))
     await asyncio.wait_for(gap.wait(), 5)
     release.set()
-    assert [frame.step async for frame in replay(bus, "slow", Begin(since=time.time() - 10))] == list(
+    assert [frame.step async for frame in replay(bus, "slow", StartPosition(since=time.time() - 10))] == list(
         range(50)
     )
 
@@ -160,7 +160,7 @@ async def test_compare_and_set_has_one_winner(bus: Bus) -> None:
 async def test_changes_of_one_key_at_once_are_all_made(bus: Bus) -> None:
     pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
 
-    def counted(known: Entry[SessionPin] | None) -> SessionPin:
+    def counted(known: KvEntry[SessionPin] | None) -> SessionPin:
         return SessionPin("g", 1 if known is None else known.value.epoch + 1)
 
     await asyncio.gather(*(pins.change("count", counted) for _ in range(5)))
@@ -168,9 +168,9 @@ async def test_changes_of_one_key_at_once_are_all_made(bus: Bus) -> None:
     assert entry is not None
     assert entry.value == SessionPin("g", 5)
     same = await pins.change("count", lambda known: known.value if known else None)
-    assert same == Change(entry, entry)
-    assert await pins.change("count", lambda known: None) == Change(entry, None)
-    assert await pins.change("count", lambda known: None) == Change(None, None)
+    assert same == KvChange(entry, entry)
+    assert await pins.change("count", lambda known: None) == KvChange(entry, None)
+    assert await pins.change("count", lambda known: None) == KvChange(None, None)
     with pytest.raises(ZeroDivisionError):
         await pins.change("count", lambda known: SessionPin("g", 1 // 0))
     assert await pins.get("count") is None

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from services.cli.cluster_models import Snapshot
+from services.cli.cluster_models import ModelsSnapshot
 from services.cli.commands.models.local import models_app
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, DeadlineExceeded, ModelDoesNotFit, ModelLoadError, UnknownModel
@@ -422,7 +422,7 @@ async def test_adapters_of_a_file_are_wanted_adopted_changed_and_taken_out(
 def test_what_is_waited_for_is_said_in_words() -> None:
     wanted = WantedAdapter("base", "org/sql")
     record = AdapterRecord("sql", "base", "org/sql", "", 0, 0, wanted=wanted)
-    now = Snapshot()
+    now = ModelsSnapshot()
     assert "which is not in the registry" in now.adapter_waits(record)
     now.specs["base"] = ModelSpec("base", "org/base")
     assert "none is there" in now.adapter_waits(record)

@@ -8,7 +8,7 @@ import pytest
 from shared.messages.batches import FileRecord
 from shared.nats import streams
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.nats.streams import PAGE
 from shared.nats.tenants import SLACK, Quota, TenantBucket, Trimmed
 
@@ -62,7 +62,7 @@ async def test_an_entry_that_changes_while_it_is_read_comes_once(
         await bucket.put("acme", name, record("acme", name))
     scan = bucket._bucket.scan
 
-    async def disturbed(keys: str) -> AsyncIterator[Entry[FileRecord]]:
+    async def disturbed(keys: str) -> AsyncIterator[KvEntry[FileRecord]]:
         async for entry in scan(keys):
             yield entry
             if entry.value.filename == "a" and entry.value.id == "a":

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from services.cli.cluster_models import ClusterModels, Snapshot, on_models
+from services.cli.cluster_models import ClusterModels, ModelsSnapshot, on_models
 from services.cli.declarations import local_source, watch_adapters
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.errors import ConfigurationError, UnknownModel, error_from_code
@@ -28,7 +28,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name that clients use
 AsJson = Annotated[bool, typer.Option("--json", help="For programs: as JSON.")]
 
 
-def _record(now: Snapshot, name: str) -> AdapterRecord:
+def _record(now: ModelsSnapshot, name: str) -> AdapterRecord:
     """Raises `UnknownModel`, with the nearest names."""
     if (found := now.adapters.get(name)) is not None:
         return found
@@ -37,7 +37,7 @@ def _record(now: Snapshot, name: str) -> AdapterRecord:
     raise UnknownModel(f"There is no adapter {name!r}; {told}.")
 
 
-async def _pulled(models: ClusterModels, now: Snapshot, command: PullAdapter) -> AdapterRecord | None:
+async def _pulled(models: ClusterModels, now: ModelsSnapshot, command: PullAdapter) -> AdapterRecord | None:
     """What the first host that has the base has read; None: none has. Raises what it has against it."""
     serving = {one.instance for one in now.groups_of(command.model) if one.instance}
     hosts = dict.fromkeys([*sorted(serving), *now.taking_hosts()])
@@ -135,7 +135,7 @@ async def show(models: ClusterModels, name: Name, json: AsJson = False) -> None:
     _show(now, _record(now, name), as_json=json)
 
 
-def _base(now: Snapshot, given: str) -> str:
+def _base(now: ModelsSnapshot, given: str) -> str:
     if given:
         return now.resolve(given)
     if len(names := now.names()) == 1:
@@ -143,7 +143,7 @@ def _base(now: Snapshot, given: str) -> str:
     raise ConfigurationError(f"There are {len(names)} models here; name the adapter's base with --model.")
 
 
-def _check_declared(now: Snapshot, adapter: DeclaredAdapter, *, replace: bool) -> None:
+def _check_declared(now: ModelsSnapshot, adapter: DeclaredAdapter, *, replace: bool) -> None:
     if problems := adapter_problems(adapter, now.specs.values()):
         raise ConfigurationError("\n  ".join(problem.text for problem in problems))
     if adapter.name in now.names():
@@ -173,18 +173,18 @@ def _told(name: str) -> Iterator[None]:
         raise ConfigurationError(said.get(refused.reason, often)) from None
 
 
-def _groups_with(now: Snapshot, record: AdapterRecord) -> list[str]:
+def _groups_with(now: ModelsSnapshot, record: AdapterRecord) -> list[str]:
     held = now.groups.values() if record.digest else ()
     return sorted(group.group for group in held if record.digest in group.adapters)
 
 
-def _fields(now: Snapshot, record: AdapterRecord) -> dict[str, object]:
+def _fields(now: ModelsSnapshot, record: AdapterRecord) -> dict[str, object]:
     shown = msgspec.structs.asdict(record)
     del shown["retired"]
     return {**shown, "groups": _groups_with(now, record), "waits": now.adapter_waits(record)}
 
 
-def _row(now: Snapshot, record: AdapterRecord) -> tuple[str, ...]:
+def _row(now: ModelsSnapshot, record: AdapterRecord) -> tuple[str, ...]:
     read = bool(record.digest)
     return (
         record.name,
@@ -196,7 +196,7 @@ def _row(now: Snapshot, record: AdapterRecord) -> tuple[str, ...]:
     )
 
 
-def _show(now: Snapshot, record: AdapterRecord, *, as_json: bool) -> None:
+def _show(now: ModelsSnapshot, record: AdapterRecord, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(_fields(now, record)).decode())  # noqa: T201
         return
@@ -210,7 +210,7 @@ def _show(now: Snapshot, record: AdapterRecord, *, as_json: bool) -> None:
     _say_notes(now, [record])
 
 
-def _say_notes(now: Snapshot, records: list[AdapterRecord]) -> None:
+def _say_notes(now: ModelsSnapshot, records: list[AdapterRecord]) -> None:
     """What is amiss with them."""
     for record in records:
         spec = now.specs.get(record.model)

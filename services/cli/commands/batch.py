@@ -18,7 +18,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from services.cli.gateway_client import (
     TIMEOUT,
     GatewayClient,
-    Refused,
+    RequestRefused,
     connected,
     metadata_of,
     patiently,
@@ -48,7 +48,7 @@ Kind = Literal["output", "errors"]
 FILE_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class RequestedBatch(msgspec.Struct, frozen=True):
     path: Path
     endpoint: str
     window: str
@@ -61,7 +61,7 @@ class HttpBatches:
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
 
-    async def submit(self, wanted: Wanted) -> Batch:
+    async def submit(self, wanted: RequestedBatch) -> Batch:
         file = await self._gateway.upload(wanted.path, "batch")
         body = {
             "input_file_id": file["id"],
@@ -93,7 +93,7 @@ class NatsBatches:
         self._bus = bus
         self._objects = Objects(bus, subjects.FILES_STORE)
 
-    async def submit(self, wanted: Wanted) -> Batch:
+    async def submit(self, wanted: RequestedBatch) -> Batch:
         name = f"upload-{secrets.token_hex(12)}"
         await self._objects.write(name, _parts(wanted.path), nuid=secrets.token_hex(11))
         asked = BatchSubmit(
@@ -121,12 +121,12 @@ class NatsBatches:
                 async for part in parts:
                     yield part
         except MissingObject:
-            raise Refused(f"The file {name} is gone.") from None
+            raise RequestRefused(f"The file {name} is gone.") from None
 
     async def _ask(self, subject: str, asked: msgspec.Struct) -> BatchReply:
         reply = await self._bus.request(subject, asked, BatchReply, timeout=TIMEOUT)
         if reply.error is not None:
-            raise Refused(str(reply.error["message"]))
+            raise RequestRefused(str(reply.error["message"]))
         return reply
 
     def _batch(self, reply: BatchReply) -> Batch:
@@ -213,7 +213,7 @@ async def _submit(
     errors: Errors = None,
 ) -> None:
     """Submit a file; with --wait, --output or --errors wait until it is over and download its results."""
-    batch = await submit(client, Wanted(file, endpoint, window, metadata_of(metadata or [])))
+    batch = await submit(client, RequestedBatch(file, endpoint, window, metadata_of(metadata or [])))
     if not (wait or output or errors):
         print(batch["id"])  # noqa: T201
         return
@@ -287,7 +287,7 @@ POLL = 0.5
 """Seconds between two looks at a batch that is waited for."""
 
 
-async def submit(client: BatchClient, wanted: Wanted) -> Batch:
+async def submit(client: BatchClient, wanted: RequestedBatch) -> Batch:
     """Raises `ConfigurationError` where the file cannot be read."""
     try:
         return await client.submit(wanted)

@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.nats.streams import info_of, messages_in
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ async def _store(bucket: Bucket[KeyRecord], key: NewKey) -> None:
 
 
 async def _revoke(bucket: Bucket[KeyRecord], identity: str) -> None:
-    def made(known: Entry[KeyRecord] | None) -> KeyRecord:
+    def made(known: KvEntry[KeyRecord] | None) -> KeyRecord:
         if known is None:
             raise _unknown(identity)
         return msgspec.structs.replace(known.value, revoked=known.value.revoked or time.time())

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.target import AsJson, DataDir, NatsUrl, Started, find_stack, nats_of_stack
+from services.cli.target import AsJson, DataDir, NatsUrl, StartedProcess, find_stack, nats_of_stack
 from services.cli.ui import console, described_traits, described_weights, megabytes, say
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, GroupTraits, HostModel, HostRecord, ServiceRecord, StreamedWeights
@@ -85,7 +85,7 @@ class HostStatus(msgspec.Struct, frozen=True):
     """What it fetches, loads, keeps asleep, could not load, and has on disk."""
 
 
-class Status(msgspec.Struct, frozen=True):
+class StackStatus(msgspec.Struct, frozen=True):
     """The shape of `ryzanstein status --json`; scripts rely on it."""
 
     services: list[ServiceStatus]
@@ -93,10 +93,10 @@ class Status(msgspec.Struct, frozen=True):
     hosts: list[HostStatus] = []
 
 
-class Snapshot(NamedTuple):
+class StackSnapshot(NamedTuple):
     """What is known, for machines and for people."""
 
-    status: Status
+    status: StackStatus
     """The shape of `status --json`, which is promised."""
     weights: dict[str, float]
     """Speed of each group against its own past and its peers; below 1 it is degraded."""
@@ -106,7 +106,7 @@ class Snapshot(NamedTuple):
     """Whose ranks they are, by group."""
 
 
-async def read_status(settings: CommonSettings, started: Iterable[Started] = ()) -> Snapshot:
+async def read_status(settings: CommonSettings, started: Iterable[StartedProcess] = ()) -> StackSnapshot:
     """Reads the health monitor's buckets; `started` as of `snapshot`. Raises `BrokerUnavailable`."""
     async with Bus.session(settings, "ryzanstein status") as bus:
         services = await (await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)).items()
@@ -118,9 +118,9 @@ async def read_status(settings: CommonSettings, started: Iterable[Started] = ())
 def snapshot(
     services: Iterable[ServiceRecord],
     groups: Iterable[GroupRecord],
-    started: Iterable[Started] = (),
+    started: Iterable[StartedProcess] = (),
     hosts: Iterable[HostRecord] = (),
-) -> Snapshot:
+) -> StackSnapshot:
     """From the monitor's records. `started`: processes of a stack that is not up yet, some of which the monitor has
     not heard; what it knows of their names is of an earlier stack's then."""
     services, groups = list(services), sorted(groups, key=lambda one: one.group)
@@ -128,7 +128,7 @@ def snapshot(
     silent = {one.instance: one for one in started if (one.instance, one.pid) not in heard}
     services = [service for service in services if service.instance not in silent]
     groups = [group for group in groups if group.instance not in silent]
-    status = Status(
+    status = StackStatus(
         services=sorted(
             [*map(_service, services), *map(_unheard, silent.values())],
             key=lambda one: (one.name, one.instance),
@@ -141,7 +141,7 @@ def snapshot(
         ],
     )
     own = pid_namespace()
-    return Snapshot(
+    return StackSnapshot(
         status,
         {group.group: group.weight for group in groups},
         frozenset(service.instance for service in services if own and service.pid_namespace == own)
@@ -154,7 +154,7 @@ def _service(record: ServiceRecord) -> ServiceStatus:
     return ServiceStatus(record.name, record.instance, record.pid, record.state)
 
 
-def _unheard(process: Started) -> ServiceStatus:
+def _unheard(process: StartedProcess) -> ServiceStatus:
     return ServiceStatus(process.service, process.instance, process.pid, "starting")
 
 
@@ -186,7 +186,7 @@ def _phase(record: GroupRecord) -> str:
     return f"{record.loaded:.0%} of its weights are read" + ("; it gets ready" if record.loaded >= 1 else "")
 
 
-def print_status(snapshot: Snapshot, console: Console) -> None:
+def print_status(snapshot: StackSnapshot, console: Console) -> None:
     """Tables for 80 columns: services with their CPU time and memory, groups, their ranks, and hosts that take models;
     then what there is to say of groups and models that are not ready."""
     services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")

@@ -30,8 +30,8 @@ from services.cli.sla.report import (
     NoData,
     Reason,
     Report,
+    ReportScope,
     Requests,
-    Scope,
     outages_of,
     scope_of,
 )
@@ -61,7 +61,7 @@ IN_A_ROW = 3
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceOutcome:
     """One generation. Attempts are fenced as a gateway does: an older one than the newest says nothing."""
 
     attempt: int = 0
@@ -94,7 +94,7 @@ def _end(entry: TokenEntry) -> End:
 
 
 @dataclass(slots=True)
-class Request:
+class ClientRequest:
     """One client's request: its record and the entries of its choices, of which either may come first."""
 
     identity: str
@@ -109,7 +109,7 @@ class Request:
     expected: int = 0
     """Choices in all; 0: not known yet."""
     first_at: float | None = None
-    choices: defaultdict[str, Choice] = field(default_factory=lambda: defaultdict(Choice))
+    choices: defaultdict[str, ChoiceOutcome] = field(default_factory=lambda: defaultdict(ChoiceOutcome))
 
     def describe(self, record: GenerationRecord, at: float) -> None:
         """The record, or a part of it, was stored at `at`: a gateway whose clock is ahead does not shorten it."""
@@ -134,7 +134,7 @@ class Request:
         return min(ends, key=("failed", "refused", "cancelled", "completed").index)
 
 
-class Account:
+class ModelAvailability:
     """What one model did within the period, and when it did not answer those who waited."""
 
     def __init__(self, silence: float) -> None:
@@ -191,8 +191,8 @@ class Ledger:
     def __init__(self, period: Interval, *, silence: float) -> None:
         """`silence`: seconds without news from which on a model that is waited for is down."""
         self._period = period
-        self._accounts: defaultdict[str, Account] = defaultdict(lambda: Account(silence))
-        self._requests: dict[str, Request] = {}
+        self._accounts: defaultdict[str, ModelAvailability] = defaultdict(lambda: ModelAvailability(silence))
+        self._requests: dict[str, ClientRequest] = {}
         """In the order in which they were heard of last: those who are silent come first."""
         self._ended: dict[str, float] = {}
         """Those that ended lately, and when: another ring may still speak of them."""
@@ -227,10 +227,10 @@ class Ledger:
                 self._on_tokens(request, choice, at)
             self._end(request, at, request.end)
 
-    def scopes(self, covered: Interval) -> list[Scope]:
+    def scopes(self, covered: Interval) -> list[ReportScope]:
         """All models together, then each, as they stand at the end of `covered`."""
         self._give_up(covered.end)
-        whole = Account(0.0)
+        whole = ModelAvailability(0.0)
         causes: list[tuple[Interval, Reason]] = []
         single = []
         for model, account in sorted(self._accounts.items()):
@@ -247,16 +247,16 @@ class Ledger:
         """Requests that have not ended."""
         return sum(bool(one.model) and not one.batch for one in self._requests.values())
 
-    def _heard_of(self, identity: str, at: float) -> Request | None:
+    def _heard_of(self, identity: str, at: float) -> ClientRequest | None:
         """None: it has ended."""
         if identity in self._ended:
             return None
-        request = self._requests.pop(identity, None) or Request(identity, at, at)
+        request = self._requests.pop(identity, None) or ClientRequest(identity, at, at)
         request.heard_at = at
         self._requests[identity] = request
         return request
 
-    def _on_tokens(self, request: Request, choice: Choice, at: float) -> None:
+    def _on_tokens(self, request: ClientRequest, choice: ChoiceOutcome, at: float) -> None:
         first, was, moved = request.first_at is None, choice.last_at, choice.moved
         choice.last_at, choice.moved = at, False
         if first:
@@ -271,11 +271,11 @@ class Ledger:
         if was and moved:
             self._time("interruption", request, at, was)
 
-    def _time(self, name: str, request: Request, at: float, since: float) -> None:
+    def _time(self, name: str, request: ClientRequest, at: float, since: float) -> None:
         if not request.batch and self._period.holds(at):
             self._accounts[request.model].times[name].add(at - since)
 
-    def _end(self, request: Request, at: float, end: End | None) -> None:
+    def _end(self, request: ClientRequest, at: float, end: End | None) -> None:
         """Where it has ended, it is counted."""
         if end is None:
             return
@@ -305,7 +305,9 @@ class Ledger:
                 self.without_record += 1
 
 
-def _scope(model: str, account: Account, causes: list[tuple[Interval, Reason]], covered: Interval) -> Scope:
+def _scope(
+    model: str, account: ModelAvailability, causes: list[tuple[Interval, Reason]], covered: Interval
+) -> ReportScope:
     outages = outages_of(causes, covered)
     downtime = sum(one.end - one.begin for one in outages)
     # Of one that reaches over an edge of what was recorded nobody knows how long it was.

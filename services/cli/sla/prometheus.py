@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from services.cli.sla.periods import Interval
-from services.cli.sla.report import TIMES, NoData, Report, Scope, percentiles, scope_of
+from services.cli.sla.report import TIMES, NoData, Report, ReportScope, percentiles, scope_of
 from services.cli.target import trust_of
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
@@ -113,7 +113,7 @@ def from_prometheus(
     return Report(_where(client), *period, [covered], scopes, _notes(answers, scopes))
 
 
-def _scope(answers: Answers, model: str, covered: float) -> Scope:
+def _scope(answers: Answers, model: str, covered: float) -> ReportScope:
     """Of one model; empty: of all. `covered`: seconds."""
 
     def of(name: str, label: str) -> dict[str, float]:
@@ -143,7 +143,7 @@ def _scope(answers: Answers, model: str, covered: float) -> Scope:
     )
 
 
-def _notes(answers: Answers, scopes: list[Scope]) -> list[str]:
+def _notes(answers: Answers, scopes: list[ReportScope]) -> list[str]:
     notes = [
         "Prometheus knows when groups and gateways were up; the journal knows each outage and interruption."
     ]

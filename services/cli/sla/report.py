@@ -89,7 +89,7 @@ class Failovers(msgspec.Struct, frozen=True):
     interruption: Percentiles = Percentiles()
 
 
-class Scope(msgspec.Struct, frozen=True, kw_only=True):
+class ReportScope(msgspec.Struct, frozen=True, kw_only=True):
     """One model, or all (an empty name). The journal alone has `outages` one by one; its `mttr` is of those whose
     beginning and end are both covered, Prometheus' the downtime for each recovery."""
 
@@ -108,7 +108,7 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
     failovers: Failovers = Failovers()
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class TargetResult(msgspec.Struct, frozen=True):
     """An indicator against its target, in the worst of the scopes that know it. What no source shows is not met."""
 
     indicator: Indicator
@@ -125,9 +125,9 @@ class Report(msgspec.Struct):
     begin: float
     end: float
     covered: list[Interval]
-    scopes: list[Scope]
+    scopes: list[ReportScope]
     notes: list[str]
-    verdicts: list[Verdict] = []
+    verdicts: list[TargetResult] = []
 
     @property
     def share_covered(self) -> float:
@@ -193,12 +193,12 @@ def outages_of(causes: Iterable[tuple[Interval, Reason]], covered: Interval) -> 
 
 def scope_of(
     model: str, counts: Mapping[str, float], times: Mapping[str, Percentiles], **figures: Any
-) -> Scope:
+) -> ReportScope:
     """`counts` by the fields of `Requests` and `Tokens`, `times` by those of latencies; `figures`: other fields."""
     whole = {name: round(count) for name, count in counts.items()}
     requests = msgspec.convert(whole, Requests)
     first_token, between_tokens, end_to_end, interruption = (times.get(name, Percentiles()) for name in TIMES)
-    return Scope(
+    return ReportScope(
         model=model,
         requests=requests,
         error_rate=requests.error_rate,
@@ -211,23 +211,23 @@ def scope_of(
     )
 
 
-def judge(targets: Mapping[Indicator, float], scopes: Sequence[Scope]) -> list[Verdict]:
+def judge(targets: Mapping[Indicator, float], scopes: Sequence[ReportScope]) -> list[TargetResult]:
     """Each target against the worst scope: a model that fails must not vanish among others that are busier."""
     return [_verdict(indicator, target, scopes) for indicator, target in targets.items()]
 
 
-def _verdict(indicator: Indicator, target: float, scopes: Sequence[Scope]) -> Verdict:
+def _verdict(indicator: Indicator, target: float, scopes: Sequence[ReportScope]) -> TargetResult:
     values = [(value, scope.model) for scope in scopes if (value := _value(indicator, scope)) is not None]
     if not values:
-        return Verdict(indicator, target, None, "", False)
+        return TargetResult(indicator, target, None, "", False)
     if indicator == "availability":
         actual, model = min(values)
-        return Verdict(indicator, target, actual, model, actual >= target)
+        return TargetResult(indicator, target, actual, model, actual >= target)
     actual, model = max(values)
-    return Verdict(indicator, target, actual, model, actual <= target)
+    return TargetResult(indicator, target, actual, model, actual <= target)
 
 
-def _value(indicator: Indicator, scope: Scope) -> float | None:
+def _value(indicator: Indicator, scope: ReportScope) -> float | None:
     if indicator == "availability":
         return scope.availability
     if indicator == "error_rate":
@@ -245,7 +245,7 @@ def _value(indicator: Indicator, scope: Scope) -> float | None:
 Rows = list[tuple[str, ...]]
 """The first has the headings."""
 
-_SECTIONS: dict[str, dict[str, Callable[[Scope], str]]] = {
+_SECTIONS: dict[str, dict[str, Callable[[ReportScope], str]]] = {
     "Service": {
         "availability": lambda scope: share(scope.availability),
         "error rate": lambda scope: share(scope.error_rate),
@@ -324,7 +324,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _outages(scopes: Sequence[Scope], zone: tzinfo) -> Iterator[tuple[str, ...]]:
+def _outages(scopes: Sequence[ReportScope], zone: tzinfo) -> Iterator[tuple[str, ...]]:
     whole, *single = scopes
     for outage in whole.outages[:OUTAGES]:
         models = [
@@ -339,7 +339,7 @@ def _outages(scopes: Sequence[Scope], zone: tzinfo) -> Iterator[tuple[str, ...]]
         yield f"... {len(whole.outages) - OUTAGES} more", "", "", "--format json has all"
 
 
-def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
+def _verdict_row(verdict: TargetResult) -> tuple[str, ...]:
     show = share if verdict.indicator in ("availability", "error_rate") else seconds
     sign = "at least" if verdict.indicator == "availability" else "at most"
     actual = "not known" if verdict.actual is None else show(verdict.actual)

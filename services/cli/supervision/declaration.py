@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.console import Console
 
-from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.cluster_models import ClusterModels, ModelsSnapshot
 from services.cli.declarations import apply, watch_adapters
 from services.cli.supervision.stack import StackPlan
 from services.cli.ui import ModelBars
@@ -61,7 +61,7 @@ async def wait_further(
     return first
 
 
-def _is_ours(now: Snapshot, spec: ModelSpec) -> bool:
+def _is_ours(now: ModelsSnapshot, spec: ModelSpec) -> bool:
     known = now.specs.get(spec.name)
     return known is None or known.origin == ORIGIN
 
@@ -69,7 +69,7 @@ def _is_ours(now: Snapshot, spec: ModelSpec) -> bool:
 async def _wait(models: ClusterModels, model: str, since: float, console: Console) -> None:
     with ModelBars(console) as bars:
 
-        def report(now: Snapshot) -> None:
+        def report(now: ModelsSnapshot) -> None:
             status = now.status(model)
             bars.update(model, f"{model}: {status.state}", status.progress, status.done, status.total)
 

@@ -25,9 +25,9 @@ from shared.nats.accounts import (
     MAPPED,
     STREAMS,
     SYSTEM,
-    Account,
+    AccountImport,
     Export,
-    Import,
+    NatsAccount,
     account_of,
     accounts,
     mapped,
@@ -45,9 +45,9 @@ def single(user: str, password: str) -> str:
     """
     events = [(subjects.CONNECTION_OPENED, "CONNECT"), (subjects.CONNECTION_CLOSED, "DISCONNECT")]
     about = f"$SYS.ACCOUNT.{STREAMS}"
-    imports = tuple(Import("stream", SYSTEM, f"{about}.{event}", subject) for subject, event in events)
+    imports = tuple(AccountImport("stream", SYSTEM, f"{about}.{event}", subject) for subject, event in events)
     users = f"{{ user: {json.dumps(user)}, password: {json.dumps(password)} }}"
-    return _accounts({STREAMS: Account((), imports)}, {STREAMS: users})
+    return _accounts({STREAMS: NatsAccount((), imports)}, {STREAMS: users})
 
 
 def per_user(passwords: Mapping[User, str]) -> str:
@@ -58,14 +58,14 @@ def per_user(passwords: Mapping[User, str]) -> str:
     )
 
 
-def _accounts(table: Mapping[str, Account], users: Mapping[str, str]) -> str:
+def _accounts(table: Mapping[str, NatsAccount], users: Mapping[str, str]) -> str:
     taken = [one for account in table.values() for one in account.imports if one.account == SYSTEM]
     exports = tuple(Export("stream", one.subject) for one in taken)
     text = "".join(_account(name, account, users.get(name, "")) for name, account in table.items())
-    return f"accounts {{\n{_account(SYSTEM, Account(exports), '')}{text}}}\nsystem_account: {SYSTEM}\n"
+    return f"accounts {{\n{_account(SYSTEM, NatsAccount(exports), '')}{text}}}\nsystem_account: {SYSTEM}\n"
 
 
-def _account(name: str, account: Account, user: str) -> str:
+def _account(name: str, account: NatsAccount, user: str) -> str:
     exports = "".join(
         f"      {{ {one.kind}: {json.dumps(one.subject)}{', response_type: stream' if one.many else ''} }}\n"
         for one in account.exports

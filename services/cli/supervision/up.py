@@ -24,7 +24,7 @@ from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import (
     RunFile,
     StackSettings,
-    Started,
+    StartedProcess,
     existing_nats,
     lock,
     remove_run_file,
@@ -356,7 +356,9 @@ class Up:
             certificate=self._settings.tls_certificate,
             model=stack.plan.served_model_name,
             directory=stack.plan.model,
-            started=[Started(child.service, child.instance, child.pid or 0) for child in stack.children],
+            started=[
+                StartedProcess(child.service, child.instance, child.pid or 0) for child in stack.children
+            ],
         )
         write_run_file(self._plan.data_dir, note)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from shared.errors import InternalError, InvalidGrammar
@@ -274,7 +274,7 @@ class Engine(Protocol):
         pooled state, and not a sum."""
         ...
 
-    def scored(self) -> Scores:
+    def scored(self) -> PromptTokenScores:
         """Of the last step whose result was asked for: what `plan.score_rows` give, with `plan.score_top` of the most
         likely tokens each."""
         ...

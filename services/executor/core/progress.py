@@ -1,6 +1,6 @@
 """Counters that grow with each layer that a rank computes: its sign of life within a step.
 
-`Progress` lies in memory that another process may read, and native code counts in it by its address: a call back
+`ProgressCounter` lies in memory that another process may read, and native code counts in it by its address: a call back
 into Python would wait for whatever else the interpreter does, once per layer.
 
 `DeviceProgress` counts what a GPU has done, not what has been launched. A launch returns at once, and the thread that
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Progress:
+class ProgressCounter:
     """One aligned 64-bit integer, with one writer at a time."""
 
     def __init__(self, cell: "ctypes.Array[ctypes.c_int64]") -> None:
@@ -34,7 +34,7 @@ class Progress:
         self._cell = cell
 
     @classmethod
-    def unread(cls) -> "Progress":
+    def unread(cls) -> "ProgressCounter":
         """For steps that nobody watches."""
         return cls((ctypes.c_int64 * 1)())
 
@@ -62,7 +62,7 @@ POLL = 0.05
 """Seconds between two looks while marks are outstanding."""
 
 
-class Marks(Protocol):
+class DeviceMarks(Protocol):
     """What can be queued behind a device's work, and read without asking the device."""
 
     def put(self, number: int) -> None:
@@ -83,13 +83,13 @@ class Marks(Protocol):
         ...
 
 
-class DeviceProgress(Progress):
+class DeviceProgress(ProgressCounter):
     """One rank's. One thread ticks and ends, another one looks."""
 
     def __init__(
         self,
         cell: "ctypes.Array[ctypes.c_int64]",
-        marks: Marks,
+        marks: DeviceMarks,
         finished: Callable[[int], None],
         ticks_per_mark: int = TICKS_PER_MARK,
     ) -> None:

@@ -76,7 +76,7 @@ LEAST = -9999.0
 """What is told of a token that cannot come at all: JSON has no minus infinity. OpenAI's and vLLM's number."""
 
 
-class Scores(NamedTuple):
+class PromptTokenScores(NamedTuple):
     """Of Q rows, each with the token that follows in its prompt."""
 
     logprobs: NDArray[np.float32]
@@ -88,18 +88,18 @@ class Scores(NamedTuple):
     top_logprobs: NDArray[np.float32]
     """[Q, K]"""
 
-    def part(self, start: int, end: int) -> "Scores":
+    def part(self, start: int, end: int) -> "PromptTokenScores":
         """Of the rows [start, end)."""
         where = slice(start, end)
-        return Scores(
+        return PromptTokenScores(
             self.logprobs[where], self.ranks[where], self.top_tokens[where], self.top_logprobs[where]
         )
 
 
-def no_scores(top: int = 0) -> Scores:
+def no_scores(top: int = 0) -> PromptTokenScores:
     shape = (0, top)
     nothing = np.zeros(0, np.float32), np.zeros(0, np.int32)
-    return Scores(*nothing, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+    return PromptTokenScores(*nothing, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
 
 class PromptScores(PromptRows):
@@ -119,7 +119,7 @@ class PromptScores(PromptRows):
         self._parts: list[bytes] = []
         self.finite = True
 
-    def add(self, scores: Scores, end: int) -> None:
+    def add(self, scores: PromptTokenScores, end: int) -> None:
         """Of the rows before position `end` that had not been scored."""
         rows = np.zeros(len(scores.logprobs), self._layout)
         rows["logprob"] = np.maximum(scores.logprobs, LEAST)
@@ -147,7 +147,7 @@ class NamedScores(PromptRows):
         self.targets = targets
         self._logprobs: NDArray[np.float32] | None = None
 
-    def add(self, scores: Scores, end: int) -> None:
+    def add(self, scores: PromptTokenScores, end: int) -> None:
         """What the last row gives, for each of the targets."""
         self._logprobs = scores.logprobs
         self._next = end

@@ -62,7 +62,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class TokenCounts:
+class OutputTokenCounts:
     """Distinct tokens and how often each is in the output, as arrays that grow in place."""
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int]) -> None:
@@ -131,7 +131,7 @@ class Biases(NamedTuple):
         return cls(np.fromiter(given.keys(), np.int64), np.fromiter(given.values(), np.float32))
 
 
-class Grammar(Protocol):
+class GrammarMask(Protocol):
     """Which tokens may follow one sequence's (`GrammarState`)."""
 
     complete: bool
@@ -152,7 +152,7 @@ class Grammar(Protocol):
         """How many of `drafts` may follow, one after the other, with something to be drawn behind each."""
         ...
 
-    def after_each(self, drafts: Sequence[int]) -> "Sequence[Grammar]":
+    def after_each(self, drafts: Sequence[int]) -> "Sequence[GrammarMask]":
         """Once the first one, the first two, ... of `drafts`, which fit, were put out too: for their masks, and not to
         `advance`."""
         ...
@@ -173,14 +173,14 @@ class SamplingState:
         self.position = len(generated)
         """Index of the next output token, counted over all attempts."""
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
-        self.counts: TokenCounts | CountsAhead | None = None
+        self.counts: OutputTokenCounts | CountsAhead | None = None
         """Tokens that penalties apply to; None without penalties."""
-        self.grammar: Grammar | None = None
+        self.grammar: GrammarMask | None = None
         """Which tokens may follow at all; None: any."""
         if params.repetition_penalty != 1.0:
-            self.counts = TokenCounts(prompt, generated)
+            self.counts = OutputTokenCounts(prompt, generated)
         elif params.presence_penalty or params.frequency_penalty:
-            self.counts = TokenCounts((), generated)
+            self.counts = OutputTokenCounts((), generated)
 
     @property
     def edits_logits(self) -> bool:
@@ -255,7 +255,7 @@ class SamplingState:
     def advance(self, token: int) -> None:
         """`token` has been put out."""
         self.position += 1
-        if isinstance(self.counts, TokenCounts):
+        if isinstance(self.counts, OutputTokenCounts):
             self.counts.add(token)
         if self.bans is not None:
             self.bans.advance(token)
@@ -301,7 +301,7 @@ class SamplingState:
     def _ahead(self, tokens: Seq[int]) -> "SamplingState":
         state = copy(self)
         state.position += len(tokens)
-        if isinstance(self.counts, TokenCounts):
+        if isinstance(self.counts, OutputTokenCounts):
             state.counts = self.counts.ahead(tokens)
         if self.bans is not None:
             state.bans = self.bans.ahead(tokens)

@@ -37,7 +37,7 @@ _WORTH = 1.1
 
 
 @dataclass(frozen=True)
-class Span:
+class ShardRange:
     """The half-open range [start, stop) of a dimension."""
 
     start: int
@@ -47,9 +47,9 @@ class Span:
     def size(self) -> int:
         return self.stop - self.start
 
-    def scaled(self, factor: int) -> "Span":
+    def scaled(self, factor: int) -> "ShardRange":
         """The same span counted in units `factor` times smaller: heads to rows."""
-        return Span(self.start * factor, self.stop * factor)
+        return ShardRange(self.start * factor, self.stop * factor)
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ class ShardLayout:
     rank: int
     world_size: int
     total: HeadCounts
-    q_heads: Span
+    q_heads: ShardRange
     """Those of its KV heads."""
-    kv_heads: Span
-    output_heads: Span
+    kv_heads: ShardRange
+    output_heads: ShardRange
     """Of the q heads, those whose outputs it multiplies: each head is some rank's."""
 
     @classmethod
@@ -170,12 +170,12 @@ class ShardLayout:
         return self.q_heads.size // self.kv_heads.size
 
     @property
-    def counted_kv_heads(self) -> Span:
+    def counted_kv_heads(self) -> ShardRange:
         """Those of its KV heads that no rank before it holds: where each head counts once."""
         if self.rank == 0:
             return self.kv_heads
         before = ShardLayout.of(self.total, self.world_size, self.rank - 1).kv_heads.stop
-        return Span(max(self.kv_heads.start, before), self.kv_heads.stop)
+        return ShardRange(max(self.kv_heads.start, before), self.kv_heads.stop)
 
     @property
     def shared_heads(self) -> list[SharedHead]:
@@ -202,7 +202,7 @@ class ShardLayout:
             (rank, two[1].start) for rank, two in enumerate(pairwise(spans)) if two[0].stop > two[1].start
         ]
 
-    def dimension(self, size: int) -> Span:
+    def dimension(self, size: int) -> ShardRange:
         """This rank's span of a plain dimension (MLP width, vocabulary) of `size`.
 
         Uneven where it does not divide. What is left over goes to the last ranks, because uneven
@@ -211,16 +211,16 @@ class ShardLayout:
         return split_dimension(size, self.world_size)[self.rank]
 
 
-def split(total: int, parts: int) -> list[Span]:
+def split(total: int, parts: int) -> list[ShardRange]:
     """`total` cut into `parts` contiguous spans that differ by at most one; the first are the larger."""
     base, larger = divmod(total, parts)
     bounds = [0]
     for part in range(parts):
         bounds.append(bounds[-1] + base + (part < larger))
-    return [Span(start, stop) for start, stop in pairwise(bounds)]
+    return [ShardRange(start, stop) for start, stop in pairwise(bounds)]
 
 
-def split_dimension(size: int, parts: int) -> list[Span]:
+def split_dimension(size: int, parts: int) -> list[ShardRange]:
     """`size` cut into `parts` spans in multiples that matrix kernels like; the last are the larger.
 
     Raises `ConfigurationError` when `size` is smaller than `parts`.
@@ -237,30 +237,30 @@ def split_dimension(size: int, parts: int) -> list[Span]:
     multiple = next((m for m in _MULTIPLES if size % m == 0 and size // m >= parts), 1)
     sizes = [span.size * multiple for span in reversed(split(size // multiple, parts))]
     bounds = [sum(sizes[:part]) for part in range(parts + 1)]
-    return [Span(start, stop) for start, stop in pairwise(bounds)]
+    return [ShardRange(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _spread_heads(kv_heads: int, group: int, world_size: int) -> list[tuple[Span, Span]]:
+def _spread_heads(kv_heads: int, group: int, world_size: int) -> list[tuple[ShardRange, ShardRange]]:
     """(KV heads, q heads of the output) of each rank, where there are at least as many KV heads as ranks."""
     most = -(-kv_heads // world_size)
     # Rank r has the heads [r, r + 1) * heads / ranks, and whole those that this cuts.
     held = [
-        Span(rank * kv_heads // world_size, -(-(rank + 1) * kv_heads // world_size))
+        ShardRange(rank * kv_heads // world_size, -(-(rank + 1) * kv_heads // world_size))
         for rank in range(world_size)
     ]
     if most * world_size < _WORTH * kv_heads or max(span.size for span in held) > most:
         return [(span, span.scaled(group)) for span in split(kv_heads, world_size)]
     bounds = [rank * kv_heads * group // world_size for rank in range(world_size + 1)]
-    return [(span, Span(*ends)) for span, ends in zip(held, pairwise(bounds), strict=True)]
+    return [(span, ShardRange(*ends)) for span, ends in zip(held, pairwise(bounds), strict=True)]
 
 
-def _replicated_heads(kv_heads: int, group: int, world_size: int, rank: int) -> tuple[Span, Span]:
+def _replicated_heads(kv_heads: int, group: int, world_size: int, rank: int) -> tuple[ShardRange, ShardRange]:
     """(q span, kv span) of `rank` when several ranks share one KV head of `group` q heads."""
     for head, ranks in enumerate(split(world_size, kv_heads)):
         if ranks.start <= rank < ranks.stop:
             share = split(group, ranks.size)[rank - ranks.start]
             first = head * group
-            return Span(first + share.start, first + share.stop), Span(head, head + 1)
+            return ShardRange(first + share.start, first + share.stop), ShardRange(head, head + 1)
     raise AssertionError("every rank holds a KV head")
 
 

@@ -29,7 +29,7 @@ NO_CHOICE = (DENSE, 0, 0, 0, 0, 0, 0)
 """Of a sequence whose tokens read everything."""
 
 
-class Reading(NamedTuple):
+class BlockReads(NamedTuple):
     """What a token reads of the blocks before its own."""
 
     first: int
@@ -59,7 +59,7 @@ class SparsePattern(NamedTuple):
         sizes = (wanted.threshold, wanted.sinks, wanted.recent, wanted.budget, share, wanted.dense_layers)
         return cls(KINDS[wanted.kind], *sizes)
 
-    def reading(self, position: int, block_size: int) -> Reading | None:
+    def reading(self, position: int, block_size: int) -> BlockReads | None:
         """What the token at `position` reads; None: all that is before it."""
         if self.kind == DENSE or position < self.threshold:
             return None
@@ -68,7 +68,7 @@ class SparsePattern(NamedTuple):
         recent = max(first, min(own, max(0, position - self.recent + 1) // block_size))
         wanted = 0 if self.kind == WINDOW else max(self.budget, position * self.share // MILLION)
         top = min(recent - first, -(-wanted // block_size))
-        return None if top == recent - first else Reading(first, recent, top)
+        return None if top == recent - first else BlockReads(first, recent, top)
 
     def salt(self) -> bytes:
         """What distinguishes keys and values that were computed with this choice."""

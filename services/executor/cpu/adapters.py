@@ -22,13 +22,13 @@ from torch import Tensor
 
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.cpu.packed_linear import PackedLinear, Source, SourceRows
+from services.executor.cpu.packed_linear import OutputSource, PackedLinear, SourceRows
 from services.executor.cpu.packed_model import PackedLatent
 from services.executor.cpu.quantized import PANEL
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.loading.arena import fresh
-from services.executor.native.library import MODULES, Adapted, Latent, Linear
-from services.executor.native.library import LowRank as Factors
+from services.executor.native.library import MODULES, Adapted, Linear, RzLatent
+from services.executor.native.library import RzLowRank as Factors
 from shared.errors import ModelLoadError
 
 _LANES = 16
@@ -64,7 +64,7 @@ class NativeAdapters:
         if any(sources):
             self._linears.append(_Linear(linear, described, sources, copies))
 
-    def attach_latent(self, latent: PackedLatent, described: Latent) -> None:
+    def attach_latent(self, latent: PackedLatent, described: RzLatent) -> None:
         """The same of what makes queries, keys and values of latents."""
         shape, heads = latent.shape, latent.values.outputs // latent.shape.value_dim
         if latent.query_b is not None:
@@ -73,7 +73,7 @@ class NativeAdapters:
             (latent.keys, described.keys, _KEYS, shape.rank),
             (latent.values, described.values, _VALUES, shape.value_dim),
         ):
-            source = SourceRows(Source(latent.module + part), rows, 0, rows, rows)
+            source = SourceRows(OutputSource(latent.module + part), rows, 0, rows, rows)
             self._linears.append(_Linear(linear, into, [[source]], heads))
         self._latents[latent.module] = (heads, shape.plain)
 

@@ -9,7 +9,7 @@ import os
 import resource
 
 from services.executor.cpu.weight_streaming import Extent, measure_rate
-from services.executor.kv_cache.block_memory import MappedFile
+from services.executor.kv_cache.block_memory import MappedBlockFile
 
 QUIET_STEPS = 64
 """Steps that ask behind the last one in which something was read."""
@@ -45,7 +45,7 @@ def disk_reads() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_inblock
 
 
-def measure_disk(file: MappedFile) -> float:
+def measure_disk(file: MappedBlockFile) -> float:
     """Bytes a second that the disk gives of a new file, one part behind the other; 0: it could not be measured. What is
     read must have been written: the zeros that the file has."""
     size = min(_MEASURED_BYTES, file.content.nbytes)

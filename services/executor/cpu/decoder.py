@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.shared_memory import SharedMemory
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
@@ -26,14 +26,14 @@ from services.executor.model.lowered_latent import LatentShape
 from services.executor.native.library import (
     PARTS,
     Experts,
-    Heads,
-    Latent,
-    Layer,
-    Model,
-    Recurrent,
-    SharedHead,
-    Span,
-    Step,
+    RzHeads,
+    RzLatent,
+    RzLayer,
+    RzModel,
+    RzRecurrent,
+    RzSharedHead,
+    RzSpan,
+    RzStep,
     kernels_at,
     levels,
 )
@@ -74,10 +74,10 @@ class NativeDecoder:
         self.restored = 0
         """Address of the number of layers whose blocks are there, of the step that comes; 0: all are."""
         self._handle: int | None = None
-        self._layers = (Layer * len(packed.layers))()
+        self._layers = (RzLayer * len(packed.layers))()
         self._experts: list[Experts] = []
-        self._recurrent: list[Recurrent] = []
-        self._latents: list[Latent] = []
+        self._recurrent: list[RzRecurrent] = []
+        self._latents: list[RzLatent] = []
         self._asked: list[Tensor] = []
         """uint8 [num_cold, KV heads] of each layer whose full blocks are in a file: `rz_layer.asked`."""
         self._fetches = FetchSteps()
@@ -100,19 +100,19 @@ class NativeDecoder:
         assert self._handle is not None, "the decoder is closed"
         return self._handle
 
-    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
+    def forward(self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array) -> tuple[Tensor, Floats]:
         """Logits are float32. Raises IndexError, too, for a plan that names what does not exist."""
         logits, pooled, _ = self._forward(plan, progress, pools, np.empty(0, np.int32))
         return logits, pooled
 
     def forward_with_states(
-        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+        self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
         taps = np.array(layers or (len(self.packed.layers),), np.int32)
         return self._forward(plan, progress, pools, taps)
 
     def _forward(
-        self, plan: StepPlan, progress: Progress, pools: Int32Array, taps: Int32Array
+        self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array, taps: Int32Array
     ) -> tuple[Tensor, Floats, Tensor]:
         rows = len(plan.token_ids) // _INT
         logits = torch.empty((len(plan.sample_rows) // _INT, self.vocab_rows), dtype=torch.float32)
@@ -131,15 +131,15 @@ class NativeDecoder:
         )
         return logits, pooled, tapped
 
-    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+    def forward_to_largest(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
         """`forward`, and then `largest` of its logits, which are not written to memory for it."""
         sampled = len(plan.sample_rows) // _INT
         values, tokens = torch.empty(sampled), torch.empty(sampled, dtype=torch.int64)
         self._run(plan, progress, values=values.data_ptr(), indices=tokens.data_ptr())
         return values, tokens
 
-    def _run(self, plan: StepPlan, progress: Progress, **results: int) -> None:
-        step = Step(
+    def _run(self, plan: StepPlan, progress: ProgressCounter, **results: int) -> None:
+        step = RzStep(
             tokens=len(plan.token_ids) // _INT,
             sequences=len(plan.query_lens) // _INT,
             sampled=len(plan.sample_rows) // _INT,
@@ -207,7 +207,7 @@ class NativeDecoder:
             return False
         self._library, self._handle = kernels, handle
         try:
-            logits, _ = self.forward(plan, Progress.unread(), np.empty((0, 2), np.int32))
+            logits, _ = self.forward(plan, ProgressCounter.unread(), np.empty((0, 2), np.int32))
         finally:
             kernels.rz_decoder_free(handle)
             self._library, self._handle = own
@@ -269,7 +269,7 @@ class NativeDecoder:
         if layer.page in self._store.shape.choosing and not layer.reads_only:
             self._describe_summaries(layer.page, into)
 
-    def _describe_summaries(self, page: int, into: Layer) -> None:
+    def _describe_summaries(self, page: int, into: RzLayer) -> None:
         into.chooses = True
         summary = self._store.shape.summary_of(page)
         if summary is not None:
@@ -285,9 +285,9 @@ class NativeDecoder:
             self.adapters.attach(experts.shared_gate, described.shared_gate)
         return described
 
-    def _describe_model(self, layout: ShardLayout, ring: SharedMemory | None) -> Model:
+    def _describe_model(self, layout: ShardLayout, ring: SharedMemory | None) -> RzModel:
         packed, states = self.packed, self._store.states
-        model = Model(
+        model = RzModel(
             layers=len(packed.layers),
             hidden=packed.head.inputs,
             intermediate=max(max(layer.down.inputs, layer.input_gate.outputs) for layer in self._layers),
@@ -325,8 +325,8 @@ class NativeDecoder:
         return model
 
 
-def _heads_of(layout: ShardLayout, latent: LatentShape | None) -> Heads:
-    heads = Heads(
+def _heads_of(layout: ShardLayout, latent: LatentShape | None) -> RzHeads:
+    heads = RzHeads(
         q_heads=layout.q_heads.size,
         kv_heads=layout.kv_heads.size,
         lines=2 if latent is None else 1,
@@ -337,10 +337,10 @@ def _heads_of(layout: ShardLayout, latent: LatentShape | None) -> Heads:
         shared_here=len(layout.shared_heads),
     )
     for index, shared in enumerate(layout.shared_heads):
-        heads.shared[index] = SharedHead(shared.kv_head, shared.slot, shared.is_first, shared.first_share)
+        heads.shared[index] = RzSharedHead(shared.kv_head, shared.slot, shared.is_first, shared.first_share)
     keys = layout.counted_kv_heads
-    heads.counted[0] = Span(heads.first_output, layout.output_heads.size)
-    heads.counted[1] = Span(keys.start - layout.kv_heads.start, keys.size)
+    heads.counted[0] = RzSpan(heads.first_output, layout.output_heads.size)
+    heads.counted[1] = RzSpan(keys.start - layout.kv_heads.start, keys.size)
     heads.all[0], heads.all[1] = layout.total.q_heads, layout.total.kv_heads
     return heads
 

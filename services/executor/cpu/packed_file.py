@@ -56,7 +56,7 @@ class Damaged(ValueError):
     """The file is not what was written; says in what."""
 
 
-class ModelFacts(msgspec.Struct, frozen=True):
+class PackedModelFacts(msgspec.Struct, frozen=True):
     """What a rank must know of a model beside its weights."""
 
     states: LayerStates
@@ -86,7 +86,7 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 class _Header(msgspec.Struct, frozen=True):
     identity: str
-    facts: ModelFacts
+    facts: PackedModelFacts
     size: int
     """Bytes of all tensors."""
     checksums: list[int]
@@ -96,7 +96,7 @@ class _Header(msgspec.Struct, frozen=True):
     """A `PackedModel`, with a tensor's number for each tensor."""
 
 
-def write(fd: int, identity: str, facts: ModelFacts, model: PackedModel) -> None:
+def write(fd: int, identity: str, facts: PackedModelFacts, model: PackedModel) -> None:
     """Writes `model` to `fd`, a file that is empty. Raises `OSError`."""
     writer = _Writer()
     described = msgspec.Raw(msgspec.msgpack.encode(model, enc_hook=writer.add))
@@ -122,7 +122,7 @@ class PackedFile:
         return self._header.identity
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> PackedModelFacts:
         return self._header.facts
 
     @property

@@ -29,7 +29,7 @@ GATE_RUN = 16
 
 
 @dataclass(frozen=True)
-class Source:
+class OutputSource:
     """Which outputs of a model's module some rows are: row i its output `first + i * stride`, of this rank's."""
 
     module: str
@@ -40,9 +40,9 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Where a module's outputs are in a packed weight, as `Piece` says it."""
+    """Where a module's outputs are in a packed weight, as `PackedSegment` says it."""
 
-    source: Source
+    source: OutputSource
     rows: int
     first: int
     run: int
@@ -55,7 +55,7 @@ class SourceRows:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedSegment:
     """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
 
     weight: Weight
@@ -64,45 +64,48 @@ class Piece:
     first: int
     run: int
     step: int
-    source: Source | None = None
+    source: OutputSource | None = None
     """None: nothing is asked of where they come from"""
 
     @property
     def rows(self) -> int:
         return self.weight.shape[0]
 
-    def cut(self, parts: int) -> list["Piece"]:
+    def cut(self, parts: int) -> list["PackedSegment"]:
         """The same rows of bf16 in about `parts` pieces of whole runs, without their bias."""
         assert isinstance(self.weight, Tensor), "quantized rows are packed by panels"
         size = -(-self.rows // (parts * GATE_RUN)) * GATE_RUN
         cuts = []
         for start in range(0, self.rows, size):
             first = self.first + start // self.run * self.step + start % self.run
-            cuts.append(Piece(self.weight[start : start + size], None, first, self.run, self.step))
+            cuts.append(PackedSegment(self.weight[start : start + size], None, first, self.run, self.step))
         return cuts
 
     def places(self) -> Tensor:
         """int64 [rows]: where the rows go."""
-        return SourceRows(Source(""), self.rows, self.first, self.run, self.step).places()
+        return SourceRows(OutputSource(""), self.rows, self.first, self.run, self.step).places()
 
 
-def one_after_another(parts: Iterable[tuple[Weight, Tensor | None]]) -> list[Piece]:
+def one_after_another(parts: Iterable[tuple[Weight, Tensor | None]]) -> list[PackedSegment]:
     """Weights [rows, in] with their biases, end to end."""
     pieces = []
     first = 0
     for weight, bias in parts:
         rows = weight.shape[0]
-        pieces.append(Piece(weight, bias, first, max(rows, 1), max(rows, 1)))
+        pieces.append(PackedSegment(weight, bias, first, max(rows, 1), max(rows, 1)))
         first += rows
     return pieces
 
 
-def alternating(gate: tuple[Weight, Tensor | None], up: tuple[Weight, Tensor | None]) -> list[Piece]:
+def alternating(gate: tuple[Weight, Tensor | None], up: tuple[Weight, Tensor | None]) -> list[PackedSegment]:
     """A gate and an up projection of equally many rows, a multiple of 16, in alternating runs."""
-    return [Piece(*gate, 0, GATE_RUN, 2 * GATE_RUN), Piece(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
+    return [
+        PackedSegment(*gate, 0, GATE_RUN, 2 * GATE_RUN),
+        PackedSegment(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN),
+    ]
 
 
-def named(pieces: list[Piece], sources: Iterable[Source]) -> list[Piece]:
+def named(pieces: list[PackedSegment], sources: Iterable[OutputSource]) -> list[PackedSegment]:
     """The same, with the source of each."""
     return [replace(piece, source=source) for piece, source in zip(pieces, sources, strict=True)]
 
@@ -144,7 +147,7 @@ class PackedLinear:
     """Of its outputs; of experts those of each"""
 
     @classmethod
-    def of(cls, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> "PackedLinear":
+    def of(cls, library: Any, pieces: list[PackedSegment], pool: Executor, threads: int) -> "PackedLinear":
         """Packs with `threads` threads of `pool`."""
         linear: PackedLinear | None = None
         for part in reversed(_of_one_format(pieces)):
@@ -155,7 +158,7 @@ class PackedLinear:
 
     @classmethod
     def of_experts(
-        cls, library: Any, experts: list[list[Piece]], pool: Executor, threads: int
+        cls, library: Any, experts: list[list[PackedSegment]], pool: Executor, threads: int
     ) -> "PackedLinear":
         """Experts of equally many outputs, whole panels each, one after the other: all in one format."""
         pieces = _unified([piece for expert in experts for piece in expert])
@@ -198,11 +201,11 @@ def plain_rows(weight: Tensor) -> PackedLinear:
     return PackedLinear(rows.view(torch.uint8).flatten(), None, *rows.shape)
 
 
-def _of_one_format(pieces: list[Piece]) -> list[list[Piece]]:
+def _of_one_format(pieces: list[PackedSegment]) -> list[list[PackedSegment]]:
     """`pieces` in runs of one format each; in one run where they alternate."""
     if any(piece.step != piece.run for piece in pieces):
         return [_unified(pieces)]
-    runs: list[list[Piece]] = []
+    runs: list[list[PackedSegment]] = []
     for piece in pieces:
         if runs and _alike(runs[-1][-1].weight, piece.weight):
             runs[-1].append(piece)
@@ -226,7 +229,7 @@ def _alike(one: Weight, other: Weight) -> bool:
     return isinstance(one, Tensor) and isinstance(other, Tensor)
 
 
-def _unified(pieces: list[Piece]) -> list[Piece]:
+def _unified(pieces: list[PackedSegment]) -> list[PackedSegment]:
     if all(_alike(pieces[0].weight, piece.weight) for piece in pieces[1:]):
         return pieces
     weights = [
@@ -251,7 +254,7 @@ def _unified(pieces: list[Piece]) -> list[Piece]:
 
 
 def _pack_bf16(
-    library: Any, pieces: list[Piece], pool: Executor, threads: int, into: Tensor | None = None
+    library: Any, pieces: list[PackedSegment], pool: Executor, threads: int, into: Tensor | None = None
 ) -> PackedLinear:
     """`into`: the room, uint8; None: one is made."""
     outputs, inputs = sum(piece.rows for piece in pieces), pieces[0].weight.shape[1]
@@ -264,7 +267,7 @@ def _pack_bf16(
     return PackedLinear(packed, _joined_bias(pieces, outputs), outputs, inputs, sources=_sources_of(pieces))
 
 
-def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
+def _pack(library: Any, piece: PackedSegment, packed: Tensor) -> None:
     weight = piece.weight
     assert isinstance(weight, Tensor), "quantized rows are packed by panels"
     rows, inputs = weight.shape
@@ -273,7 +276,7 @@ def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
 
 
 def _pack_quantized(
-    library: Any, pieces: list[Piece], pool: Executor, threads: int, into: Tensor | None = None
+    library: Any, pieces: list[PackedSegment], pool: Executor, threads: int, into: Tensor | None = None
 ) -> PackedLinear:
     weight = pieces[0].weight
     like = servable(weight.like if isinstance(weight, DeferredRows) else _coded(weight))
@@ -286,7 +289,7 @@ def _pack_quantized(
     )
 
 
-def _sources_of(pieces: list[Piece]) -> list[SourceRows]:
+def _sources_of(pieces: list[PackedSegment]) -> list[SourceRows]:
     return [
         SourceRows(piece.source, piece.rows, piece.first, piece.run, piece.step)
         for piece in pieces
@@ -294,7 +297,7 @@ def _sources_of(pieces: list[Piece]) -> list[SourceRows]:
     ]
 
 
-def _block(pieces: list[Piece], first: int, end: int) -> QuantizedRows:
+def _block(pieces: list[PackedSegment], first: int, end: int) -> QuantizedRows:
     """The outputs [first, end) of all `pieces`; those of weights in files are read."""
     held, places = [], []
     for piece in pieces:
@@ -315,7 +318,7 @@ def _coded(weight: Weight) -> QuantizedRows:
     return weight
 
 
-def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:
+def _joined_bias(pieces: list[PackedSegment], outputs: int) -> Tensor | None:
     """float32 [outputs, rounded up to whole panels]"""
     if all(piece.bias is None for piece in pieces):
         return None

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from services.executor.core.sharding import HeadCounts, ShardLayout, split_dimension
 from services.executor.cpu.packed_linear import (
     GATE_RUN,
+    OutputSource,
     PackedLinear,
-    Piece,
-    Source,
+    PackedSegment,
     alternating,
     named,
     one_after_another,
@@ -39,7 +39,7 @@ from services.executor.model.lowered_experts import (
 )
 from services.executor.model.lowered_inputs import InputScales, ModelInputs
 from services.executor.model.lowered_latent import Latent, LatentShape
-from services.executor.model.lowered_recurrent import RecurrentKind, RecurrentShape, Rows
+from services.executor.model.lowered_recurrent import OutputRows, RecurrentKind, RecurrentShape
 from services.executor.model.lowering import (
     Activation,
     CannotLower,
@@ -57,7 +57,7 @@ from services.executor.model.lowering import (
     weights_of,
 )
 from services.executor.native import library as structures
-from services.executor.native.library import HEADS, Experts, Inputs, Recurrent
+from services.executor.native.library import HEADS, Experts, Inputs, RzRecurrent
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}
 SCORES: dict[Scores, int] = {"softmax": 0, "sigmoid": 1}
@@ -99,7 +99,7 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
     return lowered
 
 
-def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[Piece]:
+def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[PackedSegment]:
     """Queries, keys and values of a layer; `q_rows` and `kv_rows` are this rank's."""
     if hasattr(attention, "qkv_proj"):
         weight, bias = weights_of(attention.qkv_proj)
@@ -109,7 +109,7 @@ def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[Piece]:
     return one_after_another(weights_of(getattr(attention, name)) for name in projections_of(attention))
 
 
-def gate_up_pieces(feed_forward: Any) -> list[Piece]:
+def gate_up_pieces(feed_forward: Any) -> list[PackedSegment]:
     """Gate and up projections of a layer, alternating."""
     if (fused := fused_gate_up_of(feed_forward)) is not None:
         weight = fused.stored
@@ -159,7 +159,7 @@ def _check_mixer(layer: LoweredLayer) -> None:
         )
 
 
-def rows_of(rows: Rows) -> Weights:
+def rows_of(rows: OutputRows) -> Weights:
     """A linear's outputs [first, stop) and their bias."""
     weight, bias = weights_of(rows.linear)
     if rows.stop - rows.first == weight.shape[0]:
@@ -168,7 +168,7 @@ def rows_of(rows: Rows) -> Weights:
     return own, None if bias is None else bias[rows.first : rows.stop]
 
 
-def router_pieces(routing: Routing) -> list[Piece]:
+def router_pieces(routing: Routing) -> list[PackedSegment]:
     """A router's weight as bf16, and what it has beyond, where it is float32."""
     weight, bias = routing.router, routing.router_bias
     high = weight.bfloat16()
@@ -247,10 +247,10 @@ class PackedRecurrent:
     shape: RecurrentShape
     tensors: dict[str, Tensor]
 
-    def describe(self, window: Tensor, state: Tensor | None) -> Recurrent:
+    def describe(self, window: Tensor, state: Tensor | None) -> RzRecurrent:
         """The structure that the kernels take, over the slots' `window` [slots, channels, length] and `state`."""
         numbers = {**asdict(self.shape), "kind": KINDS[self.shape.kind]}
-        made = Recurrent(
+        made = RzRecurrent(
             **numbers,
             window_length=window.shape[2],
             window=window.data_ptr(),
@@ -293,9 +293,9 @@ class PackedLatent:
     def linears(self) -> list[PackedLinear]:
         return [self.keys, self.values, *([] if self.query_b is None else [self.query_b])]
 
-    def describe(self) -> structures.Latent:
+    def describe(self) -> structures.RzLatent:
         """The structure that the kernels take."""
-        made = structures.Latent(
+        made = structures.RzLatent(
             keys=self.keys.describe(),
             values=self.values.describe(),
             **asdict(self.shape),
@@ -427,8 +427,8 @@ class _Packer:
     def linear(self, pieces: list[Any]) -> PackedLinear:
         return PackedLinear.of(self.library, pieces, self.pool, self.threads)
 
-    def source(self, module: nn.Module, first: int = 0) -> Source:
-        return Source(self.names[module], first)
+    def source(self, module: nn.Module, first: int = 0) -> OutputSource:
+        return OutputSource(self.names[module], first)
 
     def whole(self, linear: Any) -> PackedLinear:
         return self.linear(named(one_after_another([weights_of(linear)]), [self.source(linear)]))
@@ -481,7 +481,7 @@ class _Packer:
             release(linear)
         return packed
 
-    def projected(self, layer: LoweredLayer, gated: bool) -> list[Piece]:
+    def projected(self, layer: LoweredLayer, gated: bool) -> list[PackedSegment]:
         """What a layer's first product gives."""
         if layer.recurrent is not None:
             return self.joined(layer.recurrent.inputs)
@@ -498,11 +498,11 @@ class _Packer:
             return named(pieces, (self.source(attention.qkv_proj, first) for first in firsts))
         return named(pieces, (self.source(getattr(attention, name)) for name in projections_of(attention)))
 
-    def joined(self, inputs: list[Rows]) -> list[Piece]:
+    def joined(self, inputs: list[OutputRows]) -> list[PackedSegment]:
         sources = (self.source(rows.linear, rows.first) for rows in inputs)
         return named(one_after_another(map(rows_of, inputs)), sources)
 
-    def gate_up(self, feed_forward: Any) -> list[Piece]:
+    def gate_up(self, feed_forward: Any) -> list[PackedSegment]:
         pieces = gate_up_pieces(feed_forward)
         if (fused := fused_gate_up_of(feed_forward)) is not None:
             return named(pieces, [self.source(fused), self.source(fused, pieces[0].rows)])
@@ -515,8 +515,8 @@ class _Packer:
         module, experts = self.names[routing.experts], cast(Any, routing.experts)
         width, turns = sides[0][0].shape[0], not experts.is_concatenated
         gate_up = [
-            Source(f"{module}.gate_up_proj", 0, 1 + turns),
-            Source(f"{module}.gate_up_proj", 1 if turns else width, 1 + turns),
+            OutputSource(f"{module}.gate_up_proj", 0, 1 + turns),
+            OutputSource(f"{module}.gate_up_proj", 1 if turns else width, 1 + turns),
         ]
         packed = PackedExperts(
             router=self.linear(self.router(routing)),
@@ -527,7 +527,7 @@ class _Packer:
                 ]
             ),
             down=self._each(
-                [named(one_after_another([down]), [Source(f"{module}.down_proj")]) for down in downs]
+                [named(one_after_another([down]), [OutputSource(f"{module}.down_proj")]) for down in downs]
             ),
             shared_gate=None if shared is None else self.shared_gate(shared, routing),
             correction=routing.correction,
@@ -539,7 +539,7 @@ class _Packer:
         release_experts(routing)
         return packed
 
-    def router(self, routing: Routing) -> list[Piece]:
+    def router(self, routing: Routing) -> list[PackedSegment]:
         assert routing.router_module is not None, "it has a weight"
         first, *beyond = router_pieces(routing)
         return [*named([first], [self.source(routing.router_module)]), *beyond]
@@ -549,5 +549,5 @@ class _Packer:
         source = self.source(routing.shared_gate_module)
         return self.linear(named(one_after_another([(weight, None)]), [source]))
 
-    def _each(self, experts: list[list[Piece]]) -> PackedLinear:
+    def _each(self, experts: list[list[PackedSegment]]) -> PackedLinear:
         return PackedLinear.of_experts(self.library, experts, self.pool, self.threads)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import structlog
 
 from services.executor.core.settings import packed_name
-from services.executor.cpu.packed_file import Damaged, ModelFacts, PackedFile, Progress, write
+from services.executor.cpu.packed_file import Damaged, PackedFile, PackedModelFacts, Progress, write
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.native.library import library_file
@@ -42,10 +42,10 @@ _NICENESS = 10
 """Of the thread that writes: about a tenth of a core beside others that are busy."""
 
 
-class Found(NamedTuple):
+class CachedWeights(NamedTuple):
     """What a file holds."""
 
-    facts: ModelFacts
+    facts: PackedModelFacts
     model: PackedModel
     streamer: WeightStreamer | None = None
     """Of what is not in memory; None: all is."""
@@ -89,34 +89,36 @@ class WeightCache:
             packed.note_model(self._path, self._model)
         return found
 
-    def read(self, found: PackedFile, threads: int, progress: Progress) -> Found | None:
+    def read(self, found: PackedFile, threads: int, progress: Progress) -> CachedWeights | None:
         """What `found` holds, with `threads` threads; closes it. None where it is damaged: it is gone then."""
         return self._taken(found, lambda: (found.read(threads, progress), None))
 
-    def stream(self, found: PackedFile, threads: int, budget: int, progress: Progress) -> Found | None:
+    def stream(
+        self, found: PackedFile, threads: int, budget: int, progress: Progress
+    ) -> CachedWeights | None:
         """As `read`, within `budget` bytes of memory: the other weights are read as steps need them. Raises
         `ConfigurationError` where it is too small."""
         return self._taken(found, lambda: found.streamed(threads, budget, progress))
 
-    def map(self, found: PackedFile, threads: int) -> Found | None:
+    def map(self, found: PackedFile, threads: int) -> CachedWeights | None:
         """As `read`, over the file's own pages."""
         return self._taken(found, lambda: (found.mapped(threads), None))
 
     def _taken(
         self, found: PackedFile, take: Callable[[], tuple[PackedModel, WeightStreamer | None]]
-    ) -> Found | None:
+    ) -> CachedWeights | None:
         try:
             model, streamer = take()
             with contextlib.suppress(OSError):
                 os.utime(self._path)  # it was used
-            return Found(found.facts, model, streamer)
+            return CachedWeights(found.facts, model, streamer)
         except (Damaged, OSError) as error:
             self._discard(error)
             return None
         finally:
             found.close()
 
-    def keep_later(self, facts: ModelFacts, model: PackedModel) -> threading.Thread:
+    def keep_later(self, facts: PackedModelFacts, model: PackedModel) -> threading.Thread:
         """Writes `model` in a thread that gives way to all others; a rank that ends meanwhile leaves nothing that
         would be read."""
 
@@ -129,7 +131,7 @@ class WeightCache:
         thread.start()
         return thread
 
-    def keep(self, facts: ModelFacts, model: PackedModel) -> None:
+    def keep(self, facts: PackedModelFacts, model: PackedModel) -> None:
         """Writes `model` to the file, unless another process is at it. What goes wrong is told in the log: the ring
         serves without."""
         try:
@@ -182,7 +184,7 @@ class WeightCache:
         free = shutil.disk_usage(self._directory).free
         return "" if free >= 2 * size else f"the disk has {free} bytes left, which is less than twice as many"
 
-    def _others(self, ending: str) -> list[packed.Packed]:
+    def _others(self, ending: str) -> list[packed.PackedWeightsFile]:
         files = packed.packed_files(self._directory)
         return [file for file in files if file.path.suffix == ending and file.path.stem != self._path.stem]
 

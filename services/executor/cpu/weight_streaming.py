@@ -23,8 +23,8 @@ from typing import NamedTuple
 import structlog
 from torch import Tensor
 
-from services.executor.core.progress import Progress
-from services.executor.native.library import Place
+from services.executor.core.progress import ProgressCounter
+from services.executor.native.library import RzPlace
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights
 
@@ -161,9 +161,9 @@ class WeightStreamer:
         self._done: dict[int, int] = {}
         """Of the layers that are held: how many pieces of them have been read."""
         self._doorbell = os.eventfd(1, os.EFD_CLOEXEC)  # rung: the first step is read ahead as well
-        self.place = Place(0, self._doorbell)
+        self.place = RzPlace(0, self._doorbell)
         """Where the step is: the kernels write it."""
-        self.progress = Progress.unread()
+        self.progress = ProgressCounter.unread()
         """Of the step under way: what is read counts, so that a slow disk is not taken for a rank that hangs."""
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

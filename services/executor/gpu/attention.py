@@ -84,10 +84,10 @@ class GpuKernels:
         self._first_seen = first_seen
         self._device = store.device
         self.processors = processors_of(store.device)
-        self._scores: dict[int, attention_launch.Scores] = {}
+        self._scores: dict[int, attention_launch.ScoreOptions] = {}
         """By layer: finding out its slopes waits for the device."""
         self._layers = [
-            attention_launch.Layer(
+            attention_launch.AttentionLayer(
                 store.hot(layer), store.codes(layer), store.scales(layer), store.codec(layer)
             )
             for layer in range(store.shape.num_layers)
@@ -130,7 +130,7 @@ class GpuKernels:
         if layer not in self._scores:
             sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
             slopes = _slopes(rule, query.device)
-            self._scores[layer] = attention_launch.Scores(
+            self._scores[layer] = attention_launch.ScoreOptions(
                 rule.scale, rule.softcap, window, sinks, slopes, self._first_seen
             )
         query, heads = query.contiguous(), query.shape[1:3]
@@ -171,7 +171,7 @@ class GpuKernels:
         self._attend(layer, own, batches, made)
         out.index_copy_(0, rows, made)
 
-    def layer(self, page: int) -> attention_launch.Layer:
+    def layer(self, page: int) -> attention_launch.AttentionLayer:
         """What kernels read of page layer `page`."""
         return self._layers[page]
 

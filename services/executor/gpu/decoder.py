@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, InRankOrder
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
@@ -261,20 +261,20 @@ class GpuDecoder:
         if plan.compressions:
             self._store.compress(as_int32(plan.compressions).reshape(-1, 2))
 
-    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
+    def forward(self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array) -> tuple[Tensor, Floats]:
         inputs = self.inputs_of(plan)
         hidden = self.compute(inputs, progress.tick)
         return self.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
 
     def forward_with_states(
-        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+        self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
         inputs = self.inputs_of(plan)
         taps = self.taps(len(inputs.token_ids), layers)
         hidden = self.compute(inputs, progress.tick, taps)
         return self.logits(hidden, inputs.sample_rows), sums_of(hidden, pools), taps.into
 
-    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+    def forward_to_largest(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
         inputs = self.inputs_of(plan)
         return self.largest(self.logits(self.compute(inputs, progress.tick), inputs.sample_rows))
 

@@ -149,7 +149,7 @@ def sent(array: NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """`torch.cuda.Event`, as far as it is used."""
 
     def record(self) -> object: ...
@@ -157,7 +157,7 @@ class Event(Protocol):
     def synchronize(self) -> object: ...
 
 
-class Done:
+class CompletedEvent:
     """The event of a device whose work is done when a call returns."""
 
     def record(self) -> None:
@@ -167,10 +167,10 @@ class Done:
         return
 
 
-def new_event(device: torch.device) -> Event:
+def new_event(device: torch.device) -> DeviceEvent:
     """One that has happened until it is recorded."""
     if device.type == "cuda":
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        made: Event = event
+        made: DeviceEvent = event
         return made
-    return Done()
+    return CompletedEvent()

@@ -26,17 +26,17 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.decoder import AuxHiddenStates, GpuDecoder
 from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import (
     Ints,
-    Part,
     Staging,
     StepArrays,
     StepInputs,
+    StepPart,
     arrays_of,
     as_inputs,
     is_decode,
@@ -46,7 +46,7 @@ from services.executor.gpu.inputs import (
     to_device,
 )
 from services.executor.gpu.kernels.attention_launch import rows_for
-from services.executor.gpu.kernels.tiles import Tiles, splits_of
+from services.executor.gpu.kernels.tiles import StepTiles, splits_of
 from services.executor.gpu.sampling import resolve
 from services.executor.gpu.sparse_attention import sparse_rows
 from services.executor.model.adapters.files import LowRank
@@ -193,8 +193,8 @@ def padded(step: StepArrays, rung: int) -> StepArrays:
         _longer(step.context_lens, rung, 0),
         step.tables,
         [
-            Part(
-                Tiles(np.arange(rung, dtype=np.int32), np.zeros(rung, np.int32)),
+            StepPart(
+                StepTiles(np.arange(rung, dtype=np.int32), np.zeros(rung, np.int32)),
                 part.rows_per_tile,
                 part.tile_tokens,
                 part.longest,
@@ -208,7 +208,7 @@ def padded(step: StepArrays, rung: int) -> StepArrays:
 def empty_step(group: int) -> StepArrays:
     """Decodes of nobody: to be padded."""
     none = np.zeros(0, np.int32)
-    part = Part(Tiles(none, none), rows_for(group, 1), 1, 0, 0, 0)
+    part = StepPart(StepTiles(none, none), rows_for(group, 1), 1, 0, 0, 0)
     return StepArrays(none, none, none, none, none, np.zeros(1, np.int32), none, none, [part])
 
 
@@ -433,7 +433,7 @@ class GraphedDecoder:
         if self._graphs is not None:
             self._graphs.tapped_layers = layers
 
-    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
+    def forward(self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array) -> tuple[Tensor, Floats]:
         computed = None if len(pools) else self._replay(plan, progress)
         if computed is not None:
             return computed.logits, sums_of(computed.logits, pools)
@@ -441,18 +441,18 @@ class GraphedDecoder:
         return self._inner.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
 
     def forward_with_states(
-        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+        self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
         """`layers`: those of `tap`."""
         logits, pooled = self.forward(plan, progress, pools)
         assert self.tapped is not None, "they are tapped"
         return logits, pooled, self.tapped
 
-    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+    def forward_to_largest(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
         computed = self.launch(plan, progress)
         return computed.largest, computed.tokens
 
-    def launch(self, plan: StepPlan, progress: Progress) -> Computed:
+    def launch(self, plan: StepPlan, progress: ProgressCounter) -> Computed:
         """`forward` of a plan without pools, and `largest` of its logits. Waits for nothing."""
         computed = self._replay(plan, progress)
         if computed is not None:
@@ -475,7 +475,7 @@ class GraphedDecoder:
         """See `ReservingHolder`."""
         self._inner.reserve(slots, max_rank)
 
-    def _replay(self, plan: StepPlan, progress: Progress) -> Computed | None:
+    def _replay(self, plan: StepPlan, progress: ProgressCounter) -> Computed | None:
         computed = None if self._graphs is None else self._graphs.replay(plan, self.input_states)
         if self._graphs is not None and computed is not None:
             self.tapped = self._graphs.tapped(len(plan.token_ids) // 4)
@@ -483,7 +483,7 @@ class GraphedDecoder:
             progress.tick()  # for all of its layers: nothing on the host sees them go by
         return computed
 
-    def _compute(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, StepInputs]:
+    def _compute(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, StepInputs]:
         """The normed hidden states, kernel by kernel, and what they were computed of."""
         inputs = self._inputs(plan)
         layers = self._tapped_layers

@@ -30,7 +30,7 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.gpu.device import new_event, sent
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.pages import ChosenRows
-from services.executor.gpu.kernels.tiles import Tiles, splits_of, tiles_of
+from services.executor.gpu.kernels.tiles import StepTiles, splits_of, tiles_of
 
 ALIGN = 32
 """Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do."""
@@ -96,10 +96,10 @@ class StepInputs(NamedTuple):
         return None if self.sparse is None else self.sparse(layer)
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """The decodes of a step, or its prefill chunks."""
 
-    tiles: Tiles
+    tiles: StepTiles
     """Their sequences are counted over the whole step."""
     rows_per_tile: int
     tile_tokens: int
@@ -124,7 +124,7 @@ class StepArrays(NamedTuple):
     """[S]"""
     tables: Ints
     """The sequences' blocks, end to end."""
-    parts: list[Part]
+    parts: list[StepPart]
 
     def flat(self) -> list[Ints]:
         """In the order of their places; the tables, whose length no graph knows beforehand, are the last."""
@@ -154,13 +154,13 @@ def arrays_of(plan: StepPlan, block_size: int, group: int, *, alone: bool = Fals
 
 def _part(
     query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int, alone: bool
-) -> Part:
+) -> StepPart:
     most = 1 if alone else int(query_lens[first:end].max())
     rows = rows_for(group, most)
     tokens = 1 if most == 1 else rows // group
     tiles = tiles_of(query_lens[first:end], tokens)
-    return Part(
-        Tiles(tiles.sequence + np.int32(first), tiles.first),
+    return StepPart(
+        StepTiles(tiles.sequence + np.int32(first), tiles.first),
         rows,
         tokens,
         int(context_lens[first:end].max()),
@@ -232,8 +232,8 @@ def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
     what is before it, since a layer writes all keys before it attends."""
     step = arrays_of(plan, block_size, group, alone=True)
     query_lens, rows = as_int32(plan.query_lens), len(step.token_ids)
-    part = Part(
-        Tiles(np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)),
+    part = StepPart(
+        StepTiles(np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)),
         step.parts[0].rows_per_tile,
         1,
         max(part.longest for part in step.parts),
@@ -251,7 +251,7 @@ def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
 # --- the way to the device ---------------------------------------------------------------------------
 
 
-class Limits(NamedTuple):
+class BufferLimits(NamedTuple):
     """The largest step there may be."""
 
     max_sequences: int

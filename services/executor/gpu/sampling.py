@@ -23,7 +23,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.gpu.device import Event, new_event
+from services.executor.gpu.device import DeviceEvent, new_event
 from services.executor.gpu.kernels import sampling
 from services.executor.sampling.candidates import MOST_CANDIDATES
 
@@ -45,7 +45,7 @@ def params_of(states: Sequence[SamplingState], vocab_size: int) -> Params:
 class Pending:
     """Tokens that are on their way to the host."""
 
-    def __init__(self, tokens: Tensor, largest: Tensor, event: Event) -> None:
+    def __init__(self, tokens: Tensor, largest: Tensor, event: DeviceEvent) -> None:
         self._tokens, self._largest, self._event = tokens, largest, event
 
     def wait(self) -> list[SampledToken]:
@@ -64,7 +64,7 @@ class _Turn(NamedTuple):
     params: Tensor
     tokens: Tensor
     largest: Tensor
-    copied: Event
+    copied: DeviceEvent
 
 
 class DeviceSampler:

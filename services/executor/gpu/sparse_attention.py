@@ -20,7 +20,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.core.sparse_attention import FIELDS, Reading, SparsePattern
+from services.executor.core.sparse_attention import FIELDS, BlockReads, SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import Round, Split, inputs_of, to_device
@@ -38,7 +38,7 @@ class SparseRow(NamedTuple):
     row: int
     sequence: int
     position: int
-    reading: Reading
+    reading: BlockReads
     dense_layers: int
 
 

@@ -25,13 +25,13 @@ from msgspec import structs
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sparse_attention import PAGES, WINDOW, SparsePattern
 from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
-from services.executor.gpu.inputs import Limits, Staging
+from services.executor.gpu.inputs import BufferLimits, Staging
 from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
@@ -42,7 +42,7 @@ from services.executor.sampling.sampler import wants_of
 from shared.messages import SamplingParams
 
 
-class Chunk(NamedTuple):
+class SequenceChunk(NamedTuple):
     """Of one sequence."""
 
     tokens: int
@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
     """Tokens behind it, its own included."""
 
 
-def warmup_chunks(most_tokens: int, context_length: int, group: int) -> list[Chunk]:
+def warmup_chunks(most_tokens: int, context_length: int, group: int) -> list[SequenceChunk]:
     """One for each way of computing a step of up to `most_tokens`, of sequences of up to `context_length`, with `group`
     query heads per KV head; the longest first, whose memory the others find free."""
     most = min(most_tokens, context_length)
@@ -59,14 +59,16 @@ def warmup_chunks(most_tokens: int, context_length: int, group: int) -> list[Chu
     products = [min(tokens, most) for tokens in (1, *_powers(16, MOST_ROWS), most)]
     split = [parts // 2 * LEAST_KEYS + 1 for parts in _powers(2, MOST_SPLITS)]
     split = [context for context in split if context <= context_length]
-    found = {Chunk(tokens, tokens) for tokens in (*tiles, *products)}
-    found |= {Chunk(tokens, context) for context in split[:1] for tokens in tiles if tokens <= context}
-    found |= {Chunk(1, context) for context in split}
+    found = {SequenceChunk(tokens, tokens) for tokens in (*tiles, *products)}
+    found |= {
+        SequenceChunk(tokens, context) for context in split[:1] for tokens in tiles if tokens <= context
+    }
+    found |= {SequenceChunk(1, context) for context in split}
     return sorted(found, reverse=True)
 
 
 def warmup_plans(
-    found: Sequence[Chunk], block_size: int, compression: tuple[int, int] | None
+    found: Sequence[SequenceChunk], block_size: int, compression: tuple[int, int] | None
 ) -> list[StepPlan]:
     """A step of each of `found` alone; the first one compresses the blocks (hot id, cold id), where there are some."""
     made = [plan_alone(context, [-1] * tokens, block_size) for tokens, context in found]
@@ -120,7 +122,9 @@ class GpuSteps:
         self._limits = limits
         rows = max(limits.max_sequences, limits.max_batch_tokens)
         blocks = -(-limits.context_length // store.block_size)
-        staging = Staging(Limits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device)
+        staging = Staging(
+            BufferLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device
+        )
         shape = Shape(
             store.block_size,
             store.shape.kv_heads,
@@ -153,11 +157,13 @@ class GpuSteps:
         states = [SamplingState(params, [0], [])]
         wants = wants_of(states, sum(self._widths))
         plan = structs.replace(plan_alone(1, [0], 1), candidates=wants.tobytes(), on_device=True)
-        pending = self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
+        pending = self.launch(plan, states if self._collectives.rank == 0 else None, ProgressCounter.unread())
         pending.wait()  # else what has failed on the device is told to the first request
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress) -> Pending:
+    def launch(
+        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
+    ) -> Pending:
         """Begins a step, without pools, that some rows are sampled of; by all ranks. `states`, of rows that do not
         need the host, are rank 0's; the others' are None, and so are not asked for their tokens."""
         computed = self.decoder.launch(plan, progress)

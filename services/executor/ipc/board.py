@@ -20,13 +20,13 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from services.executor.core.progress import DeviceProgress, Marks, Progress
+from services.executor.core.progress import DeviceMarks, DeviceProgress, ProgressCounter
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.flight_recorder import RankRecorder
 from services.executor.ipc.table import map_tables, numbers_of, table
 from shared.messages import GroupLoad, RankBeat
 from shared.service.endpoints import cumulative
-from shared.service.logs import Change
+from shared.service.logs import LevelChange
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class RingState(IntEnum):
     DRAINING = 2
 
 
-class Kind(IntEnum):
+class BoardKind(IntEnum):
     QUEUE = 0
     PREFILL = 1
     DECODE = 2
@@ -50,13 +50,13 @@ _DECODES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 
 _STEPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 BOUNDS: tuple[tuple[float, ...], ...] = (_WAITS, _WAITS, _DECODES, _STEPS, _SIZES)
-"""By `Kind`."""
+"""By `BoardKind`."""
 HISTOGRAMS = {
-    Kind.QUEUE: ("queue_seconds", "Time from acceptance by the group to admission to the batch."),
-    Kind.PREFILL: ("prefill_seconds", "Time from admission to the batch to the first token."),
-    Kind.DECODE: ("decode_seconds", "Time from the first token to the last, where there are several."),
-    Kind.STEP: ("step_duration_seconds", "Time that a step takes."),
-    Kind.BATCH: ("batch_size", "Sequences of a step."),
+    BoardKind.QUEUE: ("queue_seconds", "Time from acceptance by the group to admission to the batch."),
+    BoardKind.PREFILL: ("prefill_seconds", "Time from admission to the batch to the first token."),
+    BoardKind.DECODE: ("decode_seconds", "Time from the first token to the last, where there are several."),
+    BoardKind.STEP: ("step_duration_seconds", "Time that a step takes."),
+    BoardKind.BATCH: ("batch_size", "Sequences of a step."),
 }
 """Their names and what Prometheus is told of them."""
 
@@ -114,7 +114,7 @@ class _Header(ctypes.Structure):
     log_until: int
     load: Annotated[Any, _Load]
     totals: Annotated[Totals, Totals]
-    histograms: Annotated[Any, _Histogram * len(Kind)]
+    histograms: Annotated[Any, _Histogram * len(BoardKind)]
 
 
 @table
@@ -171,7 +171,7 @@ class RankBoard:
     def __init__(self, row: _Rank, recorder: RankRecorder) -> None:
         self._row = row
         self.recorder = recorder
-        self.progress: Progress = Progress(row.progress)
+        self.progress: ProgressCounter = ProgressCounter(row.progress)
         """Counts the layers computed; on a GPU, the marks that it has passed."""
         self._device: DeviceProgress | None = None
         self.communicated: Callable[[], float] = float
@@ -196,7 +196,7 @@ class RankBoard:
             self.recorder.end_step(step)
             self._device.end(step)
 
-    def follow_device(self, marks: Marks) -> DeviceProgress:
+    def follow_device(self, marks: DeviceMarks) -> DeviceProgress:
         """From now on progress is what the device has done. Somebody must look (`DeviceProgress.start`)."""
 
         def finished(step: int) -> None:
@@ -263,14 +263,14 @@ class RingBoard:
 
     def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int, sequences: int = 0) -> None:
         seconds, totals = nanoseconds / 1e9, self.totals
-        self.observe(Kind.STEP, seconds)
-        self.observe(Kind.BATCH, sequences)
+        self.observe(BoardKind.STEP, seconds)
+        self.observe(BoardKind.BATCH, sequences)
         totals.steps += 1
         totals.step_seconds += seconds
         totals.prompt_tokens += prompt_tokens
         totals.output_tokens += output_tokens
 
-    def observe(self, kind: Kind, value: float) -> None:
+    def observe(self, kind: BoardKind, value: float) -> None:
         """`value`: seconds, or sequences."""
         histogram = self._histograms[kind]
         histogram.counts[bisect_left(BOUNDS[kind], value)] += 1
@@ -295,12 +295,12 @@ class RingBoard:
 
     # --- written by the supervisor ---------------------------------------------------------------
 
-    def set_log_level(self, change: Change) -> None:
+    def set_log_level(self, change: LevelChange) -> None:
         self._header.log_until = round(change.until)
         self._header.log_level = change.number
 
-    def log_level(self) -> Change:
-        return Change(self._header.log_level, float(self._header.log_until))
+    def log_level(self) -> LevelChange:
+        return LevelChange(self._header.log_level, float(self._header.log_until))
 
     # --- read by the supervisor ------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class RingBoard:
     def times(self) -> list[RankTime]:
         return [RankTime(row.traced_steps, row.traced_ns, row.communicating_ns) for row in self._rows]
 
-    def histogram(self, kind: Kind) -> Histogram:
+    def histogram(self, kind: BoardKind) -> Histogram:
         histogram = self._histograms[kind]
         return Histogram(cumulative(BOUNDS[kind], list(histogram.counts)), histogram.sum)
 

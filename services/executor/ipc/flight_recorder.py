@@ -35,7 +35,7 @@ _BLOCKS = 1024
 _NAME_BYTES = 2976
 
 
-class Kind(IntEnum):
+class CollectiveKind(IntEnum):
     """Of a collective, as `native/shared_memory.h` numbers them."""
 
     NONE = 0
@@ -67,7 +67,7 @@ class Collective(ctypes.Structure):
 
     @property
     def name(self) -> str:
-        return next((kind.name.lower() for kind in Kind if kind == self.kind), "none")
+        return next((kind.name.lower() for kind in CollectiveKind if kind == self.kind), "none")
 
 
 @table
@@ -183,7 +183,7 @@ class RankRecorder:
 
     # --- collectives that are called from Python -------------------------------------------------
 
-    def enter(self, kind: Kind, size: int) -> None:
+    def enter(self, kind: CollectiveKind, size: int) -> None:
         """A collective begins that this rank gives `size` bytes to."""
         collective = self.collective
         collective.kind, collective.bytes = kind, size

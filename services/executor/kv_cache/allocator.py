@@ -36,7 +36,7 @@ from services.executor.kv_cache.block_pool import (
     BlockPool,
     Copies,
     PendingCopies,
-    SessionPins,
+    PinnedBlocks,
     check_regions,
     check_tables,
 )
@@ -77,7 +77,7 @@ class BlockAllocator:
         self._kept = self._cold if num_cold else self._hot
         """Full blocks."""
         self._index = PrefixIndex()
-        self._pins = SessionPins(session_ttl)
+        self._pins = PinnedBlocks(session_ttl)
         self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
         self._saves_per_step = saves_per_step * self._tiers.count
         self._wanted: set[int] = set()

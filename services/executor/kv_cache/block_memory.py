@@ -39,7 +39,7 @@ def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     return torch.from_numpy(raw[start : start + nbytes]).view(dtype).view(size)
 
 
-class MappedFile:
+class MappedBlockFile:
     """Zeros in a file on disk, from the beginning of a page on."""
 
     def __init__(self, directory: Path | None, nbytes: int) -> None:
@@ -89,12 +89,12 @@ class MappedFiles:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self.files: list[MappedFile] = []
+        self.files: list[MappedBlockFile] = []
 
     def zeros(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """In a file of its own. Raises `ConfigurationError`."""
         nbytes = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
-        self.files.append(MappedFile(self._directory, nbytes))
+        self.files.append(MappedBlockFile(self._directory, nbytes))
         return self.files[-1].content.view(dtype).view(size)
 
     @property
@@ -102,7 +102,7 @@ class MappedFiles:
         return sum(file.content.nbytes for file in self.files)
 
     def drop(self) -> None:
-        """`MappedFile.drop`, of all."""
+        """`MappedBlockFile.drop`, of all."""
         for file in self.files:
             file.drop()
 

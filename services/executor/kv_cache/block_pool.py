@@ -17,7 +17,7 @@ Copies (`PendingCopies`) are decided by the leader between two plans, executed b
 Source of a save is only what earlier plans have written; so the order makes it safe to hand an id or a slot
 out again in the very plan that saves what it held.
 
-`SessionPins`: which blocks are pinned for which session. A session is pinned by use: each of its turns starts its
+`PinnedBlocks`: which blocks are pinned for which session. A session is pinned by use: each of its turns starts its
 time-to-live again. When it runs out, its blocks are cached like everybody's.
 """
 
@@ -35,7 +35,7 @@ class _Session:
         self.blocks: dict[int, None] = {}
 
 
-class SessionPins:
+class PinnedBlocks:
     """Pinned blocks by session. No clock: time comes in as an argument.
 
     Invariant: a block is kept for one session at most; a session without blocks is not remembered.

@@ -283,7 +283,7 @@ class _Saved(NamedTuple):
         return self.content if isinstance(self.content, bytes) else self.content.wait()
 
 
-class Endpoint(Protocol):
+class TransferEndpoint(Protocol):
     """What is needed of the rank's side of hand-overs (`services/executor/kv_transfer`)."""
 
     def obey(self, payload: bytes) -> None: ...
@@ -298,7 +298,7 @@ class BlockCopier:
         self._store = store
         self._spill = spill
         self._collectives = collectives
-        self.endpoint: Endpoint | None = None
+        self.endpoint: TransferEndpoint | None = None
         """None: this ring hands nothing over."""
 
     def run(self, plan: StepPlan) -> list[int]:

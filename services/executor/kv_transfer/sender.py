@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 SERVING = ("ready", "busy")
 
 
-class Peer:
+class TransferPeer:
     def __init__(self, record: GroupRecord) -> None:
         self.group = record.group
         self.epoch = record.epoch
@@ -54,11 +54,11 @@ class Peer:
         """Blocks, less those of the sessions assigned to it."""
 
 
-def peers_of(records: Iterable[GroupRecord], model: str, group: str) -> dict[str, Peer]:
+def peers_of(records: Iterable[GroupRecord], model: str, group: str) -> dict[str, TransferPeer]:
     """The groups that serve `model` beside `group`. Whether their blocks are of the same format they know
     themselves."""
     return {
-        record.group: Peer(record)
+        record.group: TransferPeer(record)
         for record in records
         if record.model == model and record.group != group and record.state in SERVING
     }
@@ -74,7 +74,7 @@ def is_coming(records: Iterable[GroupRecord], model: str, group: str) -> bool:
 class Homes:
     """Which peer each session goes to: where a scheduler has sent it already, else where there is most room."""
 
-    def __init__(self, peers: dict[str, Peer]) -> None:
+    def __init__(self, peers: dict[str, TransferPeer]) -> None:
         self.peers = peers
         self._homes: dict[str, str] = {}
 

@@ -29,7 +29,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UnservedReason:
     """Architectures that are not served for one reason."""
 
     because: str
@@ -225,30 +225,30 @@ TEXT_ALONE = frozenset(
 _SERVED_AS = {"emu3_text_model": "emu3"}
 """Text models that transformers lists by the whole model's type alone."""
 
-REFUSED: tuple[Refusal, ...] = (
-    Refusal("adds to each score what its query gives to the distance of the key, behind convolutions over keys", [
+REFUSED: tuple[UnservedReason, ...] = (
+    UnservedReason("adds what its query gives to the distance of the key to each score, behind convolutions", [
         "inkling2_text", "inkling_text"
     ]),
-    Refusal("weighs tokens by hashes or by two streams of the text, which keys and values alone do not tell", [
+    UnservedReason("weighs tokens by hashes or by two streams of the text, which keys and values alone do not tell", [
         "reformer", "xlnet"
     ]),
-    Refusal("drafts for another model, whose keys and values it reads", [
+    UnservedReason("drafts for another model, whose keys and values it reads", [
         "gemma4_assistant", "gemma4_unified_assistant"
     ]),
-    Refusal("reads bytes, and attends to the patches that an encoder makes of them", [
+    UnservedReason("reads bytes, and attends to the patches that an encoder makes of them", [
         "blt"
     ]),
-    Refusal("is the decoder of a model with an encoder, whose states it attends to", [
+    UnservedReason("is the decoder of a model with an encoder, whose states it attends to", [
         "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mllama", "musicgen",
         "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper"
     ]),
-    Refusal("answers images or sound, and no text alone", [
+    UnservedReason("answers images or sound, and no text alone", [
         "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize"
     ]),
-    Refusal("reads text in both directions, and is not among the encoders that are served", [
+    UnservedReason("reads text in both directions, and is not among the encoders that are served", [
         "bert-generation", "big_bird", "cpmant", "megatron-bert", "rembert", "roc_bert", "roformer", "xlm", "xmod"
     ]),
-    Refusal("reads its prompt in both directions (prefix_lm)", [
+    UnservedReason("reads its prompt in both directions (prefix_lm)", [
         "hrm_text"
     ]),
 )  # fmt: skip

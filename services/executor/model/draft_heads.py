@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from services.executor.core.sharding import Span, split_dimension
+from services.executor.core.sharding import ShardRange, split_dimension
 from services.executor.model.parallel.layers import (
     ColumnParallelLinear,
     LinearShard,
@@ -46,7 +46,7 @@ NEVER = -1e30
 def whole_linear(inputs: int, outputs: int, dtype: torch.dtype) -> ColumnParallelLinear:
     """A linear layer without bias that every rank computes whole, without memory yet."""
     linear = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
-    return ColumnParallelLinear(linear, Span(0, outputs))
+    return ColumnParallelLinear(linear, ShardRange(0, outputs))
 
 
 class HeadModel(nn.Module):
@@ -195,7 +195,7 @@ class ReducedHead(VocabParallelHead):
         spans = split_dimension(vocab_size, world_size)
         self.widths = [span.size for span in spans]
         first, stop = np.searchsorted(targets, [spans[rank].start, spans[rank].stop]).tolist()
-        hold(self, "weight", head.weight, TensorSlice(0, (Span(first, stop),), len(targets)))
+        hold(self, "weight", head.weight, TensorSlice(0, (ShardRange(first, stop),), len(targets)))
         self.register_parameter("bias", None)
         own = torch.from_numpy(targets[first:stop] - spans[rank].start)
         self.register_buffer("places", own, persistent=False)

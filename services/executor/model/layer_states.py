@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from services.executor.core.layer_state import Kind, LayerState, LayerStates, Pages, StateTensor, attention
-from services.executor.core.sharding import HeadCounts, ShardLayout, Span
+from services.executor.core.sharding import HeadCounts, ShardLayout, ShardRange
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
 
 Rule = Callable[[Any, ShardLayout], LayerStates]
@@ -248,11 +248,11 @@ def _convolved_keys(config: Any, layout: ShardLayout) -> LayerStates:
     return (LayerState("hybrid", (keys,), slot),) * int(config.num_hidden_layers)
 
 
-def delayed_values(layout: ShardLayout) -> Span:
+def delayed_values(layout: ShardLayout) -> ShardRange:
     """ZAYA: of the values that are from the token before those of this rank. They are the second half of all heads'."""
     half = layout.total.kv_heads * layout.head_dim // 2
     values = layout.kv_heads.scaled(layout.head_dim)
-    return Span(max(values.start - half, 0), max(values.stop - half, 0))
+    return ShardRange(max(values.start - half, 0), max(values.stop - half, 0))
 
 
 def _short_convolution(config: Any, layout: ShardLayout) -> LayerStates:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 
 _BLOCK = 64
 """Tokens: within a block work grows with its square, between blocks it is one product with the state."""
@@ -22,7 +22,7 @@ DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Buffers of transformers' module that follow from the configuration, and are not needed."""
 
 
-def fade_by_heads(module: Any, heads: Span) -> None:
+def fade_by_heads(module: Any, heads: ShardRange) -> None:
     """Has transformers' `module`, of whose heads this rank holds `heads`, compute with a slot of states."""
     rates = module.get_slope_rate().float()[heads.start : heads.stop]
     module.register_buffer("rates", rates, persistent=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from services.executor.model.lowered_recurrent import CannotLower, Rows
+from services.executor.model.lowered_recurrent import CannotLower, OutputRows
 from services.executor.model.parallel.layers import LatentWeight, LinearShard
 
 
@@ -32,7 +32,7 @@ class Latent:
 
     weight: LatentWeight
     shape: LatentShape
-    inputs: list[Rows]
+    inputs: list[OutputRows]
     """What it projects: queries or their latents, then the line"""
     query_b: LinearShard | None
     """Of query latents"""
@@ -77,7 +77,7 @@ def lower_latent(attention: Any, config: Any) -> Latent:
     return Latent(
         weight=weight,
         shape=shape,
-        inputs=[Rows.all(first), Rows.all(attention.kv_a_proj_with_mqa)],
+        inputs=[OutputRows.all(first), OutputRows.all(attention.kv_a_proj_with_mqa)],
         query_b=query_b,
         norms={name: norm.weight.detach().float().contiguous() for name, norm in norms.items()},
     )

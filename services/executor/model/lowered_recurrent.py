@@ -45,7 +45,7 @@ class RecurrentShape:
 
 
 @dataclass(frozen=True)
-class Rows:
+class OutputRows:
     """Outputs [first, stop) of a linear layer."""
 
     linear: LinearShard
@@ -53,7 +53,7 @@ class Rows:
     stop: int
 
     @classmethod
-    def all(cls, linear: Any) -> "Rows":
+    def all(cls, linear: Any) -> "OutputRows":
         return cls(linear, 0, linear.stored.shape[0])
 
 
@@ -63,7 +63,7 @@ class Recurrent:
 
     module: nn.Module
     shape: RecurrentShape
-    inputs: list[Rows]
+    inputs: list[OutputRows]
     """What it projects, in the order of `native/recurrent.h`"""
     output: LinearShard
     tensors: dict[str, Tensor]
@@ -123,11 +123,11 @@ def _gated_delta(module: Any) -> Recurrent:
     return Recurrent(module, shape, inputs, module.out_proj, {**_convolution(module.conv1d), **own})
 
 
-def _one_by_one(module: Any) -> list[Rows]:
-    return [Rows.all(getattr(module, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a")]
+def _one_by_one(module: Any) -> list[OutputRows]:
+    return [OutputRows.all(getattr(module, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a")]
 
 
-def _by_group(module: Any, shape: RecurrentShape) -> list[Rows]:
+def _by_group(module: Any, shape: RecurrentShape) -> list[OutputRows]:
     """Of rows that come key head by key head: query, key, its heads' values and gates; their betas and decays."""
     each = shape.heads // shape.groups
     sizes = (shape.key_dim, shape.key_dim, each * shape.value_dim, each * shape.value_dim)
@@ -137,11 +137,13 @@ def _by_group(module: Any, shape: RecurrentShape) -> list[Rows]:
     ]
 
 
-def _of_groups(linear: Any, groups: int, sizes: tuple[int, ...]) -> list[Rows]:
+def _of_groups(linear: Any, groups: int, sizes: tuple[int, ...]) -> list[OutputRows]:
     whole, rows = sum(sizes), []
     for at, size in enumerate(sizes):
         begin = sum(sizes[:at])
-        rows += [Rows(linear, first, first + size) for first in range(begin, groups * whole + begin, whole)]
+        rows += [
+            OutputRows(linear, first, first + size) for first in range(begin, groups * whole + begin, whole)
+        ]
     return rows
 
 
@@ -178,9 +180,9 @@ def _state_space(module: Any) -> Recurrent:
     }
     projected = module.in_proj
     inputs = [
-        Rows(projected, inner, inner + channels),
-        Rows(projected, 0, inner),
-        Rows(projected, inner + channels, inner + channels + heads),
+        OutputRows(projected, inner, inner + channels),
+        OutputRows(projected, 0, inner),
+        OutputRows(projected, inner + channels, inner + channels + heads),
     ]
     return Recurrent(module, shape, inputs, module.out_proj, {**_convolution(module.conv1d), **own})
 

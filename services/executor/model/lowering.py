@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
@@ -28,7 +28,7 @@ from services.executor.model.lowered_experts import Routing, Scores, lower_exper
 from services.executor.model.lowered_inputs import LayerInput, ModelInputs, lower_inputs, lower_layer_input
 from services.executor.model.lowered_latent import Latent, lower_latent
 from services.executor.model.lowered_recurrent import CannotLower as CannotLower
-from services.executor.model.lowered_recurrent import Recurrent, Rows, lower_recurrent
+from services.executor.model.lowered_recurrent import OutputRows, Recurrent, lower_recurrent
 from services.executor.model.parallel.layers import (
     LinearShard,
     VocabParallelEmbedding,
@@ -43,7 +43,7 @@ class Decoder(Protocol):
     @property
     def label(self) -> str: ...
 
-    def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
+    def forward(self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array) -> tuple[Tensor, Floats]:
         """Computes one step; `progress` counts the layers.
 
         Returns this rank's share of the logits of `plan.sample_rows`, float32 or the model's dtype [R, rows of the
@@ -53,13 +53,13 @@ class Decoder(Protocol):
         ...
 
     def forward_with_states(
-        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+        self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
         """`forward`, and of all rows what `layers` read, side by side, [T, layers * hidden]; none: what comes behind
         the last norm."""
         ...
 
-    def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+    def forward_to_largest(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
         """`forward`, and then `largest` of its logits."""
         ...
 
@@ -338,14 +338,14 @@ def _keys_are_values(attention: Any) -> bool:
     return not _reads_only(attention) and getattr(attention, "v_proj", attention) is None
 
 
-def gated_rows_of(attention: Any) -> list[Rows]:
+def gated_rows_of(attention: Any) -> list[OutputRows]:
     """Queries, keys, values and gates of a layer whose query projection has a head's gate after its query."""
     size, linear = int(attention.head_dim), attention.q_proj
     both = [
-        [Rows(linear, at, at + size) for at in range(begin, linear.stored.shape[0], 2 * size)]
+        [OutputRows(linear, at, at + size) for at in range(begin, linear.stored.shape[0], 2 * size)]
         for begin in (0, size)
     ]
-    return [*both[0], Rows.all(attention.k_proj), Rows.all(attention.v_proj), *both[1]]
+    return [*both[0], OutputRows.all(attention.k_proj), OutputRows.all(attention.v_proj), *both[1]]
 
 
 def gate_up_of(feed_forward: Any) -> list[Weights]:

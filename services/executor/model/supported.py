@@ -37,7 +37,7 @@ class Supported(msgspec.Struct, frozen=True):
     """Kinds of state that its layers keep."""
 
 
-class Refused(msgspec.Struct, frozen=True):
+class UnsupportedArchitectures(msgspec.Struct, frozen=True):
     """Architectures that are not served."""
 
     because: str
@@ -46,7 +46,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 class Catalogue(msgspec.Struct, frozen=True):
     served: list[Supported]
-    refused: list[Refused]
+    refused: list[UnsupportedArchitectures]
 
 
 def state_of(model_type: str, row: Architecture) -> list[str]:
@@ -65,7 +65,7 @@ def catalogue() -> Catalogue:
             Supported(name, row.title, row.examples, row.shown, state_of(name, row))
             for name, row in sorted({**SERVED, **ENCODERS}.items(), key=lambda item: item[1].title.lower())
         ],
-        [Refused(row.because, row.model_types) for row in REFUSED],
+        [UnsupportedArchitectures(row.because, row.model_types) for row in REFUSED],
     )
 
 

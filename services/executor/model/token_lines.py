@@ -54,7 +54,7 @@ class TokenLines:
         return min(self.tokens, step.store.block_size)
 
 
-class Ring:
+class TokenRing:
     """Where the tokens of a step are in slots that keep the last `size` of a sequence: that of position p in place
     p modulo `size`."""
 
@@ -88,8 +88,8 @@ class Ring:
         return known
 
 
-def ring_of(step: StepContext, size: int) -> Ring:
-    return step.once(("ring", size), lambda: Ring(step, size))
+def ring_of(step: StepContext, size: int) -> TokenRing:
+    return step.once(("ring", size), lambda: TokenRing(step, size))
 
 
 class _Ends:

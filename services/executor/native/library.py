@@ -71,7 +71,7 @@ class Format(ctypes.Structure):
     ]
 
 
-class LowRank(ctypes.Structure):
+class RzLowRank(ctypes.Structure):
     """`rz_low_rank` of `decoder.h`."""
 
     _fields_ = [
@@ -112,11 +112,11 @@ class Codes(ctypes.Structure):
     ]
 
 
-class SharedHead(ctypes.Structure):
+class RzSharedHead(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in ("kv_head", "slot", "is_first", "first_share")]
 
 
-class Span(ctypes.Structure):
+class RzSpan(ctypes.Structure):
     _fields_ = [("first", c_int32), ("count", c_int32)]
 
 
@@ -135,7 +135,7 @@ class Experts(ctypes.Structure):
     ]
 
 
-class Recurrent(ctypes.Structure):
+class RzRecurrent(ctypes.Structure):
     """`rz_recurrent` of `decoder.h`."""
 
     _fields_ = [
@@ -149,7 +149,7 @@ class Recurrent(ctypes.Structure):
     ]
 
 
-class Latent(ctypes.Structure):
+class RzLatent(ctypes.Structure):
     """`rz_latent` of `decoder.h`."""
 
     _fields_ = [
@@ -172,17 +172,17 @@ class Inputs(ctypes.Structure):
     ]
 
 
-class Heads(ctypes.Structure):
+class RzHeads(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("q_heads", "kv_heads", "lines", "key_dim", "value_dim")),
         *((name, c_int32) for name in ("first_output", "shared_in_ring", "shared_here")),
-        ("shared", SharedHead * 2),
-        ("counted", Span * 2),
+        ("shared", RzSharedHead * 2),
+        ("counted", RzSpan * 2),
         ("all", c_int32 * 2),
     ]
 
 
-class Layer(ctypes.Structure):
+class RzLayer(ctypes.Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
         ("feed_forward_norm", c_void_p),
@@ -199,8 +199,8 @@ class Layer(ctypes.Structure):
         ("input_projection", Linear),
         ("after_input_norm", c_void_p),
         ("experts", POINTER(Experts)),
-        ("recurrent", POINTER(Recurrent)),
-        ("latent", POINTER(Latent)),
+        ("recurrent", POINTER(RzRecurrent)),
+        ("latent", POINTER(RzLatent)),
         *((name, c_int32) for name in ("heads", "reads_only", "keys_are_values", "norms_values", "gated")),
         ("rotary", c_int32),
         ("window", c_int32),
@@ -217,13 +217,13 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Place(ctypes.Structure):
+class RzPlace(ctypes.Structure):
     """`rz_place` of `decoder.h`."""
 
     _fields_ = [("layer", c_int64), ("doorbell", c_int32)]
 
 
-class Model(ctypes.Structure):
+class RzModel(ctypes.Structure):
     _fields_ = [
         *(
             (name, c_int32)
@@ -243,21 +243,21 @@ class Model(ctypes.Structure):
             )
         ),
         ("ranks", c_int32),
-        ("heads", Heads * HEADS),
+        ("heads", RzHeads * HEADS),
         *((name, c_int32) for name in ("wide_norms", "norms_turned")),
         *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "embedding_scale")),
         *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_cap")),
         ("frequencies", c_void_p * ROTARIES),
         ("rotary_scale", c_float * ROTARIES),
-        ("layer", POINTER(Layer)),
+        ("layer", POINTER(RzLayer)),
         ("final_norm", c_void_p),
         ("embedding", Linear),
         ("inputs", Inputs),
         ("head", Linear),
         ("ring", c_void_p),
         ("ring_timeout_ns", c_int64),
-        ("place", POINTER(Place)),
+        ("place", POINTER(RzPlace)),
     ]
 
 
@@ -280,7 +280,7 @@ _RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 """The functions of `shared_memory.h`."""
 
 
-class Step(ctypes.Structure):
+class RzStep(ctypes.Structure):
     _fields_ = [
         ("tokens", c_int32),
         ("sequences", c_int32),
@@ -334,11 +334,11 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "rz_quantized_row": (None, [c_void_p, POINTER(Format), c_void_p, c_long]),
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
-    "rz_decoder_recur": (c_int, [c_void_p, POINTER(Recurrent), POINTER(Step), c_void_p, c_void_p]),
-    "rz_decoder_new": (c_void_p, [POINTER(Model), c_int, POINTER(c_int)]),
-    "rz_decoder_beside": (c_void_p, [POINTER(Model), c_void_p]),
+    "rz_decoder_recur": (c_int, [c_void_p, POINTER(RzRecurrent), POINTER(RzStep), c_void_p, c_void_p]),
+    "rz_decoder_new": (c_void_p, [POINTER(RzModel), c_int, POINTER(c_int)]),
+    "rz_decoder_beside": (c_void_p, [POINTER(RzModel), c_void_p]),
     "rz_decoder_free": (None, [c_void_p]),
-    "rz_decoder_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "rz_decoder_forward": (c_int, [c_void_p, POINTER(RzStep)]),
     "rz_decoder_spent": (None, [c_void_p, c_void_p]),
     "rz_decoder_largest": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
 }
@@ -494,7 +494,7 @@ def _has_our_functions(library: Any) -> bool:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    kinds = (Linear, Layer, Model, Step, Codes, Experts, Recurrent, Latent, Adapted, LowRank)
+    kinds = (Linear, RzLayer, RzModel, RzStep, Codes, Experts, RzRecurrent, RzLatent, Adapted, RzLowRank)
     ours = [ctypes.sizeof(kind) for kind in kinds]
     if not hasattr(library, "rz_sizes"):
         return False

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.prompt_results import Scores
+from services.executor.core.prompt_results import PromptTokenScores
 from services.executor.core.step_plan import Int32Array
 
 MOST_CANDIDATES = 1024
@@ -350,7 +350,7 @@ _ROWS = 64
 
 def score(
     local: Tensor, targets: Int32Array, top: int, collectives: Collectives, widths: Sequence[int]
-) -> Scores | None:
+) -> PromptTokenScores | None:
     """Of `local` [Q, this rank's width] of every rank, on rank 0; None on the others.
 
     `targets` [Q]: a token for each row; `top`: the most likely tokens that are wanted of each. `widths`: each rank's
@@ -382,7 +382,7 @@ def score(
     tokens, logits_of = _first(largest, len(local), top)
     log_sums = np.where(np.isfinite(log_sums), log_sums, np.float32(np.nan))
     with np.errstate(invalid="ignore"):
-        return Scores(
+        return PromptTokenScores(
             of_targets - log_sums, larger.astype(np.int32) + 1, tokens, logits_of - log_sums[:, None]
         )
 

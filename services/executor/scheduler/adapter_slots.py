@@ -35,7 +35,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """Slots of one ring. `take` only what `Claims.may_take` has allowed, or `free` says."""
+    """Slots of one ring. `take` only what `SlotClaims.may_take` has allowed, or `free` says."""
 
     def __init__(self, slots: int) -> None:
         self.empty = True
@@ -125,7 +125,7 @@ class AdapterSlots:
         slot.used = self._count
 
 
-class Claims:
+class SlotClaims:
     """Of one step: who waits is asked in order of urgency."""
 
     def __init__(self, slots: AdapterSlots) -> None:

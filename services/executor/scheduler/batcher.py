@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken, SpilledBlock
-from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
@@ -346,7 +346,7 @@ class Scheduler:
         sampled: Seq[SampledToken],
         seconds: float = 0.0,
         pooled: Floats | None = None,
-        scores: Scores | None = None,
+        scores: PromptTokenScores | None = None,
     ) -> Entries:
         """Ends the oldest step under way with the engine's answer, `seconds` after it began or the step before it
         ended (0: unknown). `pooled`: what the engine has summed up of `plan.pools`; `scores`: what it gives of

@@ -40,7 +40,7 @@ Rows = Seq[tuple[Sequence, int, int, int]]
 """(sequence, position of its first token, tokens, drafts behind them), in the order of a flat batch."""
 
 
-class Snapshot(NamedTuple):
+class StateSnapshot(NamedTuple):
     sequence: Sequence
     blocks: int
     """Full blocks before it."""
@@ -48,7 +48,7 @@ class Snapshot(NamedTuple):
 
 
 class Save(NamedTuple):
-    snapshot: Snapshot
+    snapshot: StateSnapshot
     table: list[int]
     """The blocks that it goes to."""
 
@@ -66,7 +66,7 @@ class Drafted(NamedTuple):
 class _Step(NamedTuple):
     """What a plan that was sent brings about."""
 
-    snapshots: list[Snapshot]
+    snapshots: list[StateSnapshot]
     saves: list[Save]
     drafted: list[Drafted]
 
@@ -85,7 +85,7 @@ class StateSlots:
         self._draft_states = spec.draft_states if spec.num_states else 0
         self._behind = list(range(self.total + self._draft_states - 1, self.total - 1, -1))
         """Free slots for states behind drafts."""
-        self._ready: list[Snapshot] = []
+        self._ready: list[StateSnapshot] = []
         """Taken, to be saved by the next plan."""
         self._steps: deque[_Step] = deque()
         """Those under way, the oldest first."""
@@ -181,7 +181,7 @@ class StateSlots:
             "state_loads": _flat((sequence.state_slot, *sequence.snapshot) for sequence in self._loads),
         }
 
-    def _take(self, rows: Rows) -> list[tuple[int, Snapshot]]:
+    def _take(self, rows: Rows) -> list[tuple[int, StateSnapshot]]:
         """Snapshots that a step takes, and behind which rows, as far as there are slots: those where prompts end, or
         part, before others."""
         wanted: list[tuple[bool, int, Sequence, int]] = []
@@ -199,7 +199,9 @@ class StateSlots:
             row += length
         wanted.sort(key=lambda one: one[0])
         count = min(len(wanted), len(self._spare))
-        return [(row, Snapshot(sequence, at, self._spare.pop())) for _, row, sequence, at in wanted[:count]]
+        return [
+            (row, StateSnapshot(sequence, at, self._spare.pop())) for _, row, sequence, at in wanted[:count]
+        ]
 
     def _keep_before_drafts(self, rows: Rows, copies: list[tuple[int, int]]) -> list[Drafted]:
         """Adds to `copies` where the state before each draft goes: behind which row, and to which slot."""
@@ -283,7 +285,7 @@ class StateSlots:
             sequence.state_slot, slots[right] = slots[right], sequence.state_slot
         self._behind += slots
 
-    def _is_right(self, snapshot: Snapshot) -> bool:
+    def _is_right(self, snapshot: StateSnapshot) -> bool:
         """Whether it was taken behind tokens that are the sequence's, and not behind a draft that was wrong. A sequence
         that has no slot any more took no token from its last step."""
         sequence, blocks, _ = snapshot

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from services.executor.core.engine import EngineSpec
-from services.executor.ipc.board import Kind, RingBoard
+from services.executor.ipc.board import BoardKind, RingBoard
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
 from services.executor.scheduler.step_planner import StepPlanner
@@ -67,7 +67,7 @@ class Stages:
         for sequence in sequences:
             if not sequence.times.admitted:
                 sequence.times.admitted = now
-                self._observe(Kind.QUEUE, now - sequence.times.accepted)
+                self._observe(BoardKind.QUEUE, now - sequence.times.accepted)
                 if self._board is not None:
                     self._board.count_queried(sequence.prompt_tokens)
 
@@ -76,9 +76,9 @@ class Stages:
         times = sequence.times
         if not times.first_token:
             times.first_token = now
-            self._observe(Kind.PREFILL, now - times.admitted)
+            self._observe(BoardKind.PREFILL, now - times.admitted)
         elif finished:
-            self._observe(Kind.DECODE, now - times.first_token)
+            self._observe(BoardKind.DECODE, now - times.first_token)
 
     def progressed(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
         """Those of these whose consumers are to be told now how much of their prompts is computed."""
@@ -95,6 +95,6 @@ class Stages:
             sequence.times.told = now
         return due
 
-    def _observe(self, kind: Kind, seconds: float) -> None:
+    def _observe(self, kind: BoardKind, seconds: float) -> None:
         if self._board is not None:
             self._board.observe(kind, max(0.0, seconds))

@@ -23,7 +23,7 @@ from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.sparse_attention import DENSE
-from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, Claims
+from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, SlotClaims
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables, PrefixMatch
 from services.executor.scheduler.prefill_pace import PrefillPace
@@ -41,7 +41,7 @@ _BATCH = (LANES.index("batch"),)
 
 
 class _Step:
-    def __init__(self, budget: int, scorable: int, claims: Claims) -> None:
+    def __init__(self, budget: int, scorable: int, claims: SlotClaims) -> None:
         self.claims = claims
         self.passed = 0
         """How many of those that wait, from the first on, cannot have a slot for their adapter now."""
@@ -126,7 +126,7 @@ class StepPlanner:
 
     def plan(self) -> list[ScheduledTokens]:
         """The next step's chunks. Their tables cover what they compute."""
-        step = _Step(self._settings.max_batch_tokens, self._scorable, Claims(self.slots))
+        step = _Step(self._settings.max_batch_tokens, self._scorable, SlotClaims(self.slots))
         for step.only in self._turns() if self.isolates else (None,):
             for batch_lane in (False, True):
                 self._add_decodes(step, batch_lane)
@@ -148,7 +148,7 @@ class StepPlanner:
     def _turns(self) -> list[Sequence | None]:
         """For whom the next step may be, the first that can be computed: those that are computed alone take turns
         with each other, and all of them with the others (None)."""
-        head = self._first(_Step(0, 0, Claims(self.slots)))
+        head = self._first(_Step(0, 0, SlotClaims(self.slots)))
         alone = sorted((s for s in (*self.running, head) if s and s.alone), key=attrgetter("turn"))
         self.isolates = bool(alone) or any(s.alone for s in self.waiting)
         return [None, *alone] if self._was_alone else [*alone, None]
@@ -176,7 +176,7 @@ class StepPlanner:
     def could_admit(self) -> bool:
         """Whether the first that waits, of those that can have a slot for their adapter, would get a place now, were a
         step planned."""
-        head = self._first(_Step(0, 0, Claims(self.slots)))
+        head = self._first(_Step(0, 0, SlotClaims(self.slots)))
         if head is None:
             return False
         lent = [] if head.is_batch else self._running_in(batch_lane=True)

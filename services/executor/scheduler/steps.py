@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from services.executor.core.engine import DraftPlan
-from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
@@ -48,7 +48,7 @@ class SampledRow(NamedTuple):
         return self.sequence.request
 
 
-Taker = Callable[[Floats | None, Scores | None], list[tuple[Sequence, TokenEntry | None]]]
+Taker = Callable[[Floats | None, PromptTokenScores | None], list[tuple[Sequence, TokenEntry | None]]]
 """Takes what the engine has summed up and scored in a step; returns the sequences that are over, with what they end
 with."""
 

@@ -27,12 +27,12 @@ WAITING = ["-"]
 """The arguments of an executor that is told later what it is."""
 
 
-class Started(NamedTuple):
+class StartedForkServer(NamedTuple):
     process: "subprocess.Popen[bytes]"
     line: socket.socket
 
 
-_early: list[Started] = []
+_early: list[StartedForkServer] = []
 
 
 def start_early(arguments: Sequence[str]) -> None:
@@ -49,12 +49,12 @@ def start_early(arguments: Sequence[str]) -> None:
         _early.append(start())
 
 
-def taken() -> Started | None:
+def taken() -> StartedForkServer | None:
     """The one that was started early, once."""
     return _early.pop() if _early else None
 
 
-def start() -> Started:
+def start() -> StartedForkServer:
     """A fork server, as a child that ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -67,7 +67,7 @@ def start() -> Started:
             preexec_fn=die_with_parent(signal.SIGKILL),
         )
     ours.setblocking(False)
-    return Started(process, ours)
+    return StartedForkServer(process, ours)
 
 
 def take_arguments() -> None:

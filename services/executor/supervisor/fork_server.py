@@ -45,13 +45,13 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
     """Of its environment, whatever ours has."""
 
 
-class Import(msgspec.Struct, frozen=True, tag="import"):
+class ImportModules(msgspec.Struct, frozen=True, tag="import"):
     """Ranks to come will need these modules too. There is no answer."""
 
     modules: list[str]
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class ForkServerReady(msgspec.Struct, frozen=True, tag="hello"):
     """The imports are done."""
 
     version: str
@@ -61,13 +61,13 @@ class Forked(msgspec.Struct, frozen=True, tag="forked"):
     pid: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class ForkRefused(msgspec.Struct, frozen=True, tag="refused"):
     """This process must not be forked, or cannot be."""
 
     reason: str
 
 
-_requests = msgspec.json.Decoder(Fork | Import)
+_requests = msgspec.json.Decoder(Fork | ImportModules)
 
 
 def why_not_to_fork() -> str:
@@ -115,13 +115,13 @@ class ForkServer:
     def run(self) -> None:
         """Until the executor is gone."""
         prepare()
-        self._say(Hello(VERSION))
+        self._say(ForkServerReady(VERSION))
         while True:
             message, fds = _receive(self._line)
             if not message:
                 return
             match _requests.decode(message):
-                case Import(modules):
+                case ImportModules(modules):
                     with contextlib.suppress(ImportError):  # ranks say what they miss
                         _load([name for name in modules if name.startswith(_IMPORTABLE)])
                 case Fork(variables, own):
@@ -132,23 +132,23 @@ class ForkServer:
     def _say(self, message: msgspec.Struct) -> None:
         self._line.sendall(msgspec.json.encode(message))
 
-    def _fork(self, variables: dict[str, str], stdin: int, events: int, *output: int) -> Forked | Refused:
+    def _fork(self, variables: dict[str, str], stdin: int, events: int, *output: int) -> Forked | ForkRefused:
         if reason := why_not_to_fork():
-            return Refused(reason)
+            return ForkRefused(reason)
         read_end, write_end = os.pipe()
         try:
             between = os.fork()
         except OSError as error:
             os.close(read_end)
             os.close(write_end)
-            return Refused(f"the system has no room for another process ({error.strerror})")
+            return ForkRefused(f"the system has no room for another process ({error.strerror})")
         if not between:
             self._be_between(write_end, variables, stdin, events, *output)
         os.close(write_end)
         os.waitpid(between, 0)  # from then on the rank is the executor's child
         told = os.read(read_end, 32)
         os.close(read_end)
-        return Forked(int(told)) if told else Refused("the system has no room for another process")
+        return Forked(int(told)) if told else ForkRefused("the system has no room for another process")
 
     def _be_between(
         self, write_end: int, variables: dict[str, str], stdin: int, events: int, *output: int

@@ -17,7 +17,7 @@ import structlog
 from services.executor.core.gpu_errors import EXTERNAL, HUNG
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.activity import ActivityPage
-from services.executor.supervisor.diagnostics.dump import Group
+from services.executor.supervisor.diagnostics.dump import GroupDump
 from services.executor.supervisor.diagnostics.processes import is_stopped
 from services.executor.supervisor.diagnostics.service import DebugService
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
@@ -30,7 +30,7 @@ from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBe
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from shared.service.logs import Change
+from shared.service.logs import LevelChange
 from shared.tasks import CANCEL_TIMEOUT, Backoff, cancel_all
 
 log = structlog.get_logger(__name__)
@@ -84,7 +84,7 @@ class GroupSupervisor:
         self._variables = dict(variables or {})
         self._ring: Ring | None = None
         self._message = ""
-        self._log_level = Change()
+        self._log_level = LevelChange()
         self._epoch = 0
         """Of the ring that is up, else of the last one: its end is told under its own epoch."""
         self._death: RingDeath | None = None
@@ -148,7 +148,7 @@ class GroupSupervisor:
         if self._ring is not None:
             self._ring.lose(reason)
 
-    def set_log_level(self, change: Change) -> None:
+    def set_log_level(self, change: LevelChange) -> None:
         """Rings that start later have it, too."""
         self._log_level = change
         if self._ring is not None:
@@ -159,8 +159,8 @@ class GroupSupervisor:
         handover = self.settings.handover_timeout + HANDOVER_MARGIN if self.settings.handover_timeout else 0.0
         return (self.settings.drain_grace if grace < 0 else grace) + handover + 5
 
-    def _whose(self) -> Group:
-        return Group(self.group, self.model, self._host.instance, self._message)
+    def _whose(self) -> GroupDump:
+        return GroupDump(self.group, self.model, self._host.instance, self._message)
 
     def _labels(self) -> Labels:
         return Labels(self.group, self.model)

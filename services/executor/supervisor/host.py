@@ -22,7 +22,7 @@ from services.executor.supervisor.group import GroupHost, GroupSupervisor
 from services.executor.supervisor.host_adapters import HostAdapters
 from services.executor.supervisor.host_jobs import HostJobKind
 from services.executor.supervisor.host_load import HostLoad
-from services.executor.supervisor.host_memory import HostMemory, ModelSize, Placement
+from services.executor.supervisor.host_memory import HostMemory, MemoryPlacement, ModelSize
 from services.executor.supervisor.metrics import HostMetrics
 from services.executor.supervisor.model_files import (
     MEMORY_SHARE,
@@ -56,7 +56,7 @@ from shared.model_store.programs import Progress
 from shared.nats import subjects
 from shared.nats.kv import Bucket
 from shared.registry import as_of_hub
-from shared.service.logs import Change
+from shared.service.logs import LevelChange
 from shared.sparse_attention import keeps_pages
 from shared.tasks import TaskSet
 
@@ -129,7 +129,7 @@ class ModelHost:
         self._asleep: dict[str, ResidentFiles] = {}
         self._told: dict[str, HostModel] = {}
         """Of models that are stored, asleep or have failed: the last that there is to say."""
-        self._log_level = Change()
+        self._log_level = LevelChange()
         self._tasks = TaskSet(failed="host_task_failed")
         self._adapters = HostAdapters()
         self.jobs = [make(settings, service, self.memory, self) for make in job_kinds]
@@ -184,7 +184,7 @@ class ModelHost:
             files.close()
         self._asleep.clear()
 
-    def set_log_level(self, change: Change) -> None:
+    def set_log_level(self, change: LevelChange) -> None:
         self._log_level = change
         for group in self.groups.values():
             group.set_log_level(change)
@@ -282,7 +282,7 @@ class ModelHost:
         self._tasks.spawn(self._live(load, placed), f"group {group}")
         return HostReply(ok=True, memory=load.memory)
 
-    async def _place_stored(self, load: HostLoad) -> Placement | None:
+    async def _place_stored(self, load: HostLoad) -> MemoryPlacement | None:
         """Where the files are there: at once, so that who has asked knows whether there is room. Raises
         `ModelDoesNotFit`; what else is wrong is told by heartbeats."""
         model = StoredModel(load.settings)
@@ -352,7 +352,7 @@ class ModelHost:
 
     # --- loads -----------------------------------------------------------------------------------
 
-    async def _live(self, load: HostLoad, placed: Placement | None) -> None:
+    async def _live(self, load: HostLoad, placed: MemoryPlacement | None) -> None:
         """The whole life of a group."""
         name, began = load.spec.name, time.monotonic()
         try:
@@ -375,7 +375,7 @@ class ModelHost:
                 await self._put_to_sleep(name, load.settings)
                 await self._beat()
 
-    async def _serve(self, load: HostLoad, placed: Placement, began: float) -> None:
+    async def _serve(self, load: HostLoad, placed: MemoryPlacement, began: float) -> None:
         """From the first of its processes to the end of the last. Raises why it has failed."""
         self._wake(placed.woken)
         for jobs in self.jobs:
@@ -409,7 +409,7 @@ class ModelHost:
                 running.cancel()
                 await asyncio.wait({running})
 
-    def _place(self, load: HostLoad, size: ModelSize) -> Placement:
+    def _place(self, load: HostLoad, size: ModelSize) -> MemoryPlacement:
         """Raises `ModelDoesNotFit`."""
         settings = load.settings
         try:

@@ -50,7 +50,7 @@ class Footprint(NamedTuple):
         return self.weights + self.kv + self.overhead
 
 
-class Placement(NamedTuple):
+class MemoryPlacement(NamedTuple):
     footprint: Footprint
     devices: tuple[int, ...]
     """GPUs of its ranks, by rank; empty on a CPU."""
@@ -101,7 +101,7 @@ class HostMemory:
 
     # --- groups ----------------------------------------------------------------------------------
 
-    def place(self, group: str, size: ModelSize, ranks: int, kv: int) -> Placement:
+    def place(self, group: str, size: ModelSize, ranks: int, kv: int) -> MemoryPlacement:
         """Promises a new group of `ranks` ranks its memory. `kv`: bytes of its KV caches together; 0: `KV_SHARE` of
         the memory of its devices, or what is left of it. Raises `ModelDoesNotFit`."""
         devices = self._devices_for(ranks)
@@ -114,7 +114,9 @@ class HostMemory:
             raise self._refusal(footprint, room, ranks)
         self._held[group] = self._shares(footprint.total, devices)
         woken = () if self._gpus else tuple(self._make_way(self.total - self.used))
-        return Placement(footprint, tuple(devices) if self._gpus else (), woken, tuple(self._in_the_way()))
+        return MemoryPlacement(
+            footprint, tuple(devices) if self._gpus else (), woken, tuple(self._in_the_way())
+        )
 
     def least(self, size: ModelSize, ranks: int, kv: int) -> int:
         """Bytes that a group takes at least; arguments as of `place`."""

@@ -19,15 +19,15 @@ import structlog
 
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.early_fork_server import RUNTIME, Started
+from services.executor.supervisor.early_fork_server import RUNTIME, StartedForkServer
 from services.executor.supervisor.fork_server import (
     LONGEST_MESSAGE,
     RANK_MODULE,
     Fork,
     Forked,
-    Hello,
-    Import,
-    Refused,
+    ForkRefused,
+    ForkServerReady,
+    ImportModules,
 )
 from shared.process import VERSION, die_with_parent
 
@@ -41,7 +41,7 @@ _ORPHANS_GONE_WITHIN = 0.2
 _OUTPUT = (1, 2)
 """A rank writes where we do: the server may have been started before we were told where."""
 
-_answers = msgspec.json.Decoder(Hello | Forked | Refused)
+_answers = msgspec.json.Decoder(ForkServerReady | Forked | ForkRefused)
 
 
 class ForkedRank:
@@ -88,7 +88,7 @@ def _reap(group: int) -> None:
 class ForkClient:
     """One fork server at a time. `fork` gives None where there is none that may be used."""
 
-    def __init__(self, variables: Mapping[str, str], started: Started | None = None) -> None:
+    def __init__(self, variables: Mapping[str, str], started: StartedForkServer | None = None) -> None:
         """`variables`: of the ranks' environment, where ours does not have them. `started`: a server that we have
         already."""
         self._variables = dict(variables)
@@ -165,7 +165,7 @@ class ForkClient:
     async def _greet(self) -> bool:
         """Waits for the imports; whether the server may be used."""
         hello = await self._answer(IMPORTED_WITHIN)
-        if not isinstance(hello, Hello) or hello.version != VERSION:
+        if not isinstance(hello, ForkServerReady) or hello.version != VERSION:
             self._give_up(f"it answers {hello} to the version {VERSION}")
             return False
         self._greeted = True
@@ -180,22 +180,22 @@ class ForkClient:
             case Forked(pid):
                 return ForkedRank(pid)
             case answer:
-                self._give_up(answer.reason if isinstance(answer, Refused) else f"it answers {answer}")
+                self._give_up(answer.reason if isinstance(answer, ForkRefused) else f"it answers {answer}")
                 return None
 
-    async def _answer(self, timeout: float) -> Hello | Forked | Refused:
+    async def _answer(self, timeout: float) -> ForkServerReady | Forked | ForkRefused:
         assert self._line is not None, "there is a server"
         async with asyncio.timeout(timeout):
             answer = await asyncio.get_running_loop().sock_recv(self._line, LONGEST_MESSAGE)
         if not answer:
             raise EOFError("it has ended")
-        decoded: Hello | Forked | Refused = _answers.decode(answer)
+        decoded: ForkServerReady | Forked | ForkRefused = _answers.decode(answer)
         return decoded
 
     def _import(self, modules: list[str]) -> None:
         if modules and self._line is not None:
             with contextlib.suppress(OSError):  # it is seen by the next fork
-                self._line.send(msgspec.json.encode(Import(modules)))
+                self._line.send(msgspec.json.encode(ImportModules(modules)))
 
     def _give_up(self, reason: str) -> None:
         log.warning("fork_server_not_used", reason=reason)

@@ -27,7 +27,7 @@ from shared.nats import subjects
 from shared.nats.bus import encode
 from shared.service.endpoints import Health
 from shared.service.lifecycle import Service
-from shared.service.logs import Change
+from shared.service.logs import LevelChange
 from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
@@ -154,7 +154,7 @@ class ExecutorService(Service):
     def log_fields(self) -> dict[str, object]:
         return {"group": self._own.group} if self._own is not None and len(self._host.groups) == 1 else {}
 
-    def on_log_level(self, change: Change) -> None:
+    def on_log_level(self, change: LevelChange) -> None:
         self._host.set_log_level(change)
 
     def health(self) -> Health:

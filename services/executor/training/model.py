@@ -34,7 +34,7 @@ from services.executor.training.base.attention import (
     register_training_attention,
 )
 from services.executor.training.base.linear import Factors, FrozenLinear, Pass
-from services.executor.training.base.loading import Base, load_base
+from services.executor.training.base.loading import LoadedBase, load_base
 from services.executor.training.base.log_probs import Head
 from services.executor.training.base.weights import Scratch
 from services.executor.training.batch import DropoutKey, PackedBatch
@@ -53,7 +53,7 @@ class TrainableModel:
 
     def __init__(
         self,
-        base: Base,
+        base: LoadedBase,
         hyperparameters: Hyperparameters,
         seed: int,
         between_layers: Callable[[], None],
@@ -173,7 +173,7 @@ class TrainableModel:
             if (config := getattr(module, "config", None)) is not None:
                 config._attn_implementation = ATTENTION_NAME  # noqa: SLF001  # no public name
 
-    def _add_factors(self, base: Base, hyperparameters: Hyperparameters, seed: int) -> None:
+    def _add_factors(self, base: LoadedBase, hyperparameters: Hyperparameters, seed: int) -> None:
         device = self._scratch.device
         for target in _chosen(base.targets, self.linears, hyperparameters.targets):
             shape = (target.outputs, target.inputs)
@@ -207,11 +207,11 @@ def load_trainable(
     return made
 
 
-def _device_of(base: Base) -> torch.device:
+def _device_of(base: LoadedBase) -> torch.device:
     return next((held.device for held in base.model.parameters() if held.numel()), torch.device("cpu"))
 
 
-def _freeze_linears(base: Base, scratch: Scratch, current: list[Pass]) -> dict[str, FrozenLinear]:
+def _freeze_linears(base: LoadedBase, scratch: Scratch, current: list[Pass]) -> dict[str, FrozenLinear]:
     """By their names, with the modules computing by them; the output layer is not among them."""
     linears = {}
     for name, module in base.model.named_modules():
@@ -222,14 +222,14 @@ def _freeze_linears(base: Base, scratch: Scratch, current: list[Pass]) -> dict[s
     return linears
 
 
-def _look_up(base: Base, scratch: Scratch) -> None:
+def _look_up(base: LoadedBase, scratch: Scratch) -> None:
     for name, module in base.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             weight = base.weights[name]
             module.look_up_by(lambda tokens, weight=weight: weight.picked(tokens, scratch))  # type: ignore[misc]
 
 
-def _head_of(base: Base, scratch: Scratch, collectives: Collectives) -> Head:
+def _head_of(base: LoadedBase, scratch: Scratch, collectives: Collectives) -> Head:
     config, module = base.model.config, base.model.get_output_embeddings()
     name = next(name for name, one in base.model.named_modules() if one is module)
     scale = 1.0

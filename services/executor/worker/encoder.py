@@ -18,15 +18,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import EngineSpec
-from services.executor.core.progress import Progress
-from services.executor.core.prompt_results import Floats, Scores, no_scores
+from services.executor.core.progress import ProgressCounter
+from services.executor.core.prompt_results import Floats, PromptTokenScores, no_scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.spans import span
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.model.dtypes import choose_dtype, not_finite
 from services.executor.model.encoders.attention import Texts
-from services.executor.model.encoders.families import Family, family_of, most_tokens_of
+from services.executor.model.encoders.families import EncoderFamily, family_of, most_tokens_of
 from services.executor.model.encoders.loading import Encoder, load_dense, load_encoder
 from services.executor.model.pooling import (
     VectorFacts,
@@ -66,11 +66,11 @@ class EncoderRunner:
         self._device = device
         config = self._base.config
         self._vocab_size = int(config.vocab_size)
-        self._family: Family = family_of(config)
+        self._family: EncoderFamily = family_of(config)
         names = inspect.signature(self._base.forward).parameters
         self._segments = int(getattr(config, "type_vocab_size", 0) or 0) if "token_type_ids" in names else 0
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-        self._tick: Callable[[], None] = Progress.unread().tick
+        self._tick: Callable[[], None] = ProgressCounter.unread().tick
         for module in self._base.modules():
             if not list(module.children()) and list(module.parameters()):
                 module.register_forward_hook(self._progressed)
@@ -79,7 +79,7 @@ class EncoderRunner:
             setattr(self._model, _name_of(self._model, self._base), self._given)
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has pooled, on rank 0: float32 [P, size]; or the logits of classes [P, labels]."""
-        self.scored: Scores = no_scores()
+        self.scored: PromptTokenScores = no_scores()
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +94,7 @@ class EncoderRunner:
         return False
 
     def launch(
-        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress
+        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
     ) -> "Pending | None":
         raise NotImplementedError("steps of an encoder are waited for")
 
@@ -102,9 +102,9 @@ class EncoderRunner:
         """Nothing is held but memory."""
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, progress: Progress | None = None) -> Tensor | None:
+    def forward(self, plan: StepPlan, progress: ProgressCounter | None = None) -> Tensor | None:
         """Computes the step; `progress` counts modules. No logits of tokens on rank 0, None on the others."""
-        self._tick = (progress or Progress.unread()).tick
+        self._tick = (progress or ProgressCounter.unread()).tick
         leads = self._collectives.rank == 0
         if plan.token_ids:
             lengths = as_int32(plan.query_lens).tolist()

@@ -29,7 +29,7 @@ from services.executor.core.engine import (
     SpilledBlock,
 )
 from services.executor.core.layer_state import LayerStates, choosing_pages, described
-from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.sharding import ShardLayout
@@ -224,7 +224,7 @@ class RingEngine:
     def pooled(self) -> Floats:
         return self._loaded.pooled
 
-    def scored(self) -> Scores:
+    def scored(self) -> PromptTokenScores:
         return self._loaded.runner.scored
 
     @property

@@ -24,7 +24,7 @@ from services.executor.collectives.base import Collectives, SingleRank, Wrapped
 from services.executor.collectives.shared_memory import SharedArea, SharedMemory, can_share_memory, make_area
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.spans import span
-from services.executor.ipc.flight_recorder import Kind, RankRecorder
+from services.executor.ipc.flight_recorder import CollectiveKind, RankRecorder
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from shared.errors import ConfigurationError
@@ -49,21 +49,21 @@ class RecordedCollectives(Wrapped):
         self._recorder = recorder
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._recorder.enter(Kind.ALL_REDUCE, tensor.nbytes)
+        self._recorder.enter(CollectiveKind.ALL_REDUCE, tensor.nbytes)
         with span("communicate: all_reduce"):
             result = self._inner.all_reduce(tensor)
         self._recorder.leave()
         return result
 
     def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
-        self._recorder.enter(Kind.GATHER, tensor.nbytes)
+        self._recorder.enter(CollectiveKind.GATHER, tensor.nbytes)
         with span("communicate: gather"):
             result = self._inner.gather_to_leader(tensor, widths)
         self._recorder.leave()
         return result
 
     def barrier(self) -> None:
-        self._recorder.enter(Kind.BARRIER, 0)
+        self._recorder.enter(CollectiveKind.BARRIER, 0)
         with span("communicate: barrier"):
             self._inner.barrier()
         self._recorder.leave()

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import RestoreFailed
-from services.executor.core.progress import Progress
-from services.executor.core.prompt_results import Floats, Scores, no_scores
+from services.executor.core.progress import ProgressCounter
+from services.executor.core.prompt_results import Floats, PromptTokenScores, no_scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.spans import span
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, plan_alone
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel
-from services.executor.kv_cache.offload import BlockCopier, Endpoint, Spill
+from services.executor.kv_cache.offload import BlockCopier, Spill, TransferEndpoint
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.holder import AdapterHolder, ReservingHolder, RoundingHolder
 from services.executor.model.adapters.modules import AdapterLoader, ModuleAdapters
@@ -98,7 +98,7 @@ class _HiddenStateHook:
 class Draft(Protocol):
     """A ring's draft model, on one rank (`drafting/model.py`)."""
 
-    def follow(self, plan: StepPlan, progress: Progress) -> None:
+    def follow(self, plan: StepPlan, progress: ProgressCounter) -> None:
         """Computes the rows of a step of the model that is served, for its own keys and values."""
         ...
 
@@ -120,7 +120,7 @@ class Draft(Protocol):
         """`states` [T, layers * hidden] of the plan's rows, as `reads_layers` says."""
         ...
 
-    def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+    def forward(self, plan: StepPlan, progress: ProgressCounter) -> Tensor | RowLogits | None:
         """Computes a plan that is `of_draft`, as `ModelRunner.forward` does."""
         ...
 
@@ -162,7 +162,7 @@ class ModelRunner:
         self._left_out: Tensor | None = None
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
-        self.scored: Scores = no_scores()
+        self.scored: PromptTokenScores = no_scores()
         """What the last step's `plan.score_rows` gave, on rank 0."""
 
     def serve_adapters(
@@ -213,7 +213,7 @@ class ModelRunner:
         own = tokens[begin : begin + self._widths[self._collectives.rank]]
         self._left_out = torch.from_numpy(np.flatnonzero(own)).to(self._device)
 
-    def connect(self, endpoint: Endpoint) -> None:
+    def connect(self, endpoint: TransferEndpoint) -> None:
         self._copier.endpoint = endpoint
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class ModelRunner:
         return self._native.spent()
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, progress: Progress | None = None) -> Tensor | RowLogits | None:
+    def forward(self, plan: StepPlan, progress: ProgressCounter | None = None) -> Tensor | RowLogits | None:
         """Copies what the plan copies, then computes the step; `progress` counts the layers.
 
         Returns the logits of `plan.sample_rows` on rank 0 and None on the others: as much of them as
@@ -275,7 +275,7 @@ class ModelRunner:
         Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot restore a block no
         rank's result is used, and rank 0 raises `RestoreFailed`.
         """
-        progress = progress or Progress.unread()
+        progress = progress or ProgressCounter.unread()
         if plan.on_device:
             self.launch(plan, None, progress)
             return None
@@ -292,7 +292,7 @@ class ModelRunner:
         return logits
 
     def _forward_beside_restores(
-        self, native: NativeDecoder, plan: StepPlan, progress: Progress
+        self, native: NativeDecoder, plan: StepPlan, progress: ProgressCounter
     ) -> Tensor | RowLogits | None:
         """Each layer waits for the blocks that it attends to; where no sequence of the step does, none waits."""
         self._load_adapters(plan, progress)
@@ -310,7 +310,7 @@ class ModelRunner:
         self._follow(plan, progress)
         return logits
 
-    def _follow(self, plan: StepPlan, progress: Progress) -> None:
+    def _follow(self, plan: StepPlan, progress: ProgressCounter) -> None:
         if plan.followed and self._draft is not None:
             self._draft.follow(plan, progress)
 
@@ -318,7 +318,7 @@ class ModelRunner:
         """Of a step that has computed nothing."""
         return self._no_logits() if self._is_leader else None
 
-    def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+    def _logits(self, plan: StepPlan, progress: ProgressCounter) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
         fused = self._decoder is not None and not (plan.pools or plan.score_rows or self._read_draft)
         if fused and len(wants) and only_largest(wants):
@@ -345,7 +345,7 @@ class ModelRunner:
         return self._steps is not None and self._steps.can_sample(rows)
 
     def launch(
-        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: Progress
+        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
     ) -> "Pending | None":
         """Has the device begin a plan that is `on_device`, with its `candidates` and without pools, and sample its
         rows; waits for nothing but the plan's copies.
@@ -358,7 +358,7 @@ class ModelRunner:
             return None
         return self._steps.launch(plan, states, progress)
 
-    def _copy(self, plan: StepPlan, progress: Progress) -> bool:
+    def _copy(self, plan: StepPlan, progress: ProgressCounter) -> bool:
         """Loads and copies what the plan does; False where some rank cannot restore a block, on rank 0
         `RestoreFailed`. Adapters come first: the next plan counts on them, whatever becomes of this one."""
         self._load_adapters(plan, progress)
@@ -375,7 +375,7 @@ class ModelRunner:
             raise RestoreFailed(slots)
         return bool(slots)
 
-    def _load_adapters(self, plan: StepPlan, progress: Progress) -> None:
+    def _load_adapters(self, plan: StepPlan, progress: ProgressCounter) -> None:
         if self._adapters is not None:
             for load in plan.adapter_loads:
                 self._adapters.load([load])
@@ -385,7 +385,7 @@ class ModelRunner:
         if self._draft is not None:
             self._draft.copied(plan)
 
-    def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:
+    def _compute_and_score(self, plan: StepPlan, progress: ProgressCounter) -> Tensor:
         """This rank's share of the logits [R, vocab share] of the rows that are sampled; those that are scored have
         given what they are for."""
         if not plan.score_rows:
@@ -404,7 +404,7 @@ class ModelRunner:
         self.scored = found or no_scores(plan.score_top)
         return local[:sampled]
 
-    def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
+    def _compute(self, plan: StepPlan, progress: ProgressCounter) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""
         pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
         if self._decoder is not None and (draft := self._read_draft) is not None:
@@ -423,7 +423,7 @@ class ModelRunner:
         self.pooled = kept.sums(pools)
         return local
 
-    def _compute_with_pytorch(self, plan: StepPlan, progress: Progress) -> Tensor:
+    def _compute_with_pytorch(self, plan: StepPlan, progress: ProgressCounter) -> Tensor:
         step = StepContext(plan, self._store, progress.tick, self._attention)
         # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
         with nullcontext() if self._adapters is None else self._adapters.computing(plan, step):
@@ -436,7 +436,7 @@ class ModelRunner:
             ).logits[0]
         return local
 
-    def _compute_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
+    def _compute_largest(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
         """The largest of each row of `_compute`, and where they are: [R] both."""
         assert self._decoder is not None, "PyTorch computes"
         with span(self._decoder.label):

@@ -33,7 +33,7 @@ from services.executor.core.engine import (
     SpilledBlock,
     with_tasks,
 )
-from services.executor.core.prompt_results import Floats, Scores, no_scores
+from services.executor.core.prompt_results import Floats, PromptTokenScores, no_scores
 from services.executor.core.sampling_state import Mask, SamplingState, TokenBans, random_bits
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.ipc.board import RingBoard
@@ -107,7 +107,7 @@ def _sums(plan: StepPlan) -> Floats:
     return sums
 
 
-def _scores(plan: StepPlan) -> Scores:
+def _scores(plan: StepPlan) -> PromptTokenScores:
     """The stub is sure of every token of a prompt, as of its own; not of those that requests name."""
     if not plan.score_rows:
         return no_scores()
@@ -121,7 +121,7 @@ def _scores(plan: StepPlan) -> Scores:
     tokens = np.zeros((len(targets), plan.score_top), np.int32)
     logprobs = np.full(tokens.shape, -np.inf, np.float32)
     tokens[:, :top], logprobs[:, :top] = targets[:, None], 0.0
-    return Scores(sure, np.ones(len(targets), np.int32), tokens, logprobs)
+    return PromptTokenScores(sure, np.ones(len(targets), np.int32), tokens, logprobs)
 
 
 def _next_drawable(token: int, bans: TokenBans, settings: "StubSettings") -> int:
@@ -337,7 +337,7 @@ class StubEngine:
     def pooled(self) -> Floats:
         return self._pooled
 
-    def scored(self) -> Scores:
+    def scored(self) -> PromptTokenScores:
         return self._scored
 
     def close(self) -> None:
@@ -450,7 +450,7 @@ class StubRing:
     def pooled(self) -> Floats:
         return self._stub.pooled()
 
-    def scored(self) -> Scores:
+    def scored(self) -> PromptTokenScores:
         return self._stub.scored()
 
     def close(self) -> None:

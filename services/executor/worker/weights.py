@@ -23,9 +23,9 @@ from services.executor.core.settings import (
     thread_count,
 )
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.cpu.packed_file import ModelFacts, PackedFile
+from services.executor.cpu.packed_file import PackedFile, PackedModelFacts
 from services.executor.cpu.packed_model import PackedModel
-from services.executor.cpu.weight_cache import Found, WeightCache
+from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest, widths_of
 from services.executor.kv_cache.offload import Spill
@@ -60,7 +60,7 @@ class Share:
 
     is_cached = False
     """Whether an earlier start has kept them, which had checked the model's other files too."""
-    facts: ModelFacts
+    facts: PackedModelFacts
     layout: ShardLayout
     dtype: torch.dtype
     widths: StepWidths | None = None
@@ -137,8 +137,8 @@ def _kept_at_once(
     settings: ExecutorSettings,
     cache: WeightCache,
     build: "Callable[[], _BuiltShare]",
-    take: Callable[[PackedFile], Found | None],
-) -> Found:
+    take: Callable[[PackedFile], CachedWeights | None],
+) -> CachedWeights:
     """What `build` makes, taken from the file that it is kept in. Raises `ConfigurationError`."""
     try:
         with in_files(packed_directory(settings)):
@@ -170,7 +170,7 @@ def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:
     return settings.context_length or usual
 
 
-def _turns_as_served(settings: ExecutorSettings, facts: ModelFacts) -> bool:
+def _turns_as_served(settings: ExecutorSettings, facts: PackedModelFacts) -> bool:
     """Whether the rotary frequencies among weights that were kept are those of sequences as long as are served now."""
     context = settings.context_length or facts.context_length
     return facts.made_for == facts.rotary.made_for(context)
@@ -186,7 +186,7 @@ class MemoryCheck(Protocol):
         weights: int,
     ) -> None:
         """Raises `ConfigurationError` where this rank has no room for a model that is to serve sequences of `context`
-        tokens and whose weights take `weights` bytes; the others as of `ModelFacts` and `Share`."""
+        tokens and whose weights take `weights` bytes; the others as of `PackedModelFacts` and `Share`."""
         ...
 
 
@@ -211,7 +211,7 @@ def _take(
     threads: int,
     report: Report,
     file: PackedFile,
-) -> Found | None:
+) -> CachedWeights | None:
     """What `file` holds, of which as much goes to memory as the settings allow; closes it. None where it is damaged.
     Raises `ConfigurationError`."""
     facts = file.facts
@@ -264,7 +264,7 @@ class _CachedShare(Share):
     dtype = torch.bfloat16
 
     def __init__(
-        self, settings: ExecutorSettings, spec: RankSpec, collectives: Collectives, found: Found
+        self, settings: ExecutorSettings, spec: RankSpec, collectives: Collectives, found: CachedWeights
     ) -> None:
         self.facts = found.facts
         self.layout = ShardLayout.of(found.facts.heads, spec.world_size, spec.rank)
@@ -359,7 +359,7 @@ class _BuiltShare(Share):
         if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32
-        self.facts = ModelFacts(
+        self.facts = PackedModelFacts(
             states=states,
             hidden_size=config.hidden_size,
             context_length=context_length(config),

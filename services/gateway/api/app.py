@@ -12,7 +12,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.console.pages import PAGES
 from services.gateway.api.dialect import Dialect, Dialects, dialects_of
 from services.gateway.api.openapi.document import document
@@ -46,7 +46,7 @@ class GatewayApp:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: GatewayBackend,
         ops: OpsApp,
         settings: GatewaySettings,
         metrics: GatewayMetrics,

@@ -91,7 +91,7 @@ class _Active:
             self.idle.set()
 
 
-class Backend:
+class GatewayBackend:
     """Opened by the service, asked by the routes, which are built before NATS is connected. What is refused is refused
     here: `parts` and `started` raise `Unavailable` before it is open, and `parts` once it is closed."""
 
@@ -155,7 +155,7 @@ class RequestContext:
     """One request to a route."""
 
     def __init__(
-        self, backend: Backend, settings: GatewaySettings, scope: Scope, receive: Receive, send: Send
+        self, backend: GatewayBackend, settings: GatewaySettings, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self.backend = backend
         self.settings = settings
@@ -229,11 +229,14 @@ class RequestContext:
 
 Handler = Callable[[RequestContext], Awaitable[object]]
 """What it returns is sent as JSON, bytes as they are; None: it has answered by itself."""
-RouteMaker = Callable[[Backend, GatewaySettings], list[BaseRoute]]
+RouteMaker = Callable[[GatewayBackend, GatewaySettings], list[BaseRoute]]
 
 
 def route(
-    backend: Backend, settings: GatewaySettings, *handled: tuple[Operation, Handler], direct: Any = None
+    backend: GatewayBackend,
+    settings: GatewaySettings,
+    *handled: tuple[Operation, Handler],
+    direct: Any = None,
 ) -> ApiRoute:
     """The route of one path, with a handler for each of its operations. `direct`: as of `ApiRoute`."""
     handlers = {operation.method: handler for operation, handler in handled}

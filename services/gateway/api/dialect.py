@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext
+from services.gateway.api.backend import GatewayBackend, RequestContext
 from services.gateway.core.asgi import EventStream, LineStream
 from services.gateway.core.errors import describe
 from services.gateway.core.metrics import GatewayMetrics
@@ -21,7 +21,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.endpoint import Endpoint
 from shared.service.endpoints import Scope
 
-MakeRoutes = Callable[[Backend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]]
+MakeRoutes = Callable[[GatewayBackend, GatewaySettings, GatewayMetrics], Sequence[BaseRoute]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class Dialect:
     """Paths that its clients know from other servers, and why they lead nowhere here."""
 
 
-def routes_of(*makers: Callable[[Backend, GatewaySettings], Sequence[BaseRoute]]) -> MakeRoutes:
+def routes_of(*makers: Callable[[GatewayBackend, GatewaySettings], Sequence[BaseRoute]]) -> MakeRoutes:
     """The routes of some makers, one behind the other."""
 
-    def routes(backend: Backend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
+    def routes(backend: GatewayBackend, settings: GatewaySettings, _: GatewayMetrics) -> Sequence[BaseRoute]:
         return [one for make in makers for one in make(backend, settings)]
 
     return routes

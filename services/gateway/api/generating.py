@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import PLAIN, Dialect
 from services.gateway.auth.authenticator import Principal
 from services.gateway.core.asgi import (
-    Chunk,
     EventStream,
     LineStream,
+    StreamChunk,
     UntilGone,
     connection_of,
     disconnected,
@@ -41,7 +41,7 @@ from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.stream_reader import LARGE, StreamReader
 from shared.service.endpoints import Receive, Scope, Send
 
-DONE = Chunk(b"[DONE]")
+DONE = StreamChunk(b"[DONE]")
 GENERATION_HEADER = "x-ryzanstein-generation"
 """Of an answer that names no id: the id of its generation."""
 
@@ -49,7 +49,7 @@ GENERATION_HEADER = "x-ryzanstein-generation"
 class CompletionsRoute:
     """A path of one endpoint."""
 
-    def __init__(self, endpoint: str, backend: Backend, settings: GatewaySettings) -> None:
+    def __init__(self, endpoint: str, backend: GatewayBackend, settings: GatewaySettings) -> None:
         self._endpoint = endpoint
         self._backend = backend
         self._settings = settings
@@ -185,5 +185,5 @@ async def stream(run: StreamReader, scope: Scope, send: Send, *, positions: bool
     except Exception as error:
         if events.started:
             told = msgspec.json.encode(run.error_event(dialect.describe(error, scope["state"]["request_id"])))
-            await events.write([Chunk(told, event=dialect.error_event)], end=True)
+            await events.write([StreamChunk(told, event=dialect.error_event)], end=True)
         raise

@@ -6,7 +6,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import positions_of, reading, stream, wants_positions
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
@@ -76,7 +76,7 @@ async def stream_generation(ask: RequestContext) -> None:
         await stream(run, ask.scope, ask.send, positions=positions)
 
 
-def generation_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def generation_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """All of them."""
     return [
         route(backend, settings, (GENERATION, retrieve_generation), (CANCEL, cancel_generation)),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
 from services.gateway.api.management.keys import ApiKeyList
@@ -106,7 +106,7 @@ async def load(ask: RequestContext) -> Load:
 
 
 def own_routes(
-    backend: Backend, settings: GatewaySettings, ops: OpsApp, describe: Callable[[], dict[str, Any]]
+    backend: GatewayBackend, settings: GatewaySettings, ops: OpsApp, describe: Callable[[], dict[str, Any]]
 ) -> list[BaseRoute]:
     """All of them. `describe` makes the document of the API."""
     return [

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.core.errors import ClientGone, InvalidParameter, log_failure
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.record import Context
@@ -27,11 +27,11 @@ from shared.tasks import TaskSet
 MessageT = TypeVar("MessageT")
 
 
-class Cancelled(Exception):
+class GenerationCancelled(Exception):
     """The client cancelled this generation."""
 
 
-class Refused(InvalidParameter):
+class InvalidSessionMessage(InvalidParameter):
     """A message that does not fit the state of the generation it names, which goes on."""
 
 
@@ -77,7 +77,7 @@ class Turn(Generic[MessageT]):
 class Session(Generic[MessageT]):
     """Of one connection. `prepare`, `show`, `send_end` and `send_message` are its transport's."""
 
-    def __init__(self, backend: Backend, context: Context, settings: GatewaySettings) -> None:
+    def __init__(self, backend: GatewayBackend, context: Context, settings: GatewaySettings) -> None:
         """`context`: what holds for all of its generations."""
         self._backend = backend
         self._context = context
@@ -99,7 +99,7 @@ class Session(Generic[MessageT]):
         raise NotImplementedError
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
-        """That a generation is done, is `Cancelled`, or has failed; or, with an error, that a message was refused."""
+        """That a generation is done, is `GenerationCancelled`, or has failed; with an error, that a message was refused."""
         raise NotImplementedError
 
     async def send_message(self, message: bytes) -> None:
@@ -131,7 +131,7 @@ class Session(Generic[MessageT]):
     def begin(self, name: str, message: MessageT) -> None:
         """Raises `InvalidParameter`, `QueueFull`."""
         if name in self._turns:
-            raise Refused(
+            raise InvalidSessionMessage(
                 f"Invalid 'id': '{name}' is the id of a generation that has not ended; choose another.",
                 param="id",
                 reason="duplicate_id",
@@ -145,12 +145,12 @@ class Session(Generic[MessageT]):
         self._tasks.spawn(self._generate(turn))
 
     def cancel(self, name: str) -> None:
-        """Raises `Refused`."""
+        """Raises `InvalidSessionMessage`."""
         if name not in self._turns:
-            raise Refused(
+            raise InvalidSessionMessage(
                 f"Invalid 'id': no generation '{name}' is under way.", param="id", reason="unknown_id"
             )
-        self._turns[name].end(Cancelled())
+        self._turns[name].end(GenerationCancelled())
 
     def end(self, reason: BaseException) -> None:
         """The connection is closed: its generations are left to whoever attaches in time."""
@@ -183,7 +183,7 @@ class Session(Generic[MessageT]):
             self.count(turn, error)
         if self._ended or isinstance(error, ClientGone):
             return
-        if error is not None and not isinstance(error, Cancelled):
+        if error is not None and not isinstance(error, GenerationCancelled):
             log_failure(error)
         with contextlib.suppress(ClientGone, DeadlineExceeded):
             await self.send_end(turn.name, error)
@@ -195,7 +195,7 @@ class Session(Generic[MessageT]):
             turn.begin(run)
             await run.begin()
             await self.show(turn, run)
-        except Cancelled:
+        except GenerationCancelled:
             run.cancel()
             raise
         finally:

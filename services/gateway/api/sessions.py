@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi.operation import GENERATING, Operation
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import RouteError
@@ -97,6 +97,6 @@ async def cancel(ask: RequestContext) -> PrefillCancelled:
     return PrefillCancelled(session, ask.parts.intake.prefills.cancel(ask.tenant, session))
 
 
-def session_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def session_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     """All of them."""
     return [route(backend, settings, (PREFILL, prefill), (CANCEL, cancel))]

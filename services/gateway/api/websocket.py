@@ -41,9 +41,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from services.gateway.api.backend import Backend
-from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
-from services.gateway.core.asgi import Chunk, header, message_writer
+from services.gateway.api.backend import GatewayBackend
+from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
+from services.gateway.core.asgi import StreamChunk, header, message_writer
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
@@ -92,13 +92,13 @@ class StreamSocket:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: GatewayBackend,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
-        kind: "type[Connection] | None" = None,
+        kind: "type[WebSocketSession] | None" = None,
     ) -> None:
-        """`kind`: None for `Connection`."""
-        self._kind = kind or Connection
+        """`kind`: None for `WebSocketSession`."""
+        self._kind = kind or WebSocketSession
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
@@ -118,7 +118,7 @@ class StreamSocket:
         await connection.serve()
 
 
-class Connection(Session[ClientMessage]):
+class WebSocketSession(Session[ClientMessage]):
     """Of one client."""
 
     route = ROUTE
@@ -126,7 +126,7 @@ class Connection(Session[ClientMessage]):
     def __init__(
         self,
         socket: WebSocket,
-        backend: Backend,
+        backend: GatewayBackend,
         context: Context,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
@@ -168,7 +168,7 @@ class Connection(Session[ClientMessage]):
     async def show(self, turn: Turn[ClientMessage], run: StreamReader) -> None:
         framed = self.framing(turn.name)
 
-        def messages(batch: Sequence[Chunk]) -> list[bytes]:
+        def messages(batch: Sequence[StreamChunk]) -> list[bytes]:
             """Without comments: who wants to know has asked for chunks that tell it."""
             return [framed(chunk) for chunk in batch if not chunk.comment]
 
@@ -177,11 +177,11 @@ class Connection(Session[ClientMessage]):
                 for message in messages(batch):
                     await self.send(message)
 
-    def framing(self, name: str) -> Callable[[Chunk], bytes]:
+    def framing(self, name: str) -> Callable[[StreamChunk], bytes]:
         """What makes messages of the chunks of a generation."""
         head = b'{"type":"chunk","id":' + _encode(name) + b',"position":'
 
-        def framed(chunk: Chunk) -> bytes:
+        def framed(chunk: StreamChunk) -> bytes:
             place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position or b"null"
             return b'%b%b,"chunk":%b}' % (head, place, chunk.data)
 
@@ -229,18 +229,22 @@ class Connection(Session[ClientMessage]):
         """As a request of its own."""
         if turn.message.type != "generate":
             return
-        status = 200 if error is None else status_of(ClientGone() if isinstance(error, Cancelled) else error)
+        status = (
+            200
+            if error is None
+            else status_of(ClientGone() if isinstance(error, GenerationCancelled) else error)
+        )
         model = turn.run.model if turn.run else ""
         self._metrics.answered(self.route, model, status, time.perf_counter() - turn.began, error)
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         message: dict[str, Any] = {"type": "done", "id": name}
-        if isinstance(error, Cancelled):
+        if isinstance(error, GenerationCancelled):
             message["cancelled"] = True
         elif error is not None:
             detail = describe(error, self._context.request_id).error
             message |= {"type": "error", "error": detail}
-            message |= {"refused": True} if isinstance(error, Refused) else {}
+            message |= {"refused": True} if isinstance(error, InvalidSessionMessage) else {}
         await self.send(_encode(message))
 
     def write_messages(self, messages: Sequence[bytes]) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from services.gateway.batches.dependencies import BatchParts, LineEndpoint
-from services.gateway.batches.lines import Request
+from services.gateway.batches.lines import BatchLine
 from services.gateway.batches.results import CompletionBitmap, failed, request_id_of, succeeded
 from services.gateway.intake.record import Context
 from services.gateway.tracing.requests import line_span
@@ -80,7 +80,7 @@ class LineRunner:
     async def begin(
         self,
         job: BatchJob,
-        request: Request,
+        request: BatchLine,
         endpoint: LineEndpoint,
         tally: CompletionBitmap,
         announce: Callable[[], Awaitable[bool]],
@@ -124,7 +124,7 @@ class LineRunner:
             self._gate.leave(self)
 
     async def refuse(
-        self, job: BatchJob, request: Request, error: RyzansteinError, tally: CompletionBitmap
+        self, job: BatchJob, request: BatchLine, error: RyzansteinError, tally: CompletionBitmap
     ) -> None:
         """Stores that `request` has failed without being run."""
         result = failed(job.id, request.line, request.custom_id, error)
@@ -182,7 +182,7 @@ class LineRunner:
     # --- one line --------------------------------------------------------------------------------
 
     async def _run(
-        self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: CompletionBitmap
+        self, job: BatchJob, request: BatchLine, endpoint: LineEndpoint, tally: CompletionBitmap
     ) -> None:
         identity = request_id_of(job.id, request.line)
         structlog.contextvars.bind_contextvars(request_id=identity, batch=job.id, line=request.line)
@@ -195,7 +195,7 @@ class LineRunner:
         if tally.add(result):
             self._parts.metrics.lines.labels("completed" if result.succeeded else "failed").inc()
 
-    async def _result(self, job: BatchJob, request: Request, endpoint: LineEndpoint) -> LineResult:
+    async def _result(self, job: BatchJob, request: BatchLine, endpoint: LineEndpoint) -> LineResult:
         context = Context(
             request_id_of(job.id, request.line),
             background=max(1.0, job.expires_at - time.time()),

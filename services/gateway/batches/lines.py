@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.files.lines import Line
+from services.gateway.files.lines import FileLine
 from services.gateway.intake.decoding import refusal
 from shared import limits
 from shared.errors import InvalidRequest
@@ -32,7 +32,7 @@ class _LineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(_LineFields)
 
 
-class Request(msgspec.Struct, frozen=True):
+class BatchLine(msgspec.Struct, frozen=True):
     """A line of the input file."""
 
     line: int
@@ -48,7 +48,7 @@ class Wrong(Exception):
         self.error = BatchError(code, message, line, param)
 
 
-def parse(line: Line, url: str) -> Request:
+def parse(line: FileLine, url: str) -> BatchLine:
     """The request of `line`. Raises `Wrong`."""
     fields = _fields(line)
     custom_id = fields.custom_id
@@ -70,10 +70,10 @@ def parse(line: Line, url: str) -> Request:
         )
     if bytes(fields.body)[:1] != b"{":
         raise Wrong(line.number, "invalid_type", "The body of a request must be an object.", "body")
-    return Request(line.number, custom_id, fields.body)
+    return BatchLine(line.number, custom_id, fields.body)
 
 
-def _fields(line: Line) -> _LineFields:
+def _fields(line: FileLine) -> _LineFields:
     if line.fault == "too_long":
         raise Wrong(line.number, "line_too_long", "The line is too long; shorten its request.")
     if line.fault:
@@ -108,7 +108,7 @@ class Checker:
         """Whether it is of no use to go on."""
         return len(self.errors) >= MAX_ERRORS or self.requests > self._max_requests
 
-    def check(self, line: Line) -> None:
+    def check(self, line: FileLine) -> None:
         """Counts `line`, or notes what is wrong with it."""
         self.requests += 1
         if self.requests > self._max_requests:
@@ -132,7 +132,7 @@ class Checker:
         if not self.requests:
             self.errors.append(BatchError("empty_file", "The file has no requests."))
 
-    def _check_unique(self, request: Request) -> None:
+    def _check_unique(self, request: BatchLine) -> None:
         digest = hashlib.blake2b(request.custom_id.encode(), digest_size=8).digest()
         key = int.from_bytes(digest)
         if key in self._seen:
@@ -145,7 +145,7 @@ class Checker:
             )
         self._seen.add(key)
 
-    def _check_model(self, request: Request) -> None:
+    def _check_model(self, request: BatchLine) -> None:
         try:
             model = self._check_body(request.body)
         except InvalidRequest as error:

@@ -42,11 +42,11 @@ import structlog
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.line_runner import LineGate, LineRunner, backoff
-from services.gateway.batches.lines import ENVELOPE, Checker, Request, Wrong, parse
+from services.gateway.batches.lines import ENVELOPE, BatchLine, Checker, Wrong, parse
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.core.errors import QuotaExceeded
-from services.gateway.files.lines import Line, input_lines
-from services.gateway.jobs.leases import Lease, LeaseLost
+from services.gateway.files.lines import FileLine, input_lines
+from services.gateway.jobs.leases import JobLease, LeaseLost
 from services.gateway.jobs.runners import RunnerSpec
 from shared.errors import BrokerUnavailable, FatalRequest, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
@@ -84,7 +84,7 @@ def _fatal_check(job: BatchJob) -> BatchError:
 class BatchRunner:
     """One batch under one lease. `run` ends when nothing is left to do, or the lease is lost."""
 
-    def __init__(self, lease: Lease[BatchJob], parts: BatchParts, lines: LineRunner) -> None:
+    def __init__(self, lease: JobLease[BatchJob], parts: BatchParts, lines: LineRunner) -> None:
         """`lines` is this runner's alone."""
         self._lease = lease
         self._parts = parts
@@ -209,7 +209,7 @@ class BatchRunner:
             await self._lease.write(states.taken_over)
         self._began = True
 
-    def _input(self) -> AsyncGenerator[Line, None]:
+    def _input(self) -> AsyncGenerator[FileLine, None]:
         most = self._parts.settings.body_limit + ENVELOPE
         return input_lines(self._parts.files, self._job.input_object, most)
 
@@ -238,7 +238,7 @@ class BatchRunner:
         elif self._job.status == "in_progress":  # heard of by a watcher, and not read here yet
             await self._lease.write(lambda job: states.cancelling(job, time.time()))
 
-    async def _begin(self, request: Request) -> bool:
+    async def _begin(self, request: BatchLine) -> bool:
         """False when no more lines are to be begun."""
         losses = states.losses(self._job, request.line)
         if losses > states.ALONE:
@@ -288,7 +288,7 @@ class BatchRunner:
                 tally.add(result)
         self._tally = tally
 
-    async def _unfinished(self) -> AsyncGenerator[Request, None]:
+    async def _unfinished(self) -> AsyncGenerator[BatchLine, None]:
         """The requests that have no result, in the order of the file."""
         async with contextlib.aclosing(self._input()) as lines:
             async for line in lines:

@@ -32,7 +32,7 @@ from shared.nats.adapters import (
     unregister,
 )
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.nats.training import KEEP
 
 log = structlog.get_logger(__name__)
@@ -242,7 +242,7 @@ class AdapterRegistry:
     async def _forget(self, name: str, before: float) -> None:
         """What the name has retired before then, in unix seconds."""
 
-        def made(known: Entry[AdapterRecord] | None) -> AdapterRecord | None:
+        def made(known: KvEntry[AdapterRecord] | None) -> AdapterRecord | None:
             if known is None:
                 return None
             left = [one for one in known.value.retired if one[1] >= before]

@@ -207,7 +207,7 @@ async def send_json(
     await send({"type": "http.response.body", "body": data})
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
+class StreamChunk(msgspec.Struct, frozen=True, gc=False):
     """A part of a stream: a JSON text, or a part of a protobuf message."""
 
     data: bytes
@@ -242,7 +242,7 @@ class EventStream:
         """Keeps the connection from looking idle; no event."""
         await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
-    async def write(self, chunks: Sequence[Chunk], *, end: bool = False) -> None:
+    async def write(self, chunks: Sequence[StreamChunk], *, end: bool = False) -> None:
         """An event each, in one write."""
         body = b""
         if not self.started:
@@ -252,7 +252,7 @@ class EventStream:
         body += self.body(chunks)
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})
 
-    def write_now(self, chunks: Sequence[Chunk]) -> bool:
+    def write_now(self, chunks: Sequence[StreamChunk]) -> bool:
         """As `write`, in no coroutine; False: they cannot be written now, and nothing is."""
         connection, chunk = self._connection, chunks[0]
         if connection is None:
@@ -262,7 +262,7 @@ class EventStream:
         kind = b"event: %b\n" % chunk.event if chunk.event else b""
         return connection.write(b"%bdata: %b\nid: %b\n\n" % (kind, chunk.data, chunk.position))
 
-    def body(self, chunks: Sequence[Chunk]) -> bytes:
+    def body(self, chunks: Sequence[StreamChunk]) -> bytes:
         """`chunks` as they are written: the position is the event's id, and of one with a comment that alone is
         written."""
         body = b""
@@ -299,18 +299,18 @@ class LineStream:
         self._positions = positions
         self.started = False
 
-    async def write(self, chunks: Sequence[Chunk], *, end: bool = False) -> None:
+    async def write(self, chunks: Sequence[StreamChunk], *, end: bool = False) -> None:
         """As `EventStream.write`; types and comments have no place here."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
         await self._send({"type": "http.response.body", "body": self.body(chunks), "more_body": not end})
 
-    def write_now(self, chunks: Sequence[Chunk]) -> bool:
+    def write_now(self, chunks: Sequence[StreamChunk]) -> bool:
         """As `EventStream.write_now`."""
         return self._connection is not None and self._connection.write(self.body(chunks))
 
-    def body(self, chunks: Sequence[Chunk]) -> bytes:
+    def body(self, chunks: Sequence[StreamChunk]) -> bytes:
         """As `EventStream.body`."""
         body = b""
         for chunk in chunks:

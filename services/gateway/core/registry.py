@@ -17,7 +17,7 @@ from shared.errors import BrokerUnavailable
 from shared.messages import HostRecord, ModelPlacement, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 from shared.registry_view import RegistryView, fold
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class LookUps:
     def __init__(self) -> None:
         self._running = 0
 
-    async def entry(self, opened: Callable[[], Awaitable[Bucket[E]]], name: str) -> Entry[E] | None:
+    async def entry(self, opened: Callable[[], Awaitable[Bucket[E]]], name: str) -> KvEntry[E] | None:
         """The entry of `name`; None also where that cannot be said."""
         if self._running >= MOST_LOOK_UPS or len(name) > LONGEST_LOOKED_UP:
             return None
@@ -147,7 +147,7 @@ class ModelRegistry(RegistryView):
         0: only where there is none. Returns the entry, its revision, and whether it is new. Raises `Changed`, and what
         `made` raises."""
 
-        def newest(known: Entry[ModelSpec] | None) -> ModelSpec:
+        def newest(known: KvEntry[ModelSpec] | None) -> ModelSpec:
             if revision is not None and revision != (known.revision if known is not None else 0):
                 raise Changed(name)
             return made(known.value if known is not None else None)
@@ -181,7 +181,7 @@ class ModelRegistry(RegistryView):
     async def delete(self, name: str, *, revision: int | None = None) -> ModelSpec:
         """Removes the entry, and returns what it was. Raises as `change`."""
 
-        def nothing(known: Entry[ModelSpec] | None) -> None:
+        def nothing(known: KvEntry[ModelSpec] | None) -> None:
             if known is None:
                 raise not_registered(name)
             if revision is not None and revision != known.revision:

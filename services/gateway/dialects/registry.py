@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, WebSocketRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.generations import generation_routes
 from services.gateway.api.models.adapters import adapter_routes
@@ -25,7 +25,9 @@ from services.gateway.dialects.responses.dialect import RESPONSES
 from services.gateway.dialects.vllm import VLLM
 
 
-def _sockets(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
+def _sockets(
+    backend: GatewayBackend, settings: GatewaySettings, metrics: GatewayMetrics
+) -> Sequence[BaseRoute]:
     return [WebSocketRoute(ROUTE, StreamSocket(backend, settings, metrics))]
 
 

@@ -8,7 +8,7 @@ from msgspec import Meta
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
@@ -194,7 +194,7 @@ INVOCATIONS = Operation(
 )
 
 
-def _routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def _routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     return [
         ApiRoute(CompletionsRoute("invocations", backend, settings), INVOCATIONS),
         *(route(backend, settings, (item, tokenize)) for item in TOKENIZE),

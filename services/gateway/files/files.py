@@ -28,9 +28,9 @@ from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 from shared.nats.objects import MissingObject, Objects
-from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
+from shared.nats.tenants import DeletionMarkers, Held, Holdings, TenantBucket, tenant_key
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ class Files:
         self._held = Holdings()
         self._known = asyncio.Event()
         self._store_bytes = 0
-        self._marks = Marks[FileRecord]()
+        self._marks = DeletionMarkers[FileRecord]()
 
     async def start(self) -> None:
         await self._records.ensure()
@@ -187,13 +187,13 @@ class Files:
         await self._records.put(record.tenant, record.id, record)
         self._held.note(tenant_key(record.tenant, record.id), _held(record))
 
-    async def unfinished(self, name: str, tenant: str) -> Entry[FileRecord] | None:
+    async def unfinished(self, name: str, tenant: str) -> KvEntry[FileRecord] | None:
         """What nobody sees."""
         entry = await self._records.get(tenant, name)
         mine = entry is not None and entry.value.tenant == tenant and entry.value.status == "uploading"
         return entry if mine else None
 
-    async def take(self, entry: Entry[FileRecord]) -> bool:
+    async def take(self, entry: KvEntry[FileRecord]) -> bool:
         """Removes an upload, for one of those who want to; whether it is this one."""
         gone = msgspec.structs.replace(entry.value, status="processed", expires_at=1.0)
         if await self._records.update(entry.key, gone, entry.revision) is None:

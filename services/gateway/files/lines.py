@@ -18,7 +18,7 @@ BOM = b"\xef\xbb\xbf"
 Fault = Literal["", "too_long", "not_utf8"]
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A line that is not blank."""
 
     number: int
@@ -42,9 +42,9 @@ class LineSplitter:
         self._too_long = False
         """Whether what is left of the current line is thrown away."""
 
-    def feed(self, part: bytes) -> list[Line]:
+    def feed(self, part: bytes) -> list[FileLine]:
         """The lines that end in `part`."""
-        lines: list[Line] = []
+        lines: list[FileLine] = []
         begin = 0
         while (end := part.find(b"\n", begin)) >= 0:
             self._hold(part[begin:end])
@@ -53,9 +53,9 @@ class LineSplitter:
         self._hold(part[begin:])
         return lines
 
-    def end(self) -> list[Line]:
+    def end(self) -> list[FileLine]:
         """The last line, where it had no end."""
-        lines: list[Line] = []
+        lines: list[FileLine] = []
         self._finish(lines)
         return lines
 
@@ -74,15 +74,15 @@ class LineSplitter:
         if self._held.startswith(BOM):
             del self._held[: len(BOM)]
 
-    def _finish(self, lines: list[Line]) -> None:
+    def _finish(self, lines: list[FileLine]) -> None:
         number, too_long = self._number, self._too_long
         self._number, self._too_long, self._first = number + 1, False, False
         data = bytes(self._held.removesuffix(b"\r"))
         self._held.clear()
         if too_long or len(data) > self._limit:
-            lines.append(Line(number, b"", "too_long"))
+            lines.append(FileLine(number, b"", "too_long"))
         elif data.strip():
-            lines.append(Line(number, data, "") if _is_utf8(data) else Line(number, b"", "not_utf8"))
+            lines.append(FileLine(number, data, "") if _is_utf8(data) else FileLine(number, b"", "not_utf8"))
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -99,7 +99,7 @@ PATIENCE = 60.0
 """Seconds for which a chunk is tried again while the broker is away."""
 
 
-async def input_lines(files: Files, object_name: str, most: int) -> AsyncGenerator[Line, None]:
+async def input_lines(files: Files, object_name: str, most: int) -> AsyncGenerator[FileLine, None]:
     """Every line of a file that is not blank. `most`: bytes of a line. Raises `MissingObject`, `BrokerUnavailable`,
     `InternalError`."""
     splitter = LineSplitter(most)

@@ -19,7 +19,7 @@ from services.gateway.files.files import UPLOAD_TIME, Files
 from shared.errors import PayloadTooLarge
 from shared.limits import UPLOAD_BYTES
 from shared.messages.batches import FileRecord
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 
 PREFIX, PART, FILE = "upload_", "part_", "file-"
 
@@ -114,7 +114,7 @@ class Uploads:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    async def _pending(self, upload_id: str, tenant: str) -> Entry[FileRecord]:
+    async def _pending(self, upload_id: str, tenant: str) -> KvEntry[FileRecord]:
         entry = await self._files.unfinished(upload_id, tenant) if upload_id.startswith(PREFIX) else None
         if entry is None or time.time() >= expiry_of(entry.value):
             raise unknown_upload(upload_id)

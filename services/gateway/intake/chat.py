@@ -20,7 +20,12 @@ from services.gateway.intake.conversation import (
     with_instructions,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.structured_output import Wanted, closes_objects, grammar_of_schema, wanted_by
+from services.gateway.intake.structured_output import (
+    RequestedGrammar,
+    closes_objects,
+    grammar_of_schema,
+    wanted_by,
+)
 from services.gateway.intake.tools import Asked, asked_of
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
@@ -219,11 +224,11 @@ def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
 def demanded(
     plan: ChatPlan,
     parsing: Parsing | None,
-    answer: Wanted | None,
+    answer: RequestedGrammar | None,
     specials: Mapping[str, int],
     *,
     closes: bool = True,
-) -> Wanted | None:
+) -> RequestedGrammar | None:
     """What is to be checked and sent to the ring; None: any text. `answer`: what the client says of the format.
     `specials`: ids of the special tokens among the markers; `closes`: whether objects among arguments are closed.
     Raises `InvalidParameter`."""
@@ -244,15 +249,15 @@ def demanded(
     else:
         return None
     name = "functions" if plan.asked.legacy else "tools"
-    return _small_enough(Wanted(grammar, name, f"Invalid '{name}'"))
+    return _small_enough(RequestedGrammar(grammar, name, f"Invalid '{name}'"))
 
 
-def _begins_with_marks(answer: Wanted, reasoning: str) -> bool:
+def _begins_with_marks(answer: RequestedGrammar, reasoning: str) -> bool:
     """Whether the model writes something before `answer`, which a grammar can have before it."""
     return bool(REASONING[reasoning].before_answer) and answer.grammar.kind in ("json_schema", "regex")
 
 
-def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
+def schemas_of(plan: ChatPlan) -> Iterator[RequestedGrammar]:
     """The schema of each function alone: which of them does not compile."""
     if not plan.family:
         return
@@ -265,14 +270,14 @@ def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
                 f"tools[{index}].custom.format",
                 f"Invalid format of the custom tool '{function.name}'",
             )
-        yield Wanted(grammar_of_schema(schema), where, what)
+        yield RequestedGrammar(grammar_of_schema(schema), where, what)
 
 
-def _as(wanted: Wanted, grammar: Grammar) -> Wanted:
-    return _small_enough(Wanted(grammar, wanted.param, wanted.subject))
+def _as(wanted: RequestedGrammar, grammar: Grammar) -> RequestedGrammar:
+    return _small_enough(RequestedGrammar(grammar, wanted.param, wanted.subject))
 
 
-def _small_enough(wanted: Wanted) -> Wanted:
+def _small_enough(wanted: RequestedGrammar) -> RequestedGrammar:
     size = len(wanted.grammar.text.encode())
     if size > limits.GRAMMAR_BYTES.value:
         raise InvalidParameter(
@@ -290,9 +295,9 @@ class PreparedChat(NamedTuple):
     prompt: Rendered
     parsing: Parsing | None
     """How the answer is read; None: it is the text as it stands."""
-    wanted: Wanted | None
+    wanted: RequestedGrammar | None
     """What the answer must match; None: nothing."""
-    schemas: Iterator[Wanted]
+    schemas: Iterator[RequestedGrammar]
     """The parts of `wanted` that came from functions, each alone."""
     ignored: tuple[str, ...]
 

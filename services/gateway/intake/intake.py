@@ -22,7 +22,7 @@ from services.gateway.streams.reading import Reading
 from services.gateway.streams.stream_reader import StreamReader
 from shared import tracing
 from shared.messages.records import Idempotency
-from shared.nats.kv import Contention, Entry
+from shared.nats.kv import Contention, KvEntry
 
 
 class Intake:
@@ -150,7 +150,7 @@ class Intake:
                 return run
             contention.lost()
 
-    async def _repeat(self, known: Entry[Idempotency], context: Context) -> StreamReader | None:
+    async def _repeat(self, known: KvEntry[Idempotency], context: Context) -> StreamReader | None:
         """None when the key stands for nothing (any more)."""
         give_up = time.monotonic() + ABANDONED
         while True:

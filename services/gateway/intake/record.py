@@ -21,7 +21,7 @@ from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState, new_identity, prefix_of, requests_of
 from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.lifecycle.token_stream import limits_of
-from services.gateway.ratelimit.limiter import Admission
+from services.gateway.ratelimit.limiter import RequestAdmission
 from services.gateway.streams.reading import Presentations, View
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Context(msgspec.Struct):
     """Gets what the answer's head should say of limits, by the time that the answer begins."""
     gone: Callable[[], Awaitable[object]] | None = None
     """Returns when the client has gone, where nothing else ends what waits for it."""
-    admission: Admission | None = None
+    admission: RequestAdmission | None = None
     """Set by the intake, where something is limited."""
     adapter: str = ""
     """Digest of the LoRA adapter that the request names; set by the intake."""

@@ -33,7 +33,7 @@ from services.gateway.intake.structural_tags import grammar_of_tags
 from services.gateway.tool_calls.closed_objects import closed
 from shared import limits
 from shared.errors import QueueFull
-from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, Verdict
+from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, GrammarVerdict
 from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
 from shared.messages import Grammar
 from shared.tasks import RoundRobin
@@ -41,7 +41,7 @@ from shared.tasks import RoundRobin
 KEPT_VERDICTS = 256
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class RequestedGrammar(msgspec.Struct, frozen=True):
     """A grammar, and what the client calls it."""
 
     grammar: Grammar
@@ -70,7 +70,7 @@ _of_forms = operator.attrgetter(*_FORMS)
 _NO_FORM = (None,) * len(_FORMS)
 
 
-def wanted_by(request: GenerationFields, *, closes: bool = True) -> Wanted | None:
+def wanted_by(request: GenerationFields, *, closes: bool = True) -> RequestedGrammar | None:
     """What `request` asks for; None: any text. `closes`: whether a schema's objects are closed where `request` does not
     say so. Raises `InvalidParameter`."""
     if _of_forms(request) == _NO_FORM:
@@ -108,7 +108,7 @@ def closes_objects(request: GenerationFields, *, usual: bool) -> bool:
     return usual if request.close_objects is None else request.close_objects
 
 
-def _closed(wanted: Wanted) -> Wanted:
+def _closed(wanted: RequestedGrammar) -> RequestedGrammar:
     """With its objects closed, before it is recorded: whoever goes on with the text follows the same schema."""
     if wanted.grammar.kind != "json_schema" or wanted.grammar is ANY_OBJECT:
         return wanted
@@ -130,25 +130,25 @@ def _asks(request: GenerationFields, name: str) -> bool:
     return value is not None
 
 
-def _of_format(value: ResponseFormat, param: str, closes: bool) -> Wanted:
+def _of_format(value: ResponseFormat, param: str, closes: bool) -> RequestedGrammar:
     if value.type == "structural_tag":
         return _of_tags(msgspec.structs.asdict(value), param, closes)
     if value.type == "json_object":
-        return Wanted(ANY_OBJECT, param, f"Invalid '{param}'")
+        return RequestedGrammar(ANY_OBJECT, param, f"Invalid '{param}'")
     if value.json_schema is None:
         raise missing(f"{param}.json_schema")
     return wanted_schema(value.json_schema, param, f"{param}.json_schema")
 
 
-def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
+def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> RequestedGrammar:
     """A named schema of a client, which stands at `path` in its request. Raises `InvalidParameter`."""
     if value.schema is None:
         raise missing(f"{path}.schema")
     subject = f"Invalid schema for {param} '{value.name}'"
-    return Wanted(grammar_of_schema(value.schema), param, subject)
+    return RequestedGrammar(grammar_of_schema(value.schema), param, subject)
 
 
-def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Wanted:
+def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> RequestedGrammar:
     fields = {name: item for name in value.__struct_fields__ if (item := getattr(value, name)) is not None}
     if fields.get("json_object") is False:
         del fields["json_object"]
@@ -165,11 +165,11 @@ def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Wanted:
     return _of_kind(kind, item, f"{param}.{kind}")
 
 
-def _of_tags(given: dict[str, Any], param: str, closes: bool) -> Wanted:
+def _of_tags(given: dict[str, Any], param: str, closes: bool) -> RequestedGrammar:
     """The grammar's size is bounded too, but one of megabytes takes long to make."""
     subject = f"Invalid '{param}'"
     _check_size(len(msgspec.json.encode(given)), param, subject)
-    return Wanted(grammar_of_tags(given, param, closes=closes), param, subject)
+    return RequestedGrammar(grammar_of_tags(given, param, closes=closes), param, subject)
 
 
 def _object_in(text: str, param: str) -> dict[str, Any]:
@@ -183,19 +183,19 @@ def _object_in(text: str, param: str) -> dict[str, Any]:
         ) from None
 
 
-def _of_kind(kind: str, value: Any, param: str) -> Wanted:
+def _of_kind(kind: str, value: Any, param: str) -> RequestedGrammar:
     """Of one of vLLM's fields, whose type is right."""
     subject = f"Invalid '{param}'"
     if kind == "json_object":
-        return Wanted(ANY_OBJECT, param, subject)
+        return RequestedGrammar(ANY_OBJECT, param, subject)
     if kind == "json":
         grammar = Grammar("json_schema", value) if isinstance(value, str) else grammar_of_schema(value)
-        return Wanted(grammar, param, subject)
+        return RequestedGrammar(grammar, param, subject)
     if kind == "choice":
-        return Wanted(grammar_of_choices(_checked_choices(value, param)), param, subject)
+        return RequestedGrammar(grammar_of_choices(_checked_choices(value, param)), param, subject)
     if not (value if kind == "regex" else value.strip()):
         raise _empty(param)
-    return Wanted(Grammar("regex" if kind == "regex" else "lark", value), param, subject)
+    return RequestedGrammar(Grammar("regex" if kind == "regex" else "lark", value), param, subject)
 
 
 def _checked_choices(choices: list[str], param: str) -> list[str]:
@@ -236,7 +236,7 @@ class _Job(NamedTuple):
 
     tenant: str
     grammar: Grammar
-    verdict: asyncio.Future[Verdict]
+    verdict: asyncio.Future[GrammarVerdict]
 
 
 class Grammars:
@@ -246,7 +246,7 @@ class Grammars:
     def __init__(self) -> None:
         self._check = GrammarCheck()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._turns: GrammarTurns[_Job] = GrammarTurns()
         self._working: asyncio.Task[None] | None = None
 
@@ -256,7 +256,9 @@ class Grammars:
         wanted = wanted_by(request, closes=closes)
         return None if wanted is None else await self.checked(wanted, tenant)
 
-    async def checked(self, wanted: Wanted, tenant: str = "", parts: Iterable[Wanted] = ()) -> Grammar:
+    async def checked(
+        self, wanted: RequestedGrammar, tenant: str = "", parts: Iterable[RequestedGrammar] = ()
+    ) -> Grammar:
         """The grammar to send to a ring. `tenant`: whose turn and time it is; `parts`: of `wanted`. Raises
         `InvalidParameter` when it does not compile, of the part that does not, `QueueFull`, `RateLimited`."""
         if wanted.grammar is ANY_OBJECT:
@@ -276,7 +278,7 @@ class Grammars:
             )
         return verdict.grammar
 
-    async def _ask(self, grammar: Grammar, tenant: str) -> Verdict:
+    async def _ask(self, grammar: Grammar, tenant: str) -> GrammarVerdict:
         job = _Job(tenant, grammar, asyncio.get_running_loop().create_future())
         self._turns.add(tenant, job, time.monotonic())
         if self._working is None or self._working.done():

@@ -25,8 +25,8 @@ from services.gateway.core.errors import KeyReused, QuotaExceeded
 from shared.errors import BrokerUnavailable, Unavailable
 from shared.limits import Limit
 from shared.messages.jobs import JobRecord
-from shared.nats.kv import Contention, Entry
-from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
+from shared.nats.kv import Contention, KvEntry
+from shared.nats.tenants import DeletionMarkers, Held, Holdings, TenantBucket, tenant_key
 from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
@@ -77,7 +77,7 @@ class Jobs(Generic[JobT]):
         self._held = Holdings()
         """Each counts 1 byte while it is not over."""
         self._known = asyncio.Event()
-        self._marks: Marks[JobT] = Marks()
+        self._marks: DeletionMarkers[JobT] = DeletionMarkers()
 
     async def admit(self, tenant: str) -> None:
         """Whether the tenant may have one more. Raises `QuotaExceeded`, `Unavailable`."""
@@ -176,11 +176,11 @@ class Jobs(Generic[JobT]):
         """Removes the marks of forgotten jobs."""
         await self._marks.sweep(self.bucket, time.monotonic())
 
-    async def claim(self, key: str, job: JobT, revision: int, owner: str) -> "Lease[JobT] | None":
+    async def claim(self, key: str, job: JobT, revision: int, owner: str) -> "JobLease[JobT] | None":
         """The job for `owner`, if nobody has changed it since `revision`."""
         mine = msgspec.structs.replace(job, owner=owner, beat=job.beat + 1)
         taken = await self.bucket.update(key, mine, revision)
-        return None if taken is None else Lease(self, Entry(key, mine, taken), owner)
+        return None if taken is None else JobLease(self, KvEntry(key, mine, taken), owner)
 
     def _holds(self, job: JobT) -> Held:
         return Held(job.tenant, int(not self.traits.is_over(job)), 0.0)
@@ -199,13 +199,13 @@ def fingerprint(wanted: msgspec.Struct) -> str:
     return hashlib.blake2b(msgspec.json.encode(wanted, order="deterministic"), digest_size=16).hexdigest()
 
 
-class Lease(Generic[JobT]):
+class JobLease(Generic[JobT]):
     """The right to look after a job, until another gateway has taken it."""
 
-    def __init__(self, jobs: Jobs[JobT], entry: Entry[JobT], owner: str) -> None:
+    def __init__(self, jobs: Jobs[JobT], entry: KvEntry[JobT], owner: str) -> None:
         self.bucket: TenantBucket[JobT] = jobs.bucket
         self._word = jobs.traits.word
-        self._entry: Entry[JobT] = entry
+        self._entry: KvEntry[JobT] = entry
         self.owner = owner
         self._writing = asyncio.Lock()
         self._lost = False
@@ -228,7 +228,7 @@ class Lease(Generic[JobT]):
                 changed = msgspec.structs.replace(changed, beat=changed.beat + 1)
                 revision = await self.bucket.update(self._entry.key, changed, self._entry.revision)
                 if revision is not None:
-                    self._entry = Entry(self._entry.key, changed, revision)
+                    self._entry = KvEntry(self._entry.key, changed, revision)
                     return changed
                 contention.lost()
                 await self._read()

@@ -21,7 +21,7 @@ import structlog
 from prometheus_client import Counter as EventCounter
 from prometheus_client import Gauge
 
-from services.gateway.jobs.leases import LEASE, Jobs, JobT, Lease, LeaseLost
+from services.gateway.jobs.leases import LEASE, JobLease, Jobs, JobT, LeaseLost
 from shared.errors import RyzansteinError
 from shared.messages.jobs import JobRecord
 from shared.nats.bus import Bus
@@ -113,7 +113,7 @@ class RunnerSpec(Generic[JobT]):
     """Whether this one knows how: others may be newer."""
     places: int
     """Jobs that a gateway runs at a time."""
-    runner: "Callable[[Lease[JobT], Callable[[], int]], Runner[JobT]]"
+    runner: "Callable[[JobLease[JobT], Callable[[], int]], Runner[JobT]]"
     """Makes one; the second argument says how many run."""
     running: Gauge
     taken_over: EventCounter

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import structlog
 from nats.js.errors import APIError
 
-from services.gateway.lifecycle.claims import Claims
+from services.gateway.lifecycle.claims import GenerationClaims
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import of_choice
 from shared.errors import BrokerUnavailable, RyzansteinError
@@ -54,7 +54,7 @@ class _Order(NamedTuple):
 class Cancellations:
     """Sends them in the background; `stop` waits for what was begun."""
 
-    def __init__(self, bus: Bus, claims: Claims) -> None:
+    def __init__(self, bus: Bus, claims: GenerationClaims) -> None:
         self._bus = bus
         self._claims = claims
         self._orders: dict[_Order, list[str]] = {}

@@ -17,7 +17,7 @@ MAX_OWNERS = 16
 """Gateways in a row that one generation may outlive."""
 
 
-class Claims:
+class GenerationClaims:
     """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, consumer: str, ttl: float) -> None:

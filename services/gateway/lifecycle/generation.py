@@ -14,11 +14,11 @@ from typing import Literal
 
 import msgspec
 
-from services.gateway.lifecycle.token_stream import Decision, Limits, TokenStream
+from services.gateway.lifecycle.token_stream import GenerationLimits, StreamDecision, TokenStream
 from services.gateway.tracing.generations import AnswerTrace
 from shared.errors import FatalRequest, RingLost, RyzansteinError, Unavailable, error_from_code
 from shared.messages import FinishReason, GenerationRequest, RingDeath, TokenEntry, TokenLogprobs
-from shared.nats.journal import CLOCK_MARGIN, Begin
+from shared.nats.journal import CLOCK_MARGIN, StartPosition
 
 State = Literal[
     "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
@@ -38,7 +38,7 @@ class Generation:
 
     request: GenerationRequest
     index: int
-    limits: Limits
+    limits: GenerationLimits
     _: KW_ONLY
     now: InitVar[float]
     age: InitVar[float] = 0.0
@@ -47,9 +47,9 @@ class Generation:
     followed: bool = False
     trace: AnswerTrace | None = None
     """What is traced of it; None: nothing. Decides nothing."""
-    begin: Begin = field(default_factory=Begin)
+    begin: StartPosition = field(default_factory=StartPosition)
     """Where its log begins in the journal."""
-    own_begin: Begin | None = None
+    own_begin: StartPosition | None = None
     """Where the log begins on this gateway's token subject; None: none of it is there."""
     claim: int = 0
     """Under which this gateway owns it; 0: it began here."""
@@ -109,7 +109,7 @@ class Generation:
         if self.followed:
             self.state = "queued"
         else:
-            self.begin = self.own_begin = Begin(since=self.started_at - CLOCK_MARGIN)
+            self.begin = self.own_begin = StartPosition(since=self.started_at - CLOCK_MARGIN)
 
     @property
     def id(self) -> str:
@@ -206,7 +206,7 @@ class Generation:
         if self.state in ("received", "recovering"):
             self.state = "queued"
 
-    def on_entry(self, group: str, epoch: int, entry: TokenEntry, now: float) -> Decision:
+    def on_entry(self, group: str, epoch: int, entry: TokenEntry, now: float) -> StreamDecision:
         """An entry of this generation has come, live or from the journal.
 
         An attempt can reach two rings (a reply or an acknowledgement that was lost). Their tokens need not
@@ -215,9 +215,9 @@ class Generation:
         that it listens to, and goes over to the other one.
         """
         if self.state in ENDED or (self.followed and (group, epoch, entry.attempt) in self._rejected):
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
-            return Decision.REPLAY
+            return StreamDecision.REPLAY
         stream = self.stream
         if entry.attempt != stream.attempt or (self.group and (epoch != self.epoch or group != self.group)):
             return self._on_foreign(group, epoch, entry)
@@ -236,9 +236,9 @@ class Generation:
             if fresh.finish:
                 return self._on_finish(group, fresh)
         if stream.ahead:
-            return Decision.NOTHING if had_gap else Decision.REPLAY
+            return StreamDecision.NOTHING if had_gap else StreamDecision.REPLAY
         self._gap_replays = 0
-        return Decision.NOTHING
+        return StreamDecision.NOTHING
 
     def _on_progress(self, entry: TokenEntry, now: float) -> None:
         """Its ring computes its prompt: it is at work, though there is no token. What it computes again, having given
@@ -250,7 +250,7 @@ class Generation:
         if self.computing:
             self._deliver(self._progress())
 
-    def on_group_lost(self, group: str, epoch: int, death: RingDeath | None = None) -> Decision:
+    def on_group_lost(self, group: str, epoch: int, death: RingDeath | None = None) -> StreamDecision:
         """The ring's life `epoch` of `group`, and all before it, are over. `death`: what `epoch` has died of; None: it
         was only seen that it is gone.
 
@@ -258,40 +258,40 @@ class Generation:
         nobody meets with such a death in company twice, and alone it can only be of its own making.
         """
         if self.ended or self.group != group or self.epoch > epoch:
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         if death is not None and self.epoch == death.epoch and death.may_be_of(self.id):
             if not self.suspected:
                 self.suspected = death.cause
             elif death.suspects_only(self.id):
                 self.guilty = death.cause
-        return Decision.RECOVER
+        return StreamDecision.RECOVER
 
-    def on_replayed(self, now: float, *, idle: bool) -> Decision:
+    def on_replayed(self, now: float, *, idle: bool) -> StreamDecision:
         """The journal has been read to its newest frame.
 
         `idle`: the ring has had no work at all since it was last heard here. Then an end was lost on the way
         into the journal, which leaves no gap to see.
         """
         if self.ended:
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         if self.followed and self._complete():
-            return Decision.ENDED
+            return StreamDecision.ENDED
         if self.stream.ahead or self._behind:
             self._gap_replays += 1
-            return Decision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else Decision.REPLAY
+            return StreamDecision.RECOVER if self._gap_replays > MAX_GAP_REPLAYS else StreamDecision.REPLAY
         if idle and self.group:
-            return Decision.RECOVER
+            return StreamDecision.RECOVER
         if self._stalled(now):
             self._stall *= 2
-        return Decision.NOTHING
+        return StreamDecision.NOTHING
 
-    def on_time(self, now: float) -> Decision:
+    def on_time(self, now: float) -> StreamDecision:
         """To be asked now and then. A request that waits in the queue has nothing in the journal."""
         if self.ended:
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         if now - self.last_progress >= self.limits.token_timeout or self.overdue(now):
-            return Decision.EXPIRE
-        return Decision.REPLAY if self._stalled(now) else Decision.NOTHING
+            return StreamDecision.EXPIRE
+        return StreamDecision.REPLAY if self._stalled(now) else StreamDecision.NOTHING
 
     def overdue(self, now: float) -> bool:
         """Whether it has taken longer than it may; its owner decides."""
@@ -357,7 +357,7 @@ class Generation:
         self._told = ring
         return True
 
-    def take_over(self, consumer: str, claim: int, now: float, begin: Begin) -> Decision:
+    def take_over(self, consumer: str, claim: int, now: float, begin: StartPosition) -> StreamDecision:
         """From now on this gateway, which reads as `consumer`, looks after it under `claim`: what was left undone
         is decided. Whatever comes to its own subject stands in the journal from `begin` on.
 
@@ -365,14 +365,18 @@ class Generation:
         another attempt, and the older one is rejected where it does appear.
         """
         if not self.followed:
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         self.followed, self.claim = False, claim
         self.own_begin = self.own_begin or begin
         self.request = msgspec.structs.replace(self.request, consumer=consumer)
         self.last_progress = self.heard_at = now
         if self.ended:
-            return Decision.NOTHING
-        return Decision.RECOVER if self.stream.ended or self._behind or self.unheard else Decision.NOTHING
+            return StreamDecision.NOTHING
+        return (
+            StreamDecision.RECOVER
+            if self.stream.ended or self._behind or self.unheard
+            else StreamDecision.NOTHING
+        )
 
     def hand_over(self) -> None:
         """Another gateway looks after it now."""
@@ -380,20 +384,20 @@ class Generation:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _on_foreign(self, group: str, epoch: int, entry: TokenEntry) -> Decision:
+    def _on_foreign(self, group: str, epoch: int, entry: TokenEntry) -> StreamDecision:
         """An entry of another attempt, or of another ring than the one that has the attempt.
 
         Each such ring is rejected once. A later life of the same group says that ours is over.
         """
         if not group or self.followed or entry.attempt > self.stream.attempt:
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         if entry.attempt == self.stream.attempt and group == self.group and epoch > self.epoch:
-            return Decision.RECOVER
+            return StreamDecision.RECOVER
         ring = (group, epoch, entry.attempt)
         if entry.finish or ring in self._rejected:
-            return Decision.NOTHING
+            return StreamDecision.NOTHING
         self._rejected |= {ring}
-        return Decision.REJECT
+        return StreamDecision.REJECT
 
     def _follow_attempt(self, entry: TokenEntry) -> bool:
         """A newer attempt than the one that was read speaks. False while tokens before it are missing.
@@ -432,9 +436,9 @@ class Generation:
     def _stalled(self, now: float) -> bool:
         return bool(self.group) and now - self.heard_at >= self._stall
 
-    def _on_finish(self, group: str, entry: TokenEntry) -> Decision:
+    def _on_finish(self, group: str, entry: TokenEntry) -> StreamDecision:
         if entry.finish == "error" and entry.retryable and group:
-            return self._let_go() if self.followed else Decision.RECOVER
+            return self._let_go() if self.followed else StreamDecision.RECOVER
         if entry.finish == "error":
             self.fail(error_from_code(entry.error_code, entry.error or "The generation failed."))
         elif entry.finish == "cancelled":
@@ -443,15 +447,15 @@ class Generation:
         else:
             self.state, self.finish, self._end_came_alone = "finished", entry.finish, not entry.tokens
             self.vector = entry.vector
-        return Decision.ENDED
+        return StreamDecision.ENDED
 
-    def _let_go(self) -> Decision:
+    def _let_go(self) -> StreamDecision:
         """The ring that is listened to was told to end its attempt, or has lost it. What follows is another ring's:
         its owner's next attempt, or this one, of which other entries have been left out here."""
         self._rejected |= {(self.group, self.epoch, self.stream.attempt)}
         self.stream.ended = False
         self.state, self.group, self.epoch, self.computed = "queued", "", 0, 0
-        return Decision.REREAD
+        return StreamDecision.REREAD
 
     def _complete(self) -> bool:
         """Ends a generation of which only the last word is missing."""

@@ -13,12 +13,12 @@ from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.core.tenant_pool import Bound, TenantPool
 from services.gateway.lifecycle.cancellation import Cancellations
-from services.gateway.lifecycle.claims import Claims
+from services.gateway.lifecycle.claims import GenerationClaims
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.recovery import Losses, QueuedRequests, Suspects
 from services.gateway.lifecycle.request_state import of_choice
-from services.gateway.lifecycle.token_logs import Sources, TokenConsumer
-from services.gateway.lifecycle.token_stream import Decision
+from services.gateway.lifecycle.token_logs import TokenConsumer, TokenLogReaders
+from services.gateway.lifecycle.token_stream import StreamDecision
 from services.gateway.tracing.generations import taken_over
 from shared import limits
 from shared.errors import (
@@ -33,7 +33,7 @@ from shared.messages import FinishReason, GenerationRequest, GroupEvent, RingDea
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of, translated
-from shared.nats.journal import CLOCK_MARGIN, Begin, JournalEnd, earliest
+from shared.nats.journal import CLOCK_MARGIN, JournalEnd, StartPosition, earliest
 from shared.tasks import TaskSet
 from shared.tracing import NONE
 
@@ -80,7 +80,7 @@ class Generations:
         self._rings = rings
         self._stall_replay_at = float("-inf")
         self.journal = JournalEnd(bus)
-        self.claims = Claims(bus, consumer, settings.journal_max_age)
+        self.claims = GenerationClaims(bus, consumer, settings.journal_max_age)
         self.cancellations = Cancellations(bus, self.claims)
         self.tokens = TokenConsumer(
             bus,
@@ -91,7 +91,7 @@ class Generations:
             on_replayed=lambda: self._on_replayed(""),
             pending_frames=settings.pending_frames,
         )
-        self.sources = Sources(self._open_source)
+        self.sources = TokenLogReaders(self._open_source)
         self.suspects = Suspects(bus, self.tokens.replayed, self._recover)
         self._queued = QueuedRequests(bus, self._recover)
         metrics.in_flight.set_function(lambda: float(len(self._by_id)))
@@ -195,12 +195,12 @@ class Generations:
 
     def take_over(self, generations: Sequence[Generation], claim: int) -> None:
         """They have been followed so far; from now on they are looked after here, under `claim`."""
-        now, begin = time.monotonic(), Begin(self.journal.number, time.time() - CLOCK_MARGIN)
+        now, begin = time.monotonic(), StartPosition(self.journal.number, time.time() - CLOCK_MARGIN)
         for generation in generations:
             if generation.trace is None and generation.request.traceparent and not generation.ended:
                 generation.trace = taken_over(generation.request)
             decision = generation.take_over(self._consumer, claim, now, begin)
-            if decision is Decision.RECOVER and generation.may_be_queued:
+            if decision is StreamDecision.RECOVER and generation.may_be_queued:
                 self._look_for(generation)
             else:
                 self._act(generation, decision)
@@ -283,9 +283,9 @@ class Generations:
                 continue
             touched.append(generation)
             decision = generation.on_entry(frame.group, frame.epoch, entry, now)
-            if decision is Decision.NOTHING:  # nearly always
+            if decision is StreamDecision.NOTHING:  # nearly always
                 pass
-            elif decision is Decision.REJECT:
+            elif decision is StreamDecision.REJECT:
                 self.cancellations.end(frame.group, generation, entry.attempt)
             else:
                 self._act(generation, decision)
@@ -358,13 +358,13 @@ class Generations:
         for generation in self._by_id.values():
             generation.begins_behind(number)
 
-    def _oldest(self) -> Begin | None:
+    def _oldest(self) -> StartPosition | None:
         return self._counted(item.own_begin for item in self._by_id.values())
 
-    def _oldest_of(self, source: str) -> Begin | None:
+    def _oldest_of(self, source: str) -> StartPosition | None:
         return self._counted(item.begin for item in self._by_id.values() if source in item.sources)
 
-    def _counted(self, begins: Iterable[Begin | None]) -> Begin | None:
+    def _counted(self, begins: Iterable[StartPosition | None]) -> StartPosition | None:
         oldest = earliest(begin for begin in begins if begin is not None)
         if oldest is not None:
             self._metrics.replays.inc()
@@ -387,7 +387,7 @@ class Generations:
         stalled = []
         for generation in list(self._by_id.values()):
             decision = generation.on_time(now)
-            if decision is Decision.REPLAY:
+            if decision is StreamDecision.REPLAY:
                 stalled.append(generation)
             else:
                 self._act(generation, decision)
@@ -396,19 +396,19 @@ class Generations:
             self.tokens.request_replay()
             self.sources.request_replay({name for generation in stalled for name in generation.sources})
 
-    def _act(self, generation: Generation, decision: Decision) -> None:
-        if decision is Decision.REPLAY:
+    def _act(self, generation: Generation, decision: StreamDecision) -> None:
+        if decision is StreamDecision.REPLAY:
             if not generation.followed:
                 self.tokens.request_replay()
             self.sources.request_replay(generation.sources)
-        elif decision is Decision.REREAD:
+        elif decision is StreamDecision.REREAD:
             self._readings.spawn(self._read_again(generation))
-        elif decision is Decision.RECOVER:
+        elif decision is StreamDecision.RECOVER:
             if not generation.followed:
                 self._recover(generation)
-        elif decision is Decision.EXPIRE:
+        elif decision is StreamDecision.EXPIRE:
             self._expire(generation)
-        elif decision is Decision.ENDED:
+        elif decision is StreamDecision.ENDED:
             self._remove(generation)
 
     async def _read_again(self, generation: Generation) -> None:

@@ -20,7 +20,7 @@ from shared.errors import BrokerUnavailable
 from shared.messages.records import GenerationRecord, Idempotency
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 
 ABANDONED = 2.0
 """Seconds after which a key whose generation has no record stands for nothing: its gateway has died."""
@@ -52,7 +52,7 @@ class IdempotencyKeys:
         """`ttl`: seconds that a key is known."""
         self.bucket = Bucket(bus, subjects.IDEMPOTENCY_BUCKET, Idempotency, ttl=ttl)
 
-    async def get(self, name: str, print_: str) -> Entry[Idempotency] | None:
+    async def get(self, name: str, print_: str) -> KvEntry[Idempotency] | None:
         """What the key stands for. Raises `KeyReused` when its body was another one."""
         entry = await self.bucket.get(name)
         if entry is not None and entry.value.fingerprint != print_:
@@ -62,7 +62,7 @@ class IdempotencyKeys:
             )
         return entry
 
-    async def take(self, name: str, identity: str, print_: str, stale: Entry[Idempotency] | None) -> bool:
+    async def take(self, name: str, identity: str, print_: str, stale: KvEntry[Idempotency] | None) -> bool:
         """Lets the key stand for `identity`; False when another request was first. `stale`: an entry that
         stands for nothing any more."""
         value = Idempotency(identity, print_, time.time())

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.lifecycle.claims import Claims
+from services.gateway.lifecycle.claims import GenerationClaims
 from services.gateway.lifecycle.request_state import RequestState
 from shared.errors import BrokerUnavailable, NobodyThere
 from shared.messages.records import Listen, Listened, Ownership
@@ -66,7 +66,12 @@ class Owners:
     """The only one that changes who owns an answer."""
 
     def __init__(
-        self, bus: Bus, consumer: str, claims: Claims, metrics: GatewayMetrics, answers: AnswersAtHand
+        self,
+        bus: Bus,
+        consumer: str,
+        claims: GenerationClaims,
+        metrics: GatewayMetrics,
+        answers: AnswersAtHand,
     ) -> None:
         self._bus = bus
         self._consumer = consumer

@@ -32,7 +32,7 @@ import nats.errors
 import structlog
 
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.lifecycle.request_state import Place, merged, place
+from services.gateway.lifecycle.request_state import RecordPosition, merged, place
 from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, RyzansteinError
 from shared.messages import SamplingParams
 from shared.messages.records import GenerationRecord
@@ -285,7 +285,7 @@ class RecordReader:
     def __init__(self, bus: Bus, large: LargeRecords) -> None:
         self._bus = bus
         self._large = large
-        self._waiting: dict[Place, list[tuple[str, asyncio.Future[GenerationRecord | None]]]] = {}
+        self._waiting: dict[RecordPosition, list[tuple[str, asyncio.Future[GenerationRecord | None]]]] = {}
         self._gate = asyncio.Semaphore(SLOTS_AT_ONCE)
         self._tasks = TaskSet("records_not_read")
 
@@ -301,7 +301,7 @@ class RecordReader:
             waiting.append((identity, found))
         return await found
 
-    async def _read(self, spot: Place) -> None:
+    async def _read(self, spot: RecordPosition) -> None:
         async with self._gate:
             waiting = self._waiting.pop(spot)
             wanted = {identity for identity, _ in waiting}
@@ -316,7 +316,7 @@ class RecordReader:
             if not found.done():
                 found.set_result(records.get(identity))
 
-    async def collect(self, spot: Place, wanted: set[str]) -> dict[str, GenerationRecord]:
+    async def collect(self, spot: RecordPosition, wanted: set[str]) -> dict[str, GenerationRecord]:
         """Those of `wanted` that are there, whole. Raises `BROKER_ERRORS`."""
         parts = _Parts()
         async with contextlib.aclosing(recorded_in(self._bus, spot.writer, spot.slot)) as messages:

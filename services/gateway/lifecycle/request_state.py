@@ -25,8 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 from services.gateway.lifecycle.generation import Generation
-from services.gateway.lifecycle.token_stream import Limits
-from services.gateway.ratelimit.limiter import Admission
+from services.gateway.lifecycle.token_stream import GenerationLimits
+from services.gateway.ratelimit.limiter import RequestAdmission
 from services.gateway.tracing.generations import AnswerTrace
 from shared.errors import FatalRequest
 from shared.messages import GenerationRequest
@@ -47,7 +47,7 @@ PREFIXES = {
 _ID = re.compile(r"(?:[a-z][a-z0-9.]*[-_])?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 
 
-class Place(NamedTuple):
+class RecordPosition(NamedTuple):
     """Where the record of a generation stands in the journal."""
 
     writer: str
@@ -81,8 +81,8 @@ def of_choice(generation_id: str) -> str:
     return generation_id.rpartition("-")[0]
 
 
-def place(identity: str) -> Place:
-    return Place(identity[:8], identity[8:16])
+def place(identity: str) -> RecordPosition:
+    return RecordPosition(identity[:8], identity[8:16])
 
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: choices of neighbouring seeds do not coincide
@@ -117,7 +117,7 @@ class RequestState:
     """When the last reader here left."""
     consumers: list[str]
     """Instances whose token subjects have parts of its log, in order."""
-    admission: Admission | None = None
+    admission: RequestAdmission | None = None
     """What it takes of its owner's limits, where it begins here."""
     may_cost: int = 0
     """Tokens that it may come to."""
@@ -229,7 +229,7 @@ def _request_of_choice(
 
 def followed_answer(
     record: GenerationRecord,
-    limits: Limits,
+    limits: GenerationLimits,
     ownership: Ownership | None = None,
     *,
     now: float,

@@ -13,7 +13,7 @@ from shared.messages import TokenFrame
 from shared.nats import subjects
 from shared.nats.bus import Bus, Subscribed
 from shared.nats.errors import BROKER_ERRORS, reason_of
-from shared.nats.journal import Begin, JournalReader, earliest
+from shared.nats.journal import JournalReader, StartPosition, earliest
 from shared.tasks import TaskSet, cancel_all
 
 log = structlog.get_logger(__name__)
@@ -25,7 +25,7 @@ REPLAY_INTERVAL = 0.1
 class _Late:
     """Who has come later than the frames they need."""
 
-    def __init__(self, begin: Begin, has_all: Callable[[], bool]) -> None:
+    def __init__(self, begin: StartPosition, has_all: Callable[[], bool]) -> None:
         self.begin = begin
         """Where the first of them stands."""
         self.has_all = has_all
@@ -46,7 +46,7 @@ class TokenConsumer:
         *,
         on_frame: Callable[[TokenFrame], object],
         on_recorded: Callable[[TokenFrame], object],
-        replay_from: Callable[[], Begin | None],
+        replay_from: Callable[[], StartPosition | None],
         on_replayed: Callable[[], None],
         pending_frames: int,
     ) -> None:
@@ -93,7 +93,7 @@ class TokenConsumer:
         self._wanted.set()
         await done
 
-    async def catch_up(self, begin: Begin, has_all: Callable[[], bool]) -> None:
+    async def catch_up(self, begin: StartPosition, has_all: Callable[[], bool]) -> None:
         """Returns when everything recorded from `begin` on has been given to `on_recorded`, or so much of it that
         `has_all` says so: what ended long ago is not read up to now.
 
@@ -136,7 +136,7 @@ class TokenConsumer:
             one.settle()
         return whole
 
-    async def _replay(self, journal: JournalReader, begin: Begin, late: Sequence[_Late]) -> bool:
+    async def _replay(self, journal: JournalReader, begin: StartPosition, late: Sequence[_Late]) -> bool:
         """False when all who were `late` had what they need before its end."""
         self.replays += 1
         frames = 0
@@ -176,7 +176,7 @@ class _Source:
         self.task = running.spawn(consumer.run())
 
 
-class Sources:
+class TokenLogReaders:
     """Opened by the first who needs it, closed by the last."""
 
     def __init__(self, open_source: Callable[[str], TokenConsumer]) -> None:

@@ -97,7 +97,7 @@ class TokenStream:
         ]
 
 
-class Decision(enum.Enum):
+class StreamDecision(enum.Enum):
     """What the shell has to do now."""
 
     NOTHING = enum.auto()
@@ -115,7 +115,7 @@ class Decision(enum.Enum):
     """Forget it; the client has been told."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class GenerationLimits(msgspec.Struct, frozen=True):
     """Bounds of a generation's life."""
 
     max_attempts: int
@@ -128,8 +128,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Seconds that it may take in all; 0: any time. The batch lane has a clock of its own."""
 
 
-def limits_of(settings: GatewaySettings) -> Limits:
+def limits_of(settings: GatewaySettings) -> GenerationLimits:
     """The bounds of every generation's life."""
-    return Limits(
+    return GenerationLimits(
         settings.recovery_attempts, settings.token_timeout, settings.stall_timeout, settings.request_timeout
     )

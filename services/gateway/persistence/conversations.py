@@ -25,7 +25,7 @@ from shared.errors import PayloadTooLarge
 from shared.messages.records import ConversationEntry, ConversationTurn
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.kv import Contention, Entry
+from shared.nats.kv import Contention, KvEntry
 from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 log = structlog.get_logger(__name__)
@@ -210,7 +210,7 @@ class Conversations:
         data, ids = await inflated(entry.value.items), frozenset(turn.ids)
         return [item for item in await beside_loop(len(data), split, data) if item.id in ids]
 
-    async def _head(self, public_id: str, tenant: str) -> Entry[ConversationEntry]:
+    async def _head(self, public_id: str, tenant: str) -> KvEntry[ConversationEntry]:
         identity = _identity(public_id)
         entry = await self.bucket.get(tenant, identity) if identity else None
         if entry is None:

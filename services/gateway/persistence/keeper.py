@@ -11,7 +11,7 @@ import structlog
 
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState
-from services.gateway.lifecycle.token_stream import Limits
+from services.gateway.lifecycle.token_stream import GenerationLimits
 from services.gateway.persistence.budget import beside_loop
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.items import turn_of
@@ -83,7 +83,7 @@ class ResponseArchive:
         return self._chats if record.response is None else self._responses
 
 
-_LIMITS = Limits(0, float("inf"), float("inf"))
+_LIMITS = GenerationLimits(0, float("inf"), float("inf"))
 _SOURCE = "store"
 
 

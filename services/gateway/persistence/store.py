@@ -19,7 +19,7 @@ from shared.limits import RESPONSE_BYTES
 from shared.messages.records import ResponsePart, StoredResponse
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
 
 log = structlog.get_logger(__name__)
@@ -110,7 +110,7 @@ class ResponseStore:
         tenant: str,
         data: bytes,
         inflated_size: int,
-        known: Entry[ResponsePart] | None = None,
+        known: KvEntry[ResponsePart] | None = None,
     ) -> None:
         """By compare-and-set: it may be deleted meanwhile. `known`: what is there."""
         size = self._bus.max_payload - ROOM

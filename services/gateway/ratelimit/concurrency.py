@@ -14,7 +14,7 @@ REPEAT = 1.0
 SILENT = 3.0
 
 
-class Counts:
+class ConcurrencyCounts:
     """Times are seconds of a monotonic clock."""
 
     def __init__(self, gateway: str) -> None:

@@ -22,7 +22,7 @@ from services.gateway.auth.authenticator import Principal
 from services.gateway.core.errors import RateLimited
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.ratelimit import window as windows
-from services.gateway.ratelimit.concurrency import TELL, Counts
+from services.gateway.ratelimit.concurrency import TELL, ConcurrencyCounts
 from services.gateway.ratelimit.shared_windows import SharedWindows
 from shared.errors import RyzansteinError
 from shared.keys import KeyLimits
@@ -41,7 +41,7 @@ BATCH_WAIT = 1.0
 NO_LIMITS = KeyLimits()
 
 
-class Scope(NamedTuple):
+class LimitScope(NamedTuple):
     """Whom limits are for."""
 
     name: str
@@ -82,7 +82,7 @@ class Limiter:
         )
         self._unlimited = self._default == self._tenant == NO_LIMITS
         self.windows = SharedWindows(bus)
-        self.counts = Counts(gateway)
+        self.counts = ConcurrencyCounts(gateway)
         self._in_use = asyncio.Event()
         """Set by whoever takes a place."""
 
@@ -103,18 +103,20 @@ class Limiter:
                 self._in_use.clear()
 
     def take_place(self, limits: dict[str, int]) -> tuple[str, int] | None:
-        """As `Counts.begin`."""
+        """As `ConcurrencyCounts.begin`."""
         self._in_use.set()
         return self.counts.begin(limits, time.monotonic())
 
-    def admission(self, principal: Principal, lane: Lane, headers: dict[str, str]) -> "Admission | None":
+    def admission(
+        self, principal: Principal, lane: Lane, headers: dict[str, str]
+    ) -> "RequestAdmission | None":
         """For one request; None where nothing is limited. `headers` gets what the answer should say."""
         if self._unlimited and principal.limits == NO_LIMITS:
             return None
         scopes = [scope for scope in self.scopes(principal) if scope.limits != NO_LIMITS]
-        return Admission(self, scopes, headers, batch=lane == "batch") if scopes else None
+        return RequestAdmission(self, scopes, headers, batch=lane == "batch") if scopes else None
 
-    def scopes(self, principal: Principal) -> Iterator[Scope]:
+    def scopes(self, principal: Principal) -> Iterator[LimitScope]:
         """Its key, then its tenant, with the limits that hold for them."""
         own, default = principal.limits, self._default
         limits = KeyLimits(
@@ -125,11 +127,11 @@ class Limiter:
         key, tenant = principal.key, principal.tenant
         if key or not tenant:
             whose = f"API key rz-{key}" if key else "all requests without an API key"
-            yield Scope(f"key/{key}", whose, limits)
+            yield LimitScope(f"key/{key}", whose, limits)
         if tenant:
-            yield Scope(f"tenant/{tenant}", f"tenant {tenant}", self._tenant)
+            yield LimitScope(f"tenant/{tenant}", f"tenant {tenant}", self._tenant)
 
-    async def in_use(self, scope: Scope) -> LimitsInUse:
+    async def in_use(self, scope: LimitScope) -> LimitsInUse:
         """Raises `BrokerUnavailable`."""
         limits = scope.limits
         return LimitsInUse(
@@ -159,11 +161,11 @@ class _Taken(NamedTuple):
     amount: int
 
 
-class Admission:
+class RequestAdmission:
     """Of one request: `request`, then `begin`, then `end`, whatever happened after `begin`."""
 
     def __init__(
-        self, limiter: Limiter, scopes: list[Scope], headers: dict[str, str], *, batch: bool
+        self, limiter: Limiter, scopes: list[LimitScope], headers: dict[str, str], *, batch: bool
     ) -> None:
         self._limiter = limiter
         self._windows = limiter.windows
@@ -232,7 +234,7 @@ class Admission:
             self._show(what)
         return taken
 
-    async def _take_of(self, scope: Scope, what: str, limit: int, amount: int) -> _Taken:
+    async def _take_of(self, scope: LimitScope, what: str, limit: int, amount: int) -> _Taken:
         if amount > limit:
             raise too_large(scope.whose, limit=limit, requested=amount)
         name = f"{scope.name}/{what}"

@@ -1,4 +1,4 @@
-"""The shell around `Account`: windows in the KV bucket `limits`, changed by compare-and-set.
+"""The shell around `LimitAccount`: windows in the KV bucket `limits`, changed by compare-and-set.
 
 A limit that is far from reached costs one round trip to NATS per second and gateway; one of a few requests per
 minute costs one per request, as does one that is nearly reached; a refusal is repeated without asking for a while.
@@ -8,12 +8,12 @@ import asyncio
 import contextlib
 import time
 
-from services.gateway.ratelimit.window import KEPT, LEASE, Account
+from services.gateway.ratelimit.window import KEPT, LEASE, LimitAccount
 from shared.errors import RyzansteinError
 from shared.messages.records import Spent
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Contention, Entry
+from shared.nats.kv import Bucket, Contention, KvEntry
 
 TTL = 300.0
 """Seconds after which NATS forgets a window that nobody has touched."""
@@ -27,9 +27,9 @@ class _Shared:
     """An account and what is known of its window's place in the bucket."""
 
     def __init__(self, limit: int) -> None:
-        self.account = Account(limit)
+        self.account = LimitAccount(limit)
         self.lock = asyncio.Lock()
-        self.entry: Entry[Spent] | None = None
+        self.entry: KvEntry[Spent] | None = None
 
 
 class SharedWindows:
@@ -41,7 +41,7 @@ class SharedWindows:
         self._used = asyncio.Event()
         """Whether there are any."""
 
-    def account(self, name: str, limit: int) -> Account:
+    def account(self, name: str, limit: int) -> LimitAccount:
         """What this gateway knows of it."""
         return self._of(name, limit).account
 
@@ -116,7 +116,7 @@ class SharedWindows:
                 revision = await self.bucket.update(name, taken.window, entry.revision)
             if revision is not None:
                 account.applied(taken, now)
-                shared.entry = Entry(name, taken.window, revision)
+                shared.entry = KvEntry(name, taken.window, revision)
                 return taken.wait
             contention.lost()
             shared.entry, fresh = await self.bucket.get(name), True

@@ -9,7 +9,7 @@
 Invariant: what is spent within any 60 s is at most the limit, however many gateways spend it, as long as their
 clocks agree; each second that two clocks differ by lets a sixtieth of the limit more through.
 
-An `Account` is what one gateway may spend at this moment without asking anybody:
+An `LimitAccount` is what one gateway may spend at this moment without asking anybody:
 
     spend ──enough left──▶ at once                           the way of nearly every request
       └─ not enough ──▶ `apply` to the shared window ──▶ granted | refused, for as long as `shut` says
@@ -110,7 +110,7 @@ REFUSAL_HOLDS = 0.25
 """Seconds at most that a refusal is repeated without asking again: others may have given something back."""
 
 
-class Account:
+class LimitAccount:
     """One per limit and gateway. Times are unix seconds."""
 
     def __init__(self, limit: int) -> None:

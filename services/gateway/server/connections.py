@@ -14,7 +14,7 @@ import structlog
 
 from services.gateway.core.errors import ErrorBody, ErrorDetail
 from shared import limits
-from shared.service.listener import Admission
+from shared.service.listener import ConnectionAdmission
 
 RESERVED = limits.RESERVED_CONNECTIONS.value
 """A full gateway is no dead one: /health, /ready, /metrics and grpc.health.v1 have places beyond the limit."""
@@ -71,7 +71,7 @@ class ConnectionLimiter:
             f"({limits.CONNECTIONS.cited(self.limit)})."
         )
 
-    def admission(self, port: str) -> Admission:
+    def admission(self, port: str) -> ConnectionAdmission:
         """For the listener of one port."""
 
         def admits() -> bool:
@@ -86,7 +86,7 @@ class ConnectionLimiter:
             self.refused(port, "handshake")
 
         connections = self.http if port == "http" else self.grpc
-        return Admission(self._handshake_seconds, admits, self._handshakes.add, failed, connections)
+        return ConnectionAdmission(self._handshake_seconds, admits, self._handshakes.add, failed, connections)
 
     def opened(self, protocol: object) -> None:
         """`protocol` is in its port's set of connections from now on."""
@@ -101,7 +101,7 @@ FEWEST = 16
 """Connections that are taken however few files may be open."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ConnectionLimits(msgspec.Struct, frozen=True):
     """Of one connection."""
 
     head_seconds: float
@@ -110,7 +110,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Their size; also that of a chunk's extensions, and of all trailers."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class ConnectionRefusal(msgspec.Struct, frozen=True):
     """An answer that needs no request to be read."""
 
     message: str
@@ -134,22 +134,24 @@ class Refusal(msgspec.Struct, frozen=True):
         return "\r\n".join([*head, "", ""]).encode() + body
 
 
-INVALID = Refusal("Malformed HTTP/1.1 (RFC 9112); check the request's head.")
-PIPELINED = Refusal(
+INVALID = ConnectionRefusal("Malformed HTTP/1.1 (RFC 9112); check the request's head.")
+PIPELINED = ConnectionRefusal(
     "Too many pipelined requests on this connection; wait for answers, or use more connections "
     f"({limits.PIPELINED.cited()})."
 )
-NO_HANDSHAKE = Refusal("Malformed WebSocket handshake (RFC 6455); check its headers.")
-HOST = Refusal("The request has no Host header, or several; HTTP/1.1 requires exactly one (RFC 9112, 3.2).")
-VERSION = Refusal(
+NO_HANDSHAKE = ConnectionRefusal("Malformed WebSocket handshake (RFC 6455); check its headers.")
+HOST = ConnectionRefusal(
+    "The request has no Host header, or several; HTTP/1.1 requires exactly one (RFC 9112, 3.2)."
+)
+VERSION = ConnectionRefusal(
     "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
     505,
 )
-EXPECTATION = Refusal("Unsupported Expect header; only 100-continue is supported.", 417)
+EXPECTATION = ConnectionRefusal("Unsupported Expect header; only 100-continue is supported.", 417)
 
 
-def slow(found: Limits) -> Refusal:
-    return Refusal(
+def slow(found: ConnectionLimits) -> ConnectionRefusal:
+    return ConnectionRefusal(
         f"The request's line and headers were not complete within {found.head_seconds:g} s; send it again, faster "
         f"({limits.HEAD_SECONDS.cited(math.ceil(found.head_seconds))}).",
         408,
@@ -157,8 +159,8 @@ def slow(found: Limits) -> Refusal:
     )
 
 
-def large(found: Limits) -> Refusal:
-    return Refusal(
+def large(found: ConnectionLimits) -> ConnectionRefusal:
+    return ConnectionRefusal(
         f"The request has too many headers ({limits.HEADERS.cited()}), or they are too long; shorten them "
         f"({limits.HEAD.cited(found.head_bytes)}).",
         431,
@@ -166,9 +168,9 @@ def large(found: Limits) -> Refusal:
     )
 
 
-def full(sentence: str) -> Refusal:
+def full(sentence: str) -> ConnectionRefusal:
     """`sentence` says why there is no place."""
-    return Refusal(sentence, 503, "unavailable", retry_after=1)
+    return ConnectionRefusal(sentence, 503, "unavailable", retry_after=1)
 
 
 def allowed_by_files(connections: int) -> int:

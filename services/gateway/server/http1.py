@@ -30,8 +30,8 @@ from services.gateway.server.connections import (
     PIPELINED,
     VERSION,
     ConnectionLimiter,
-    Limits,
-    Refusal,
+    ConnectionLimits,
+    ConnectionRefusal,
     full,
     large,
     slow,
@@ -76,7 +76,7 @@ class GuardedHttp(HttpToolsProtocol):
     """One connection. It takes as little memory as it can, for thousands are open and idle: 5.8 KiB where uvicorn's
     deques and a dictionary that no key is shared of would make it 9.1 (4,000 connections, 2026-11-26)."""
 
-    limits: ClassVar[Limits]
+    limits: ClassVar[ConnectionLimits]
     door: ClassVar[ConnectionLimiter]
 
     # Not in the dictionary, whose keys all connections share as long as they are no more than 30.
@@ -103,7 +103,7 @@ class GuardedHttp(HttpToolsProtocol):
         self.pipeline = _Pipeline()  # type: ignore[assignment]
         self.body_held = 0
         """Bytes of a body that the application has read and waits for the rest of."""
-        self._refusal: Refusal | None = None
+        self._refusal: ConnectionRefusal | None = None
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -341,7 +341,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def _stop(self, refusal: Refusal) -> None:
+    def _stop(self, refusal: ConnectionRefusal) -> None:
         self._refusal = refusal
         raise _Refused
 
@@ -354,7 +354,7 @@ class GuardedHttp(HttpToolsProtocol):
             if self._gone is not None:
                 self._gone()
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: ConnectionRefusal) -> None:
         """Says why, unless an answer is being written, and ends the connection."""
         self._ended = True
         self._cancel_timer()
@@ -415,6 +415,6 @@ class _Connection:
         self._protocol.watch(self._cycle, gone)
 
 
-def guarded_http(limits: Limits, door: ConnectionLimiter) -> type[GuardedHttp]:
+def guarded_http(limits: ConnectionLimits, door: ConnectionLimiter) -> type[GuardedHttp]:
     """The protocol for a server with these limits, whose connections come in by `door`."""
     return type("GuardedHttp", (GuardedHttp,), {"limits": limits, "door": door})

@@ -141,7 +141,7 @@ def around_text(shape: ResponseSerializer, index: int) -> list[bytes]:
     return shape.delta(index, OutputDelta(_MARK, ())).split(_json.encode(_MARK))
 
 
-class JsonFormat(ResponseSerializer):
+class JsonSerializer(ResponseSerializer):
     """OpenAI's. Everything around the text is encoded once, and again where another ring has another fingerprint."""
 
     kind: ClassVar[str]
@@ -263,7 +263,7 @@ class JsonFormat(ResponseSerializer):
         return {}
 
 
-class ChatFormat(JsonFormat):
+class ChatFormat(JsonSerializer):
     """Chat completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -310,7 +310,7 @@ class ChatFormat(JsonFormat):
         return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
-class CompletionFormat(JsonFormat):
+class CompletionFormat(JsonSerializer):
     """Completions."""
 
     kind = chunk_kind = "text_completion"

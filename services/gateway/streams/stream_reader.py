@@ -10,7 +10,7 @@ from typing import ClassVar
 import msgspec
 import structlog
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.request_state import RequestState
@@ -29,7 +29,7 @@ AT_ONCE = 32
 """News that are turned into text before others get their turn."""
 
 
-Write = Callable[[Sequence[Chunk]], bool]
+Write = Callable[[Sequence[StreamChunk]], bool]
 """Writes chunks to the connection at once; False: it cannot now, and has written nothing."""
 
 
@@ -128,7 +128,7 @@ class StreamReader:
         """Where what they bring is written then."""
         self._scheduled = False
         """Whether `_feed_ordinary` is about to be called."""
-        self._unwritten: list[Chunk] = []
+        self._unwritten: list[StreamChunk] = []
         """What it has made and could not write."""
         self._ended: BaseException | None = None
         """Why nothing more is read."""
@@ -232,7 +232,7 @@ class StreamReader:
                 trace.delivered(streamed=self.stream, tokens=usage.completion_tokens)
             usage.count(self._metrics)
 
-    async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[Chunk], None]:
+    async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[StreamChunk], None]:
         """Chunks as they come, several at a time. Those of ordinary tokens are given to `write` instead, where there is
         one, for as long as it can: that spares their reader's task a turn for each token.
 
@@ -251,7 +251,7 @@ class StreamReader:
                 else:
                     self._append(batch, index)
             if not self._open and self.answer.record.include_usage:
-                batch.append(Chunk(self._shape.usage(self._usage()), show(self._shown)))
+                batch.append(StreamChunk(self._shape.usage(self._usage()), show(self._shown)))
             if batch:
                 if self._stored is not None:
                     await self._until_stored()
@@ -323,13 +323,13 @@ class StreamReader:
                 self._unwritten = chunks
         return True
 
-    def _text_chunk(self, text: str) -> Chunk:
+    def _text_chunk(self, text: str) -> StreamChunk:
         """More text of a plain choice."""
-        return Chunk(self._shape.text(0, text), b"%d" % self._outputs[0].tokens)
+        return StreamChunk(self._shape.text(0, text), b"%d" % self._outputs[0].tokens)
 
     def _write_news(self, write: Write) -> None:
         """Of any run."""
-        batch: list[Chunk] = []
+        batch: list[StreamChunk] = []
         for index in self._feed_news():
             self._append(batch, index)
         if batch and not write(batch):
@@ -337,25 +337,25 @@ class StreamReader:
         elif batch and self._metrics is not None:
             self._metrics.delivery.observe(time.perf_counter() - self._since)
 
-    def _take_unwritten(self) -> list[Chunk]:
+    def _take_unwritten(self) -> list[StreamChunk]:
         unwritten, self._unwritten = self._unwritten, []
         return unwritten
 
-    def _progress(self) -> list[Chunk]:
+    def _progress(self) -> list[StreamChunk]:
         """What was told of the prompts, as a comment, and as a chunk where the client wants some."""
         self._progressed = False
         progress = progress_of(self.answer, time.time())
         if progress is None:
             return []
-        told = [Chunk(msgspec.json.encode(progress), b"", comment=f"prompt {progress.shown}".encode())]
+        told = [StreamChunk(msgspec.json.encode(progress), b"", comment=f"prompt {progress.shown}".encode())]
         if self._in_chunks and (chunk := self._progress_chunk(progress)) is not None:
             told.append(chunk)
         return told
 
-    def _progress_chunk(self, progress: PromptProgress) -> Chunk | None:
+    def _progress_chunk(self, progress: PromptProgress) -> StreamChunk | None:
         """`progress` as the format tells it, which has no position."""
         data = self._shape.progress(progress)
-        return None if data is None else Chunk(data, b"")
+        return None if data is None else StreamChunk(data, b"")
 
     async def _until_stored(self) -> None:
         """A client that has an id can come back: its record must be there then."""
@@ -368,7 +368,7 @@ class StreamReader:
             raise
         self._stored = None
 
-    def _append(self, batch: list[Chunk], index: int) -> None:
+    def _append(self, batch: list[StreamChunk], index: int) -> None:
         """The news of one choice, as chunks."""
         output = self._outputs[index]
         if output.text_alone and self._begun[index] and not output.finish:  # nearly always
@@ -394,14 +394,14 @@ class StreamReader:
             piece = piece._replace(finish=finish, stop_reason=output.stop_reason)
             batch.append(self._chunk(self._shape.last(index, piece)))
 
-    def _chunk(self, data: bytes) -> Chunk:
+    def _chunk(self, data: bytes) -> StreamChunk:
         """`data` with what its record asks for beside the text."""
         if self._more:
             if self.answer.record.continuous_usage:
                 data = with_usage(data, self._usage())
             if self.answer.record.obfuscate:
                 data = padded(data)
-        return Chunk(data, show(self._shown))
+        return StreamChunk(data, show(self._shown))
 
     async def collect(self) -> bytes:
         """The whole response. Raises the error that ended a choice, or `ClientGone`."""

@@ -24,8 +24,8 @@ import jinja2.sandbox
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.tokenizer.templates import (
-    Conversation,
     Span,
+    TemplateInput,
     TemplateOptions,
     Templates,
     Traits,
@@ -305,7 +305,7 @@ class InProcess:
         return (self._template if tools is None else self._with_tools).render(messages, tools, options)
 
     async def turns(
-        self, conversation: Conversation, trained: Sequence[int], tenant: str = ""
+        self, conversation: TemplateInput, trained: Sequence[int], tenant: str = ""
     ) -> list[Turns]:
         """Raises `InvalidParameter`."""
         return turns_of(

@@ -30,7 +30,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.tenant_pool import Bound, TenantPool
-from services.gateway.tokenizer.templates import Conversation, TemplateOptions, Templates, Traits, Turns
+from services.gateway.tokenizer.templates import TemplateInput, TemplateOptions, Templates, Traits, Turns
 from services.gateway.tokenizer.turns import turns_of
 from shared import limits
 from shared.child_environment import environment_without_settings
@@ -136,16 +136,16 @@ class TemplateProcess:
     ) -> str:
         """The prompt, in the turn of `tenant`. Raises `InvalidParameter`, which names the limit that was passed, if one
         was; `QueueFull`."""
-        return (await self._rendered(Conversation(messages, tools, options), tenant)).text
+        return (await self._rendered(TemplateInput(messages, tools, options), tenant)).text
 
     async def turns(
-        self, conversation: Conversation, trained: Sequence[int], tenant: str = ""
+        self, conversation: TemplateInput, trained: Sequence[int], tenant: str = ""
     ) -> list[Turns]:
         """See `turns_of`; all its renderings together are one under the limits. Raises as `render`."""
         return (await self._rendered(conversation, tenant, list(trained))).turns
 
     async def _rendered(
-        self, conversation: Conversation, tenant: str, trained: list[int] | None = None
+        self, conversation: TemplateInput, tenant: str, trained: list[int] | None = None
     ) -> _Reply:
         if self.refused:
             raise _passed(self.refused, "small conversations, and is not used; POST /v1/completions instead")
@@ -311,7 +311,7 @@ class _Renderer:
         assert self._templates is not None, "the templates come first"
         template = self._templates[job.tools is not None]
         if job.trained is not None:
-            turns = turns_of(template, Conversation(job.messages, job.tools, job.options), job.trained)
+            turns = turns_of(template, TemplateInput(job.messages, job.tools, job.options), job.trained)
             size = sum(len(turn.text.encode()) for turn in turns)
             return _Reply(turns=turns) if size <= limits.TEMPLATE_TEXT.value else _Reply(limit=_TOO_LONG)
         text = template.render(job.messages, job.tools, job.options)

@@ -54,7 +54,7 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     """Further variables of the template."""
 
 
-class Conversation(NamedTuple):
+class TemplateInput(NamedTuple):
     """As a template gets it."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -103,7 +103,7 @@ class Renderer(Protocol):
         ...
 
     async def turns(
-        self, conversation: Conversation, trained: Sequence[int], tenant: str = ""
+        self, conversation: TemplateInput, trained: Sequence[int], tenant: str = ""
     ) -> list[Turns]:
         """See `turns_of`. Raises `InvalidParameter`, `QueueFull`."""
         ...

@@ -22,8 +22,8 @@ from services.gateway.tokenizer.encoding import INLINE, Encoding
 from services.gateway.tokenizer.segments import Segments
 from services.gateway.tokenizer.special_tokens import Marked, SpecialText, pieces
 from services.gateway.tokenizer.templates import (
-    Conversation,
     Renderer,
+    TemplateInput,
     TemplateOptions,
     Traits,
     templates_of,
@@ -31,7 +31,7 @@ from services.gateway.tokenizer.templates import (
 )
 from services.gateway.tokenizer.token_bound import TokenBound, TokenizerJson
 from services.gateway.tokenizer.turns import (
-    Piece,
+    TextSegment,
     TrainedText,
     TrainedTokens,
     pieces_of,
@@ -149,11 +149,11 @@ class ModelTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        marked, options = await self._marked(Conversation(messages, tools, options or _PLAIN))
+        marked, options = await self._marked(TemplateInput(messages, tools, options or _PLAIN))
         text = await self._renderer.render(marked.messages, marked.tools, options, self._tenant)
         return Rendered(pieces(text, marked.mark))
 
-    async def _marked(self, conversation: Conversation) -> tuple[Marked, TemplateOptions]:
+    async def _marked(self, conversation: TemplateInput) -> tuple[Marked, TemplateOptions]:
         messages, tools, options = conversation
         size = 0
         for message in messages:
@@ -164,7 +164,7 @@ class ModelTokenizer:
             options, variables=marked.variables
         ) if marked.mark else options
 
-    async def render_turns(self, conversation: Conversation, trained: Sequence[int]) -> list[TrainedText]:
+    async def render_turns(self, conversation: TemplateInput, trained: Sequence[int]) -> list[TrainedText]:
         """The texts in which the assistant's messages `trained` (their indices) are learned. Raises
         `InvalidParameter`, `QueueFull`."""
         if self._renderer is None:
@@ -175,7 +175,7 @@ class ModelTokenizer:
                 reason="no_chat_template",
             )
         marked, options = await self._marked(conversation)
-        conversation = Conversation(marked.messages, marked.tools, options)
+        conversation = TemplateInput(marked.messages, marked.tools, options)
         found = await self._renderer.turns(conversation, trained, self._tenant)
         return [
             TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt)
@@ -351,11 +351,11 @@ class StubTokenizer:
         text += "".join(f"{message['content']}\n" for message in messages)
         return Rendered([text[:-1] if options is not None and options.continue_final else text])
 
-    async def render_turns(self, conversation: Conversation, trained: Sequence[int]) -> list[TrainedText]:
+    async def render_turns(self, conversation: TemplateInput, trained: Sequence[int]) -> list[TrainedText]:
         texts = [f"{message['content'] or ''}\n" for message in conversation.messages[: max(trained) + 1]]
         ends = list(accumulate(map(len, texts)))
         spans = [(ends[index] - len(texts[index]), ends[index]) for index in sorted(trained)]
-        return [TrainedText([Piece("".join(texts), spans)])]
+        return [TrainedText([TextSegment("".join(texts), spans)])]
 
     async def encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
         pieces = [piece for text in texts for piece in text.pieces]

@@ -27,7 +27,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.tokenizer.special_tokens import piece_spans
-from services.gateway.tokenizer.templates import Conversation, Span, TemplateOptions, Turns
+from services.gateway.tokenizer.templates import Span, TemplateInput, TemplateOptions, Turns
 
 
 class MarkedTemplate(Protocol):
@@ -46,7 +46,7 @@ class MarkedTemplate(Protocol):
         ...
 
 
-def turns_of(template: MarkedTemplate, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+def turns_of(template: MarkedTemplate, conversation: TemplateInput, trained: Sequence[int]) -> list[Turns]:
     """Texts in which each of the messages `trained` is learned once; in most templates it is one text. Raises
     `InvalidParameter` where the template refuses, or does not show what it makes of a message."""
     found: list[Turns] = []
@@ -65,7 +65,7 @@ def turns_of(template: MarkedTemplate, conversation: Conversation, trained: Sequ
     return found[::-1]
 
 
-def _turn(template: MarkedTemplate, conversation: Conversation, index: int) -> Turns:
+def _turn(template: MarkedTemplate, conversation: TemplateInput, index: int) -> Turns:
     messages, tools, options = conversation
     before = messages[:index]
     asked, plain = (
@@ -123,7 +123,7 @@ def _common(one: str, other: str) -> int:
 # --- from characters to tokens -------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class TextSegment(NamedTuple):
     """Of a text: what is encoded apart, and the characters of it that are trained."""
 
     text: str
@@ -133,7 +133,7 @@ class Piece(NamedTuple):
 class TrainedText(NamedTuple):
     """A text to learn from."""
 
-    pieces: list[Piece]
+    pieces: list[TextSegment]
     special: bool = False
     """Whether the tokens that the model wants around a plain text are put there."""
     unlike_prompt: str = ""
@@ -154,7 +154,7 @@ class TrainedTokens(NamedTuple):
     """One byte a token, 0 or 1."""
 
 
-def pieces_of(turns: Turns, mark: str, ends: Collection[str]) -> list[Piece]:
+def pieces_of(turns: Turns, mark: str, ends: Collection[str]) -> list[TextSegment]:
     """The text, cut where the text of a special token is none (`special_tokens.py`). `ends`: texts of special tokens;
     white space behind one at the end of a span is not trained: generations end before it."""
     ends = tuple(ends)
@@ -162,9 +162,9 @@ def pieces_of(turns: Turns, mark: str, ends: Collection[str]) -> list[Piece]:
     return [_piece(turns.text, *where, spans) for where in piece_spans(turns.text, mark)]
 
 
-def _piece(text: str, first: int, last: int, spans: Sequence[Span]) -> Piece:
+def _piece(text: str, first: int, last: int, spans: Sequence[Span]) -> TextSegment:
     inside = ((max(begin, first) - first, min(end, last) - first) for begin, end in spans)
-    return Piece(text[first:last], [span for span in inside if span[0] < span[1]])
+    return TextSegment(text[first:last], [span for span in inside if span[0] < span[1]])
 
 
 def _without_space(text: str, span: Span, ends: tuple[str, ...]) -> Span:

@@ -18,7 +18,7 @@ from shared.messages.records import Parsing
 NONE = "none"
 
 
-class Family(NamedTuple):
+class ToolCallFormat(NamedTuple):
     """One way to write calls."""
 
     machine: Machine
@@ -41,7 +41,7 @@ _PAIRS = "<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>"
 _JSON = '{"name": "NAME", "arguments": ARGUMENTS}'
 
 
-def _invoked(tags: tagged.Tags, value: str = ">") -> str:
+def _invoked(tags: tagged.CallTags, value: str = ">") -> str:
     return (
         f'{tags.outer}\n{tags.call}NAME">\n{tags.parameter}ARGUMENT"{value}VALUE{tags.end_of_parameter}\n'
         f"{tags.end_of_call}\n{tags.end_of_outer}"
@@ -52,8 +52,8 @@ def _in_section(marks: sections.Section, name: str) -> str:
     return f"{marks.begin}{marks.call}{name}{marks.separator}ARGUMENTS{marks.end_of_call}{marks.end}"
 
 
-FAMILIES: Mapping[str, Family] = {
-    "openai": Family(
+FAMILIES: Mapping[str, ToolCallFormat] = {
+    "openai": ToolCallFormat(
         harmony.harmony,
         (harmony.ANALYSIS, f"{harmony.CHANNEL}commentary"),
         (),
@@ -61,14 +61,14 @@ FAMILIES: Mapping[str, Family] = {
         "gpt-oss",
         structure=harmony.TOKENS,
     ),
-    "kimi_k2": Family(
+    "kimi_k2": ToolCallFormat(
         sections.kimi_k2,
         (sections.KIMI.begin,),
         sections.KIMI,
         _in_section(sections.KIMI, "functions.NAME:0"),
         "Kimi K2, K2.5, Linear",
     ),
-    "deepseek_v32": Family(
+    "deepseek_v32": ToolCallFormat(
         tagged.deepseek_v32,
         (tagged.DSML,),
         (tagged.DSML,),
@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, Family] = {
         "DeepSeek V3.2, V4",
         names=("deepseek_v4",),
     ),
-    "step3": Family(
+    "step3": ToolCallFormat(
         tagged.step3,
         (tagged.STEP3.call,),
         (
@@ -89,7 +89,7 @@ FAMILIES: Mapping[str, Family] = {
         _invoked(tagged.STEP3),
         "Step3",
     ),
-    "deepseek": Family(
+    "deepseek": ToolCallFormat(
         sections.deepseek,
         (sections.DEEPSEEK.begin,),
         sections.DEEPSEEK,
@@ -97,28 +97,28 @@ FAMILIES: Mapping[str, Family] = {
         "DeepSeek V3, V3.1, R1",
         names=("deepseek_v3", "deepseek_v31"),
     ),
-    "mistral": Family(
+    "mistral": ToolCallFormat(
         marked.mistral,
         (TOOL_CALLS,),
         (TOOL_CALLS, CALL_ID, ARGS),
         f"[TOOL_CALLS][{_JSON}]",
         "Mistral, Mixtral, Ministral, Devstral",
     ),
-    "minimax_m2": Family(
+    "minimax_m2": ToolCallFormat(
         tagged.minimax_m2,
         (tagged.MINIMAX.outer,),
         (tagged.MINIMAX.outer, tagged.MINIMAX.end_of_outer),
         _invoked(tagged.MINIMAX),
         "MiniMax M2",
     ),
-    "seed_oss": Family(
+    "seed_oss": ToolCallFormat(
         tagged.seed_oss,
         (tagged.SEED.outer,),
         (tagged.SEED.outer, tagged.SEED.end_of_outer),
         f"<seed:tool_call>\n{_CODER_CALL}\n</seed:tool_call>",
         "Seed-OSS",
     ),
-    "qwen3_coder": Family(
+    "qwen3_coder": ToolCallFormat(
         tagged.qwen3_coder,
         (tagged.CODER.parameter,),
         (TOOL_CALL, END_OF_TOOL_CALL),
@@ -126,21 +126,21 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5, MiMo V2",
         names=("qwen3_xml", "nemotron_v3", "step3p5", "mimo"),
     ),
-    "longcat": Family(
+    "longcat": ToolCallFormat(
         tagged.longcat,
         (tagged.LONGCAT.call,),
         tagged.LONGCAT[:6],
         f"<longcat_tool_call>\n{_JSON}\n</longcat_tool_call>",
         "LongCat-Flash",
     ),
-    "hy_v3": Family(
+    "hy_v3": ToolCallFormat(
         tagged.hy_v3,
         ("<tool_sep", "<tool_calls&<arg_key"),
         tagged.HUNYUAN,
         f"<tool_calls>\n<tool_call>NAME<tool_sep>\n{_PAIRS}\n</tool_call>\n</tool_calls>",
         "Hunyuan 3, 4",
     ),
-    "glm4": Family(
+    "glm4": ToolCallFormat(
         tagged.glm4,
         (tagged.GLM.key,),
         tagged.GLM[:6],
@@ -148,21 +148,21 @@ FAMILIES: Mapping[str, Family] = {
         "GLM-4.5 and later",
         names=("glm45", "glm47"),
     ),
-    "gemma4": Family(
+    "gemma4": ToolCallFormat(
         gemma.gemma4,
         (gemma.GEMMA4.begin,),
         gemma.GEMMA4,
         '<|tool_call>call:NAME{ARGUMENT:<|"|>VALUE<|"|>}<tool_call|>',
         "Gemma 4",
     ),
-    "functiongemma": Family(
+    "functiongemma": ToolCallFormat(
         gemma.function_gemma,
         (gemma.FUNCTION_GEMMA.begin,),
         gemma.FUNCTION_GEMMA,
         "<start_function_call>call:NAME{ARGUMENT:<escape>VALUE<escape>}<end_function_call>",
         "FunctionGemma",
     ),
-    "jamba": Family(
+    "jamba": ToolCallFormat(
         marked.jamba,
         (marked.CALLS,),
         (marked.CALLS, marked.END_OF_CALLS),
@@ -170,21 +170,21 @@ FAMILIES: Mapping[str, Family] = {
         "Jamba, Hunyuan A13B, MiniMax M1",
         names=("hunyuan_a13b", "minimax"),
     ),
-    "nemotron_json": Family(
+    "nemotron_json": ToolCallFormat(
         marked.nemotron_json,
         (marked.NEMOTRON_CALL,),
         (marked.NEMOTRON_CALL, marked.END_OF_NEMOTRON_CALL),
         f"<TOOLCALL>[{_JSON}]</TOOLCALL>",
         "Nemotron Nano 2, Nemotron-H, Llama Nemotron",
     ),
-    "internlm": Family(
+    "internlm": ToolCallFormat(
         marked.internlm,
         (marked.PLUGIN,),
         (marked.ACTION, marked.PLUGIN, marked.END_OF_ACTION),
         '<|action_start|><|plugin|>\n{"name": "NAME", "parameters": ARGUMENTS}<|action_end|>',
         "InternLM 2 and later",
     ),
-    "cohere_command3": Family(
+    "cohere_command3": ToolCallFormat(
         marked.cohere,
         (marked.COHERE_CALLS,),
         (marked.COHERE_CALLS, marked.END_OF_COHERE_CALLS),
@@ -192,35 +192,35 @@ FAMILIES: Mapping[str, Family] = {
         "Command A, R7B and later",
         names=("cohere_command4",),
     ),
-    "apertus": Family(
+    "apertus": ToolCallFormat(
         marked.apertus,
         (marked.APERTUS_CALLS,),
         (marked.APERTUS_CALLS, marked.END_OF_APERTUS_CALLS),
         '<|tools_prefix|>[{"NAME": ARGUMENTS}]<|tools_suffix|>',
         "Apertus",
     ),
-    "granite": Family(
+    "granite": ToolCallFormat(
         marked.granite,
         (marked.GRANITE_CALL,),
         (marked.GRANITE_CALL, marked.END_OF_GRANITE_CALL, TOOL_CALL, END_OF_TOOL_CALL),
         f"<|tool_call|>[{_JSON}]",
         "Granite 3",
     ),
-    "granite-20b-fc": Family(
+    "granite-20b-fc": ToolCallFormat(
         marked.granite_20b_fc,
         (marked.FUNCTION_CALL,),
         (marked.FUNCTION_CALL,),
         f"<function_call> {_JSON}",
         "Granite 20B FunctionCalling",
     ),
-    "phi4_mini_json": Family(
+    "phi4_mini_json": ToolCallFormat(
         marked.phi4_mini_json,
         (f"{marked.FUNCTOOLS}[",),
         (marked.GRANITE_CALL, marked.END_OF_GRANITE_CALL),
         f"functools[{_JSON}]",
         "Phi-4-mini",
     ),
-    "hermes": Family(
+    "hermes": ToolCallFormat(
         marked.hermes,
         (TOOL_CALL,),
         (TOOL_CALL, END_OF_TOOL_CALL),
@@ -229,7 +229,7 @@ FAMILIES: Mapping[str, Family] = {
         "of its own",
         names=("granite4", "ernie45"),
     ),
-    "pythonic": Family(
+    "pythonic": ToolCallFormat(
         pythonic,
         (
             "<|python_start|>",
@@ -244,7 +244,7 @@ FAMILIES: Mapping[str, Family] = {
         "Llama 4, Llama 3.2 with calls in Python, LFM2, OLMo 3",
         names=("llama4_pythonic", "lfm2", "olmo3"),
     ),
-    "llama3_json": Family(
+    "llama3_json": ToolCallFormat(
         marked.llama3_json,
         (marked.PYTHON_TAG, '"parameters": dictionary', "Environment: ipython"),
         (marked.PYTHON_TAG,),
@@ -252,7 +252,7 @@ FAMILIES: Mapping[str, Family] = {
         "Llama 3.1, 3.2, 3.3",
         names=("llama4_json",),
     ),
-    "xlam": Family(
+    "xlam": ToolCallFormat(
         marked.xlam,
         (),
         (TOOL_CALLS, TOOL_CALL, END_OF_TOOL_CALL),

@@ -14,9 +14,9 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.tool_calls.closed_objects import closed
 from services.gateway.tool_calls.grammar_rules import (
     NOTHING,
+    CallGrammarSource,
     Form,
     Rules,
-    Source,
     Specials,
     form_of,
     joined,
@@ -137,7 +137,7 @@ def _behind_trigger(rules: Rules, form: Form, calling: Calling, *, checked_all: 
         checked = checked_all or bool(function.strict)
         if checked and calling.closes and function.parameters:
             function = msgspec.structs.replace(function, parameters=closed(function.parameters))
-        source = Source(function, number, rules, specials, checked)
+        source = CallGrammarSource(function, number, rules, specials, checked)
         calls.append(rules.add(f"call_{number}", form.call(source)))
     rules.add("call", " | ".join(calls))
     more = "" if calling.single else f"({joined(literal(form.between, specials), 'call')})*"

@@ -77,7 +77,7 @@ def _quoted(text: str) -> str:
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Source(NamedTuple):
+class CallGrammarSource(NamedTuple):
     """What a call's rules are made of."""
 
     function: FunctionDefinition
@@ -110,7 +110,7 @@ class Form(NamedTuple):
     trigger: str
     """What calls begin with, and no other text has; "" where there is no such thing."""
     opening: str
-    call: Callable[[Source], str]
+    call: Callable[[CallGrammarSource], str]
     between: str
     closing: str = ""
 
@@ -122,32 +122,32 @@ def form_of(family: str, variant: str) -> Form:
     return VARIANTS.get((family, variant)) or _FORMS[family]
 
 
-def _json(arguments: str) -> Callable[[Source], str]:
-    def call(source: Source) -> str:
+def _json(arguments: str) -> Callable[[CallGrammarSource], str]:
+    def call(source: CallGrammarSource) -> str:
         return source.around(f'{{"name": "{source.function.name}", "{arguments}": ', "}")
 
     return call
 
 
-def _cohere(source: Source) -> str:
+def _cohere(source: CallGrammarSource) -> str:
     before = f'{{"tool_call_id": "0", "tool_name": "{source.function.name}", "parameters": '
     return source.around(before, "}")
 
 
-def _apertus(source: Source) -> str:
+def _apertus(source: CallGrammarSource) -> str:
     return source.around(f'{{"{source.function.name}": ', "}")
 
 
-def _fenced(source: Source) -> str:
+def _fenced(source: CallGrammarSource) -> str:
     begin = f"function{DEEPSEEK.separator}{source.function.name}\n```json\n"
     return source.around(begin, f"\n```{DEEPSEEK.end_of_call}")
 
 
-def _separated(source: Source) -> str:
+def _separated(source: CallGrammarSource) -> str:
     return source.around(source.function.name + DEEPSEEK.separator, DEEPSEEK.end_of_call)
 
 
-def _named(source: Source) -> str:
+def _named(source: CallGrammarSource) -> str:
     return source.around(source.function.name + marked.ARGS, "")
 
 
@@ -161,7 +161,7 @@ class _Parameter(NamedTuple):
     required: bool
 
 
-def _parameters(source: Source) -> Iterator[_Parameter]:
+def _parameters(source: CallGrammarSource) -> Iterator[_Parameter]:
     """In the schema's order. Each has the definitions that it may refer to."""
     schema = source.function.parameters or NO_PARAMETERS
     types, required = types_of(schema), schema.get("required")
@@ -174,7 +174,9 @@ def _parameters(source: Source) -> Iterator[_Parameter]:
         )
 
 
-def _tagged_value(source: Source, number: int, parameter: _Parameter, before: str, end: str) -> str:
+def _tagged_value(
+    source: CallGrammarSource, number: int, parameter: _Parameter, before: str, end: str
+) -> str:
     """A value and the tag that ends it."""
     name = f"value_{source.number}_{number}"
     if parameter.types not in ("string", ""):
@@ -188,10 +190,10 @@ def _tagged_value(source: Source, number: int, parameter: _Parameter, before: st
     return source.rules.add(name, body, attributes)
 
 
-def _with_tags(tags: tagged.Tags) -> Callable[[Source], str]:
+def _with_tags(tags: tagged.CallTags) -> Callable[[CallGrammarSource], str]:
     line = "\n" if tags.lines else ""
 
-    def call(source: Source) -> str:
+    def call(source: CallGrammarSource) -> str:
         parts = [source.text(f"{tags.call}{source.function.name}{tags.named}\n")]
         for number, parameter in enumerate(_parameters(source)):
             value = _tagged_value(source, number, parameter, line, tags.end_of_parameter)
@@ -204,8 +206,8 @@ def _with_tags(tags: tagged.Tags) -> Callable[[Source], str]:
     return call
 
 
-def _with_pairs(tags: tagged.PairTags, line: str = "\n") -> Callable[[Source], str]:
-    def call(source: Source) -> str:
+def _with_pairs(tags: tagged.PairTags, line: str = "\n") -> Callable[[CallGrammarSource], str]:
+    def call(source: CallGrammarSource) -> str:
         parts = [source.text(source.function.name + tags.separator + line)]
         for number, parameter in enumerate(_parameters(source)):
             value = _tagged_value(source, number, parameter, "", tags.end_of_value)
@@ -217,13 +219,13 @@ def _with_pairs(tags: tagged.PairTags, line: str = "\n") -> Callable[[Source], s
     return call
 
 
-def _blocks(tags: tagged.Tags, before: str = "", behind: str = "") -> Form:
+def _blocks(tags: tagged.CallTags, before: str = "", behind: str = "") -> Form:
     """All calls within one pair of tags, each with something before and behind it."""
     between = f"{behind}\n{before}"
     return Form(tags.outer, f"\n{before}", _with_tags(tags), between, f"{behind}\n{tags.end_of_outer}")
 
 
-def _alone(tags: tagged.Tags) -> Form:
+def _alone(tags: tagged.CallTags) -> Form:
     """Each call within a pair of tags of its own."""
     between = f"\n{tags.end_of_outer}\n{tags.outer}\n"
     return Form(tags.outer, "\n", _with_tags(tags), between, f"\n{tags.end_of_outer}")
@@ -235,7 +237,10 @@ def _pair_blocks(tags: tagged.PairTags) -> Form:
 
 
 def _listed(
-    source: Source, assign: str, comma: str, value_of: Callable[[Source, int, _Parameter], str]
+    source: CallGrammarSource,
+    assign: str,
+    comma: str,
+    value_of: Callable[[CallGrammarSource, int, _Parameter], str],
 ) -> str:
     """Arguments by name: a comma stands before every one but the first, whichever that is."""
     first, rest = NOTHING, NOTHING
@@ -252,40 +257,40 @@ def _listed(
     return first
 
 
-def _pythonic(source: Source) -> str:
+def _pythonic(source: CallGrammarSource) -> str:
     """`f(a=1, b="x")`"""
 
-    def value_of(source: Source, number: int, parameter: _Parameter) -> str:
+    def value_of(source: CallGrammarSource, number: int, parameter: _Parameter) -> str:
         return source.rules.add(f"value_{source.number}_{number}", embedded(parameter.schema))
 
     return f'{source.text(source.function.name + "(")} {_listed(source, "=", ", ", value_of)} ")"'
 
 
-def _gemma(marks: gemma.Marks) -> Callable[[Source], str]:
+def _gemma(marks: gemma.GemmaMarks) -> Callable[[CallGrammarSource], str]:
     """`call:f{a:1,b:<|"|>x<|"|>}`"""
 
-    def value_of(source: Source, number: int, parameter: _Parameter) -> str:
+    def value_of(source: CallGrammarSource, number: int, parameter: _Parameter) -> str:
         mark = marks.text if parameter.types in ("string", "") else ""
         return f"({joined(source.text(mark), _tagged_value(source, number, parameter, '', mark))})"
 
-    def call(source: Source) -> str:
+    def call(source: CallGrammarSource) -> str:
         begin = source.text(f"call:{source.function.name}{{")
         return joined(begin, _listed(source, ":", ",", value_of), source.text("}" + marks.end))
 
     return call
 
 
-def _kimi(source: Source) -> str:
+def _kimi(source: CallGrammarSource) -> str:
     begin = source.text(f"{KIMI.call}{PREFIX}{source.function.name}:")
     return f"{begin} /[0-9]{{1,2}}/ {source.around(KIMI.separator, KIMI.end_of_call)}"
 
 
-def _harmony(source: Source) -> str:
+def _harmony(source: CallGrammarSource) -> str:
     header = f"{harmony.PREFIX}{source.function.name} {harmony.CONSTRAIN}json{harmony.MESSAGE}"
     return source.around(header, "")
 
 
-def _around(begin: str, end: str, call: Callable[[Source], str]) -> Form:
+def _around(begin: str, end: str, call: Callable[[CallGrammarSource], str]) -> Form:
     """Each call on lines between two markers."""
     return Form(begin, "\n", call, f"\n{end}\n{begin}\n", f"\n{end}")
 

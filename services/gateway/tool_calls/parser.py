@@ -16,7 +16,7 @@ from services.gateway.tool_calls.custom_input import CustomInput
 from services.gateway.tool_calls.parsers import harmony, marked
 from services.gateway.tool_calls.parsers.scanner import (
     Arguments,
-    Begin,
+    CallBegin,
     Event,
     Machine,
     Scanner,
@@ -28,7 +28,7 @@ from services.gateway.tool_calls.parsers.sections import KIMI
 from services.gateway.tool_calls.parsers.tagged import suffix_and_bracket, without_suffix
 
 
-class Marks(NamedTuple):
+class ReasoningMarks(NamedTuple):
     """How a family of models marks its reasoning."""
 
     begin: str
@@ -58,8 +58,8 @@ class Marks(NamedTuple):
 
 
 _THINK, _END_OF_THINK = "<think>", "</think>"
-REASONING: Mapping[str, Marks] = {
-    "openai_gptoss": Marks(
+REASONING: Mapping[str, ReasoningMarks] = {
+    "openai_gptoss": ReasoningMarks(
         harmony.ANALYSIS,
         harmony.END,
         (harmony.ANALYSIS,),
@@ -67,30 +67,30 @@ REASONING: Mapping[str, Marks] = {
         before_answer=harmony.FINAL,
         structure=harmony.TOKENS,
     ),
-    "cohere_command4": Marks(
+    "cohere_command4": ReasoningMarks(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         ("<|END_THINKING|>", "<|END_TEXT|>"),
         answer=("<|START_TEXT|>", "<|END_TEXT|>"),
     ),
-    "cohere_command3": Marks(
+    "cohere_command3": ReasoningMarks(
         "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
     ),
-    "apertus": Marks("<|inner_prefix|>", "<|inner_suffix|>", ended_by=marked.APERTUS_CALLS),
-    "gemma4": Marks("<|channel>thought", "<channel|>"),
-    "seed_oss": Marks("<seed:think>", "</seed:think>"),
-    "longcat": Marks("<longcat_think>", "</longcat_think>"),
-    "hy_v3": Marks(_THINK, _END_OF_THINK, ("<think", "<tool_calls", "<arg_key"), suffixed=True),
-    "granite": Marks("Here is my thought process:", "Here is my response:"),
-    "hunyuan_a13b": Marks(
+    "apertus": ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>", ended_by=marked.APERTUS_CALLS),
+    "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+    "longcat": ReasoningMarks("<longcat_think>", "</longcat_think>"),
+    "hy_v3": ReasoningMarks(_THINK, _END_OF_THINK, ("<think", "<tool_calls", "<arg_key"), suffixed=True),
+    "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
+    "hunyuan_a13b": ReasoningMarks(
         _THINK, _END_OF_THINK, (_END_OF_THINK, "</answer>"), answer=("<answer>", "</answer>")
     ),
-    "ernie45": Marks(
+    "ernie45": ReasoningMarks(
         _THINK, _END_OF_THINK, (_END_OF_THINK, "</response>"), answer=("<response>", "</response>")
     ),
-    "kimi_k2": Marks(_THINK, _END_OF_THINK, (_END_OF_THINK, KIMI.begin), ended_by=KIMI.begin),
-    "think": Marks(_THINK, _END_OF_THINK),
-    "mistral": Marks("[THINK]", "[/THINK]"),
+    "kimi_k2": ReasoningMarks(_THINK, _END_OF_THINK, (_END_OF_THINK, KIMI.begin), ended_by=KIMI.begin),
+    "think": ReasoningMarks(_THINK, _END_OF_THINK),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
 }
 """By the parser's name; in the order in which templates are looked at."""
 
@@ -121,7 +121,7 @@ def reasoning(scan: Scanner, name: str, *, opened: bool) -> Steps[None]:
     yield from scan.rest()
 
 
-def _suffixed(scan: Scanner, marks: Marks, *, opened: bool) -> Steps[None]:
+def _suffixed(scan: Scanner, marks: ReasoningMarks, *, opened: bool) -> Steps[None]:
     """The thoughts of a checkpoint with a suffix of its own, and the white space behind them."""
     begun = bool((yield from scan.optional(marks.begin[:-1])))
     if begun and (yield from suffix_and_bracket(scan)) is None:
@@ -245,7 +245,7 @@ class CallNumbering:
         """What `events` mean for clients, one delta a call."""
         found: dict[int, CallDelta] = {}
         for event in events:
-            if isinstance(event, Begin):
+            if isinstance(event, CallBegin):
                 index, self.begun = self.begun, self.begun + 1
                 custom = event.name in self._custom
                 self._input = CustomInput() if custom else None

@@ -26,12 +26,12 @@ from services.gateway.files.files import Files
 from services.gateway.intake.fine_tuning.dataset import Dataset, chosen
 from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
 from services.gateway.intake.validation import check_task
-from services.gateway.jobs.leases import Jobs, Lease
+from services.gateway.jobs.leases import JobLease, Jobs
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.training import states
 from services.gateway.training.storage import TrainingStorage
-from services.gateway.training.tokenization import Base, FileReader, TokenizedFile
+from services.gateway.training.tokenization import BaseModelTokenizer, TokenizedFile, TrainingFileReader
 from shared.errors import (
     InternalError,
     ModelDoesNotFit,
@@ -109,7 +109,7 @@ class FilePreparation:
         self._places = asyncio.Semaphore(AT_ONCE)
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def prepare(self, lease: Lease[TrainingJob], job: TrainingJob) -> None:
+    async def prepare(self, lease: JobLease[TrainingJob], job: TrainingJob) -> None:
         """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
         try:
             base = await self._base(lease)
@@ -131,7 +131,7 @@ class FilePreparation:
 
     # --- the base --------------------------------------------------------------------------------
 
-    async def _base(self, lease: Lease[TrainingJob]) -> Base:
+    async def _base(self, lease: JobLease[TrainingJob]) -> BaseModelTokenizer:
         try:
             card = await self._card(lease)
             check_task(card, "generate")
@@ -144,9 +144,9 @@ class FilePreparation:
                 f"{card.model} is an encoder: it writes no text, so there are no answers that it could learn."
             )
             raise _Failed(TrainingError(NOT_TRAINABLE, message, "model"))
-        return Base(card, await self._tokenizer(lease, card))
+        return BaseModelTokenizer(card, await self._tokenizer(lease, card))
 
-    async def _tokenizer(self, lease: Lease[TrainingJob], card: ModelCard) -> Tokenizer:
+    async def _tokenizer(self, lease: JobLease[TrainingJob], card: ModelCard) -> Tokenizer:
         """Raises `RyzansteinError` while it cannot be had: the job says why."""
         try:
             return await self._tokenizers.get(card, lease.job.tenant)
@@ -156,7 +156,7 @@ class FilePreparation:
             await lease.write(partial(states.waiting, reason=error.message))
             raise
 
-    async def _card(self, lease: Lease[TrainingJob]) -> ModelCard:
+    async def _card(self, lease: JobLease[TrainingJob]) -> ModelCard:
         """Of a base that was never loaded, once it is: a scheduler is asked for it, and the job says what it waits
         for."""
         job = lease.job
@@ -182,7 +182,7 @@ class FilePreparation:
 
     # --- the files -------------------------------------------------------------------------------
 
-    async def _tokenized(self, job: TrainingJob, base: Base) -> list[TokenizedFile]:
+    async def _tokenized(self, job: TrainingJob, base: BaseModelTokenizer) -> list[TokenizedFile]:
         """The training file, and the one for validation where there is one."""
         files: list[TokenizedFile] = []
         for param, name in (
@@ -195,12 +195,12 @@ class FilePreparation:
         return files
 
     async def _tokenized_file(
-        self, job: TrainingJob, base: Base, param: str, name: str, before: int
+        self, job: TrainingJob, base: BaseModelTokenizer, param: str, name: str, before: int
     ) -> TokenizedFile:
         given = job.hyperparameters
         data = Dataset(job.method, base.card.context_length, given.max_tokens, truncate=given.truncate)
         file = TokenizedFile(data, Faults(param))
-        reader = FileReader(self._files, self._settings, base, job.method, file, before)
+        reader = TrainingFileReader(self._files, self._settings, base, job.method, file, before)
         try:
             await reader.read(name)
         except MissingObject:
@@ -219,7 +219,7 @@ class FilePreparation:
     # --- what comes of it ------------------------------------------------------------------------
 
     async def _reserve(
-        self, lease: Lease[TrainingJob], card: ModelCard, files: Sequence[TokenizedFile], size: int
+        self, lease: JobLease[TrainingJob], card: ModelCard, files: Sequence[TokenizedFile], size: int
     ) -> None:
         """Room for all that it may come to, of its tenant's. Raises `_Failed`."""
         await self._jobs.wait()
@@ -233,7 +233,7 @@ class FilePreparation:
             raise _Failed(TrainingError(error.code, error.message)) from None
         self._storage.reserve(await lease.write(partial(states.reserved, storage=needed)))
 
-    async def _store(self, lease: Lease[TrainingJob], data: bytes) -> None:
+    async def _store(self, lease: JobLease[TrainingJob], data: bytes) -> None:
         """Writes the examples, where nobody has yet. Raises `StorageFull`, and `_Failed` where it was full for long."""
         job = lease.job
         try:
@@ -243,7 +243,7 @@ class FilePreparation:
                 raise _Failed(TrainingError(error.code, error.message)) from None
             raise StorageFull(error.message, retry_after=ROOM_PAUSE) from None
 
-    async def _queue(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile], size: int) -> None:
+    async def _queue(self, lease: JobLease[TrainingJob], files: Sequence[TokenizedFile], size: int) -> None:
         job = lease.job
         data = tokenized(job, [file.data for file in files], size)
         given = chosen(job.hyperparameters, job.method, data.examples)
@@ -260,7 +260,7 @@ class FilePreparation:
             "fine_tuning_files_checked", fine_tuning_job=job.id, examples=data.examples, tokens=data.tokens
         )
 
-    async def _fail(self, lease: Lease[TrainingJob], failed: _Failed) -> None:
+    async def _fail(self, lease: JobLease[TrainingJob], failed: _Failed) -> None:
         job, faults = lease.job, failed.faults
         for number, fault in enumerate(faults.found if faults is not None else [], 1):
             detail = {"file": failed.error.param, **msgspec.structs.asdict(fault)}

@@ -20,7 +20,7 @@ import structlog
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.errors import QuotaExceeded, RouteError
 from services.gateway.files.files import Files
-from services.gateway.jobs.leases import Lease
+from services.gateway.jobs.leases import JobLease
 from services.gateway.training import states
 from services.gateway.training.objects import adapter_record, checkpoint_name, model_name
 from services.gateway.training.preparation import object_name
@@ -66,7 +66,7 @@ class Publication:
         self._events = events
         self._objects = objects
 
-    async def publish(self, lease: Lease[TrainingJob]) -> None:
+    async def publish(self, lease: JobLease[TrainingJob]) -> None:
         """Everything that is to be done now. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
         wanted = states.settled(lease.job, time.time())
         if wanted.status != lease.job.status:
@@ -83,7 +83,7 @@ class Publication:
         if lease.job.status in TRAINING_OVER and not lease.job.clean:
             await self._clean(lease)
 
-    async def _publish_checkpoint(self, lease: Lease[TrainingJob], adapter: TrainedAdapter) -> None:
+    async def _publish_checkpoint(self, lease: JobLease[TrainingJob], adapter: TrainedAdapter) -> None:
         name = checkpoint_name(lease.job, adapter)
         await self._register(lease, adapter, name)
         await self._say(
@@ -102,14 +102,14 @@ class Publication:
                 with contextlib.suppress(RouteError):  # another gateway was first
                     await self._adapters.discard(name, job.tenant)
 
-    async def _publish_result(self, lease: Lease[TrainingJob], result: TrainedAdapter) -> None:
+    async def _publish_result(self, lease: JobLease[TrainingJob], result: TrainedAdapter) -> None:
         name = model_name(lease.job)
         await self._register(lease, result, name)
         files = await self._result_files(lease.job)
         job = await lease.write(lambda known: states.succeeded(known, time.time(), name, files))
         log.info("fine_tuning_job_succeeded", fine_tuning_job=job.id, tenant=job.tenant, model=name)
 
-    async def _register(self, lease: Lease[TrainingJob], adapter: TrainedAdapter, name: str) -> None:
+    async def _register(self, lease: JobLease[TrainingJob], adapter: TrainedAdapter, name: str) -> None:
         job = lease.job
         try:
             self._adapters.check_room(name, job.model)
@@ -117,7 +117,7 @@ class Publication:
             raise _NoPlace(TrainingError(error.reason, error.message)) from None
         await self._adapters.put(adapter_record(job, adapter, name), replace=True)
 
-    async def _fail(self, lease: Lease[TrainingJob], error: TrainingError) -> None:
+    async def _fail(self, lease: JobLease[TrainingJob], error: TrainingError) -> None:
         """Waiting would not help: somebody has to unload adapters."""
         if lease.job.status not in TRAINING_OVER:
             await self._say(lease.job, "job_failed", error.message, level="error")
@@ -151,7 +151,7 @@ class Publication:
             return []
         return [file_id]
 
-    async def _clean(self, lease: Lease[TrainingJob]) -> None:
+    async def _clean(self, lease: JobLease[TrainingJob]) -> None:
         """Says that it has succeeded first: whoever follows its events reads on until it is clean."""
         job = lease.job
         if job.status == "succeeded":

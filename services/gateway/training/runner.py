@@ -15,7 +15,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.gateway.core.metrics import PREFIX
-from services.gateway.jobs.leases import Jobs, JobTraits, Lease, LeaseLost
+from services.gateway.jobs.leases import JobLease, Jobs, JobTraits, LeaseLost
 from services.gateway.jobs.runners import RunnerSpec
 from services.gateway.training import states
 from shared.errors import BrokerUnavailable, RyzansteinError
@@ -50,7 +50,7 @@ def fine_tuning_jobs(bus: Bus, most: int) -> Jobs[TrainingJob]:
 class Preparation(Protocol):
     """Checks a job's files."""
 
-    async def prepare(self, lease: Lease[TrainingJob], job: TrainingJob) -> None:
+    async def prepare(self, lease: JobLease[TrainingJob], job: TrainingJob) -> None:
         """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
         ...
 
@@ -78,9 +78,9 @@ class TrainingRunner:
 
     def __init__(
         self,
-        lease: Lease[TrainingJob],
+        lease: JobLease[TrainingJob],
         needs: Callable[[TrainingJob], bool],
-        step: Callable[[Lease[TrainingJob]], Awaitable[None]],
+        step: Callable[[JobLease[TrainingJob]], Awaitable[None]],
     ) -> None:
         """`step` does what `needs` finds to be done, or raises `RyzansteinError` to be tried again."""
         self._lease = lease
@@ -149,14 +149,14 @@ def preparing(
 ) -> RunnerSpec[TrainingJob]:
     """How this gateway checks the files of jobs."""
 
-    async def prepare(lease: Lease[TrainingJob]) -> None:
+    async def prepare(lease: JobLease[TrainingJob]) -> None:
         await preparation.prepare(lease, lease.job)
 
     return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics)
 
 
 def publishing(
-    publish: Callable[[Lease[TrainingJob]], Awaitable[None]], metrics: FineTuningMetrics
+    publish: Callable[[JobLease[TrainingJob]], Awaitable[None]], metrics: FineTuningMetrics
 ) -> RunnerSpec[TrainingJob]:
     """How this gateway publishes what jobs have made."""
     return _work(states.needs_publication, publish, PUBLISHED_AT_ONCE, metrics.publishing, metrics)
@@ -164,7 +164,7 @@ def publishing(
 
 def _work(
     needs: Callable[[TrainingJob], bool],
-    step: Callable[[Lease[TrainingJob]], Awaitable[None]],
+    step: Callable[[JobLease[TrainingJob]], Awaitable[None]],
     places: int,
     running: Gauge,
     metrics: FineTuningMetrics,

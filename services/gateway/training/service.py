@@ -32,7 +32,7 @@ from shared.messages.batches import FileRecord
 from shared.messages.registry import ModelSpec
 from shared.messages.training import TrainedAdapter, TrainingEvent, TrainingJob
 from shared.nats.adapters import CONFIG, WEIGHTS, AdapterFiles
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 from shared.nats.objects import MissingObject
 from shared.nats.training import TrainingEvents
 from shared.tasks import cancel_all
@@ -51,7 +51,7 @@ class ListedEvent(msgspec.Struct, frozen=True):
 
     id: str
     created_at: float
-    entry: Entry[TrainingEvent]
+    entry: KvEntry[TrainingEvent]
 
 
 def unknown_job(job: str) -> RouteError:
@@ -225,7 +225,7 @@ class FineTuning:
             )
         known, shown = await self.get(job, tenant), after
         self._followed[tenant] += 1
-        told: asyncio.Queue[Entry[TrainingEvent] | None] = asyncio.Queue(AHEAD)
+        told: asyncio.Queue[KvEntry[TrainingEvent] | None] = asyncio.Queue(AHEAD)
         watcher = asyncio.create_task(self._watch(job, tenant, told))
         try:
             while True:
@@ -249,7 +249,9 @@ class FineTuning:
             if not self._followed[tenant]:
                 del self._followed[tenant]
 
-    async def _watch(self, job: str, tenant: str, told: "asyncio.Queue[Entry[TrainingEvent] | None]") -> None:
+    async def _watch(
+        self, job: str, tenant: str, told: "asyncio.Queue[KvEntry[TrainingEvent] | None]"
+    ) -> None:
         async with contextlib.aclosing(self._events.follow(tenant, job)) as entries:
             async for entry in entries:
                 if entry is not None:
@@ -301,7 +303,7 @@ class FineTuning:
             ) from None
 
 
-async def _next(told: "asyncio.Queue[Entry[TrainingEvent] | None]") -> Entry[TrainingEvent] | None:
+async def _next(told: "asyncio.Queue[KvEntry[TrainingEvent] | None]") -> KvEntry[TrainingEvent] | None:
     """None: nothing for a second."""
     try:
         return await asyncio.wait_for(told.get(), LOOK)

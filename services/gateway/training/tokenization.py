@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
-from services.gateway.files.lines import Line, input_lines
+from services.gateway.files.lines import FileLine, input_lines
 from services.gateway.intake.fine_tuning.dataset import Dataset
 from services.gateway.intake.fine_tuning.examples import (
     check_pair,
@@ -22,7 +22,7 @@ from services.gateway.intake.fine_tuning.examples import (
 )
 from services.gateway.intake.fine_tuning.faults import Faults
 from services.gateway.intake.fine_tuning.schemas import TextLine
-from services.gateway.tokenizer.templates import Conversation
+from services.gateway.tokenizer.templates import TemplateInput
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tokenizer.turns import TrainedText
 from shared.errors import InternalError, QueueFull
@@ -39,14 +39,14 @@ BUSY_PAUSE = 0.5
 ResultT = TypeVar("ResultT")
 
 
-class Base(NamedTuple):
+class BaseModelTokenizer(NamedTuple):
     """The model that learns."""
 
     card: ModelCard
     tokenizer: Tokenizer
 
 
-Learned = TextLine | tuple[Conversation, list[int]]
+Learned = TextLine | tuple[TemplateInput, list[int]]
 """A text before its rendering: a plain one, or a conversation with the indices of its trained messages."""
 
 
@@ -55,14 +55,14 @@ class TokenizedFile(NamedTuple):
     faults: Faults
 
 
-class FileReader:
+class TrainingFileReader:
     """For one file."""
 
     def __init__(
         self,
         files: Files,
         settings: GatewaySettings,
-        base: Base,
+        base: BaseModelTokenizer,
         method: TrainingMethod,
         into: TokenizedFile,
         tokens_before: int = 0,
@@ -84,8 +84,8 @@ class FileReader:
                     break
         self._faults.check_count(self._data.lines)
 
-    async def _groups(self, object_name: str) -> AsyncGenerator[list[Line], None]:
-        group: list[Line] = []
+    async def _groups(self, object_name: str) -> AsyncGenerator[list[FileLine], None]:
+        group: list[FileLine] = []
         size = 0
         try:
             async with contextlib.aclosing(
@@ -102,7 +102,7 @@ class FileReader:
         if group:
             yield group
 
-    async def _add(self, group: Sequence[Line]) -> None:
+    async def _add(self, group: Sequence[FileLine]) -> None:
         """What the lines hold, and what is wrong with them, in their order."""
         checked = await asyncio.to_thread(lambda: [self._checked(line) for line in group])
         texts = [await self._rendered(one) for one in checked]
@@ -132,7 +132,7 @@ class FileReader:
     def _end(self) -> int | None:
         return next(iter(self._base.card.eos_token_ids), None)
 
-    def _checked(self, line: Line) -> list[Learned] | InvalidParameter | None:
+    def _checked(self, line: FileLine) -> list[Learned] | InvalidParameter | None:
         """None: the line could not be read."""
         if line.fault:
             return None
@@ -163,7 +163,7 @@ class FileReader:
             return error
         return found
 
-    async def _turns(self, conversation: Conversation, trained: list[int]) -> list[TrainedText]:
+    async def _turns(self, conversation: TemplateInput, trained: list[int]) -> list[TrainedText]:
         return await _patiently(lambda: self._base.tokenizer.render_turns(conversation, trained))
 
     def _above_limits(self, line: int) -> bool:

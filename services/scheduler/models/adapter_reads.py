@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from services.scheduler.models.cluster import ClusterView
-from services.scheduler.models.wanted_adapters import Reading, WantedAdapters
+from services.scheduler.models.wanted_adapters import AdapterRead, WantedAdapters
 from shared.errors import RyzansteinError, Unavailable, error_from_code
 from shared.messages import HostCommand, HostReply, ModelSpec, PullModel
 from shared.messages.registry import AdapterRecord, PullAdapter
@@ -63,7 +63,7 @@ class AdapterReads:
         else:
             self._registered.discard(name)
 
-    async def _read(self, reading: Reading) -> None:
+    async def _read(self, reading: AdapterRead) -> None:
         failed = False
         try:
             found = await self._asked(reading)
@@ -80,7 +80,7 @@ class AdapterReads:
             self._wanted.ended(reading, time.time(), failed=failed)
             self._ended()
 
-    async def _asked(self, reading: Reading) -> AdapterRecord | str | None:
+    async def _asked(self, reading: AdapterRead) -> AdapterRecord | str | None:
         """What the first host that has the base finds, or has against it; None: none has."""
         wanted = reading.wanted
         command = PullAdapter(reading.name, wanted.model, wanted.source, reading.base, wanted.revision)
@@ -92,7 +92,7 @@ class AdapterReads:
             raise error
         return found.error[:MAX_ERROR] or "The host that read it reported nothing about it."
 
-    async def _settle(self, reading: Reading, found: AdapterRecord | str) -> None:
+    async def _settle(self, reading: AdapterRead, found: AdapterRecord | str) -> None:
         try:
             done = await settle(self._bucket, reading.name, reading.wanted, found)
         except AdapterRefused:

@@ -69,7 +69,7 @@ class Replica:
 
 
 @dataclass(slots=True, eq=False)
-class Replicas:
+class ModelReplicas:
     """All groups of one model, and what every pass asks of them."""
 
     groups: dict[str, Replica] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Host:
         return said is not None and said.state == "loading"
 
 
-NO_REPLICAS = Replicas()
+NO_REPLICAS = ModelReplicas()
 
 
 class FreeMemory:
@@ -205,7 +205,7 @@ class ClusterView:
         has cleared it."""
         self._numbers = 0
         self._groups: dict[str, Replica] = {}
-        self._by_model: dict[str, Replicas] = {}
+        self._by_model: dict[str, ModelReplicas] = {}
         self._told_by: dict[str, dict[int, Host]] = {}
         """Hosts that say something of each model, by their numbers."""
         self._sizes: dict[str, int] = {}
@@ -316,7 +316,7 @@ class ClusterView:
         name, model, host = record.group, record.model, record.instance
         replica = Replica(name, model, host, record.state, record.load, record.memory, 0.0, now)
         self._groups[name] = replica
-        replicas = self._by_model.setdefault(model, Replicas())
+        replicas = self._by_model.setdefault(model, ModelReplicas())
         replicas.groups[name] = replica
         replicas.count(replica, 1)
         if (there := self.hosts.get(host)) is not None:
@@ -361,7 +361,7 @@ class ClusterView:
         """Every group of a model, whatever its state."""
         return self.replicas(model).groups.values()
 
-    def replicas(self, model: str) -> Replicas:
+    def replicas(self, model: str) -> ModelReplicas:
         return self._by_model.get(model, NO_REPLICAS)
 
     def loading(self, model: str) -> Collection[str]:

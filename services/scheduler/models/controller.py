@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry
 from services.scheduler.models.adapter_reads import AdapterReads
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.demand import DemandTracker
-from services.scheduler.models.lease import Lease
-from services.scheduler.models.metrics import ModelMetrics
+from services.scheduler.models.lease import SchedulerLease
+from services.scheduler.models.metrics import ModelLifecycleMetrics
 from services.scheduler.models.placement import Command, Decisions, ModelPlacer
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.messages import (
@@ -102,7 +102,7 @@ class ModelController:
         instance: str,
         lease: float,
         waiting: Waiting,
-        metrics: ModelMetrics,
+        metrics: ModelLifecycleMetrics,
         on_placement: Callable[[str, ModelPlacement | None], None],
         registry: CollectorRegistry,
         kinds: Sequence[HostedJobKind],
@@ -132,7 +132,7 @@ class ModelController:
         self._leases = Bucket(bus, subjects.LEASES_BUCKET, ModelLease)
         self._unread: set[object] = {self._registry, self._hosts, self._placements}
         """What is not known whole yet: nobody decides by a part."""
-        self._lease = Lease(self._leases, instance, lease)
+        self._lease = SchedulerLease(self._leases, instance, lease)
         self._changed = asyncio.Event()
         self._adapters = AdapterReads(bus, self._cluster, self._changed.set)
         self._jobs = [make(bus, self._cluster, registry, self._heard_of_jobs) for make in kinds]

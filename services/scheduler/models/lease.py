@@ -16,7 +16,7 @@ import structlog
 
 from shared.errors import RyzansteinError
 from shared.messages import ModelLease
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, KvEntry
 
 KEY = "models"
 RENEWALS = 4
@@ -44,7 +44,7 @@ class LeaseWatch:
         self._revision = 0
 
 
-class Lease:
+class SchedulerLease:
     """One scheduler's part in it."""
 
     def __init__(self, bucket: Bucket[ModelLease], holder: str, length: float) -> None:
@@ -53,7 +53,7 @@ class Lease:
         self._holder = holder
         self._length = length
         self._watch = LeaseWatch(length)
-        self._held: Entry[ModelLease] | None = None
+        self._held: KvEntry[ModelLease] | None = None
         self._until = 0.0
 
     @property
@@ -85,18 +85,18 @@ class Lease:
         if entry is not None:
             self._until = began + self._length * (RENEWALS - 1) / RENEWALS
 
-    async def _advance(self, now: float) -> Entry[ModelLease] | None:
+    async def _advance(self, now: float) -> KvEntry[ModelLease] | None:
         """The entry as it is now, if it is ours."""
         entry = await self._bucket.get(KEY)
         if entry is None:
             first = ModelLease(self._holder)
             created = await self._bucket.create(KEY, first)
-            return None if created is None else Entry(KEY, first, created)
+            return None if created is None else KvEntry(KEY, first, created)
         if entry.value.holder != self._holder and not self._watch.expired(entry.revision, now):
             return None
         mine = ModelLease(self._holder, entry.value.beat + 1)
         written = await self._bucket.update(KEY, mine, entry.revision)
-        return None if written is None else Entry(KEY, mine, written)
+        return None if written is None else KvEntry(KEY, mine, written)
 
     async def release(self) -> None:
         """Whoever comes next may decide at once."""

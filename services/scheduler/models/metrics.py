@@ -12,7 +12,7 @@ from shared.service.endpoints import begin_at_zero
 _PREFIX = "ryzanstein_models"
 
 
-class ModelMetrics:
+class ModelLifecycleMetrics:
     """One object per service."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

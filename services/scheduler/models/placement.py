@@ -25,7 +25,7 @@ from services.scheduler.models.eviction import Worth
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.host_selection import RoomSearch
 from services.scheduler.models.plans import Plan, Plans, Reason
-from services.scheduler.models.refusals import Refused, why_not
+from services.scheduler.models.refusals import ModelRefusal, why_not
 from shared.errors import ModelDoesNotFit
 from shared.messages import HostModel, LoadModel, ModelPlacement, ModelSpec, UnloadModel
 
@@ -97,7 +97,7 @@ class ModelPlacer:
         self.failures = Failures()
         self._plans = Plans(cluster)
         self._concurrency = ConcurrencyEstimator()
-        self._refused: dict[str, Refused] = {}
+        self._refused: dict[str, ModelRefusal] = {}
         """Why models are not placed that are wanted, or were when they were last asked for."""
         self._done: dict[str, float] = {}
         """By model: the time of the order to load or to unload it that was carried out last."""

@@ -12,7 +12,7 @@ NAMED = 4
 """Groups that a sentence names at most."""
 
 
-class Refused(NamedTuple):
+class ModelRefusal(NamedTuple):
     """`code`: one of `shared.errors` with which requests end at once; empty: they wait."""
 
     code: str
@@ -23,18 +23,20 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> Refused:
+def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> ModelRefusal:
     """Why no host takes the model now."""
     refused = _why_not(model, cluster, failures, worth, now)
     if refused.code == ModelDoesNotFit.code and (lost := cluster.fits_lost(model)):
-        return Refused("", f"The model {model} waits for the host {lost}, which is gone and may come back.")
+        return ModelRefusal(
+            "", f"The model {model} waits for the host {lost}, which is gone and may come back."
+        )
     return refused
 
 
-def _why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> Refused:
+def _why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, now: float) -> ModelRefusal:
     hosts = [host for host in cluster.hosts.values() if host.takes]
     if not hosts:
-        return Refused("", f"There is no executor that loads models at run time; {model} waits for one.")
+        return ModelRefusal("", f"There is no executor that loads models at run time; {model} waits for one.")
     blocked = failures.blocked(model, now)
     able = [host for host in hosts if host.name not in blocked]
     if not able:
@@ -42,27 +44,27 @@ def _why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth,
     fitting = [host for host in able if cluster.size(model, host) <= host.memory]
     if not fitting:
         largest = max(able, key=lambda host: host.memory)
-        return Refused(
+        return ModelRefusal(
             ModelDoesNotFit.code,
             f"The model {model} takes {gigabytes(cluster.size(model, largest))}, and no host has more than "
             f"{gigabytes(largest.memory)} for models; add a larger one, or set a smaller "
             "weight_dtype or kv_memory.",
         )
     if any(_may_fit(model, host, cluster, worth) for host in fitting):
-        return Refused(
+        return ModelRefusal(
             "", f"The model {model} waits for memory: what could make room works, or was loaded only now."
         )
     return _kept(model, fitting, cluster, worth)
 
 
-def _failed(model: str, failures: Failures, now: float) -> Refused:
+def _failed(model: str, failures: Failures, now: float) -> ModelRefusal:
     known = [failure for failure in failures.of(model) if failure.until > now]
     if not known:
-        return Refused("", f"The model {model} waits for memory: its hosts have refused it lately.")
+        return ModelRefusal("", f"The model {model} waits for memory: its hosts have refused it lately.")
     last = max(known, key=lambda failure: failure.told_at)
     wait = max(1, round(min(failure.until for failure in known) - now))
     where = "one host" if len(known) == 1 else f"{len(known)} hosts"
-    return Refused(
+    return ModelRefusal(
         NoGroupAvailable.code,
         f"The model {model} could not be loaded on {where} ({last.host}: {last.error.rstrip('.')}); it is tried again "
         f"in {wait:,} s, or when it is loaded by name.",
@@ -82,7 +84,7 @@ def _stays(replica: Replica, cluster: ClusterView, worth: Worth) -> bool:
     return worth.keeps(replica) or others < worth.least(replica.model)
 
 
-def _kept(model: str, hosts: Iterable[Host], cluster: ClusterView, worth: Worth) -> Refused:
+def _kept(model: str, hosts: Iterable[Host], cluster: ClusterView, worth: Worth) -> ModelRefusal:
     """Names what would have to go on the host where that is the least."""
     fewest: tuple[int, int, str, list[Replica]] | None = None
     for host in hosts:
@@ -98,7 +100,7 @@ def _kept(model: str, hosts: Iterable[Host], cluster: ClusterView, worth: Worth)
     listed = ", ".join(f"{replica.model} ({gigabytes(replica.memory)})" for replica in named[:NAMED])
     more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
     takes = gigabytes(cluster.size(model, cluster.hosts[where]))
-    return Refused(
+    return ModelRefusal(
         ModelDoesNotFit.code,
         f"The model {model} takes {takes}, and no host has as much beside what is pinned or kept: on {where} "
         f"{listed or 'something else'}{more} would have to go; unpin or unload it, or add a host.",

@@ -25,7 +25,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds until one is read again that could not be read; twice as long after each further time."""
 
 
-class Reading(NamedTuple):
+class AdapterRead(NamedTuple):
     """An adapter that is to be read now."""
 
     name: str
@@ -68,9 +68,9 @@ class WantedAdapters:
             del self._pauses[name]
         self._wanted[name] = wanted
 
-    def due(self, specs: Mapping[str, ModelSpec], now: float) -> list[Reading]:
+    def due(self, specs: Mapping[str, ModelSpec], now: float) -> list[AdapterRead]:
         """What is to be read now; each has to be `ended`."""
-        found: list[Reading] = []
+        found: list[AdapterRead] = []
         for name, wanted in self._wanted.items():
             if len(self._under_way) >= AT_ONCE:
                 break
@@ -79,11 +79,11 @@ class WantedAdapters:
                 continue
             if hosts := list(dict.fromkeys(self._hosts(wanted.model)))[:TRIED]:
                 base = specs.get(wanted.model) or ModelSpec(wanted.model, "")
-                found.append(Reading(name, wanted, base, hosts, self._fetcher(base)))
+                found.append(AdapterRead(name, wanted, base, hosts, self._fetcher(base)))
                 self._under_way.add(name)
         return found
 
-    def ended(self, reading: Reading, now: float, *, failed: bool) -> None:
+    def ended(self, reading: AdapterRead, now: float, *, failed: bool) -> None:
         """It was read, or no host has its base yet; `failed`: a host could not read it. What is wanted still is read
         again, later."""
         self._under_way.discard(reading.name)

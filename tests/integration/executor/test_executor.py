@@ -36,7 +36,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.journal import Begin, replay
+from shared.nats.journal import StartPosition, replay
 from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
 from tests.integration.executor.reader import Reader
@@ -443,7 +443,7 @@ async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> Non
             while not (reader.entries and reader.entries[-1].finish):
                 await reader.more()
         tokens: dict[int, int] = {}
-        async for frame in replay(bus, "me", Begin(since=began)):
+        async for frame in replay(bus, "me", StartPosition(since=began)):
             for entry in frame.entries:
                 tokens.update(enumerate(entry.tokens, entry.position))
         assert [tokens.get(position) for position in range(1000)] == expected(1, 0, 1000)

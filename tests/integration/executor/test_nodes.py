@@ -80,7 +80,7 @@ def is_ready(beat: Heartbeat) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def connected(port: int) -> AsyncIterator[wire.Line[wire.ToNode]]:
+async def connected(port: int) -> AsyncIterator[wire.Channel[wire.ToNode]]:
     async with asyncio.timeout(30):
         while True:
             try:

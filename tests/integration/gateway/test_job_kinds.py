@@ -7,7 +7,7 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.wiring import BatchRuntime
@@ -39,7 +39,7 @@ WORKS = {BatchRuntime: run_batch, TrainingRuntime: check_training_file}
 
 def paths_of(kind: JobKind) -> set[tuple[str, str]]:
     """Method and path of each of its operations."""
-    backend = Backend(Authenticator())
+    backend = GatewayBackend(Authenticator())
     routes = [made for make in kind.routes for made in make(backend, GatewaySettings())]
     return {
         (method, re.sub(r"\{.*?\}", "x", route.path))

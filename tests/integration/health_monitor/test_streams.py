@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from services.health_monitor.metrics import HealthMetrics, StreamWatch
+from services.health_monitor.metrics import HealthMetrics, StreamPoll
 from shared.messages import TokenFrame
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -10,7 +10,7 @@ from shared.nats.bus import Bus
 
 async def test_a_broker_tells_of_age_and_limits(bus: Bus) -> None:
     registry, journal = CollectorRegistry(), {"stream": subjects.JOURNAL_STREAM}
-    watch = StreamWatch(bus, HealthMetrics(registry))
+    watch = StreamPoll(bus, HealthMetrics(registry))
     await watch.ask("NONE")
     assert registry.get_sample_value("ryzanstein_nats_stream_age_seconds", {"stream": "NONE"}) is None
     await watch.ask(subjects.JOURNAL_STREAM)

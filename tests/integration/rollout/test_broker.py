@@ -13,7 +13,7 @@ from services.cli.supervision.nats_server import LocalNats
 from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, GroupRecord, SamplingParams
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.journal import Begin, replay
+from shared.nats.journal import StartPosition, replay
 from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
 from tests.integration.executor.test_executor import expected as stub_tokens
@@ -132,7 +132,7 @@ async def recorded(bus: Bus, since: float) -> dict[int, int]:
     """Tokens by position, as far as the journal can be read now."""
     tokens: dict[int, int] = {}
     try:
-        async for frame in replay(bus, "me", Begin(since=since)):
+        async for frame in replay(bus, "me", StartPosition(since=since)):
             for entry in frame.entries:
                 tokens.update(enumerate(entry.tokens, entry.position))
     except Exception:  # no leader yet

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cli.commands.batch import Wanted, by_nats
+from services.cli.commands.batch import RequestedBatch, by_nats
 from services.cli.commands.control import drain_group
 from services.cli.commands.status import read_status
 from services.cli.supervision.nats_server import LocalNats
@@ -79,7 +79,7 @@ async def submit_a_batch(settings: CommonSettings, directory: Path) -> None:
     path = directory / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     async with by_nats(settings) as client:
-        batch = await client.submit(Wanted(path, "/v1/completions", "24h", None))
+        batch = await client.submit(RequestedBatch(path, "/v1/completions", "24h", None))
         async with asyncio.timeout(60):
             while batch["status"] != "completed":
                 assert batch["status"] in ("validating", "in_progress", "finalizing"), batch

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.scheduler import intake as scheduler_intake
-from services.scheduler.intake import Intake
+from services.scheduler.intake import RequestIntake
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.request import WaitingRequest
 from services.scheduler.settings import SchedulerSettings
@@ -40,7 +40,7 @@ async def test_so_many_bytes_are_held(
         return True
 
     metrics = SchedulerMetrics(CollectorRegistry())
-    intake = Intake(bus, settings, metrics, admit)
+    intake = RequestIntake(bus, settings, metrics, admit)
     for number in range(COUNT):
         await bus.jetstream().publish(subjects.intake_lane("interactive"), large(number))
     await intake.start()
@@ -68,7 +68,7 @@ async def test_an_inbox_is_left_after_so_many_pulls_and_no_request_with_it(
         return True
 
     settings = SchedulerSettings(**dict(nats_settings), max_waiting=1)
-    intake = Intake(bus, settings, SchedulerMetrics(CollectorRegistry()), admit)
+    intake = RequestIntake(bus, settings, SchedulerMetrics(CollectorRegistry()), admit)
     pull = intake._pulls[0]
     monkeypatch.setattr(pull, "limit", 1)
     await intake.start()

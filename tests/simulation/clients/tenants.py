@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from services.gateway.batches.line_runner import LineRunner
-from services.gateway.batches.lines import Request as LineRequest
+from services.gateway.batches.lines import BatchLine as LineRequest
 from shared.messages.batches import BatchJob, LineResult
 from tests.simulation.clients.ask import QUOTA, Lost, Refused
 from tests.simulation.clients.history import Filled

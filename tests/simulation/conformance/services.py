@@ -11,8 +11,8 @@ from shared.messages import Cancel, ControlCommand, ControlReply, SessionPin, To
 from shared.messages.records import GenerationRecords
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.journal import Begin, JournalEnd, recorded_in, replay
-from shared.nats.kv import Bucket, Entry
+from shared.nats.journal import JournalEnd, StartPosition, recorded_in, replay
+from shared.nats.kv import Bucket, KvEntry
 from shared.nats.objects import Objects
 from shared.nats.streams import ensure_stream, ensure_streams, read_stream
 from tests.simulation.conformance import outcomes
@@ -89,7 +89,7 @@ class Services:
         await ensure_stream(self._bus, config, change=change)
 
     async def replayed(self, consumer: str, behind: int = -1) -> Any:
-        return [frame.step async for frame in replay(self._bus, consumer, Begin(behind=behind))]
+        return [frame.step async for frame in replay(self._bus, consumer, StartPosition(behind=behind))]
 
     async def journal_end(self) -> Any:
         return await JournalEnd(self._bus).look()
@@ -128,7 +128,7 @@ class Services:
     async def change(self, bucket: str, key: str, value: str) -> Any:
         """Has the key hold one more letter than before; no value: nothing."""
 
-        def made(known: Entry[SessionPin] | None) -> SessionPin | None:
+        def made(known: KvEntry[SessionPin] | None) -> SessionPin | None:
             return SessionPin((known.value.group if known else "") + value, 1) if value else None
 
         change = await self._buckets[bucket].change(key, made)
@@ -202,7 +202,7 @@ class Services:
             await self.unwatch(name)
 
 
-def _entry(entry: Entry[SessionPin] | None) -> Any:
+def _entry(entry: KvEntry[SessionPin] | None) -> Any:
     if entry is None:
         return None
     return {"key": entry.key, "value": outcomes.text(entry.value.group.encode()), "revision": entry.revision}

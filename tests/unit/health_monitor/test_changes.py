@@ -4,13 +4,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.health_monitor.registry import CONFIRM_INTERVAL, Changes
+from services.health_monitor.registry import CONFIRM_INTERVAL, DueRecords
 from shared.messages import GroupLoad, GroupRecord, ServiceRecord
 
 RECORD = GroupRecord("g", "m", "ready", 1, [], GroupLoad())
 
 
-def written(changes: Changes[GroupRecord], record: GroupRecord, now: float) -> bool:
+def written(changes: DueRecords[GroupRecord], record: GroupRecord, now: float) -> bool:
     due = changes.due({"g": record}, now)
     for key, value in due.put.items():
         changes.written(key, value, now)
@@ -18,7 +18,7 @@ def written(changes: Changes[GroupRecord], record: GroupRecord, now: float) -> b
 
 
 def test_a_change_of_state_is_due_at_once_and_load_once_per_interval() -> None:
-    changes: Changes[GroupRecord] = Changes(1.0)
+    changes: DueRecords[GroupRecord] = DueRecords(1.0)
     assert written(changes, RECORD, 0.0)
     assert not written(changes, RECORD, 0.5)
     loaded = msgspec.structs.replace(RECORD, load=GroupLoad(running=1))
@@ -29,7 +29,7 @@ def test_a_change_of_state_is_due_at_once_and_load_once_per_interval() -> None:
 
 
 def test_the_end_of_work_is_due_at_once_and_its_begin_is_not() -> None:
-    changes: Changes[GroupRecord] = Changes(1.0)
+    changes: DueRecords[GroupRecord] = DueRecords(1.0)
     works = msgspec.structs.replace(RECORD, load=GroupLoad(running=1))
     assert written(changes, works, 0.0)
     assert written(changes, RECORD, 0.1)
@@ -39,14 +39,14 @@ def test_the_end_of_work_is_due_at_once_and_its_begin_is_not() -> None:
 
 
 def test_an_unchanged_record_is_confirmed_now_and_then() -> None:
-    changes: Changes[GroupRecord] = Changes(1.0)
+    changes: DueRecords[GroupRecord] = DueRecords(1.0)
     changes.restore({"g": msgspec.structs.replace(RECORD, updated_at=77.0)}, 0.0)
     assert not written(changes, RECORD, CONFIRM_INTERVAL - 0.1)
     assert written(changes, RECORD, CONFIRM_INTERVAL)
 
 
 def test_what_is_no_more_is_deleted_until_that_has_worked() -> None:
-    changes: Changes[ServiceRecord] = Changes(1.0)
+    changes: DueRecords[ServiceRecord] = DueRecords(1.0)
     changes.restore({"a": ServiceRecord("gateway", "a", 1, "gone")}, 0.0)
     assert changes.due({}, 1.0).delete == ["a"]
     assert changes.due({}, 2.0).delete == ["a"]
@@ -55,7 +55,7 @@ def test_what_is_no_more_is_deleted_until_that_has_worked() -> None:
 
 
 def test_a_write_that_failed_is_due_again() -> None:
-    changes: Changes[GroupRecord] = Changes(1.0)
+    changes: DueRecords[GroupRecord] = DueRecords(1.0)
     assert changes.due({"g": RECORD}, 0.0).put
     assert changes.due({"g": RECORD}, 0.1).put
 
@@ -64,7 +64,7 @@ def test_a_write_that_failed_is_due_again() -> None:
 def test_load_is_never_older_than_the_interval_nor_written_more_often(
     schedule: list[tuple[float, int]],
 ) -> None:
-    changes: Changes[GroupRecord] = Changes(1.0)
+    changes: DueRecords[GroupRecord] = DueRecords(1.0)
     now, last, known = 0.0, float("-inf"), -1
     for gap, running in schedule:
         now += gap

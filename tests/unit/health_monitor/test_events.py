@@ -8,7 +8,7 @@ from services.health_monitor.detector import Detector
 from services.health_monitor.metrics import HealthMetrics
 from services.health_monitor.registry import Registry, SharedRecords
 from shared.messages import GroupBeat, GroupEvent, GroupLoad, GroupRecord, Heartbeat, RankBeat
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 
 UNIX = 1_000_000.0
 
@@ -39,8 +39,8 @@ class Broker:
         self.record = record
         return self._revision
 
-    async def get(self, key: str) -> Entry[GroupRecord] | None:
-        return Entry("g", self.record, self._revision) if self.record is not None else None
+    async def get(self, key: str) -> KvEntry[GroupRecord] | None:
+        return KvEntry("g", self.record, self._revision) if self.record is not None else None
 
 
 class Monitor:

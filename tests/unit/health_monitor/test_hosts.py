@@ -1,7 +1,7 @@
 """Hosts with any number of groups: each group is judged for itself, and one that is unloaded has left."""
 
 from services.health_monitor.detector import Detector
-from services.health_monitor.registry import Changes
+from services.health_monitor.registry import DueRecords
 from shared.messages import (
     GroupBeat,
     GroupLoad,
@@ -94,7 +94,7 @@ def test_a_monitor_that_starts_anew_knows_hosts_and_learns_what_others_hear() ->
 
 
 def test_what_a_host_says_of_a_model_is_written_at_once_and_its_progress_once_in_a_while() -> None:
-    changes: Changes[HostRecord] = Changes(1.0)
+    changes: DueRecords[HostRecord] = DueRecords(1.0)
 
     def record(state: str, done: int) -> HostRecord:
         model = HostModel("m", state, done=done)  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from services.health_monitor.metrics import (
     HealthMetrics,
     StreamInfo,
     StreamLimits,
+    StreamPoll,
     StreamState,
-    StreamWatch,
     figures,
 )
 
@@ -53,7 +53,7 @@ def shown(registry: CollectorRegistry, name: str) -> dict[str, float]:
 
 async def test_old_figures_are_not_shown_while_the_broker_does_not_answer() -> None:
     registry, broker = CollectorRegistry(), Broker()
-    watch = StreamWatch(broker, HealthMetrics(registry))  # type: ignore[arg-type]
+    watch = StreamPoll(broker, HealthMetrics(registry))  # type: ignore[arg-type]
 
     async def asked() -> tuple[dict[str, float], dict[str, float]]:
         for stream in STREAMS:

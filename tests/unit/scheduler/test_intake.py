@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
 
-from services.scheduler.intake import Intake, delivery_of
+from services.scheduler.intake import RequestIntake, delivery_of
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.settings import SchedulerSettings
 from shared.service.endpoints import new_registry
@@ -57,7 +57,7 @@ class Broker:
 
 async def test_a_full_lane_asks_the_broker_for_nothing() -> None:
     broker, settings = Broker(), SchedulerSettings(held_requests=8)
-    intake = Intake(broker, settings, SchedulerMetrics(new_registry()), lambda *_, **__: True)  # type: ignore[arg-type]
+    intake = RequestIntake(broker, settings, SchedulerMetrics(new_registry()), lambda *_, **__: True)  # type: ignore[arg-type]
     (full,) = (pull for pull in intake._pulls if pull.lane == "batch")
     full.held = full.limit  # and no pull of it is open
     for _ in range(5):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.placement import HOLD, SAMPLE, TOLERANCE, Beginnings, Decision, Placement
+from services.scheduler.placement import HOLD, SAMPLE, TOLERANCE, Beginnings, Placement, PlacementDecision
 from services.scheduler.request import Prefix, prefixes
 from shared.messages import GroupLoad, GroupStatus, GroupTraits, SessionPin
 from tests.unit.scheduler.requests import group, waiting
@@ -18,7 +18,7 @@ from tests.unit.scheduler.tables import FREE, STATES, SUSPECT, known, loads, tab
 
 def decide(
     table: Any, pin: SessionPin | None = None, sticky: int = 0, now: float = 0.0, **item: Any
-) -> Decision | None:
+) -> PlacementDecision | None:
     return Placement(table, sticky, seed=0).choose(waiting("a", **item), pin, now)
 
 

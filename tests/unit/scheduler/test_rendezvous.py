@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.groups import RANKS, SLOTS, Rendezvous
+from services.scheduler.groups import RANKS, SLOTS, RendezvousHash
 from services.scheduler.request import LENGTHS, Prefix, prefixes
 from shared.messages import SparseAttention
 
@@ -15,7 +15,7 @@ keys = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20)
 
 @given(names, keys)
 def test_order_and_history_do_not_matter(groups: set[str], wanted: list[int]) -> None:
-    one, two = Rendezvous(sorted(groups)), Rendezvous()
+    one, two = RendezvousHash(sorted(groups)), RendezvousHash()
     for name in sorted(groups, reverse=True):
         two.add("passing by" + name)
         two.ranked(wanted[0])
@@ -30,7 +30,7 @@ def test_order_and_history_do_not_matter(groups: set[str], wanted: list[int]) ->
 
 @given(names, keys)
 def test_only_the_keys_of_a_group_that_leaves_move(groups: set[str], wanted: list[int]) -> None:
-    ranking = Rendezvous(groups)
+    ranking = RendezvousHash(groups)
     gone = sorted(groups)[0]
     before = {key: ranking.ranked(key) for key in wanted}
     ranking.remove(gone)
@@ -43,7 +43,7 @@ def test_only_the_keys_of_a_group_that_leaves_move(groups: set[str], wanted: lis
 
 
 def test_keys_are_spread_evenly() -> None:
-    ranking = Rendezvous(f"group-{n}" for n in range(10))
+    ranking = RendezvousHash(f"group-{n}" for n in range(10))
     counts = Counter(ranking.ranked(slot)[0] for slot in range(SLOTS))
     assert len(counts) == 10
     assert max(counts.values()) < 1.15 * SLOTS / 10

@@ -26,7 +26,7 @@ _MAX_PAGES = 200
 """Of one list: a server that never says that it is at its end is not read for ever."""
 
 
-class FineTuning:
+class FineTuningClient:
     """Methods raise `Refused` with the gateway's words, and `Unavailable` where none answers."""
 
     def __init__(self, gateway: GatewayClient) -> None:

@@ -14,7 +14,7 @@ import typer
 from services.cli.commands.fine_tune.client import (
     Checkpoint,
     Event,
-    FineTuning,
+    FineTuningClient,
     Job,
     is_over,
     local_time,
@@ -57,14 +57,14 @@ LAST_EVENTS_WITHIN = 10.0
 
 
 def _with_jobs(
-    url: str, api_key: str, ca: str, data_dir: Path | None, work: Callable[[FineTuning], Awaitable[T]]
+    url: str, api_key: str, ca: str, data_dir: Path | None, work: Callable[[FineTuningClient], Awaitable[T]]
 ) -> T:
     """What `work` returns, given the jobs of the gateway that these options name."""
 
     async def run() -> T:
         gateway = Gateway(url) if url else gateway_of_stack(data_dir)
         async with connected(gateway, api_key, ca) as client:
-            return await work(FineTuning(client))
+            return await work(FineTuningClient(client))
 
     return asyncio.run(run())
 
@@ -85,7 +85,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
 
 @_command("create")
 async def _create(
-    jobs: FineTuning,
+    jobs: FineTuningClient,
     file: Annotated[
         str,
         typer.Argument(metavar="FILE", help="JSON lines, an example each; or the id of an uploaded file."),
@@ -211,7 +211,7 @@ def _without_none(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @_command("status")
-async def _status(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
+async def _status(jobs: FineTuningClient, job: Id, json: AsJson = False) -> None:
     """Show how far a job is, what it was made with, or why it has failed."""
     found = await jobs.get(job)
     if json:
@@ -221,13 +221,13 @@ async def _status(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
 
 
 @_command("follow")
-async def _follow(jobs: FineTuning, job: Id) -> None:
+async def _follow(jobs: FineTuningClient, job: Id) -> None:
     """Follow a job until it finishes: steps, loss as a curve, tokens a second, time left. It may be left with
     Ctrl-C and followed again; a gateway that restarts meanwhile is waited for."""
     await _followed(jobs, await jobs.get(job))
 
 
-async def _followed(jobs: FineTuning, job: Job) -> None:
+async def _followed(jobs: FineTuningClient, job: Job) -> None:
     """Raises `JobUnfinished`, so that a script hears of it by the exit code."""
     name, events = job["id"], list[Event]()
 
@@ -266,7 +266,7 @@ def _taken(events: list[Event]) -> list[Event]:
 
 @_command("list")
 async def _list(
-    jobs: FineTuning, limit: Annotated[int, typer.Option(min=1, max=100)] = 20, json: AsJson = False
+    jobs: FineTuningClient, limit: Annotated[int, typer.Option(min=1, max=100)] = 20, json: AsJson = False
 ) -> None:
     """Show the newest jobs."""
     found = await jobs.listed(limit)
@@ -283,7 +283,7 @@ async def _list(
 
 
 def _action(name: str, about: str) -> None:
-    async def act(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
+    async def act(jobs: FineTuningClient, job: Id, json: AsJson = False) -> None:
         changed = await jobs.act(job, name)
         if json:
             _print_json(changed)
@@ -300,7 +300,7 @@ _action("resume", "Resume a paused job.")
 
 
 @_command("checkpoints")
-async def _checkpoints(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
+async def _checkpoints(jobs: FineTuningClient, job: Id, json: AsJson = False) -> None:
     """Show the models that a job has made at the ends of its epochs."""
     found = await jobs.checkpoints(job)
     if json:
@@ -330,7 +330,7 @@ def _figure(value: float | None) -> str:
 
 @_command("events")
 async def _events(
-    jobs: FineTuning,
+    jobs: FineTuningClient,
     job: Id,
     limit: Annotated[int, typer.Option(help="The newest ones.", min=1, max=10_000)] = 100,
     json: AsJson = False,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from services.cli.commands.fine_tune.client import ADAPTER_FILES, FineTuning
+from services.cli.commands.fine_tune.client import ADAPTER_FILES, FineTuningClient
 from services.cli.target import LocalSettings
 from services.cli.ui import megabytes, model_bars, say
 from shared.config import load_settings
@@ -16,7 +16,7 @@ from shared.model_store.catalog import find_model
 from shared.model_store.programs import convert_model
 
 Format = Literal["peft", "safetensors", "gguf"]
-Fetch = Callable[[Callable[[FineTuning], Awaitable[str]]], str]
+Fetch = Callable[[Callable[[FineTuningClient], Awaitable[str]]], str]
 """Runs what it is given with a connection to the gateway, in a loop of its own: what merges afterwards blocks, and ends
 with Ctrl-C."""
 
@@ -71,7 +71,7 @@ def _check(output: Path, kind: Format) -> None:
         )
 
 
-async def _download(jobs: FineTuning, name: str, checkpoint: int, directory: Path) -> str:
+async def _download(jobs: FineTuningClient, name: str, checkpoint: int, directory: Path) -> str:
     """Returns the name of its base."""
     job, named = await jobs.made(name)
     for file in ADAPTER_FILES:

@@ -13,7 +13,7 @@ from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.config import load_settings
 from shared.errors import BrokerUnavailable, ConfigurationError
-from shared.model_store.disk import Entry, bytes_of, collect, remove_model, removing
+from shared.model_store.disk import CacheEntry, bytes_of, collect, remove_model, removing
 from shared.model_store.packed import packed_files
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
@@ -76,7 +76,7 @@ def gc(
     say(console(), f"{freed} {'would be' if dry_run else 'were'} removed from {store.cache}")
 
 
-def kind_of(entry: Entry) -> str:
+def kind_of(entry: CacheEntry) -> str:
     """Beside its name, where it is no whole model."""
     if entry.packed:
         return " (packed weights)"
@@ -121,7 +121,7 @@ def _bytes(text: str) -> int:
     return count
 
 
-def _told(entry: Entry) -> dict[str, object]:
+def _told(entry: CacheEntry) -> dict[str, object]:
     return {
         "model": entry.name,
         "directory": str(entry.directory),

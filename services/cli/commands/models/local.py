@@ -19,7 +19,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.model_store import catalog
 from shared.model_store.disk import unfinished_downloads
-from shared.model_store.packed import Packed, packed_files
+from shared.model_store.packed import PackedWeightsFile, packed_files
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress, convert_model, run_module
 from shared.models import here, hub_name
@@ -142,7 +142,7 @@ def _unfinished_name(place: Path) -> str:
     return place.name.removeprefix(".").removesuffix(".partial").replace("--", "/")
 
 
-def _model_of(file: Packed) -> str:
+def _model_of(file: PackedWeightsFile) -> str:
     if file.needed and file.model is not None:
         return f"of {file.model}"
     return "of a model that is gone; `ryzanstein models gc` removes it"

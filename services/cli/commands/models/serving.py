@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from services.cli.cluster_models import ClusterModels, Snapshot, on_models, run_on_models
+from services.cli.cluster_models import ClusterModels, ModelsSnapshot, on_models, run_on_models
 from services.cli.commands.models.tables import (
     declared_fields,
     print_json,
@@ -388,7 +388,7 @@ def _checked(fields: dict[str, Any], base: ModelSpec | None = None) -> ModelSpec
     return spec
 
 
-def _raise_if_own(now: Snapshot, name: str, *, removed: bool = False) -> None:
+def _raise_if_own(now: ModelsSnapshot, name: str, *, removed: bool = False) -> None:
     """Raises `ConfigurationError` where an executor was started with the model and loads none: it serves that as long
     as it runs; and of a model that is to be `removed` where one was started with it at all."""
     model = now.resolve(name)
@@ -452,7 +452,7 @@ def pull_on_hosts(name: str, data_dir: Path | None, nats_url: str, timeout: floa
     run_on_models(data_dir, nats_url, run)
 
 
-def _fetched(now: Snapshot, model: str, hosts: list[str], since: float, bars: ModelBars) -> bool:
+def _fetched(now: ModelsSnapshot, model: str, hosts: list[str], since: float, bars: ModelBars) -> bool:
     """Whether all hosts have it, or have left. Raises why one could not."""
     left = 0
     for host in hosts:
@@ -484,12 +484,14 @@ async def _remove_files(models: ClusterModels, spec: ModelSpec) -> None:
 # --- showing -------------------------------------------------------------------------------------
 
 
-async def _watched(wait: Callable[..., Awaitable[Snapshot]], *arguments: Any, quiet: bool) -> Snapshot:
+async def _watched(
+    wait: Callable[..., Awaitable[ModelsSnapshot]], *arguments: Any, quiet: bool
+) -> ModelsSnapshot:
     """`wait`, with a bar for each model that it waits for."""
     models = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
     with ModelBars(console(), quiet=quiet) as bars:
 
-        def report(now: Snapshot) -> None:
+        def report(now: ModelsSnapshot) -> None:
             for model in models:
                 status = now.status(model)
                 bars.update(
@@ -505,7 +507,7 @@ async def _watched(wait: Callable[..., Awaitable[Snapshot]], *arguments: Any, qu
     return end
 
 
-def _doing(now: Snapshot, model: str, status: ModelStatus) -> str:
+def _doing(now: ModelsSnapshot, model: str, status: ModelStatus) -> str:
     leaving = [group for group in now.groups_of(model) if group.state == "draining"]
     if leaving:
         return f"draining, {sum(group.load.running for group in leaving)} running"

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from services.cli.cluster_models import ClusterModels, Snapshot, with_models
+from services.cli.cluster_models import ClusterModels, ModelsSnapshot, with_models
 from services.cli.declarations import declared_adapters
 from services.cli.ui import console, megabytes, print_columns, say
 from shared import sparse_attention
@@ -26,7 +26,7 @@ def list_running(settings: CommonSettings, *, as_json: bool, as_yaml: bool = Fal
     print_models(found, as_json=as_json)
 
 
-def print_models(found: Snapshot, *, as_json: bool) -> None:
+def print_models(found: ModelsSnapshot, *, as_json: bool) -> None:
     """Every model of a running stack."""
     every = found.statuses(found.names())
     if as_json:
@@ -60,7 +60,7 @@ def print_models(found: Snapshot, *, as_json: bool) -> None:
             say(console(), f"{name}: {reason}", "yellow")
 
 
-def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
+def show_end(found: ModelsSnapshot, model: str, *, as_json: bool) -> None:
     if as_json:
         print_json(told_of(found, model))
         return
@@ -70,7 +70,7 @@ def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
         say(console(), warning, "yellow")
 
 
-def say_status(found: Snapshot, model: str) -> None:
+def say_status(found: ModelsSnapshot, model: str) -> None:
     status = found.status(model)
     where = f" on {', '.join(status.hosts)}" if status.ready else ""
     say(console(), f"{model} is {words(status)}{where}.")
@@ -112,7 +112,7 @@ def declared_fields(spec: ModelSpec) -> dict[str, Any]:
     return fields | {f"settings.{name}": value for name, value in settings.items() if value is not None}
 
 
-def told(found: Snapshot, model: str, status: ModelStatus) -> dict[str, Any]:
+def told(found: ModelsSnapshot, model: str, status: ModelStatus) -> dict[str, Any]:
     """A model as `--json` shows it; scripts rely on it."""
     spec = found.specs.get(model)
     fields: dict[str, Any] = {"name": model, "status": msgspec.to_builtins(status)}
@@ -123,7 +123,7 @@ def told(found: Snapshot, model: str, status: ModelStatus) -> dict[str, Any]:
     return fields
 
 
-def told_of(found: Snapshot, model: str) -> dict[str, Any]:
+def told_of(found: ModelsSnapshot, model: str) -> dict[str, Any]:
     return told(found, model, found.status(model))
 
 

@@ -15,10 +15,10 @@ from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_nu
 from services.executor.kv_cache.codecs import SMALLEST_SCALE, Codec
 
 __all__ = [
+    "AttentionCall",
+    "AttentionLayer",
     "Batch",
-    "Call",
-    "Layer",
-    "Scores",
+    "ScoreOptions",
     "attend",
     "attend_calls",
     "compress",
@@ -30,7 +30,7 @@ __all__ = [
 NO_WINDOW = 1 << 30
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
@@ -44,7 +44,7 @@ class Call(NamedTuple):
         )
 
 
-class Layer(NamedTuple):
+class AttentionLayer(NamedTuple):
     hot: Tensor
     """[num_hot, 2, kv_heads, block_size, head_dim]"""
     codes: Tensor
@@ -83,7 +83,7 @@ class Batch(NamedTuple):
     """From the table of one KV head to that of the next; 0: all read the same."""
 
 
-class Scores(NamedTuple):
+class ScoreOptions(NamedTuple):
     """How a layer's scores become weights; sinks and slopes float32 [heads]."""
 
     scale: float
@@ -95,13 +95,15 @@ class Scores(NamedTuple):
     """Keys at positions before it are seen by their own rows alone."""
 
 
-def attend(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out: Tensor) -> None:
+def attend(query: Tensor, layer: AttentionLayer, batch: Batch, scores: ScoreOptions, out: Tensor) -> None:
     """Fills `out` from `query`, both [T, kv heads, group, d], contiguous; the step's keys are in their blocks."""
     for call in attend_calls(query, layer, batch, scores, out):
         call.run()
 
 
-def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out: Tensor) -> list[Call]:
+def attend_calls(
+    query: Tensor, layer: AttentionLayer, batch: Batch, scores: ScoreOptions, out: Tensor
+) -> list[AttentionCall]:
     kv_heads, group, width = query.shape[1:]
     heads, splits = kv_heads * group, batch.splits
     parts, weights = _scratch(batch, heads, width, out)
@@ -133,14 +135,14 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
         "WORDS": by_words, "STAGES": shape.stages, "HOT_STAGES": shape.hot_stages,
     }  # fmt: skip
     grid = (len(batch.tile_sequence), kv_heads, splits)
-    calls = [Call(attention.attend, grid, arguments, constants, shape.warps, shape.stages)]
+    calls = [AttentionCall(attention.attend, grid, arguments, constants, shape.warps, shape.stages)]
     if splits > 1:
         given = {
             name: arguments[name] for name in ("parts", "weights", "out", "first_row", "num_rows", "splits")
         }
         sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_D": padded}
         sizes["BLOCK_S"] = triton.next_power_of_2(splits)
-        calls.append(Call(attention.merge, (batch.num_rows, heads), given, sizes))
+        calls.append(AttentionCall(attention.merge, (batch.num_rows, heads), given, sizes))
     return calls
 
 
@@ -150,7 +152,7 @@ def write(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> None:
     write_call(key, value, slots, hot).run()
 
 
-def write_call(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> Call:
+def write_call(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> AttentionCall:
     tokens, kv_heads, width = key.shape
     arguments = {
         "key": key, "value": value, "slots": slots, "hot": hot,
@@ -158,7 +160,7 @@ def write_call(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> Call:
     }  # fmt: skip
     sizes = {"KV_HEADS": kv_heads, "SIZE": hot.shape[3], "WIDTH": width}
     sizes["BLOCK"] = triton.next_power_of_2(kv_heads * width)
-    return Call(blocks.write, (tokens,), arguments, sizes)
+    return AttentionCall(blocks.write, (tokens,), arguments, sizes)
 
 
 def compress(
@@ -172,7 +174,7 @@ def compress(
     compress_call(hot, layers, code, scales, codec, pairs).run()
 
 
-def compress_layer(layer: Layer, pairs: Tensor, first: Tensor) -> None:
+def compress_layer(layer: AttentionLayer, pairs: Tensor, first: Tensor) -> None:
     """`compress` in one layer; `first` int64 [1]: zero, on the device."""
     scales = None if layer.scales is None else layer.scales.unsqueeze(0)
     compress(layer.hot.unsqueeze(0), first, layer.codes.unsqueeze(0), scales, layer.codec, pairs)
@@ -180,7 +182,7 @@ def compress_layer(layer: Layer, pairs: Tensor, first: Tensor) -> None:
 
 def compress_call(
     hot: Tensor, layers: Tensor, code: Tensor, scales: Tensor | None, codec: Codec | None, pairs: Tensor
-) -> Call:
+) -> AttentionCall:
     count, sides, heads = code.shape[0], code.shape[2], code.shape[3]
     size = code.shape[4] * code.shape[5]
     arguments = {
@@ -195,7 +197,7 @@ def compress_call(
         "BLOCK": triton.next_power_of_2(size),
         "CODE": _codes_of(codec),
     }
-    return Call(blocks.compress, (len(pairs), count, sides * heads), arguments, sizes)
+    return AttentionCall(blocks.compress, (len(pairs), count, sides * heads), arguments, sizes)
 
 
 def _scratch(batch: Batch, heads: int, width: int, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +217,7 @@ def _scratch(batch: Batch, heads: int, width: int, out: Tensor) -> tuple[Tensor,
     return scratch[:sums], scratch[sums:needed]
 
 
-def _refuse_too_many(layer: Layer) -> None:
+def _refuse_too_many(layer: AttentionLayer) -> None:
     """Kernels count lines, of one token's numbers, in 32 bits."""
     for shape in (layer.hot.shape, layer.codes.shape):
         if shape[:-1].numel() >= 1 << 31:
@@ -225,7 +227,7 @@ def _refuse_too_many(layer: Layer) -> None:
             )
 
 
-def code_of(layer: Layer) -> int:
+def code_of(layer: AttentionLayer) -> int:
     """How kernels know what its blocks are kept as: CODE; 0: all of them are hot."""
     if not len(layer.codes):
         return 0

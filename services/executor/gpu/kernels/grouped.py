@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.executor.gpu.kernels.matmul import BLOCK_N, Tiles, add_splits
+from services.executor.gpu.kernels.matmul import BLOCK_N, MatmulTiles, add_splits
 
 PARTS = 8
 STAGES = 3
@@ -344,7 +344,7 @@ def widen_rows_kernel(
 
 
 def multiply_grouped(
-    x: Tensor, weight: PackedRows, bias: Tensor | None, arrivals: Tensor, cut: Tiles, out: Tensor
+    x: Tensor, weight: PackedRows, bias: Tensor | None, arrivals: Tensor, cut: MatmulTiles, out: Tensor
 ) -> None:
     """Fills `out` [T, outputs], contiguous, from `x` [T, columns], T up to `MOST_ROWS` and at least one, times `weight`, plus
     `bias`. `arrivals` as of `multiply_few`."""

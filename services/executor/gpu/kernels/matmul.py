@@ -206,7 +206,7 @@ DECODED = 2048
 """Numbers that a program of `decode_rows` widens."""
 
 
-class Tiles(NamedTuple):
+class MatmulTiles(NamedTuple):
     """How a product of few rows is cut."""
 
     block_t: int
@@ -217,13 +217,13 @@ class Tiles(NamedTuple):
     splits: int
 
 
-def tiles_of(rows: int, outputs: int, inputs: int, processors: int) -> Tiles:
+def tiles_of(rows: int, outputs: int, inputs: int, processors: int) -> MatmulTiles:
     """For `rows`, 1 to `MOST_ROWS`: as many splits as give each processor its programs."""
     block_t = min(max(16, 1 << (rows - 1).bit_length()), 64)
     groups, tiles = -(-rows // block_t), -(-outputs // BLOCK_N)
     wanted = -(-PROGRAMS * processors // (groups * tiles))
     most = max(1, inputs // (LEAST_SHARE * BLOCK_K))
-    return Tiles(block_t, groups, tiles, min(wanted, most))
+    return MatmulTiles(block_t, groups, tiles, min(wanted, most))
 
 
 def arrivals_for(outputs: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.executor.gpu.kernels.attention_launch import Call, Layer, code_of, readable
+from services.executor.gpu.kernels.attention_launch import AttentionCall, AttentionLayer, code_of, readable
 from services.executor.gpu.kernels.codes import code_to_float
 from services.executor.gpu.kernels.sampling import LOWEST, key_of
 
@@ -228,8 +228,8 @@ class ChosenRows(NamedTuple):
 
 
 def summarise(
-    layer: Layer,
-    summaries: Layer,
+    layer: AttentionLayer,
+    summaries: AttentionLayer,
     pairs: Tensor | None,
     positions: Tensor | None = None,
     slots: Tensor | None = None,
@@ -252,10 +252,10 @@ def summarise(
         "KV_HEADS": kv_heads, "SIZE": size, "WIDTH": width, "BLOCK_S": triton.next_power_of_2(size),
         "BLOCK_D": triton.next_power_of_2(width), "CODE": code,
     }  # fmt: skip
-    Call(summarise_kernel, (len(rows), kv_heads), arguments, sizes).run()
+    AttentionCall(summarise_kernel, (len(rows), kv_heads), arguments, sizes).run()
 
 
-def choose(query: Tensor, summaries: Layer | None, rows: ChosenRows, deviations: float) -> Tensor:
+def choose(query: Tensor, summaries: AttentionLayer | None, rows: ChosenRows, deviations: float) -> Tensor:
     """int32 [rows, kv heads, length]: the tables of what `rows` read, of `query` [T, kv heads, group, d], contiguous;
     `summaries` of their layer, which windows do without."""
     kv_heads = query.shape[1]
@@ -269,12 +269,12 @@ def choose(query: Tensor, summaries: Layer | None, rows: ChosenRows, deviations:
 
 def choose_calls(
     query: Tensor,
-    summaries: Layer | None,
+    summaries: AttentionLayer | None,
     rows: ChosenRows,
     deviations: float,
     scores: Tensor,
     chosen: Tensor,
-) -> list[Call]:
+) -> list[AttentionCall]:
     count, (kv_heads, group, width) = len(rows.choices), query.shape[1:]
     calls = []
     if rows.most:
@@ -289,10 +289,14 @@ def choose_calls(
             "BLOCK_N": SCORED, "BLOCK_D": triton.next_power_of_2(width), "CODE": code_of(summaries),
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "WIDE": query.device.type == "cpu",
         }  # fmt: skip
-        calls.append(Call(score_kernel, (count, kv_heads, triton.cdiv(rows.most, SCORED)), arguments, sizes))
+        calls.append(
+            AttentionCall(score_kernel, (count, kv_heads, triton.cdiv(rows.most, SCORED)), arguments, sizes)
+        )
     given = {
         "scores": scores, "tables": rows.tables, "choices": rows.choices, "chosen": chosen,
         "most": rows.most, "length": rows.length,
     }  # fmt: skip
-    calls.append(Call(choose_kernel, (count, kv_heads), given, {"KV_HEADS": kv_heads, "BLOCK": CHOSEN}))
+    calls.append(
+        AttentionCall(choose_kernel, (count, kv_heads), given, {"KV_HEADS": kv_heads, "BLOCK": CHOSEN})
+    )
     return calls

@@ -73,7 +73,7 @@ def _within(value: int, least: int, most: int) -> int:
     return max(least, min(value, most))
 
 
-class Tiles(NamedTuple):
+class StepTiles(NamedTuple):
     """Of a step."""
 
     sequence: NDArray[np.int32]
@@ -81,13 +81,13 @@ class Tiles(NamedTuple):
     """The tile's first token among the sequence's of this step."""
 
 
-def tiles_of(query_lens: NDArray[np.int64], tokens: int) -> Tiles:
+def tiles_of(query_lens: NDArray[np.int64], tokens: int) -> StepTiles:
     """Tiles of up to `tokens` tokens each, in the sequences' order."""
     counts = -(-query_lens // tokens)
     sequence = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
     begins = np.cumsum(counts) - counts
     first = (np.arange(len(sequence)) - np.repeat(begins, counts)) * tokens
-    return Tiles(sequence, first.astype(np.int32))
+    return StepTiles(sequence, first.astype(np.int32))
 
 
 def splits_of(programs: int, longest: int, processors: int) -> int:

@@ -49,7 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Of these tensors, those of heads for multi-token prediction: they are left out."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ConfigurationVerdict(msgspec.Struct, frozen=True):
     """What a configuration alone tells."""
 
     architecture: str
@@ -58,13 +58,13 @@ class Verdict(msgspec.Struct, frozen=True):
     """As `ModelFacts.refused`."""
 
 
-def verdict_on(directory: Path) -> Verdict:
+def verdict_on(directory: Path) -> ConfigurationVerdict:
     """On the model whose config.json lies in `directory`, where nothing else need be."""
     try:
         config = load_config(directory)
     except ModelLoadError as error:
-        return Verdict("", str(error))
-    return Verdict(str(config.model_type), _refusal(config))
+        return ConfigurationVerdict("", str(error))
+    return ConfigurationVerdict(str(config.model_type), _refusal(config))
 
 
 def _refusal(config: Any) -> str:

@@ -12,7 +12,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.loading.completeness import check_whole
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.config_file import load_config
@@ -126,7 +126,7 @@ def tokens_of(model: SourceModel, text: str) -> list[int]:
 def _gguf_reader(weights: GgufWeights, content: Composition, config: Any) -> Callable[[], Iterator[Tensor]]:
     def pieces() -> Iterator[Tensor]:
         for first, end in row_spans(content.shape):
-            some = content.selected(0, [Span(first, end)])
+            some = content.selected(0, [ShardRange(first, end)])
             flat = some.flattened() if len(some.shape) == 3 else None
             read = Read(flat or some, torch.float32)
             (piece,) = weights.read_all([read], config, torch.device("cpu"), lambda done, total: None)

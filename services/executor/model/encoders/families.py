@@ -22,17 +22,17 @@ _BEHIND_PADDING = frozenset(
 """Types whose learned positions begin behind the padding token's number."""
 
 
-class Family(NamedTuple):
+class EncoderFamily(NamedTuple):
     is_flat: bool
     """Whether texts of any lengths are computed as one flat batch, and the ranks share the heads."""
     first_position: int
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: Any) -> EncoderFamily:
     """Of a transformers configuration."""
     kind = config.model_type
     first = (config.pad_token_id or 0) + 1 if kind in _BEHIND_PADDING else 0
-    return Family(kind not in ONE_RANK, first)
+    return EncoderFamily(kind not in ONE_RANK, first)
 
 
 def most_tokens_of(config: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.sharding import Span, split, split_dimension
+from services.executor.core.sharding import ShardRange, split, split_dimension
 from services.executor.model.encoders.families import check_ranks, heads_of
 from services.executor.model.parallel.layers import ColumnParallelLinear, RowParallelLinear, halves, shifted
 
@@ -57,7 +57,7 @@ def _share(name: str, linear: nn.Linear, config: Any, collectives: Collectives) 
     return None
 
 
-def _of_heads(width: int, config: Any, collectives: Collectives) -> Span:
+def _of_heads(width: int, config: Any, collectives: Collectives) -> ShardRange:
     """This rank's part of what all heads, one after the other, give or take in `width` values."""
     heads = heads_of(config)
     return split(heads, collectives.world_size)[collectives.rank].scaled(width // heads)

@@ -16,7 +16,7 @@ from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.output_heads import SCORE
 from services.executor.model.loading.prediction_heads import is_of_heads
-from services.executor.model.loading.sources import Sources
+from services.executor.model.loading.sources import CheckpointSources
 from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.parallel.layers import held_elsewhere
 from services.executor.model.pooling import is_classifier
@@ -39,7 +39,7 @@ def is_computed(buffer: str) -> bool:
     return _COMPUTED.search(buffer) is not None
 
 
-def check_whole(model: Any, sources: Sources, directory: Path) -> None:
+def check_whole(model: Any, sources: CheckpointSources, directory: Path) -> None:
     """Raises `ModelLoadError` where the checkpoint lacks what `model`, as transformers builds it, has."""
     model.tie_weights()
     names: dict[int, list[str]] = {}
@@ -60,7 +60,7 @@ def check_whole(model: Any, sources: Sources, directory: Path) -> None:
 def check_leftovers(
     model: Any,
     parameters: Sequence[Sequence[str]],
-    sources: Sources,
+    sources: CheckpointSources,
     files: WeightFiles | GgufWeights,
     directory: Path,
 ) -> None:
@@ -93,7 +93,7 @@ def _is_idle_bias(name: str, files: WeightFiles) -> bool:
 
 
 def check_ties(
-    parameters: Sequence[Sequence[str]], sources: Sources, files: WeightFiles, directory: Path
+    parameters: Sequence[Sequence[str]], sources: CheckpointSources, files: WeightFiles, directory: Path
 ) -> None:
     """Raises `ModelLoadError` where weights that config.json ties are stored twice, and differ."""
     for names in parameters:

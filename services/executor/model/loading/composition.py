@@ -15,13 +15,13 @@ from typing import Self, TypeVar
 
 from torch import Tensor
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorBox:
     """A box of one checkpoint tensor and its place in the composed one."""
 
     source: str
@@ -53,11 +53,11 @@ class Part:
             composed = composed.narrow(dim, start, size)
         return composed
 
-    def moved(self, dim: int, by: int) -> "Part":
+    def moved(self, dim: int, by: int) -> "TensorBox":
         """The same box, `by` further along dimension `dim` of the composed tensor."""
         return replace(self, at=_changed(self.at, dim, self.at[dim] + by))
 
-    def cut(self, dim: int, span: Span) -> "Part | None":
+    def cut(self, dim: int, span: ShardRange) -> "TensorBox | None":
         """What lies in `span` of dimension `dim`, placed as if `span` were all; None where nothing does."""
         start = max(span.start, self.at[dim])
         stop = min(span.stop, self.at[dim] + self.size[dim])
@@ -76,34 +76,37 @@ class Composition:
     """A tensor of `shape` whose `parts` cover it once."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorBox, ...]
 
     @classmethod
     def whole(cls, source: str, shape: Sequence[int]) -> Self:
         """The checkpoint's tensor `source` as it is."""
         shape = tuple(shape)
         zeros = (0,) * len(shape)
-        return cls(shape, (Part(source, tuple(range(len(shape))), zeros, zeros, shape),))
+        return cls(shape, (TensorBox(source, tuple(range(len(shape))), zeros, zeros, shape),))
 
     def transposed(self, a: int, b: int) -> "Composition":
         """Dimensions `a` and `b` exchanged."""
 
-        def swapped(part: Part) -> Part:
+        def swapped(part: TensorBox) -> TensorBox:
             origin, at, size = (_swapped(values, a, b) for values in (part.origin, part.at, part.size))
-            return Part(part.source, _swapped(part.axes, a, b), origin, at, size, part.matrix)
+            return TensorBox(part.source, _swapped(part.axes, a, b), origin, at, size, part.matrix)
 
         return Composition(_swapped(self.shape, a, b), tuple(map(swapped, self.parts)))
 
-    def selected(self, dim: int, spans: Sequence[Span]) -> "Composition":
+    def selected(self, dim: int, spans: Sequence[ShardRange]) -> "Composition":
         """`spans` of dimension `dim`, end to end."""
         return concatenated([self._span(dim, span) for span in spans], dim)
 
     def split(self, sizes: Sequence[int], dim: int) -> "list[Composition]":
         """Pieces of `sizes` along dimension `dim`."""
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [self._span(dim, Span(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        return [
+            self._span(dim, ShardRange(start, start + size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
 
-    def _span(self, dim: int, span: Span) -> "Composition":
+    def _span(self, dim: int, span: ShardRange) -> "Composition":
         pieces = (part.cut(dim, span) for part in self.parts)
         return Composition(
             _changed(self.shape, dim, span.size), tuple(piece for piece in pieces if piece is not None)
@@ -112,7 +115,7 @@ class Composition:
     def unsqueezed(self, dim: int) -> "Composition":
         """A new dimension `dim` of size 1."""
         parts = tuple(
-            Part(
+            TensorBox(
                 part.source,
                 _inserted(part.axes, dim, None),
                 _inserted(part.origin, dim, 0),
@@ -128,14 +131,14 @@ class Composition:
         """Of three dimensions, the first two as one: matrices one below the other. None where a part is neither a
         matrix nor a stack of them."""
         rows, columns = self.shape[1:]
-        parts: list[Part] = []
+        parts: list[TensorBox] = []
         for part in self.parts:
             if part.axes not in ((None, 0, 1), (0, 1, 2)) or (part.axes[0] == 0 and part.matrix is not None):
                 return None
             for index in range(part.size[0]):
                 at = ((part.at[0] + index) * rows + part.at[1], part.at[2])
                 matrix = part.matrix if part.axes[0] is None else part.origin[0] + index
-                parts.append(Part(part.source, (0, 1), part.origin[1:], at, part.size[1:], matrix))
+                parts.append(TensorBox(part.source, (0, 1), part.origin[1:], at, part.size[1:], matrix))
         return Composition((self.shape[0] * rows, columns), tuple(parts))
 
 
@@ -145,7 +148,7 @@ def concatenated(pieces: Sequence[Composition], dim: int) -> Composition:
     if len(rests) != 1:
         shapes = sorted({piece.shape for piece in pieces})
         raise ValueError(f"tensors of the shapes {', '.join(str(list(shape)) for shape in shapes)}")
-    parts: list[Part] = []
+    parts: list[TensorBox] = []
     length = 0
     for piece in pieces:
         parts += [part.moved(dim, length) for part in piece.parts]

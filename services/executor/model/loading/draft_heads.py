@@ -35,7 +35,7 @@ from services.executor.model.loading.loader import (
 )
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.reading import read_all
-from services.executor.model.loading.sources import Sources, find_sources
+from services.executor.model.loading.sources import CheckpointSources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import held_elsewhere
 from services.executor.model.parallel.splitting import apply_plan
@@ -143,7 +143,7 @@ class LoadedHead:
 
 
 @dataclass(frozen=True)
-class Place:
+class HeadPlacement:
     """Where a head is to compute."""
 
     dtype: torch.dtype
@@ -159,7 +159,7 @@ class Place:
 # --- heads of the model's own checkpoint ---------------------------------------------------------
 
 
-def load_mtp_head(directory: Path, where: Place) -> LoadedHead:
+def load_mtp_head(directory: Path, where: HeadPlacement) -> LoadedHead:
     """The first head of the model in `directory`. Raises `ModelLoadError`."""
     whole = load_config(directory)
     if is_gguf(directory):
@@ -182,7 +182,7 @@ def load_mtp_head(directory: Path, where: Place) -> LoadedHead:
         found = {f"model.{name}": content for name, content in sources.parameters.items()}
         found |= {own: _whole(name, shapes) for own, name in beside.items()}
         found |= _shared(found, shapes, lambda name: name)
-        _read(head, ties, Sources(found, sources.unused), {"": files}, where, directory)
+        _read(head, ties, CheckpointSources(found, sources.unused), {"": files}, where, directory)
     return LoadedHead(head, config, ())
 
 
@@ -229,7 +229,7 @@ def _of_one_layer(whole: Any, names: _Names) -> Any:
 # --- EAGLE-3 -------------------------------------------------------------------------------------
 
 
-def load_eagle3_head(directory: Path, model_directory: Path, where: Place) -> LoadedHead:
+def load_eagle3_head(directory: Path, model_directory: Path, where: HeadPlacement) -> LoadedHead:
     """The head in `directory` of the model in `model_directory`. Raises `ModelLoadError`."""
     config, whole = load_config(directory), load_config(model_directory)
     reduced: int = getattr(config, "draft_vocab_size", None) or config.vocab_size
@@ -257,7 +257,9 @@ def load_eagle3_head(directory: Path, model_directory: Path, where: Place) -> Lo
         head = Eagle3Head(model, config.hidden_size, norms, 3 * whole.hidden_size, where.dtype)
         found = {_eagle3_name(name): _whole(name, shapes) for name in shapes if name not in _TABLES}
         found |= _shared(found, others.shapes, lambda name: _OTHERS + name)
-        _read(head, ties, Sources(found, frozenset()), {"": files, _OTHERS: others}, where, directory)
+        _read(
+            head, ties, CheckpointSources(found, frozenset()), {"": files, _OTHERS: others}, where, directory
+        )
     return LoadedHead(head, config, _aux_layers(config, whole.num_hidden_layers, directory))
 
 
@@ -371,21 +373,21 @@ def _shared(
     return more
 
 
-def _renamed(sources: Sources, names: Mapping[str, str]) -> Sources:
+def _renamed(sources: CheckpointSources, names: Mapping[str, str]) -> CheckpointSources:
     """`sources` with the checkpoint's names in place of those that they were found by."""
     parameters = {
         own: replace(content, parts=tuple(replace(part, source=names[part.source]) for part in content.parts))
         for own, content in sources.parameters.items()
     }
-    return Sources(parameters, frozenset(names[name] for name in sources.unused))
+    return CheckpointSources(parameters, frozenset(names[name] for name in sources.unused))
 
 
 def _read(
     head: HeadModel,
     ties: dict[str, str],
-    sources: Sources,
+    sources: CheckpointSources,
     files: Mapping[str, WeightFiles],
-    where: Place,
+    where: HeadPlacement,
     directory: Path,
 ) -> None:
     """Gives `head` its weights. `files`: by what stands before the names in `sources`."""

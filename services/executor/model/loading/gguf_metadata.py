@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # with torch
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufDifferences:
     """How the files of an architecture differ from the model that transformers builds."""
 
     pairs: bool = False
@@ -27,19 +27,19 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(pairs=True),
-    "mistral": Architecture(pairs=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-    "qwen2moe": Architecture(),
-    "qwen3moe": Architecture(),
-    "phi3": Architecture(),
-    "granite": Architecture(pairs=True),
-    "smollm3": Architecture(pairs=True),
-    "seed_oss": Architecture(),
-    "gemma": Architecture(norm_offset=1.0),
-    "gemma2": Architecture(norm_offset=1.0),
-    "gemma3": Architecture(norm_offset=1.0),
+    "llama": GgufDifferences(pairs=True),
+    "mistral": GgufDifferences(pairs=True),
+    "qwen2": GgufDifferences(),
+    "qwen3": GgufDifferences(),
+    "qwen2moe": GgufDifferences(),
+    "qwen3moe": GgufDifferences(),
+    "phi3": GgufDifferences(),
+    "granite": GgufDifferences(pairs=True),
+    "smollm3": GgufDifferences(pairs=True),
+    "seed_oss": GgufDifferences(),
+    "gemma": GgufDifferences(norm_offset=1.0),
+    "gemma2": GgufDifferences(norm_offset=1.0),
+    "gemma3": GgufDifferences(norm_offset=1.0),
 }
 """Those that are served from their files, by `general.architecture`. Source: llama.cpp, convert_hf_to_gguf.py."""
 

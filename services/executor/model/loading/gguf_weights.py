@@ -15,13 +15,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.executor.core.sharding import Span
-from services.executor.model.loading.composition import Composition, Part, concatenated
+from services.executor.core.sharding import ShardRange
+from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
 from services.executor.model.loading.gguf_metadata import ARCHITECTURES
-from services.executor.model.loading.reading import Meter, Progress, Read
-from services.executor.model.loading.sources import Sources
+from services.executor.model.loading.reading import Progress, Read, ReadMeter
+from services.executor.model.loading.sources import CheckpointSources
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight, quantize
 from shared.errors import ModelLoadError
@@ -68,7 +68,7 @@ class GgufWeights:
         """The shape of each tensor, by the file's name."""
         return {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
 
-    def sources(self, model: Any) -> Sources:
+    def sources(self, model: Any) -> CheckpointSources:
         """Which tensor each parameter is, of a model as transformers builds it."""
         number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _table(self._name))
         table = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
@@ -84,7 +84,7 @@ class GgufWeights:
             elif found in shapes and self._is_served(found):
                 parameters[name] = Composition.whole(found, shapes[found])
         used = {part.source for composition in parameters.values() for part in composition.parts}
-        return Sources(parameters, frozenset(shapes.keys() - used - _NO_PARAMETERS))
+        return CheckpointSources(parameters, frozenset(shapes.keys() - used - _NO_PARAMETERS))
 
     def _is_served(self, name: str) -> bool:
         """Vectors of numbers, and matrices; others belong to no model of these architectures."""
@@ -118,7 +118,7 @@ class GgufWeights:
     ) -> list[Weight]:
         """What `reads` describe, on `device`: those that keep codes as codes, where the file has some; those with a
         codec quantised by it; others in their dtype. Raises `ModelLoadError` where a tensor holds no numbers."""
-        meter = Meter(progress, sum(self._read_bytes(read) for read in reads))
+        meter = ReadMeter(progress, sum(self._read_bytes(read) for read in reads))
         made: list[Weight] = []
         unpacked: dict[str, list[str]] = {}
         for read in reads:
@@ -147,12 +147,12 @@ class GgufWeights:
             if kind.name not in _NUMBERS:
                 unpacked.setdefault(kind.name, []).append(read.content.parts[0].source)
 
-    def _deferred(self, read: Read, config: Any, meter: Meter) -> DeferredRows | None:
+    def _deferred(self, read: Read, config: Any, meter: ReadMeter) -> DeferredRows | None:
         """As `_codes`, which the files are kept open for."""
 
-        def rows(first: int, end: int, meter: Meter) -> QuantizedRows | None:
+        def rows(first: int, end: int, meter: ReadMeter) -> QuantizedRows | None:
             return self._codes(
-                replace(read, content=read.content.selected(0, [Span(first, end)])), config, meter
+                replace(read, content=read.content.selected(0, [ShardRange(first, end)])), config, meter
             )
 
         def reader(first: int, end: int) -> QuantizedRows:
@@ -161,10 +161,10 @@ class GgufWeights:
             self._release(read)
             return codes
 
-        like = rows(0, 1, Meter(lambda done, total: None, 0))
+        like = rows(0, 1, ReadMeter(lambda done, total: None, 0))
         return None if like is None else DeferredRows(like, 0, read.content.shape[0], reader)
 
-    def _codes(self, read: Read, config: Any, meter: Meter) -> QuantizedRows | None:
+    def _codes(self, read: Read, config: Any, meter: ReadMeter) -> QuantizedRows | None:
         """None where the parts have no codes, or none that are cut as is asked for."""
         kinds = {self._tensors[part.source][1].kind for part in read.content.parts}
         if len(kinds) != 1 or not has_codes(*kinds):
@@ -191,7 +191,7 @@ class GgufWeights:
                 meter.add(raw.numel())
         return room
 
-    def _plain(self, read: Read, config: Any, device: torch.device, meter: Meter) -> Weight:
+    def _plain(self, read: Read, config: Any, device: torch.device, meter: ReadMeter) -> Weight:
         made = torch.empty(read.content.shape, dtype=read.dtype, device=device)
         offset = self._architecture.norm_offset
         for part in read.content.parts:
@@ -208,7 +208,7 @@ class GgufWeights:
                 meter.add(raw.numel())
         return made if read.codec is None else quantize(made, read.codec)
 
-    def _slabs(self, part: Part, config: Any) -> Iterator[tuple[int, Tensor]]:
+    def _slabs(self, part: TensorBox, config: Any) -> Iterator[tuple[int, Tensor]]:
         """(number of the first, bytes) of rows of `part`, in the model's order; each value of a vector is a row."""
         file, tensor = self._tensors[part.source]
         raw = file.rows(tensor)
@@ -237,7 +237,7 @@ class GgufWeights:
             )
         return order.view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
-    def _taken(self, take: Callable[[Tensor, Any], _T], part: Part, raw: Tensor) -> _T:
+    def _taken(self, take: Callable[[Tensor, Any], _T], part: TensorBox, raw: Tensor) -> _T:
         file, tensor = self._tensors[part.source]
         try:
             return take(raw, tensor.kind)
@@ -277,7 +277,7 @@ def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> 
             )
         count, rows, columns = shape
         parts = (
-            Part(name, (None, 0, 1), (0, expert * rows, 0), (expert, 0, 0), (1, rows, columns))
+            TensorBox(name, (None, 0, 1), (0, expert * rows, 0), (expert, 0, 0), (1, rows, columns))
             for expert in range(count)
         )
         sides.append(Composition(shape, tuple(parts)))

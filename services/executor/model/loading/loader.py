@@ -37,7 +37,7 @@ from services.executor.model.loading.output_heads import has_output_layer
 from services.executor.model.loading.prediction_heads import heads_among
 from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
-from services.executor.model.loading.sources import Sources, find_sources
+from services.executor.model.loading.sources import CheckpointSources, find_sources
 from services.executor.model.loading.text_models import know_causal
 from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.lowering import FAMILIES
@@ -334,7 +334,7 @@ def parameters_of(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
 
 def plan_reads(
     parameters: list[_Parameter],
-    sources: Sources,
+    sources: CheckpointSources,
     codec: WeightCodec | None = None,
     keep_codes: bool = False,
     defer_codes: bool = False,

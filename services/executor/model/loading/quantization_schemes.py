@@ -40,7 +40,7 @@ Parts = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCodes:
     """A weight that is coded."""
 
     name: str
@@ -53,7 +53,7 @@ class Found:
     """Raises `ValueError` where they do not fit."""
 
 
-Find = Callable[[Tensors], Iterator[Found]]
+Find = Callable[[Tensors], Iterator[StoredCodes]]
 
 
 def scheme_of(config: Any) -> Find | None:
@@ -173,7 +173,7 @@ def _compressed(settings: dict[str, Any]) -> Find:
     def fp8(parts: Parts) -> CodedTensor:
         return _fp8_of(parts, blocks)
 
-    def find(tensors: Tensors) -> Iterator[Found]:
+    def find(tensors: Tensors) -> Iterator[StoredCodes]:
         words = ("weight_packed", "weight_scale", "weight_shape")
         yield from _weights(
             words[0], tensors, words, ("weight_zero_point", "weight_g_idx", *_ACTIVATIONS), packed
@@ -221,7 +221,7 @@ def _fp8(settings: dict[str, Any]) -> Find:
         raise _refused(f"fp8 with experts in {experts}", "experts in fp8")
     usual = "weight_scale" if block is None else "weight_scale_inv"
 
-    def find(tensors: Tensors) -> Iterator[Found]:
+    def find(tensors: Tensors) -> Iterator[StoredCodes]:
         make = partial(_fp8_by, usual, block)
         for found in _weights("weight", tensors, ("weight", usual), _OF_INPUTS, make, float8_e4m3fn):
             if f"{found.prefix}{_DEEPSEEK_SCALE}" in tensors:
@@ -245,11 +245,11 @@ def _mxfp4(settings: dict[str, Any]) -> Find:
     def make(parts: Parts) -> CodedTensor:
         return Mxfp4(parts["_blocks"], parts["_scales"])
 
-    def find(tensors: Tensors) -> Iterator[Found]:
+    def find(tensors: Tensors) -> Iterator[StoredCodes]:
         for name in sorted(tensors):
             if name.endswith("_blocks"):
                 base = name.removesuffix("_blocks")
-                yield Found(base, base, ("_blocks", "_scales"), (), make)
+                yield StoredCodes(base, base, ("_blocks", "_scales"), (), make)
 
     return find
 
@@ -311,12 +311,12 @@ def _weights(
     optional: tuple[str, ...],
     make: Callable[[Parts], CodedTensor],
     dtype: torch.dtype | None = None,
-) -> Iterator[Found]:
+) -> Iterator[StoredCodes]:
     """Of each module that has a tensor `sign`, of `dtype` if that is given."""
     for name in sorted(tensors):
         if name.endswith(f".{sign}") and dtype in (None, tensors[name].dtype):
             base = name.removesuffix(f".{sign}")
-            yield Found(f"{base}.weight", f"{base}.", needed, optional, make)
+            yield StoredCodes(f"{base}.weight", f"{base}.", needed, optional, make)
 
 
 def _number(settings: dict[str, Any], key: str) -> int:

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.quantized import E4M3, QuantizedRows
 
 Box = tuple[slice, ...]
@@ -45,7 +45,7 @@ class CodedTensor(ABC):
     def values(self, box: Box) -> Tensor:
         """float32, finite: what the codes in `box` stand for."""
 
-    def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
+    def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
         """The codes of a weight [out, in]; None where they have no products or cannot be cut there."""
         return None
 
@@ -60,7 +60,7 @@ class CodedRows(CodedTensor):
     g_idx: Tensor | None = None
     """[in]: the group of each input, where they may lie otherwise."""
 
-    def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
+    def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
         inputs, order = self.shape[1], self._order()
         if self.group == inputs:
             return self._made(rows, self._codes(rows, columns), slice(0, 1), None)
@@ -72,29 +72,29 @@ class CodedRows(CodedTensor):
             made = self._made(rows, codes[:, order.long()], slice(0, inputs // self.group), order)
             return made if columns.size == inputs else made.columns(columns.start, columns.stop)
         groups = slice(columns.start // self.group, -(-columns.stop // self.group))
-        around = Span(groups.start * self.group, groups.stop * self.group)
+        around = ShardRange(groups.start * self.group, groups.stop * self.group)
         made = self._made(rows, self._codes(rows, around), groups, None)
         if around == columns:
             return made
         return made.columns(columns.start - around.start, columns.stop - around.start)
 
     def values(self, box: Box) -> Tensor:
-        rows, columns = (Span(cut.start, cut.stop) for cut in box)
+        rows, columns = (ShardRange(cut.start, cut.stop) for cut in box)
         first = columns.start // _STEP * _STEP
-        around = Span(first, min(-(-columns.stop // _STEP) * _STEP, self.shape[1]))
+        around = ShardRange(first, min(-(-columns.stop // _STEP) * _STEP, self.shape[1]))
         held = self.rows(rows, around)
         assert held is not None, "a cut at multiples of 16 is exact"
         return _finite(held.dequantized()[:, columns.start - first : columns.stop - first])
 
     @abstractmethod
-    def _codes(self, rows: Span, columns: Span) -> Tensor:
+    def _codes(self, rows: ShardRange, columns: ShardRange) -> Tensor:
         """uint8 [rows, columns], in the order of the inputs"""
 
     @abstractmethod
-    def _scales_of(self, rows: Span, groups: slice) -> tuple[Tensor, Tensor]:
+    def _scales_of(self, rows: ShardRange, groups: slice) -> tuple[Tensor, Tensor]:
         """(scales [rows, groups], zero points int16 [rows, groups])"""
 
-    def _made(self, rows: Span, codes: Tensor, groups: slice, order: Tensor | None) -> QuantizedRows:
+    def _made(self, rows: ShardRange, codes: Tensor, groups: slice, order: Tensor | None) -> QuantizedRows:
         scales, zeros = self._scales_of(rows, groups)
         parts = {"codes": codes.contiguous(), "bits": self.bits, "group": codes.shape[1] // scales.shape[1]}
         parts |= {"scales": scales.contiguous(), "permutation": order}
@@ -107,7 +107,7 @@ class CodedRows(CodedTensor):
     @cached_property
     def _zero(self) -> int | None:
         """The zero point of all groups, where they have the same: then all rows have one format."""
-        _, zeros = self._scales_of(Span(0, self.shape[0]), slice(0, self.shape[1] // self.group))
+        _, zeros = self._scales_of(ShardRange(0, self.shape[0]), slice(0, self.shape[1] // self.group))
         same = int(zeros[0, 0])
         return same if 0 <= same < 256 and bool((zeros == same).all()) else None
 
@@ -154,11 +154,11 @@ class Gptq(CodedRows):
         self.bits, self.g_idx, self._shift = bits, g_idx, shift
         self._qweight, self._scales, self._qzeros = qweight, scales, qzeros
 
-    def _codes(self, rows: Span, columns: Span) -> Tensor:
+    def _codes(self, rows: ShardRange, columns: ShardRange) -> Tensor:
         packed = self._qweight[_word_span(columns, self.bits), rows.start : rows.stop].t()
         return unpacked(packed, self.bits, _within(columns, self.bits))
 
-    def _scales_of(self, rows: Span, groups: slice) -> tuple[Tensor, Tensor]:
+    def _scales_of(self, rows: ShardRange, groups: slice) -> tuple[Tensor, Tensor]:
         packed = self._qzeros[groups, _word_span(rows, self.bits)]
         zeros = unpacked(packed, self.bits, _within(rows, self.bits)).t().short() + self._shift
         return self._scales[groups, rows.start : rows.stop].t(), zeros
@@ -181,15 +181,15 @@ class Awq(CodedRows):
         self.bits = 4
         self._qweight, self._scales, self._qzeros = qweight, scales, qzeros
 
-    def _codes(self, rows: Span, columns: Span) -> Tensor:
+    def _codes(self, rows: ShardRange, columns: ShardRange) -> Tensor:
         return self._outputs(self._qweight[columns.start : columns.stop], rows)
 
-    def _scales_of(self, rows: Span, groups: slice) -> tuple[Tensor, Tensor]:
+    def _scales_of(self, rows: ShardRange, groups: slice) -> tuple[Tensor, Tensor]:
         zeros = self._outputs(self._qzeros[groups], rows).short()
         return self._scales[groups, rows.start : rows.stop].t(), zeros
 
     @staticmethod
-    def _outputs(packed: Tensor, rows: Span) -> Tensor:
+    def _outputs(packed: Tensor, rows: ShardRange) -> Tensor:
         """uint8 [rows, n] of words [n, out / 8]"""
         cut = packed[:, rows.start // 8 : -(-rows.stop // 8)]
         nibbles = unpacked(cut, 4, slice(0, cut.shape[1] * 8)).view(len(cut), -1, 8)
@@ -225,11 +225,11 @@ class PackedIntegers(CodedRows):
             _expect("weight_g_idx", weight_g_idx, (torch.int32, torch.int64), (inputs,))
         self._packed, self._zeros, self.g_idx = weight_packed, weight_zero_point, weight_g_idx
 
-    def _codes(self, rows: Span, columns: Span) -> Tensor:
+    def _codes(self, rows: ShardRange, columns: ShardRange) -> Tensor:
         packed = self._packed[rows.start : rows.stop, _word_span(columns, self.bits)]
         return unpacked(packed, self.bits, _within(columns, self.bits))
 
-    def _scales_of(self, rows: Span, groups: slice) -> tuple[Tensor, Tensor]:
+    def _scales_of(self, rows: ShardRange, groups: slice) -> tuple[Tensor, Tensor]:
         half = 1 << (self.bits - 1)
         scales = self._scales[rows.start : rows.stop, groups]
         if self._zeros is None:
@@ -254,11 +254,11 @@ class Integers(CodedRows):
         self.bits = 8
         self._weight, self._zeros = weight, weight_zero_point
 
-    def _codes(self, rows: Span, columns: Span) -> Tensor:
+    def _codes(self, rows: ShardRange, columns: ShardRange) -> Tensor:
         codes = self._weight[rows.start : rows.stop, columns.start : columns.stop]
         return (codes.short() + 128).to(torch.uint8)
 
-    def _scales_of(self, rows: Span, groups: slice) -> tuple[Tensor, Tensor]:
+    def _scales_of(self, rows: ShardRange, groups: slice) -> tuple[Tensor, Tensor]:
         scales = self._scales[rows.start : rows.stop, groups]
         if self._zeros is None:
             return scales, torch.full(scales.shape, 128, dtype=torch.int16)
@@ -287,7 +287,7 @@ class Fp8(CodedTensor):
         scales = self._scales[places[0]].float()[:, places[1]]
         return _finite(self._weight[box].float() * scales)
 
-    def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
+    def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
         high, wide = self._block
         group = _cut_group(wide, columns)
         if group is None:
@@ -381,7 +381,7 @@ class Nf4(CodedTensor):
         values = self._map[self._codes(first, end).int()] * scales[skip : skip + end - first]
         return _finite(values.view(-1, inputs)[:, columns])
 
-    def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
+    def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
         """With the 16 values rounded to bf16."""
         inputs, block = self.shape[1], self._state.block
         group = _cut_group(math.gcd(block, inputs), columns)
@@ -440,14 +440,14 @@ def _codes_together(bits: int) -> int:
     return _WORD // math.gcd(bits, _WORD)
 
 
-def _word_span(codes: Span, bits: int) -> slice:
+def _word_span(codes: ShardRange, bits: int) -> slice:
     """The words that hold `codes`."""
     together = _codes_together(bits)
     words = together * bits // _WORD
     return slice(codes.start // together * words, -(-codes.stop // together) * words)
 
 
-def _within(codes: Span, bits: int) -> slice:
+def _within(codes: ShardRange, bits: int) -> slice:
     """`codes`, counted from the first in `_word_span`."""
     first = codes.start % _codes_together(bits)
     return slice(first, first + codes.size)
@@ -461,7 +461,7 @@ def _groups(inputs: int, group: int, rest: int = 0) -> tuple[int, int]:
     return group, inputs // group
 
 
-def _cut_group(group: int, columns: Span) -> int | None:
+def _cut_group(group: int, columns: ShardRange) -> int | None:
     """Inputs that share a scale among `columns` of a weight that has one for each `group`; None: too few, or no
     columns that codes of floats may have."""
     if columns.size % _FLOATS_TOGETHER:

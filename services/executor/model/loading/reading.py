@@ -16,10 +16,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.loading import streaming
 from services.executor.model.loading.arena import allocate
-from services.executor.model.loading.composition import Composition, Part
+from services.executor.model.loading.composition import Composition, TensorBox
 from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.weight_files import WeightFiles
@@ -85,7 +85,7 @@ def read_all(
 
     held: list[Weight] = []
     if any(coded):
-        meter = Meter(partial(tell, 0), sizes[0])
+        meter = ReadMeter(partial(tell, 0), sizes[0])
         held = _read_coded(
             [read for read, is_one in zip(reads, coded, strict=True) if is_one], files, device, meter
         )
@@ -116,7 +116,7 @@ def stream_all(
 ) -> list[Weight]:
     """`read_all` by `lanes` threads, through what `make_carrier` makes for each."""
     rooms = [_room(read, device) for read in reads]
-    meter = Meter(progress, sum(read.nbytes for read in reads))
+    meter = ReadMeter(progress, sum(read.nbytes for read in reads))
     pieces = (
         piece for read, into in zip(reads, rooms, strict=True) for piece in _streamed(read, into, files)
     )
@@ -145,7 +145,7 @@ def _room(read: Read, device: torch.device) -> Tensor | Quantized | QuantizedRow
 
 def _streamed(
     read: Read, into: Tensor | Quantized | QuantizedRows, files: WeightFiles
-) -> Iterator[streaming.Piece]:
+) -> Iterator[streaming.TransferPiece]:
     for part in read.content.parts:
         if not isinstance(into, Tensor):
             assert read.codec is not None, "only a weight with a codec is quantised"
@@ -156,7 +156,7 @@ def _streamed(
 
 
 def _read_coded(
-    reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "Meter"
+    reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "ReadMeter"
 ) -> list[Weight]:
     """Of which some part is coded: as codes where they may stay codes and fit, else as the values they stand for."""
     held: list[Weight] = []
@@ -188,12 +188,12 @@ def _not_there(codes: QuantizedRows, device: torch.device) -> bool:
     return bool(codes.floats) and device.type != "cpu"
 
 
-def _deferred(read: Read, files: WeightFiles, meter: "Meter") -> DeferredRows | None:
+def _deferred(read: Read, files: WeightFiles, meter: "ReadMeter") -> DeferredRows | None:
     """None where `_codes` would be none."""
     coded, release = files.coded, [files.releaser(part.source) for part in read.content.parts]
 
     def rows(first: int, end: int) -> Read:
-        return replace(read, content=read.content.selected(0, [Span(first, end)]))
+        return replace(read, content=read.content.selected(0, [ShardRange(first, end)]))
 
     def codes_of(first: int, end: int) -> QuantizedRows | None:
         codes = _codes(rows(first, end), coded)
@@ -226,7 +226,7 @@ def _codes(read: Read, coded_tensors: Mapping[str, CodedTensor]) -> QuantizedRow
             or part.size[1] != read.content.shape[1]
         ):
             return None
-        spans = [Span(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]
+        spans = [ShardRange(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]
         try:
             some = coded.rows(*spans)
         except ValueError as error:
@@ -242,14 +242,14 @@ def _values(read: Read, files: WeightFiles) -> Tensor:
     made = torch.empty(shape, dtype=read.dtype)
     step = max(1, _UNPACKED * shape[0] // max(1, made.numel()))
     for first in range(0, shape[0], step):
-        span = Span(first, min(first + step, shape[0]))
+        span = ShardRange(first, min(first + step, shape[0]))
         for part in read.content.parts:
             if (some := part.cut(0, span)) is not None:
                 some.place(made[span.start : span.stop]).copy_(_unpacked(some, files))
     return made
 
 
-def _unpacked(part: Part, files: WeightFiles) -> Tensor:
+def _unpacked(part: TensorBox, files: WeightFiles) -> Tensor:
     """The values of `part`, of its size."""
     coded = files.coded.get(part.source)
     if coded is None:
@@ -269,7 +269,7 @@ def _read_to_host(
     reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
 ) -> list[Tensor]:
     held = allocate([(read.content.shape, read.dtype) for read in reads], device)
-    meter = Meter(progress, sum(read.nbytes for read in reads))
+    meter = ReadMeter(progress, sum(read.nbytes for read in reads))
     with torch.no_grad():
         for read, tensor in zip(reads, held, strict=True):
             for part in read.content.parts:
@@ -292,7 +292,7 @@ def _pieces(stored: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield stored[start : start + rows], place[start : start + rows]
 
 
-class Meter:
+class ReadMeter:
     """Tells `progress` about bytes as they are done, but not about each of thousands of tensors."""
 
     def __init__(self, progress: Progress, total: int) -> None:

@@ -29,7 +29,7 @@ _Collected = dict[str, list[Composition]]
 
 
 @dataclass(frozen=True)
-class Sources:
+class CheckpointSources:
     """What a checkpoint gives to a model."""
 
     parameters: Mapping[str, Composition]
@@ -47,7 +47,7 @@ class _Group:
     """Pattern -> checkpoint names."""
 
 
-def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Sources:
+def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> CheckpointSources:
     """How the state of `model` is composed of a checkpoint's tensors of `shapes`.
 
     `model` is a transformers model as transformers builds it: nothing replaced yet. Raises `ModelLoadError`
@@ -81,7 +81,7 @@ def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Sources:
         made = _composed(group, shapes, _Scope(target, group.converter, model.config, state))
         for part, content in made.items():
             _add(parameters, part, content)
-    return Sources(parameters, frozenset(unused))
+    return CheckpointSources(parameters, frozenset(unused))
 
 
 def _add(parameters: dict[str, Composition], name: str, content: Composition) -> None:

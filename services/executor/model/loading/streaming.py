@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from services.executor.model.loading.composition import Part
+from services.executor.model.loading.composition import TensorBox
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.weight_formats import Quantized, WeightCodec, encode_into
@@ -99,7 +99,7 @@ def put_coded(
     encode_into(room, rows, codec)
 
 
-class Piece(NamedTuple):
+class TransferPiece(NamedTuple):
     """What goes through a buffer at once."""
 
     source: str
@@ -111,7 +111,7 @@ class Piece(NamedTuple):
 
 
 def carry_all(
-    pieces: Iterator[Piece],
+    pieces: Iterator[TransferPiece],
     files: WeightFiles,
     make_carrier: Callable[[], Carrier],
     on_bytes: Callable[[int], None],
@@ -135,14 +135,14 @@ def lanes_here() -> int:
 
 
 class _Shared:
-    def __init__(self, pieces: Iterator[Piece], on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, pieces: Iterator[TransferPiece], on_bytes: Callable[[int], None]) -> None:
         self._pieces = pieces
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self.error: BaseException | None = None
         """The first."""
 
-    def next(self) -> Piece | None:
+    def next(self) -> TransferPiece | None:
         """None: there are no more, or some lane has failed."""
         with self._lock:
             return None if self.error else next(self._pieces, None)
@@ -179,27 +179,33 @@ def _run_lane(shared: _Shared, files: WeightFiles, make_carrier: Callable[[], Ca
             fence()
 
 
-def pieces_of(part: Part, files: WeightFiles, held: Tensor, itemsize: int) -> Iterator[Piece]:
+def pieces_of(part: TensorBox, files: WeightFiles, held: Tensor, itemsize: int) -> Iterator[TransferPiece]:
     """Of `part`, whose place is in the plain tensor `held`; `itemsize` is what its values count for."""
     stored, place = part.view(files.tensor(part.source)), part.place(held)
     for box in boxes(tuple(stored.shape), stored.element_size(), PIECE):
         some = stored[box]
-        yield Piece(part.source, some, partial(put, place[box]), some.numel() * itemsize)
+        yield TransferPiece(part.source, some, partial(put, place[box]), some.numel() * itemsize)
 
 
 def coded_pieces_of(
-    part: Part, files: WeightFiles, held: Quantized | QuantizedRows, codec: WeightCodec, dtype: torch.dtype
-) -> Iterator[Piece]:
+    part: TensorBox,
+    files: WeightFiles,
+    held: Quantized | QuantizedRows,
+    codec: WeightCodec,
+    dtype: torch.dtype,
+) -> Iterator[TransferPiece]:
     """Of `part`, whole rows of a weight [out, in] that is quantised to `held` from what it is in `dtype`."""
     stored = part.view(files.tensor(part.source))
     step = max(1, PIECE // max(1, stored.shape[1] * stored.element_size()))
     for first in range(0, len(stored), step):
         some = stored[first : first + step]
         room = held.rows(part.at[0] + first, part.at[0] + first + len(some))
-        yield Piece(part.source, some, partial(put_coded, room, codec, dtype), some.numel() * dtype.itemsize)
+        yield TransferPiece(
+            part.source, some, partial(put_coded, room, codec, dtype), some.numel() * dtype.itemsize
+        )
 
 
-def can_encode_by_rows(parts: Sequence[Part], shape: tuple[int, ...], widest: int) -> bool:
+def can_encode_by_rows(parts: Sequence[TensorBox], shape: tuple[int, ...], widest: int) -> bool:
     """Whether `parts` have whole rows of a weight of `shape`, and a row of `widest` bytes a value fits a buffer."""
     return shape[1] * widest <= PIECE and all(part.size[1] == shape[1] for part in parts)
 

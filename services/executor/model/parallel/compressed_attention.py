@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.executor.core.sharding import ShardLayout, Span
+from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.indexing import chosen, scores_of
 from services.executor.model.parallel.latent import over_lines
 from services.executor.model.step_context import (
@@ -47,7 +47,7 @@ def attend_compressed(attention: Any, layout: ShardLayout, slot: int, page: int)
     attention.forward = CompressedAttention(attention, layout, slot, page).forward
 
 
-def output_groups(config: Any, layout: ShardLayout) -> Span:
+def output_groups(config: Any, layout: ShardLayout) -> ShardRange:
     """The groups of heads, each with a first output product of its own, in which this rank has heads.
 
     Raises `ModelLoadError` where groups would cut a head.
@@ -59,7 +59,7 @@ def output_groups(config: Any, layout: ShardLayout) -> Span:
             "damaged, fetch the model again."
         )
     each = total // groups
-    return Span(layout.q_heads.start // each, -(-layout.q_heads.stop // each))
+    return ShardRange(layout.q_heads.start // each, -(-layout.q_heads.stop // each))
 
 
 class CompressedAttention:

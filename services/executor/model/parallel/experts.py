@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.sharding import ShardLayout, Span
+from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.parallel.layers import TensorSlice, halves, hold, leave_out, shifted
 from shared.errors import ModelLoadError
 
@@ -77,12 +77,12 @@ def _split_rows(experts: Any, layout: ShardLayout, collectives: Collectives) -> 
     experts.register_forward_hook(_sum_over_ranks(collectives))
 
 
-def _hold_inputs(experts: Any, span: Span, inner: int, transposed: bool) -> None:
+def _hold_inputs(experts: Any, span: ShardRange, inner: int, transposed: bool) -> None:
     """The share of the projections into the experts: gate and up, or up alone."""
     gated = hasattr(experts, "gate_up_proj")
     leaf, full = ("gate_up_proj", 2 * inner) if gated else ("up_proj", inner)
     if not gated:
-        spans: tuple[Span, ...] = (span,)
+        spans: tuple[ShardRange, ...] = (span,)
     elif getattr(experts, "is_concatenated", True):
         spans = halves(span, inner)
     else:
@@ -123,7 +123,7 @@ def split_stacks(experts: Any, layout: ShardLayout, collectives: Collectives) ->
     if layout.rank > 0:
         _drop_bias(experts, "bias")
     else:
-        hold(experts, "bias", experts.bias, TensorSlice(0, (Span(0, hidden),), hidden))
+        hold(experts, "bias", experts.bias, TensorSlice(0, (ShardRange(0, hidden),), hidden))
     if not attends:
         experts.register_forward_hook(_sum_over_ranks(collectives))
         return

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.sharding import ShardLayout, Span, split_dimension
+from services.executor.core.sharding import ShardLayout, ShardRange, split_dimension
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Packed, Quantized, Weight, packed_product
 from shared.errors import ModelLoadError
@@ -37,7 +37,7 @@ class TensorSlice:
     """
 
     dim: int
-    spans: tuple[Span, ...]
+    spans: tuple[ShardRange, ...]
     full: int
     transposed: bool = False
     """Whether the checkpoint holds the tensor, of two dimensions, the other way."""
@@ -47,21 +47,21 @@ class TensorSlice:
         return sum(span.size for span in self.spans)
 
 
-def shifted(span: Span, by: int) -> Span:
-    return Span(span.start + by, span.stop + by)
+def shifted(span: ShardRange, by: int) -> ShardRange:
+    return ShardRange(span.start + by, span.stop + by)
 
 
-def halves(span: Span, width: int) -> tuple[Span, ...]:
+def halves(span: ShardRange, width: int) -> tuple[ShardRange, ...]:
     """`span` of each of two projections of `width` that stand one after the other."""
     return merged([span, shifted(span, width)])
 
 
-def merged(spans: list[Span]) -> tuple[Span, ...]:
+def merged(spans: list[ShardRange]) -> tuple[ShardRange, ...]:
     """The same rows with neighbours joined, so that they are read at once."""
-    joined: list[Span] = []
+    joined: list[ShardRange] = []
     for span in spans:
         if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
+            joined[-1] = ShardRange(joined[-1].start, span.stop)
         else:
             joined.append(span)
     return tuple(joined)
@@ -216,7 +216,7 @@ class LinearShard(WeightShard):
 class ColumnParallelLinear(LinearShard):
     """`spans` of a linear layer's outputs, end to end. [..., in] -> [..., spans]."""
 
-    def __init__(self, linear: nn.Linear, *spans: Span):
+    def __init__(self, linear: nn.Linear, *spans: ShardRange):
         super().__init__()
         piece = TensorSlice(0, spans, linear.out_features)
         hold(self, "weight", linear.weight, piece)
@@ -236,17 +236,23 @@ class RowParallelLinear(LinearShard):
     """
 
     def __init__(
-        self, linear: nn.Linear, span: Span | tuple[Span, ...], collectives: Collectives, skip: int = 0
+        self,
+        linear: nn.Linear,
+        span: ShardRange | tuple[ShardRange, ...],
+        collectives: Collectives,
+        skip: int = 0,
     ):
         super().__init__()
         self._collectives = collectives
-        piece = TensorSlice(1, (span,) if isinstance(span, Span) else span, linear.in_features)
+        piece = TensorSlice(1, (span,) if isinstance(span, ShardRange) else span, linear.in_features)
         self._taken = slice(skip, skip + piece.size)
         hold(self, "weight", linear.weight, piece)
         self.register_parameter("bias", None)
         bias: Tensor | None = getattr(linear, "bias", None)
         if bias is not None and collectives.rank == 0:
-            hold(self, "bias", bias, TensorSlice(0, (Span(0, linear.out_features),), linear.out_features))
+            hold(
+                self, "bias", bias, TensorSlice(0, (ShardRange(0, linear.out_features),), linear.out_features)
+            )
         elif bias is not None:
             leave_out(self, "bias")
 
@@ -267,7 +273,7 @@ class VocabParallelEmbedding(WeightShard):
 
     embed_scale: Tensor | float | None
 
-    def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
+    def __init__(self, embedding: nn.Embedding, span: ShardRange, collectives: Collectives):
         super().__init__()
         self._collectives = collectives
         self.span = span
@@ -335,7 +341,7 @@ class WideNorm(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, norm: nn.Module, span: Span, counted: Span, collectives: Collectives):
+    def __init__(self, norm: nn.Module, span: ShardRange, counted: ShardRange, collectives: Collectives):
         super().__init__()
         weight: Tensor = norm.weight  # type: ignore[assignment]
         self._epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
@@ -354,7 +360,7 @@ class WideNorm(nn.Module):
 class _LocalNorms(nn.Module):
     """The norms of this rank's heads, under the names that the checkpoint gives them."""
 
-    def __init__(self, norms: nn.ModuleList, heads: Span):
+    def __init__(self, norms: nn.ModuleList, heads: ShardRange):
         super().__init__()
         for index, norm in enumerate(norms):
             if heads.start <= index < heads.stop:
@@ -367,7 +373,7 @@ class _LocalNorms(nn.Module):
         return iter(self.children())
 
 
-def keep_head_norms(norm: nn.Module, name: str, heads: Span, total: int) -> None:
+def keep_head_norms(norm: nn.Module, name: str, heads: ShardRange, total: int) -> None:
     """Makes `norm` (module `name`), which has weights for each of `total` heads, hold those of `heads` alone.
 
     Raises `ModelLoadError` when it is built in a way that is not known.

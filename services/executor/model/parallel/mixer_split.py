@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.sharding import ShardLayout, Span
+from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -19,7 +19,7 @@ from services.executor.model.parallel.layers import (
     leave_out,
 )
 
-Spans = tuple[Span, ...]
+Spans = tuple[ShardRange, ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MixerSplit:
     """Convolutions, each channel or group of channels for itself."""
     values: Mapping[str, Spans | TensorSlice] = field(default_factory=dict)
     """Parameters, along their first dimension of more than one value unless a slice names another."""
-    inputs: Mapping[str, tuple[Span | Spans, int]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[ShardRange | Spans, int]] = field(default_factory=dict)
     """Linear layers of which it holds these inputs; what it is given begins so many values before them."""
     replaced: Mapping[str, Callable[[Any, Collectives], nn.Module]] = field(default_factory=dict)
     """Parts in whose place stands another, which is made of them."""
@@ -88,7 +88,7 @@ def _hold_channels(convolution: nn.Conv1d, spans: Spans) -> None:
     convolution.in_channels = convolution.out_channels = piece.size
 
 
-def output_span(heads: ShardLayout, size: int) -> tuple[Span, int]:
+def output_span(heads: ShardLayout, size: int) -> tuple[ShardRange, int]:
     """The inputs of an output projection, `size` for each head, that a rank multiplies; and how many values its own
     output has before them."""
     span = heads.output_heads.scaled(size)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from services.executor.core.sharding import ShardLayout, Span
+from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.layer_states import delayed_values, delta_heads, linear_heads
 from services.executor.model.lightning import DERIVED, fade_by_heads
 from services.executor.model.parallel.compressed_attention import output_groups
@@ -65,11 +65,11 @@ class _DeltaSpans:
         for index in range(self.heads.kv_heads.size):
             head = self.heads.kv_heads.start + index
             at = head * (before + group * sum(widths))
-            spans.append(Span(at, at + before))
+            spans.append(ShardRange(at, at + before))
             first = self.heads.q_heads.start + index * self.heads.q_per_kv - head * group
             at += before
             for width in widths:
-                spans.append(shifted(Span(first, first + self.heads.q_per_kv).scaled(width), at))
+                spans.append(shifted(ShardRange(first, first + self.heads.q_per_kv).scaled(width), at))
                 at += group * width
         return merged(spans)
 
@@ -162,7 +162,7 @@ def _convolved_keys(config: Any, layout: ShardLayout) -> MixerSplit:
     size, total = layout.head_dim, layout.total
     queries, keys = layout.q_heads.scaled(size), layout.kv_heads.scaled(size)
     half = total.kv_heads * size // 2
-    current = (Span(min(keys.start, half), min(keys.stop, half)),)
+    current = (ShardRange(min(keys.start, half), min(keys.stop, half)),)
     both = merged([queries, shifted(keys, total.q_heads * size)])
     return MixerSplit(
         outputs={

@@ -20,7 +20,7 @@ from torch import nn
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.layer_state import LayerStates, page_of, slot_of
-from services.executor.core.sharding import ShardLayout, Span
+from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.attention import PAGE_ATTRIBUTE, READS_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.chosen_blocks import choose_blocks
 from services.executor.model.indexing import choose_tokens
@@ -59,7 +59,7 @@ from services.executor.model.step_context import Chunks
 from shared.errors import ModelLoadError
 
 
-def blocks(layout: ShardLayout) -> tuple[Span, ...]:
+def blocks(layout: ShardLayout) -> tuple[ShardRange, ...]:
     """This rank's rows of [all q | all k | all v]."""
     size, total = layout.head_dim, layout.total
     keys = layout.kv_heads.scaled(size)
@@ -70,7 +70,7 @@ def blocks(layout: ShardLayout) -> tuple[Span, ...]:
     )
 
 
-def by_group(layout: ShardLayout) -> tuple[Span, ...]:
+def by_group(layout: ShardLayout) -> tuple[ShardRange, ...]:
     """This rank's rows of [queries of KV head 0, its key, its value | the same of KV head 1 | ...]."""
     size = layout.head_dim
     group = layout.total.q_heads // layout.total.kv_heads
@@ -79,12 +79,12 @@ def by_group(layout: ShardLayout) -> tuple[Span, ...]:
         head = layout.kv_heads.start + index
         first = layout.q_heads.start + index * layout.q_per_kv - head * group
         start = head * (group + 2)
-        spans.append(Span(start + first, start + first + layout.q_per_kv).scaled(size))
-        spans.append(Span(start + group, start + group + 2).scaled(size))
+        spans.append(ShardRange(start + first, start + first + layout.q_per_kv).scaled(size))
+        spans.append(ShardRange(start + group, start + group + 2).scaled(size))
     return merged(spans)
 
 
-def by_fourth(layout: ShardLayout) -> tuple[Span, ...]:
+def by_fourth(layout: ShardLayout) -> tuple[ShardRange, ...]:
     """This rank's q, k and v among [q of a fourth of the heads | their v | their k | q of the next fourth | ...].
 
     Raises `ModelLoadError` where there are no four equal parts.
@@ -99,7 +99,7 @@ def by_fourth(layout: ShardLayout) -> tuple[Span, ...]:
     spans = []
     for part in (0, 2, 1):  # q, k, v
         for first in range(0, heads, fourth):
-            held = Span(max(first, layout.q_heads.start), min(first + fourth, layout.q_heads.stop))
+            held = ShardRange(max(first, layout.q_heads.start), min(first + fourth, layout.q_heads.stop))
             if held.start < held.stop:
                 spans.append(shifted(held, 2 * first + part * fourth).scaled(layout.head_dim))
     return tuple(spans)
@@ -272,7 +272,7 @@ class _Splitter:
         else:
             setattr(parent, leaf, self._linear(module, name, style))
 
-    def _heads(self, queries: bool) -> tuple[Span, int]:
+    def _heads(self, queries: bool) -> tuple[ShardRange, int]:
         """(this rank's heads, heads in all)."""
         layout = self._layout
         if queries:
@@ -308,7 +308,7 @@ class _Splitter:
 
     def _share(self, linear: nn.Linear, name: str, style: Style) -> LinearShard:
         if style is Style.WHOLE_LINEAR:
-            return ColumnParallelLinear(linear, Span(0, linear.out_features))
+            return ColumnParallelLinear(linear, ShardRange(0, linear.out_features))
         if style not in _ROWS:
             return ColumnParallelLinear(linear, *self._spans(name, style, linear.out_features))
         span, skip = self._spans(name, style, linear.in_features)[0], 0
@@ -320,7 +320,7 @@ class _Splitter:
             skip = span.start - self._layout.kv_heads.scaled(self._layout.value_dim).start
         return RowParallelLinear(linear, span, self._collectives, skip)
 
-    def _spans(self, name: str, style: Style, width: int) -> tuple[Span, ...]:
+    def _spans(self, name: str, style: Style, width: int) -> tuple[ShardRange, ...]:
         """What this rank holds of a dimension of `width`."""
         layout, total = self._layout, self._layout.total
         if style in (Style.COLUMN, Style.ROW, Style.ROW_OF_WHOLE):

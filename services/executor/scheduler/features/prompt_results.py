@@ -25,7 +25,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from services.executor.core.prompt_results import Floats, PromptRows, Scores
+from services.executor.core.prompt_results import Floats, PromptRows, PromptTokenScores
 from services.executor.core.step_plan import to_bytes
 from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
 from services.executor.scheduler.sequence import Ending, Sequence
@@ -112,7 +112,7 @@ def _targets_of(sequence: Sequence) -> list[int]:
     return [] if sequence.named is None else sequence.named.targets
 
 
-def _take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
+def _take_scores(scored: Seq[PromptPart], found: PromptTokenScores) -> list[Sequence]:
     """Counts what a step has given. Returns those whose prompts are scored and that have nothing else to give, or
     whose scores are no numbers."""
     over, at = [], 0
@@ -127,7 +127,7 @@ def _take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
     return over
 
 
-def _take_named(named: Seq[PromptPart], found: Scores) -> list[Sequence]:
+def _take_named(named: Seq[PromptPart], found: PromptTokenScores) -> list[Sequence]:
     """Counts what a step has given behind prompts: the last rows of `found`. Returns those that it has told of."""
     at = len(found.logprobs) - sum(len(_targets_of(part.sequence)) for part in named)
     whole = []
@@ -145,7 +145,7 @@ def _take(
     scored: Seq[PromptPart],
     named: Seq[PromptPart],
     pooled: Floats | None,
-    scores: Scores | None,
+    scores: PromptTokenScores | None,
 ) -> list[tuple[Sequence, TokenEntry | None]]:
     """A `Taker`: counts what a step has given of prompts that are summed up or scored."""
     told: list[tuple[Sequence, TokenEntry | None]] = []

@@ -5,7 +5,7 @@ it did before. The guesses of a sequence without drafts are compared with what i
 begun to repeat itself is seen without computing a draft, and a text that does not is left alone.
 
 Where a grammar leaves no choice of what follows, as of a JSON schema's names, that is the best draft of all
-(`Grammar.forced`), and of all others what it forbids is cut off before it costs a row.
+(`GrammarMask.forced`), and of all others what it forbids is cut off before it costs a row.
 
 Where a sequence's last tokens have stood before in it is found in constant time per token (`NgramIndex`):
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.core.sampling_state import Grammar
+from services.executor.core.sampling_state import GrammarMask
 from services.executor.scheduler.proposer import DraftingContext, Result
 from services.executor.scheduler.sequence import Sequence, SequenceState
 from services.executor.scheduler.speculation import Offer, Rate
@@ -94,7 +94,7 @@ class PromptLookup:
         tokens: "array[int]",
         ring: Estimates,
         prediction: Seq[int] = (),
-        grammar: Grammar | None = None,
+        grammar: GrammarMask | None = None,
     ) -> None:
         """`tokens` is the sequence's own array; `prediction`: what is expected to follow those that it has now;
         `grammar`: what it is held to."""
@@ -136,7 +136,7 @@ class PromptLookup:
         if self._grammar is not None:
             self._follow(self._grammar, most)
 
-    def _follow(self, grammar: Grammar, most: int) -> None:
+    def _follow(self, grammar: GrammarMask, most: int) -> None:
         """Has the guess begin with what the grammar forces, and leaves out what it forbids."""
         forced = list(grammar.forced())[: most + 1]
         self._forced = len(forced)

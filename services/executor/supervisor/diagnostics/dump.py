@@ -51,7 +51,7 @@ STEPS_SHOWN = 16
 PACKAGES = ("ryzanstein", "torch", "transformers", "numpy", "msgspec", "nats-py", "llguidance")
 
 
-class Group(msgspec.Struct, frozen=True):
+class GroupDump(msgspec.Struct, frozen=True):
     group: str
     model: str
     instance: str
@@ -60,7 +60,7 @@ class Group(msgspec.Struct, frozen=True):
 
 async def take_dump(
     ring: Ring | None,
-    group: Group,
+    group: GroupDump,
     settings: ExecutorSettings,
     still: ProgressAge,
     wait: float,

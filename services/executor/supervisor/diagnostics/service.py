@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import ProfileQuestion, ask
-from services.executor.supervisor.diagnostics.dump import Group, default_directory, take_dump, write_dump
+from services.executor.supervisor.diagnostics.dump import GroupDump, default_directory, take_dump, write_dump
 from services.executor.supervisor.diagnostics.verdict import ProgressAge
 from services.executor.supervisor.metrics import Labels, metric
 from services.executor.supervisor.ring import Ring
@@ -89,7 +89,7 @@ class Job:
             self._error = f"The dump or profile failed ({what}); the executor's log says where."
 
 
-class Jobs:
+class DiagnosticJobs:
     def __init__(self, instance: str) -> None:
         """`instance`: of the executor, by which it knows its own jobs."""
         self._prefix = f"{instance}/"
@@ -239,12 +239,12 @@ HUNG_LIMIT = 2.0
 
 
 class DebugService(Collector):
-    def __init__(self, settings: ExecutorSettings, now: Callable[[], tuple[Ring | None, Group]]) -> None:
+    def __init__(self, settings: ExecutorSettings, now: Callable[[], tuple[Ring | None, GroupDump]]) -> None:
         """`now`: the ring that is up, if any, and whom it belongs to."""
         self._settings = settings
         self._now = now
         self._still = ProgressAge()
-        self._jobs: Jobs | None = None
+        self._jobs: DiagnosticJobs | None = None
         self._subscribed: Subscribed | None = None
         self._profile: Job | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -253,7 +253,7 @@ class DebugService(Collector):
     async def start(self, bus: Bus) -> None:
         self._bus = bus
         group = self._now()[1]
-        self._jobs = Jobs(group.instance)
+        self._jobs = DiagnosticJobs(group.instance)
         subject = subjects.debug(group.group)
         self._subscribed = await bus.subscribe(subject, DebugCommand, self._on_command)  # type: ignore[arg-type]
 
@@ -317,7 +317,7 @@ class DebugService(Collector):
                 size = min(PIECE_BYTES, self._bus.max_payload // 2)
                 return await self._jobs.piece(job, name, offset, size)
 
-    async def _begin_profile(self, jobs: Jobs, command: ProfileCommand) -> JobReply:
+    async def _begin_profile(self, jobs: DiagnosticJobs, command: ProfileCommand) -> JobReply:
         ring, group = self._now()
         if self._profile is not None and not self._profile.done:
             return JobReply(

@@ -12,7 +12,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.proofs import MessageMac, is_proof, proof
 from services.executor.supervisor.multinode import wire
-from services.executor.supervisor.multinode.wire import Line, LineLost
+from services.executor.supervisor.multinode.wire import Channel, LineLost
 from shared.errors import ConfigurationError
 from shared.process import VERSION
 
@@ -70,7 +70,7 @@ class RemoteRank:
 
 
 class _Node:
-    def __init__(self, line: Line[wire.ToHead], number: int) -> None:
+    def __init__(self, line: Channel[wire.ToHead], number: int) -> None:
         self.line = line
         self.number = number
         self.ranks: dict[int, RemoteRank] = {}
@@ -82,10 +82,10 @@ class _Node:
                 if (known := self._rank(rank, message.epoch)) is not None:
                     known.on_row(row)
         elif (
-            isinstance(message, wire.Event | wire.Ended)
+            isinstance(message, wire.RankEvent | wire.Ended)
             and (known := self._rank(message.rank, message.epoch)) is not None
         ):
-            if isinstance(message, wire.Event):
+            if isinstance(message, wire.RankEvent):
                 known.on_event(message.line)
             else:
                 known.on_end(message.code)
@@ -165,7 +165,7 @@ class HeadNode:
             await line.close()
             self._talks.discard(task)
 
-    async def _greeted(self, line: Line[wire.ToHead]) -> _Node | None:
+    async def _greeted(self, line: Channel[wire.ToHead]) -> _Node | None:
         """The host that has come; None for one that is refused. Raises `LineLost`."""
         nonce = secrets.token_bytes(32)
         line.send(wire.Challenge(nonce))
@@ -211,7 +211,7 @@ class HeadNode:
             node.lost()
 
 
-async def _beat(line: Line[wire.ToHead]) -> None:
+async def _beat(line: Channel[wire.ToHead]) -> None:
     while True:
         line.send(wire.Alive())
         await asyncio.sleep(wire.BEAT)

@@ -18,7 +18,7 @@ from services.executor.ipc.proofs import MessageMac, is_proof, proof
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.multinode import wire
-from services.executor.supervisor.multinode.wire import Line, LineLost
+from services.executor.supervisor.multinode.wire import Channel, LineLost
 from services.executor.supervisor.rank_process import ForkClient, LocalRank, fork_client
 from shared.messages import ServiceName
 from shared.process import VERSION
@@ -61,7 +61,7 @@ class NodeRanks:
     """The ranks of one ring on this host, from the first `Begin` to the end of the last one."""
 
     def __init__(
-        self, settings: ExecutorSettings, epoch: int, line: Line[wire.ToNode], forks: ForkClient
+        self, settings: ExecutorSettings, epoch: int, line: Channel[wire.ToNode], forks: ForkClient
     ) -> None:
         self._settings = settings
         self._forks = forks
@@ -103,7 +103,7 @@ class NodeRanks:
         feeding = asyncio.create_task(_feed(process, rank.inputs))
         try:
             async for event in process.events:
-                self._line.send(wire.Event(rank.number, self.epoch, event))
+                self._line.send(wire.RankEvent(rank.number, self.epoch, event))
             code = await process.wait()
         finally:
             feeding.cancel()
@@ -176,7 +176,7 @@ class RingNode(Service):
                 self._reason = reason
             await asyncio.sleep(pauses.next(time.monotonic()))
 
-    async def _line_to_head(self) -> Line[wire.ToNode]:
+    async def _line_to_head(self) -> Channel[wire.ToNode]:
         """A line whose other end knows the secret. Raises `LineLost`."""
         settings = self._executor_settings
         try:
@@ -191,7 +191,7 @@ class RingNode(Service):
             await line.close()
             raise
 
-    async def _greeted(self, line: Line[wire.ToNode]) -> Line[wire.ToNode]:
+    async def _greeted(self, line: Channel[wire.ToNode]) -> Channel[wire.ToNode]:
         challenge = await line.receive(wire.GREETING)
         if not isinstance(challenge, wire.Challenge):
             raise LineLost("it asked for no proof")
@@ -207,7 +207,7 @@ class RingNode(Service):
             MessageMac(self._secret, side, nonces), MessageMac(self._secret, "head", nonces)
         )
 
-    async def _talk(self, line: Line[wire.ToNode]) -> None:
+    async def _talk(self, line: Channel[wire.ToNode]) -> None:
         """For as long as the line holds. Raises `LineLost`."""
         self._met = True
         log.info("head_node_connected")
@@ -219,7 +219,7 @@ class RingNode(Service):
             await self._end_ranks()
             await line.close()
 
-    async def _on_message(self, line: Line[wire.ToNode], message: wire.ToNode) -> None:
+    async def _on_message(self, line: Channel[wire.ToNode], message: wire.ToNode) -> None:
         ranks = self._live
         if isinstance(message, wire.Begin):
             if ranks is None or ranks.epoch != message.epoch:

@@ -74,7 +74,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Host 0 is there."""
 
 
-class Event(msgspec.Struct, frozen=True, tag="event"):
+class RankEvent(msgspec.Struct, frozen=True, tag="event"):
     """A line of a rank's events."""
 
     rank: int
@@ -98,7 +98,7 @@ class Rows(msgspec.Struct, frozen=True, tag="rows"):
 
 
 ToNode = Challenge | Welcome | Refused | Begin | Input | Kill | Alive
-ToHead = Hello | Event | Ended | Rows
+ToHead = Hello | RankEvent | Ended | Rows
 Said = TypeVar("Said")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -107,7 +107,7 @@ class LineLost(Exception):
     """The other side is gone, silent, or says what is no message."""
 
 
-class Line(Generic[Said]):
+class Channel(Generic[Said]):
     """One connection, read as messages of one side."""
 
     def __init__(
@@ -123,9 +123,9 @@ class Line(Generic[Said]):
         self._decoder = decoder
         self._macs = macs
 
-    def protected(self, sent: MessageMac, received: MessageMac) -> "Line[Said]":
+    def protected(self, sent: MessageMac, received: MessageMac) -> "Channel[Said]":
         """The same connection once both ends have shown that they know the secret."""
-        return Line(self._reader, self._writer, self._decoder, (sent, received))
+        return Channel(self._reader, self._writer, self._decoder, (sent, received))
 
     def send(self, message: msgspec.Struct) -> None:
         """Into the socket's buffer; on a line that is lost, nothing."""
@@ -163,9 +163,9 @@ class Line(Generic[Said]):
                 await self._writer.wait_closed()
 
 
-def to_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Line[ToHead]:
-    return Line(reader, writer, msgspec.msgpack.Decoder(ToHead))
+def to_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel[ToHead]:
+    return Channel(reader, writer, msgspec.msgpack.Decoder(ToHead))
 
 
-def to_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Line[ToNode]:
-    return Line(reader, writer, msgspec.msgpack.Decoder(ToNode))
+def to_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel[ToNode]:
+    return Channel(reader, writer, msgspec.msgpack.Decoder(ToNode))

@@ -18,12 +18,12 @@ from services.executor.supervisor.host_jobs import HostModels, JobService
 from services.executor.supervisor.host_memory import GPU_OVERHEAD, HostMemory
 from services.executor.supervisor.model_files import StoredModel, read_config
 from services.executor.supervisor.trainings.job_changes import MAX_REASON
-from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
+from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes
 from services.executor.supervisor.trainings.metrics import TrainingCounts
 from services.executor.supervisor.trainings.suspension import Suspension
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
-from services.executor.supervisor.trainings.training import Base, Halt, Training
+from services.executor.supervisor.trainings.training import Halt, ReadyBase, Training
 from shared.errors import (
     BrokerUnavailable,
     InvalidRequest,
@@ -98,7 +98,7 @@ class HostTrainings:
     def trainer_started(self, training: Training) -> None:
         self._suspension.started(training)
 
-    async def ready_base(self, training: Training, job: TrainingJob) -> Base:
+    async def ready_base(self, training: Training, job: TrainingJob) -> ReadyBase:
         settings = self._base(job)
         model = await self._models.prepare_base(settings)
         settings = settings.model_copy(update={"model": model})
@@ -109,7 +109,7 @@ class HostTrainings:
             path = await asyncio.to_thread(StoredModel(settings).directory)
             self._held[key] = hold_model(path, settings.store.cache)
             directory = str(path)
-        return Base(settings, directory, self._models.gpu_variables(devices))
+        return ReadyBase(settings, directory, self._models.gpu_variables(devices))
 
     def _base(self, job: TrainingJob) -> ExecutorSettings:
         """Raises `RyzansteinError`."""
@@ -227,7 +227,7 @@ class HostTrainings:
         if len(self._trainings) >= self._places:
             raise Unavailable(f"The executor {self.instance} has {self._places} fine-tuning jobs already.")
         bucket = training_jobs(self.bus)
-        record = JobRecord(bucket, self.instance, command.tenant, command.job, command.attempt)
+        record = LocalJobRecord(bucket, self.instance, command.tenant, command.job, command.attempt)
         try:
             await bucket.ensure()
             job = await record.read()

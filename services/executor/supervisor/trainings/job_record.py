@@ -14,7 +14,7 @@ import structlog
 from services.executor.supervisor.trainings.job_changes import is_mine
 from shared.errors import BrokerUnavailable
 from shared.messages.training import TrainingJob
-from shared.nats.kv import Contention, Entry
+from shared.nats.kv import Contention, KvEntry
 from shared.nats.tenants import TenantBucket
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class NotMine(Exception):
     """The job is other hosts', or nobody's any more, or gone."""
 
 
-class JobRecord:
+class LocalJobRecord:
     def __init__(
         self, bucket: TenantBucket[TrainingJob], host: str, tenant: str, job: str, attempt: int
     ) -> None:
@@ -38,7 +38,7 @@ class JobRecord:
         self._tenant = tenant
         self._id = job
         self._attempt = attempt
-        self._entry: Entry[TrainingJob] | None = None
+        self._entry: KvEntry[TrainingJob] | None = None
 
     @property
     def job(self) -> TrainingJob:
@@ -67,7 +67,7 @@ class JobRecord:
                 return changed
             revision = await self._bucket.update(self._entry.key, changed, self._entry.revision)
             if revision is not None:
-                self._entry = Entry(self._entry.key, changed, revision)
+                self._entry = KvEntry(self._entry.key, changed, revision)
                 return changed
             contention.lost()
             await self.read()

@@ -21,7 +21,7 @@ import structlog
 from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWritten
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_files import JobFiles
-from services.executor.supervisor.trainings.job_record import JobRecord, NotMine, patiently
+from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine, patiently
 from shared.errors import BrokerUnavailable, InvalidRequest, StorageFull
 from shared.limits import TENANT_TRAINING_BYTES
 from shared.messages.training import TrainedAdapter, TrainingJob
@@ -45,7 +45,7 @@ class OverReserved(InvalidRequest):
 
 class JobStorage:
     def __init__(
-        self, record: JobRecord, files: JobFiles, directory: Path, tell: Callable[[], Awaitable[None]]
+        self, record: LocalJobRecord, files: JobFiles, directory: Path, tell: Callable[[], Awaitable[None]]
     ) -> None:
         """`directory`: where the trainer writes; `tell` publishes the events that are not published yet, and returns
         once the broker has stored them: who goes on from a state says nothing of the steps before it. It raises

@@ -39,7 +39,7 @@ from services.executor.ipc.trainer_pipe import (
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_changes import End
 from services.executor.supervisor.trainings.job_files import JobFiles
-from services.executor.supervisor.trainings.job_record import RETRY, JobRecord, NotMine, patiently
+from services.executor.supervisor.trainings.job_record import RETRY, LocalJobRecord, NotMine, patiently
 from services.executor.supervisor.trainings.job_storage import STORE_PATIENCE, JobStorage, OverReserved
 from services.executor.supervisor.trainings.metrics import TrainingCounts
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
@@ -70,7 +70,7 @@ class Halt(NamedTuple):
     """Seconds before a host is told to train it again."""
 
 
-class Base(NamedTuple):
+class ReadyBase(NamedTuple):
     """A base whose files are ready."""
 
     settings: ExecutorSettings
@@ -96,7 +96,7 @@ class TrainingHost(Protocol):
         """Suspends it where somebody waits for an answer."""
         ...
 
-    async def ready_base(self, training: "Training", job: TrainingJob) -> Base:
+    async def ready_base(self, training: "Training", job: TrainingJob) -> ReadyBase:
         """Has its files made ready, and memory promised. Raises `RyzansteinError`."""
         ...
 
@@ -107,7 +107,12 @@ class Training:
     """One attempt at one job. `run` once."""
 
     def __init__(
-        self, host: TrainingHost, record: JobRecord, counts: TrainingCounts, attempt: int, replica: int = 0
+        self,
+        host: TrainingHost,
+        record: LocalJobRecord,
+        counts: TrainingCounts,
+        attempt: int,
+        replica: int = 0,
     ) -> None:
         """`record` has been read; `replica`: which part of the job is this host's."""
         self._host = host

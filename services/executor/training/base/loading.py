@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Base:
+class LoadedBase:
     """What one of the processes has that train together (`training/ranks.py`), which may be all."""
 
     model: Any
@@ -70,7 +70,7 @@ def load_base(
     threads: int,
     compute_dtype: torch.dtype | None,
     collectives: Collectives,
-) -> Base:
+) -> LoadedBase:
     """The share of this rank of `collectives`. Raises `ModelLoadError`: one sentence that says why the model in
     `directory` cannot be trained here."""
     config = load_config(directory)
@@ -91,15 +91,15 @@ def load_base(
     return _base(coded, "codes in memory", device, dtype)
 
 
-def _base(model: Any, kind: str, device: torch.device, dtype: torch.dtype) -> Base:
+def _base(model: Any, kind: str, device: torch.device, dtype: torch.dtype) -> LoadedBase:
     """Of what the modules of `model` hold."""
     _check_modules(model)
     targets = targets_of(model)
     weights = _held_weights(model, device, dtype)
-    return Base(model.to(device), weights, targets, dtype, kind)
+    return LoadedBase(model.to(device), weights, targets, dtype, kind)
 
 
-def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: int) -> Base:
+def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: int) -> LoadedBase:
     """`model`: without its weights."""
     _check_modules(model)
     targets = targets_of(model)
@@ -108,7 +108,7 @@ def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: i
     weights = packed_weights(packed, head, embedding, pool, threads)
     for _, module in _shards(model):
         module.keep_quantized(None)
-    return Base(model, weights, targets, dtype, "packed weights")
+    return LoadedBase(model, weights, targets, dtype, "packed weights")
 
 
 def _load_codes(

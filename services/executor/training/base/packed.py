@@ -15,7 +15,7 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings, packed_directory, packed_share
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.cpu.packed_file import ModelFacts
+from services.executor.cpu.packed_file import PackedModelFacts
 from services.executor.cpu.packed_linear import PackedLinear
 from services.executor.cpu.packed_model import PackedModel, lower, pack
 from services.executor.cpu.weight_cache import WeightCache
@@ -27,7 +27,7 @@ from services.executor.model.loading.loader import keeps_codes, load_model
 from services.executor.model.lowering import CannotLower
 from services.executor.model.rotary import rotary_scaling
 from services.executor.native.library import choose_level, load_library
-from services.executor.training.base.weights import FrozenWeight, PackedRows, PackedWeight
+from services.executor.training.base.weights import FrozenWeight, PackedOutputs, PackedWeight
 from shared.process import give_back
 
 log = structlog.get_logger(__name__)
@@ -69,10 +69,10 @@ def packed_weights(
 ) -> dict[str, FrozenWeight]:
     """By the module's name, `head` and `embedding` among them."""
     library = load_library()
-    pieces: dict[str, list[PackedRows]] = {}
+    pieces: dict[str, list[PackedOutputs]] = {}
     for linear in (part for layer in packed.layers for whole in layer.linears for part in whole.parts):
         for there in linear.sources:
-            rows = PackedRows(linear, there.source.first, there.rows, there.first, there.run, there.step)
+            rows = PackedOutputs(linear, there.source.first, there.rows, there.first, there.run, there.step)
             pieces.setdefault(there.source.module, []).append(rows)
     made: dict[str, FrozenWeight] = {}
     for name, parts in pieces.items():
@@ -84,11 +84,11 @@ def packed_weights(
     return made
 
 
-def _end_to_end(whole: PackedLinear) -> Iterator[PackedRows]:
+def _end_to_end(whole: PackedLinear) -> Iterator[PackedOutputs]:
     begin = 0
     for linear in whole.parts:
         rows = linear.outputs
-        yield PackedRows(linear, begin, rows, 0, rows, rows)
+        yield PackedOutputs(linear, begin, rows, 0, rows, rows)
         begin += rows
 
 
@@ -105,7 +105,7 @@ def _packed(
     config: Any,
     threads: int,
     collectives: Collectives,
-) -> tuple[ModelFacts, PackedModel]:
+) -> tuple[PackedModelFacts, PackedModel]:
     """As a rank that serves it packs it."""
     log.info("packing_weights", directory=str(directory), reason="the weight cache has none of this model")
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
@@ -123,7 +123,7 @@ def _packed(
     )
     lowered = lower(model, torch.bfloat16, collectives.world_size)
     context, rotary = longest_context(config), rotary_scaling(config)
-    facts = ModelFacts(
+    facts = PackedModelFacts(
         states=layer_states(config, layout),
         hidden_size=config.hidden_size,
         context_length=context,

@@ -77,7 +77,7 @@ class PlainWeight:
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedOutputs:
     """Outputs of a module in a packed linear: its row `begin + i` is the linear's output
     `first + i // run * step + i % run`."""
 
@@ -93,7 +93,7 @@ class PackedWeight:
     """What is packed for the native kernels, unpacked by them."""
 
     def __init__(
-        self, library: Any, parts: Sequence[PackedRows], inputs: int, pool: Executor, threads: int
+        self, library: Any, parts: Sequence[PackedOutputs], inputs: int, pool: Executor, threads: int
     ) -> None:
         """`parts`: rows of the weight, end to end."""
         self.outputs = sum(part.rows for part in parts)
@@ -126,7 +126,7 @@ class PackedWeight:
                 self._unpack(into, part, form, begin - part.begin, stop - part.begin, threads)
 
     def _unpack(
-        self, into: Tensor, part: PackedRows, form: Format, begin: int, stop: int, threads: int
+        self, into: Tensor, part: PackedOutputs, form: Format, begin: int, stop: int, threads: int
     ) -> None:
         """Rows [begin, stop) of `part`, to `into`."""
         order, columns = part.linear.permutation, form.columns if form.bits else self.inputs

@@ -47,7 +47,13 @@ from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
-from services.executor.training.trainer.steps import Model, Replicas, SingleReplica, Steps, named_factors
+from services.executor.training.trainer.steps import (
+    SingleReplica,
+    Steps,
+    Trainable,
+    TrainerReplicas,
+    named_factors,
+)
 from shared.errors import InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
@@ -57,7 +63,7 @@ log = structlog.get_logger(__name__)
 METRICS = "steps.csv"
 """In the directory."""
 
-Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], Model]
+Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], Trainable]
 
 
 class Trainer:
@@ -206,7 +212,7 @@ class Trainer:
 
 def _replicas_of(
     spec: TrainerSpec, between: Callable[[], None], tell: Callable[[TrainerEvent], None]
-) -> Replicas:
+) -> TrainerReplicas:
     """Raises `ConfigurationError`, `InternalError`."""
     count = spec.job.hyperparameters.replicas
     if count == 1:
@@ -225,7 +231,7 @@ def load_base(
     device: torch.device,
     between_layers: Callable[[], None],
     ranks: Collectives | None = None,
-) -> Model:
+) -> Trainable:
     """Raises `ModelLoadError`."""
     from services.executor.training.model import load_trainable
 

@@ -35,7 +35,7 @@ _EXAMPLES_TOLD = 8
 """In the sentence about a loss that is no number."""
 
 
-class Factors(Protocol):
+class TrainableFactors(Protocol):
     """Of one linear: y = W x + scale B (A x)."""
 
     @property
@@ -49,18 +49,18 @@ class Factors(Protocol):
         ...
 
 
-class Model(Protocol):
+class Trainable(Protocol):
     """What a trainer needs of `training.model.TrainableModel`."""
 
     @property
-    def factors(self) -> Mapping[str, Factors]: ...
+    def factors(self) -> Mapping[str, TrainableFactors]: ...
 
     def log_probs(
         self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class Replicas(Protocol):
+class TrainerReplicas(Protocol):
     """The processes that compute a job side by side, each a part of every step's micro batches."""
 
     @property
@@ -113,7 +113,7 @@ class Means:
     """None where the method has none."""
 
 
-def named_factors(model: Model) -> dict[str, nn.Parameter]:
+def named_factors(model: Trainable) -> dict[str, nn.Parameter]:
     """By `<target>/a` and `<target>/b`."""
     return {
         f"{name}/{letter}": factor
@@ -128,12 +128,12 @@ class Steps:
     def __init__(
         self,
         job: TrainingJob,
-        model: Model,
+        model: Trainable,
         optimizer: FactorOptimizer,
         examples: ExampleSet,
         course: Course,
         device: torch.device,
-        replicas: Replicas,
+        replicas: TrainerReplicas,
     ) -> None:
         self._job = job
         self._model = model

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.draft_passes import slots_before
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.cpu.packed_file import ModelFacts
+from services.executor.cpu.packed_file import PackedModelFacts
 from services.executor.gpu.device import sent
 from services.executor.gpu.linear import pack_for_gpu
 from services.executor.kv_cache.offload import Spill
@@ -62,7 +62,7 @@ class HeadShare(Share):
 
         config, head = loaded.config, loaded.model
         self.layout, self.dtype = layout, dtype
-        self.facts = ModelFacts(
+        self.facts = PackedModelFacts(
             states=layer_states(config, layout),
             hidden_size=head.hidden,
             context_length=loaded.context_length,
@@ -93,7 +93,7 @@ class HeadShare(Share):
         return ["services.executor.model.loading.draft_heads"]
 
 
-class DraftHead(DraftModel):
+class DraftHeadModel(DraftModel):
     """One rank's share of it, beside the model whose states it reads."""
 
     reads_states = True
@@ -107,11 +107,11 @@ class DraftHead(DraftModel):
         slots = (store.num_hot + store.num_cold) * self._size
         self._states = RowStates(slots, share.rows, self._head.hidden, share.dtype, store.device)
 
-    def follow(self, plan: StepPlan, progress: Progress) -> None:
+    def follow(self, plan: StepPlan, progress: ProgressCounter) -> None:
         with self._reading(plan):
             super().follow(plan, progress)
 
-    def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+    def forward(self, plan: StepPlan, progress: ProgressCounter) -> Tensor | RowLogits | None:
         with self._reading(plan):
             logits = super().forward(plan, progress)
         rows = as_int32(plan.sample_rows)
@@ -178,8 +178,8 @@ class LoadedHeads(NamedTuple):
 
     def computing(
         self, own: KvStore, spill: Spill, limits: "StepLimits | None", target: ModelRunner
-    ) -> DraftHead:
-        return DraftHead(self.share, self.share.runner(own, spill, limits, target), own)
+    ) -> DraftHeadModel:
+        return DraftHeadModel(self.share, self.share.runner(own, spill, limits, target), own)
 
 
 class Heads:
@@ -197,14 +197,14 @@ class Heads:
         """A head has no tokenizer of its own; its weights tell the rest, when they are read."""
 
     def load(self, request: DraftRequest) -> LoadedHeads:
-        from services.executor.model.loading.draft_heads import Place, load_eagle3_head, load_mtp_head
+        from services.executor.model.loading.draft_heads import HeadPlacement, load_eagle3_head, load_mtp_head
 
         target, directory = request.target, request.directory
 
         def before_reading(least: int) -> None:
             request.has_room((), target.dtype, target.facts.context_length, None, least)
 
-        place = Place(target.dtype, request.device, request.collectives, before_reading)
+        place = HeadPlacement(target.dtype, request.device, request.collectives, before_reading)
         if request.asked.draft_model == MTP:
             loaded = load_mtp_head(directory, place)
         else:

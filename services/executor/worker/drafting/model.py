@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.executor.core.draft_passes import DraftPasses, plan_for_draft
 from services.executor.core.engine import BadLogits, DraftPlan, DraftToken
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.sampling.candidates import RowLogits
@@ -45,7 +45,7 @@ class DraftModel:
         self.vocab_size = runner.vocab_size
         self.context_length = share.facts.context_length
 
-    def follow(self, plan: StepPlan, progress: Progress) -> None:
+    def follow(self, plan: StepPlan, progress: ProgressCounter) -> None:
         """Computes the rows of a step of the model that is served."""
         if int(as_int32(plan.positions).min()) < self.context_length:
             self.runner.forward(self._own(plan), progress)
@@ -66,7 +66,7 @@ class DraftModel:
     def take(self, plan: StepPlan, states: Tensor) -> None:
         raise AssertionError("a model of its own reads no states")
 
-    def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+    def forward(self, plan: StepPlan, progress: ProgressCounter) -> Tensor | RowLogits | None:
         """Computes a plan that is `of_draft`, as `ModelRunner.forward` does."""
         return self.runner.forward(self._own(plan), progress)
 

@@ -28,7 +28,7 @@ LONGEST_ENDING = 64
 """Bytes of a token's end for which a token of the other vocabulary is sought."""
 
 
-class TokenTexts(NamedTuple):
+class VocabularyTexts(NamedTuple):
     """What the tokens of a vocabulary put out."""
 
     texts: Sequence[bytes]
@@ -60,7 +60,7 @@ class Translation:
     """Of the smaller vocabulary's texts, special tokens aside: how many are tokens of both."""
 
     @classmethod
-    def between(cls, target: TokenTexts, draft: TokenTexts) -> "Translation":
+    def between(cls, target: VocabularyTexts, draft: VocabularyTexts) -> "Translation":
         ours, theirs = target.ordinary(), draft.ordinary()
         share = len(ours & theirs) / max(1, min(len(ours), len(theirs)))
         return cls(_given(target, draft), _meant(draft, target), share)
@@ -125,7 +125,7 @@ class Translation:
         )
 
 
-def _given(target: TokenTexts, draft: TokenTexts) -> Int32Array:
+def _given(target: VocabularyTexts, draft: VocabularyTexts) -> Int32Array:
     """The draft model's token for each of the model's."""
     tokens = draft.by_text()
     end = next(iter(draft.ends), NONE)
@@ -148,7 +148,7 @@ def _ending_of(text: bytes, tokens: Mapping[bytes, int]) -> int:
     return next((tokens[text[begin:]] for begin in begins if text[begin:] in tokens), 0)
 
 
-def _meant(draft: TokenTexts, target: TokenTexts) -> Int32Array:
+def _meant(draft: VocabularyTexts, target: VocabularyTexts) -> Int32Array:
     """The model's token for each of the draft model's; `NONE` where there is none."""
     tokens = target.by_text()
     end = next(iter(target.ends), NONE)

@@ -10,7 +10,7 @@ import msgspec
 
 from services.executor.model.card import end_tokens
 from services.executor.model.tokenizer_files import read_json
-from services.executor.worker.drafting.translation import NONE, TokenTexts, Translation
+from services.executor.worker.drafting.translation import NONE, Translation, VocabularyTexts
 from shared.errors import ModelLoadError
 
 MOST_UNSHARED = 128
@@ -71,7 +71,7 @@ def translation_of(target: Path, draft: Path) -> Translation | None:
     return found
 
 
-def _texts(directory: Path, problem: str) -> TokenTexts:
+def _texts(directory: Path, problem: str) -> VocabularyTexts:
     """`problem`: how the vocabularies differ."""
     from llguidance import LLTokenizer  # where vocabularies are one nobody needs it
 
@@ -86,7 +86,7 @@ def _texts(directory: Path, problem: str) -> TokenTexts:
     texts = [tokenizer.decode_bytes([token]) for token in tokens]
     config, generation = (read_json(directory / name) for name in ("config.json", "generation_config.json"))
     begin = config.get("bos_token_id", (config.get("text_config") or {}).get("bos_token_id"))
-    return TokenTexts(
+    return VocabularyTexts(
         [b"" if text == b"<[%d]>" % token else text for token, text in enumerate(texts)],  # a gap
         frozenset(token for token in tokens if tokenizer.is_special_token(token)),
         begin if isinstance(begin, int) else NONE,

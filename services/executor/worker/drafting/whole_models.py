@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 _WEIGHTS = {".safetensors", ".bin", ".gguf"}
 
 
-class LoadedModel(NamedTuple):
+class LoadedDraftModel(NamedTuple):
     share: Share
     translation: Translation | None
     """None: it has the vocabulary of the model that is served."""
@@ -59,7 +59,7 @@ class WholeModels:
                 model_bytes=sizes[0],
             )
 
-    def load(self, request: DraftRequest) -> LoadedModel:
+    def load(self, request: DraftRequest) -> LoadedDraftModel:
         translation = translation_of(request.model, request.directory)
         share = load_share(
             request.settings,
@@ -70,7 +70,7 @@ class WholeModels:
             lambda done, total: None,
             request.has_room,
         )
-        return LoadedModel(share, translation)
+        return LoadedDraftModel(share, translation)
 
 
 def _weight_bytes(directory: Path) -> int:

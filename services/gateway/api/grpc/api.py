@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import structlog
 from google.rpc.code_pb2 import Code
 
-from services.gateway.api.backend import Backend
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.backend import GatewayBackend
+from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.health import SERVICE as HEALTH
 from services.gateway.api.grpc.health import HealthService, ReflectionService
 from services.gateway.api.grpc.inference import SERVICE, Answer, Inference
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 def make_server(
-    backend: Backend,
+    backend: GatewayBackend,
     settings: GatewaySettings,
     health: Callable[[], Health],
     metrics: GatewayMetrics,
@@ -49,18 +49,18 @@ def make_server(
     )
     sock = bind(settings.host, port, option="--grpc-port", shared=settings.share_port)
 
-    def authorize(call: Call) -> None:
+    def authorize(call: GrpcCall) -> None:
         scheme, _, token = (call.metadata("authorization") or "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else call.metadata("x-api-key")
         call.principal = backend.authenticator.authenticate(given)
 
-    def on_done(call: Call) -> None:
+    def on_done(call: GrpcCall) -> None:
         account(call, call.headers.path if call.headers.path in methods else "other", metrics)
 
     return GrpcServer(sock, methods, options, on_done, authorize, tls, door)
 
 
-def account(call: Call, route: str, metrics: GatewayMetrics) -> None:
+def account(call: GrpcCall, route: str, metrics: GatewayMetrics) -> None:
     """Logs and counts a call that has ended under its path, beside the REST API's requests."""
     error = call.error
     seconds = time.perf_counter() - call.began

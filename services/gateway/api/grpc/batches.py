@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc import requests
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate, Batches
@@ -21,7 +21,7 @@ _KEYS_OF = "grpc "
 _WINDOW = "24h"
 
 
-def batch_calls(backend: Backend) -> dict[str, Callable[[Call], Awaitable[None]]]:
+def batch_calls(backend: GatewayBackend) -> dict[str, Callable[[GrpcCall], Awaitable[None]]]:
     """The methods by name."""
     made = _BatchMethods(backend)
     return {
@@ -33,10 +33,10 @@ def batch_calls(backend: Backend) -> dict[str, Callable[[Call], Awaitable[None]]
 
 
 class _BatchMethods:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: GatewayBackend) -> None:
         self._backend = backend
 
-    async def submit(self, call: Call) -> None:
+    async def submit(self, call: GrpcCall) -> None:
         """SubmitBatch."""
         given = requests.decode(pb.SubmitBatchRequest, call.take())
         with self._backend.active():
@@ -44,21 +44,21 @@ class _BatchMethods:
             job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
         await call.send(pb.SubmitBatchResponse(batch=shown(job)).SerializeToString())
 
-    async def get(self, call: Call) -> None:
+    async def get(self, call: GrpcCall) -> None:
         """GetBatch."""
         given = requests.decode(pb.GetBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.parts.job(Batches).get(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.GetBatchResponse(batch=shown(job)).SerializeToString())
 
-    async def cancel(self, call: Call) -> None:
+    async def cancel(self, call: GrpcCall) -> None:
         """CancelBatch."""
         given = requests.decode(pb.CancelBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.parts.job(Batches).cancel(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.CancelBatchResponse(batch=shown(job)).SerializeToString())
 
-    async def listed(self, call: Call) -> None:
+    async def listed(self, call: GrpcCall) -> None:
         """ListBatches."""
         given = requests.decode(pb.ListBatchesRequest, call.take())
         size = given.page_size or USUAL

@@ -12,7 +12,7 @@ from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.status import trailers
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.server.http2.connection import Connection
+from services.gateway.server.http2.connection import Http2Connection
 from services.gateway.server.http2.frames import Stream
 from services.gateway.server.http2.hpack import RESPONSE, Headers
 from services.gateway.streams.stream_reader import StreamReader
@@ -26,7 +26,7 @@ MESSAGE_WORK, BYTES_PER_UNIT = 20, 1024
 class Peer(Protocol):
     """The connection that the call came on."""
 
-    connection: Connection
+    connection: Http2Connection
     paused: bool
     """Whether what was written waits for the client to read."""
 
@@ -38,7 +38,7 @@ class Peer(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class GrpcCall:
     """Given to a method. What it has not read and sent when it returns is not wanted."""
 
     _peer: Peer

@@ -10,7 +10,7 @@ import base64
 from collections.abc import Iterator, Sequence
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.embeddings import vector_outputs
 from services.gateway.streams.formats import EchoFormat, ResponseSerializer, Usage
@@ -51,7 +51,7 @@ def field(number: int, data: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(size) + data
 
 
-def event(head: bytes, chunks: Sequence[Chunk]) -> bytes:
+def event(head: bytes, chunks: Sequence[StreamChunk]) -> bytes:
     """The `GenerationEvent` of chunks that came at the same time. `head`: of the first one, the generation's id."""
     position = chunks[-1].position
     data = chunks[0].data if len(chunks) == 1 else b"".join([chunk.data for chunk in chunks])

@@ -8,9 +8,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.requests import decode
-from services.gateway.api.grpc.server import Method
+from services.gateway.api.grpc.server import RpcMethod
 from services.gateway.core.errors import RouteError
 from shared.service.endpoints import Health
 
@@ -33,14 +33,14 @@ class HealthService:
         self._watchers = 0
         self._looking: asyncio.Task[None] | None = None
 
-    def methods(self) -> dict[str, Method]:
+    def methods(self) -> dict[str, RpcMethod]:
         return {
-            f"/{SERVICE}/Check": Method(self.check, public=True),
-            f"/{SERVICE}/Watch": Method(self.watch, public=True),
-            f"/{SERVICE}/List": Method(self.list, public=True),
+            f"/{SERVICE}/Check": RpcMethod(self.check, public=True),
+            f"/{SERVICE}/Watch": RpcMethod(self.watch, public=True),
+            f"/{SERVICE}/List": RpcMethod(self.list, public=True),
         }
 
-    async def check(self, call: Call) -> None:
+    async def check(self, call: GrpcCall) -> None:
         asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         if asked not in self._known:
             raise RouteError(
@@ -50,7 +50,7 @@ class HealthService:
             )
         await call.send(_Response(status=self._status()).SerializeToString())
 
-    async def watch(self, call: Call) -> None:
+    async def watch(self, call: GrpcCall) -> None:
         """Watch: the status now, and each change, until the client goes."""
         asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         told = None
@@ -80,7 +80,7 @@ class HealthService:
         self._change = None
         change.set_result(None)
 
-    async def list(self, call: Call) -> None:
+    async def list(self, call: GrpcCall) -> None:
         """List: every service's status."""
         decode(health_pb2.HealthListRequest, call.take())
         status = _Response(status=self._status())
@@ -102,10 +102,10 @@ class ReflectionService:
             (*services, SERVICES[1])
         ).ServerReflectionInfo
 
-    def methods(self) -> dict[str, Method]:
-        return {f"/{name}/ServerReflectionInfo": Method(self.info, streamed=True) for name in SERVICES}
+    def methods(self) -> dict[str, RpcMethod]:
+        return {f"/{name}/ServerReflectionInfo": RpcMethod(self.info, streamed=True) for name in SERVICES}
 
-    async def info(self, call: Call) -> None:
+    async def info(self, call: GrpcCall) -> None:
         """ServerReflectionInfo: an answer to each request."""
         while (data := await call.receive()) is not None:
             request = decode(reflection_pb2.ServerReflectionRequest, data)

@@ -4,13 +4,13 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc import requests
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.encoding import EmbedFormat
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.requests import decode
-from services.gateway.api.grpc.server import Method
+from services.gateway.api.grpc.server import RpcMethod
 from services.gateway.api.grpc.session import (
     CHAT,
     GENERATE,
@@ -28,19 +28,21 @@ from services.gateway.intake.schemas import ChatCompletionRequest, CompletionReq
 from shared.messages import ModelCard
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
-Answer = Callable[[Call], Awaitable[None]]
+Answer = Callable[[GrpcCall], Awaitable[None]]
 
 
 class Inference:
     """The service's methods."""
 
-    def __init__(self, backend: Backend, settings: GatewaySettings, calls: Mapping[str, Answer]) -> None:
+    def __init__(
+        self, backend: GatewayBackend, settings: GatewaySettings, calls: Mapping[str, Answer]
+    ) -> None:
         """`calls`: further methods, by name."""
         self._backend = backend
         self._settings = settings
         self._calls = calls
 
-    def methods(self) -> dict[str, Method]:
+    def methods(self) -> dict[str, RpcMethod]:
         """By path."""
         unary = {
             "Generate": self.generate,
@@ -53,36 +55,36 @@ class Inference:
             "Embed": self.embed,
             **self._calls,
         }
-        found = {f"/{SERVICE}/{name}": Method(self._in_turn(answer)) for name, answer in unary.items()}
-        return found | {f"/{SERVICE}/ChatSession": Method(self.chat_session, streamed=True)}
+        found = {f"/{SERVICE}/{name}": RpcMethod(self._in_turn(answer)) for name, answer in unary.items()}
+        return found | {f"/{SERVICE}/ChatSession": RpcMethod(self.chat_session, streamed=True)}
 
     def _in_turn(self, answer: Answer) -> Answer:
         """`answer`, which decodes a large message in its turn."""
 
-        async def answered(call: Call) -> None:
+        async def answered(call: GrpcCall) -> None:
             if call.waiting > LARGE_REQUEST:
                 await self._backend.parts.intake.large.turn(call.principal.tenant, call.waiting)
             await answer(call)
 
         return answered
 
-    async def generate(self, call: Call) -> None:
+    async def generate(self, call: GrpcCall) -> None:
         """Generate."""
         given = decode(pb.GenerateRequest, call.take())
         await self._answer(call, GENERATE, given, requests.completion_request(given))
 
-    async def chat(self, call: Call) -> None:
+    async def chat(self, call: GrpcCall) -> None:
         """Chat."""
         given = decode(pb.ChatRequest, call.take())
         await self._answer(call, CHAT, given, requests.chat_request(given))
 
-    async def chat_session(self, call: Call) -> None:
+    async def chat_session(self, call: GrpcCall) -> None:
         """ChatSession: until the client has ended its side and every generation has ended."""
         await ChatSession(call, self._backend, self._settings).serve()
 
     async def _answer(
         self,
-        call: Call,
+        call: GrpcCall,
         endpoint: str,
         given: pb.GenerateRequest | pb.ChatRequest,
         request: ChatCompletionRequest | CompletionRequest,
@@ -98,7 +100,7 @@ class Inference:
                 await run.begin()
                 await send_events(run, given.output, call.send, call.write)
 
-    async def attach(self, call: Call) -> None:
+    async def attach(self, call: GrpcCall) -> None:
         """Attach."""
         given = decode(pb.AttachRequest, call.take())
         with self._backend.active():
@@ -112,7 +114,7 @@ class Inference:
             with call.reading(run):
                 await send_events(run, given.output, call.send, call.write)
 
-    async def cancel(self, call: Call) -> None:
+    async def cancel(self, call: GrpcCall) -> None:
         """Cancel."""
         given = decode(pb.CancelRequest, call.take())
         with self._backend.active():
@@ -122,7 +124,7 @@ class Inference:
             call.model = answer.record.requests[0].model
         await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
 
-    async def tokenize(self, call: Call) -> None:
+    async def tokenize(self, call: GrpcCall) -> None:
         """Tokenize."""
         given = decode(pb.TokenizeRequest, call.take())
         with self._backend.active():
@@ -141,7 +143,7 @@ class Inference:
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 
-    async def detokenize(self, call: Call) -> None:
+    async def detokenize(self, call: GrpcCall) -> None:
         """Detokenize."""
         given = decode(pb.DetokenizeRequest, call.take())
         with self._backend.active():
@@ -154,13 +156,13 @@ class Inference:
             text = await tokenizer.decode_many(ids, skip_special_tokens=given.skip_special_tokens)
         await call.send(pb.DetokenizeResponse(text=text).SerializeToString())
 
-    async def list_models(self, call: Call) -> None:
+    async def list_models(self, call: GrpcCall) -> None:
         """ListModels."""
         decode(pb.ListModelsRequest, call.take())
         models = [_model(card) for card in self._backend.started.catalog.listed()]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
-    async def embed(self, call: Call) -> None:
+    async def embed(self, call: GrpcCall) -> None:
         """Embed."""
         given = decode(pb.EmbedRequest, call.take())
         with self._backend.active():

@@ -13,14 +13,14 @@ from typing import NamedTuple, cast
 import structlog
 from google.rpc.code_pb2 import Code
 
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.status import code_of
 from services.gateway.core.errors import ClientGone, RequestTimeout, RouteError
 from services.gateway.intake.headers import check_request_id
 from services.gateway.server.connections import ConnectionLimiter
-from services.gateway.server.http2.connection import Connection
-from services.gateway.server.http2.frames import ENHANCE_YOUR_CALM, Limits, Stream
+from services.gateway.server.http2.connection import Http2Connection
+from services.gateway.server.http2.frames import ENHANCE_YOUR_CALM, FrameLimits, Stream
 from services.gateway.server.http2.hpack import Headers, refusal
 from shared import limits, tracing
 from shared.errors import ConfigurationError, DeadlineExceeded, PayloadTooLarge, QueueFull, Unavailable
@@ -31,7 +31,7 @@ from shared.tracing import Span
 _FAULTS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
 
 
-def begin_call(call: Call) -> Span:
+def begin_call(call: GrpcCall) -> Span:
     """Continues the trace that the call's metadata names; the trailers name it (`traceresponse`)."""
     remote = tracing.parse(call.metadata("traceparent"), call.metadata("tracestate"))
     method = call.headers.path.lstrip("/")[:256]
@@ -49,7 +49,7 @@ def begin_call(call: Call) -> Span:
     return span
 
 
-def end_call(span: Span, call: Call) -> None:
+def end_call(span: Span, call: GrpcCall) -> None:
     """`call` has ended."""
     if not span.recording:
         return
@@ -67,10 +67,10 @@ LINGER = 2.0
 """Seconds that a client which has broken the protocol gets to read why its connection ends."""
 
 
-class Method(NamedTuple):
+class RpcMethod(NamedTuple):
     """What answers the calls of one path."""
 
-    answer: Callable[[Call], Awaitable[None]]
+    answer: Callable[[GrpcCall], Awaitable[None]]
     streamed: bool = False
     """Whether the client may send several messages; else `answer` is called when its one message is there."""
     public: bool = False
@@ -88,7 +88,7 @@ class ServerOptions(NamedTuple):
     """Seconds that it has to answer."""
     untaken: int = limits.GRPC_UNTAKEN.value
     """Bytes of request messages on a connection that are not complete, or not taken yet; a message at least."""
-    limits: Limits = Limits()
+    limits: FrameLimits = FrameLimits()
 
 
 class GrpcServer:
@@ -98,10 +98,10 @@ class GrpcServer:
     def __init__(
         self,
         sock: socket.socket,
-        methods: Mapping[str, Method],
+        methods: Mapping[str, RpcMethod],
         options: ServerOptions,
-        on_done: Callable[[Call], None],
-        authorize: Callable[[Call], None],
+        on_done: Callable[[GrpcCall], None],
+        authorize: Callable[[GrpcCall], None],
         tls: ssl.SSLContext | None = None,
         door: ConnectionLimiter | None = None,
     ) -> None:
@@ -115,14 +115,16 @@ class GrpcServer:
         host, port = sock.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """`host:port` that it listens on."""
-        self.peers: set[Peer] = self.door.grpc
+        self.peers: set[GrpcConnection] = self.door.grpc
         self.tasks = TaskSet()
         self._listener: Listener | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once connections are accepted."""
-        self._listener = Listener(self._sock, lambda: Peer(self), self._tls, self.door.admission("grpc"))
+        self._listener = Listener(
+            self._sock, lambda: GrpcConnection(self), self._tls, self.door.admission("grpc")
+        )
         try:
             self._listener.start()
         except OSError as error:
@@ -164,13 +166,13 @@ class GrpcServer:
                 peer.sweep(now)
 
 
-class Peer(asyncio.Protocol):
-    """One connection: the shell of `Connection`, and whose events it takes."""
+class GrpcConnection(asyncio.Protocol):
+    """One connection: the shell of `Http2Connection`, and whose events it takes."""
 
     def __init__(self, server: GrpcServer) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self.connection = Connection(self, server.options.limits)
+        self.connection = Http2Connection(self, server.options.limits)
         self.paused = False
         self._transport: asyncio.Transport | None = None
         self._flushing = False
@@ -230,7 +232,7 @@ class Peer(asyncio.Protocol):
             stream.refused = True
             self.connection.end(stream, refused)
             return
-        call = Call(self, stream, headers)
+        call = GrpcCall(self, stream, headers)
         stream.owner = call
         try:
             call.request_id = check_request_id(headers.metadata.get("x-request-id")) or _new_id()
@@ -256,7 +258,7 @@ class Peer(asyncio.Protocol):
 
     def on_data(self, stream: Stream, data: bytes, ended: bool) -> None:
         call = stream.owner
-        assert isinstance(call, Call)
+        assert isinstance(call, GrpcCall)
         try:
             call.feed(data, ended)
             method = self._server.methods[call.headers.path]
@@ -266,11 +268,11 @@ class Peer(asyncio.Protocol):
             self._refuse(call, error)
 
     def on_reset(self, stream: Stream) -> None:
-        if isinstance(stream.owner, Call):
+        if isinstance(stream.owner, GrpcCall):
             stream.owner.end(ClientGone())
 
     def on_writable(self, stream: Stream) -> None:
-        if isinstance(stream.owner, Call):
+        if isinstance(stream.owner, GrpcCall):
             stream.owner.writable()
 
     # --- calls -----------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ class Peer(asyncio.Protocol):
                 f"The call's metadata has {headers.size:,} bytes; send less ({limits.GRPC_METADATA.cited(limit)})."
             )
 
-    def _expect(self, call: Call, method: Method) -> None:
+    def _expect(self, call: GrpcCall, method: RpcMethod) -> None:
         """Raises `QueueFull`."""
         limit, named = self._server.options.message_limit, limits.BODY
         if method.public:
@@ -313,13 +315,13 @@ class Peer(asyncio.Protocol):
     def _check_public(self) -> None:
         limit = limits.GRPC_PUBLIC_CALLS
         owners = (stream.owner for stream in self.connection.streams.values())
-        if sum(1 for owner in owners if isinstance(owner, Call) and owner.public) >= limit.value:
+        if sum(1 for owner in owners if isinstance(owner, GrpcCall) and owner.public) >= limit.value:
             raise QueueFull(
                 "This connection has reached its limit of calls without a key; wait for one to end "
                 f"({limit.cited()})."
             )
 
-    def _method(self, path: str) -> Method:
+    def _method(self, path: str) -> RpcMethod:
         method = self._server.methods.get(path)
         if method is None:
             raise RouteError(
@@ -329,13 +331,13 @@ class Peer(asyncio.Protocol):
             )
         return method
 
-    def _begin(self, stream: Stream, call: Call, method: Method) -> None:
+    def _begin(self, stream: Stream, call: GrpcCall, method: RpcMethod) -> None:
         if call.finished:
             return
         self.connection.excuse(stream)
         self._server.tasks.spawn(self._run(call, method))
 
-    async def _run(self, call: Call, method: Method) -> None:
+    async def _run(self, call: GrpcCall, method: RpcMethod) -> None:
         structlog.contextvars.bind_contextvars(request_id=call.request_id)
         if not tracing.on() or method.public:
             await self._answer(call, method)
@@ -347,7 +349,7 @@ class Peer(asyncio.Protocol):
         finally:
             end_call(span, call)
 
-    async def _answer(self, call: Call, method: Method) -> None:
+    async def _answer(self, call: GrpcCall, method: RpcMethod) -> None:
         try:
             await method.answer(call)
         except ClientGone as gone:
@@ -358,13 +360,13 @@ class Peer(asyncio.Protocol):
             call.finish(None)
         self._server.on_done(call)
 
-    def _refuse(self, call: Call, error: Exception) -> None:
+    def _refuse(self, call: GrpcCall, error: Exception) -> None:
         """Ends a call that has not begun, or whose request breaks off; in the latter case its method hears of it."""
         call.refuse(error)
         call.end(error)
         self._server.on_done(call)
 
-    def _expire(self, call: Call) -> None:
+    def _expire(self, call: GrpcCall) -> None:
         error = DeadlineExceeded("The deadline of the call has passed; give it more time.")
         call.finish(error)
         call.end(error)
@@ -438,7 +440,7 @@ class Peer(asyncio.Protocol):
 
     def _end_all(self, error: Unavailable) -> None:
         for stream in list(self.connection.streams.values()):
-            if isinstance(stream.owner, Call):
+            if isinstance(stream.owner, GrpcCall):
                 stream.owner.finish(error)
                 stream.owner.end(error)
 
@@ -509,7 +511,7 @@ class Peer(asyncio.Protocol):
         limit = self._server.options.message_timeout
         for stream in list(self.connection.streams.values()):
             call = stream.owner
-            if not isinstance(call, Call) or call.complete or now - call.began < limit:
+            if not isinstance(call, GrpcCall) or call.complete or now - call.began < limit:
                 continue
             if not self._server.methods[call.headers.path].streamed:
                 self._refuse(call, RequestTimeout(f"The request message was not complete after {limit:g} s."))

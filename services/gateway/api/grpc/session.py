@@ -15,15 +15,15 @@ from functools import partial
 
 import msgspec
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc import requests
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.encoding import event, event_format, field, id_field
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.requests import decode
 from services.gateway.api.grpc.status import status_message
-from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
-from services.gateway.core.asgi import Chunk
+from services.gateway.api.session import GenerationCancelled, InvalidSessionMessage, Session, Turn, check_name
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
@@ -39,7 +39,7 @@ _NEED_KEY = (
 )
 
 
-def context_of(call: Call, settings: GatewaySettings) -> Context:
+def context_of(call: GrpcCall, settings: GatewaySettings) -> Context:
     """Raises `InvalidParameter`."""
     key = check_idempotency_key(call.metadata("idempotency-key"))
     position = call.metadata("last-event-id")
@@ -100,7 +100,7 @@ async def send_events(
         return
     head = id_field(run.answer)
 
-    def write_chunks(batch: Sequence[Chunk]) -> bool:
+    def write_chunks(batch: Sequence[StreamChunk]) -> bool:
         return not head and write(event(b"", batch))
 
     async with contextlib.aclosing(run.chunks(write_chunks)) as chunks:
@@ -113,7 +113,7 @@ async def send_events(
 class ChatSession(Session[pb.ChatSessionRequest]):
     """Of one stream."""
 
-    def __init__(self, call: Call, backend: Backend, settings: GatewaySettings) -> None:
+    def __init__(self, call: GrpcCall, backend: GatewayBackend, settings: GatewaySettings) -> None:
         """Raises `InvalidParameter`."""
         super().__init__(backend, context_of(call, settings), settings)
         self._call = call
@@ -192,12 +192,12 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         return context
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
-        if error is None or isinstance(error, Cancelled):
+        if error is None or isinstance(error, GenerationCancelled):
             done = pb.GenerationDone(cancelled=error is not None)
             shown = field(3, done.SerializeToString())
         else:
             shown = field(4, status_message(error, self._context.request_id).SerializeToString())
-            shown += REFUSED if isinstance(error, Refused) else b""
+            shown += REFUSED if isinstance(error, InvalidSessionMessage) else b""
         await self.send(field(1, (name or "").encode()) + shown)
 
     def write_messages(self, messages: Sequence[bytes]) -> bool:

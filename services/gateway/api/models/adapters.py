@@ -4,7 +4,7 @@ import msgspec
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted
 from services.gateway.api.openapi.operation import TEXT, Operation
@@ -202,7 +202,7 @@ _unload = msgspec.json.Decoder(UnloadAdapter)
 _entry = msgspec.json.Decoder(AdapterEntry)
 
 
-def adapter_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def adapter_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     return [
         route(backend, settings, (LOAD, load)),
         route(backend, settings, (UNLOAD, unload)),

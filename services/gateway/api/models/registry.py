@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted, Status
 from services.gateway.api.openapi.operation import Operation, Parameter
@@ -232,7 +232,7 @@ def _shown(spec: ModelSpec, status: Status) -> RegisteredModel:
 _fields: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def registry_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def registry_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     return [
         route(backend, settings, (LIST, list_entries)),
         route(

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.dialect import ModelView, dialects_of
 from services.gateway.api.models.shapes import (
     Deleted,
@@ -20,7 +20,7 @@ from services.gateway.api.models.shapes import (
     events_between,
 )
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import Chunk, EventStream, UntilGone
+from services.gateway.core.asgi import EventStream, StreamChunk, UntilGone
 from services.gateway.core.errors import describe
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
@@ -240,7 +240,7 @@ async def stream_events(ask: RequestContext) -> None:
                 found = events_between(known, after, catalog.registry.specs, now)
                 known = after
                 if found or not stream.started:
-                    await stream.write([Chunk(msgspec.json.encode(one)) for one in found])
+                    await stream.write([StreamChunk(msgspec.json.encode(one)) for one in found])
                     silent = now
                 elif now - silent >= KEEP_ALIVE:
                     await stream.comment()
@@ -250,7 +250,9 @@ async def stream_events(ask: RequestContext) -> None:
                 ask.backend.authenticator.check(ask.principal)
         except Exception as error:
             if stream.started:
-                await stream.write([Chunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
+                await stream.write(
+                    [StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True
+                )
             raise
 
 
@@ -271,7 +273,7 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 _pull = msgspec.json.Decoder(PullRequest)
 
 
-def model_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     return [
         route(backend, settings, (LIST, list_models)),
         route(backend, settings, (MODEL, retrieve_model), (DELETE, delete_model)),

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.service import BatchCreate, Batches
@@ -106,7 +106,7 @@ async def cancel(ask: RequestContext) -> dict[str, Any]:
     return batch_object(await ask.parts.job(Batches).cancel(ask.named("batch"), ask.tenant))
 
 
-def batch_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def batch_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
         route(backend, settings, (CREATE, create), (LIST, list_batches)),

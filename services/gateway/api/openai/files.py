@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.errors import InvalidParameter
@@ -193,7 +193,7 @@ async def content(ask: RequestContext) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def file_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def file_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
         route(backend, settings, (UPLOAD, upload), (LIST, list_files)),

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
-from services.gateway.core.asgi import Chunk, EventStream, disconnected, header
+from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, shown
 from services.gateway.core.settings import GatewaySettings
@@ -300,7 +300,7 @@ async def _stream(ask: RequestContext) -> None:
                 ask.backend.check_draining()
                 ask.backend.authenticator.check(ask.principal)
                 if event is not None:
-                    await stream.write([Chunk(msgspec.json.encode(event[1]), str(event[0]).encode())])
+                    await stream.write([StreamChunk(msgspec.json.encode(event[1]), str(event[0]).encode())])
                 elif stream.started:
                     await stream.comment()
                 else:
@@ -308,7 +308,7 @@ async def _stream(ask: RequestContext) -> None:
         await stream.write([], end=True)
     except Exception as error:
         if stream.started:
-            await stream.write([Chunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
+            await stream.write([StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
         raise
     finally:
         gone.cancel()
@@ -359,7 +359,7 @@ async def refused(ask: RequestContext) -> None:
     )
 
 
-def fine_tuning_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def fine_tuning_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
         route(backend, settings, (CREATE, create), (LIST, list_jobs)),

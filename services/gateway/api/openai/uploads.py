@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
@@ -165,7 +165,7 @@ async def cancel(ask: RequestContext) -> dict[str, Any]:
     return _shown(await ask.parts.uploads.cancel(ask.named("upload"), ask.tenant), "cancelled")
 
 
-def upload_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def upload_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
         route(backend, settings, (CREATE, create)),

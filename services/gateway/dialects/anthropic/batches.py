@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
@@ -34,7 +34,7 @@ from services.gateway.dialects.anthropic.results import (
     result_of,
 )
 from services.gateway.dialects.anthropic.schemas import MessagesRequest
-from services.gateway.files.lines import AT_ONCE, Line, LineSplitter
+from services.gateway.files.lines import AT_ONCE, FileLine, LineSplitter
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.lifecycle.idempotency import fingerprint
@@ -197,7 +197,7 @@ async def _checked(ask: RequestContext, given: _RawCreate) -> bytes:
     lines: list[bytes] = []
     for index, request in enumerate(given.requests):
         line = line_of(request.custom_id, request.params)
-        checker.check(Line(index + 1, line, ""))
+        checker.check(FileLine(index + 1, line, ""))
         if checker.errors:
             error = checker.errors[0]
             place = f"requests[{index}].{(error.param or 'params').replace('body', 'params', 1)}"
@@ -283,7 +283,7 @@ async def _results(ask: RequestContext, job: BatchJob) -> AsyncGenerator[bytes, 
                 yield b"".join(missing_result(job, name) for name in left)
 
 
-async def _lines(ask: RequestContext, file: str) -> AsyncGenerator[list[Line], None]:
+async def _lines(ask: RequestContext, file: str) -> AsyncGenerator[list[FileLine], None]:
     """The lines of a file, `AT_ONCE` at a time."""
     files = ask.parts.files
     splitter = LineSplitter(files.limit)
@@ -296,7 +296,7 @@ async def _lines(ask: RequestContext, file: str) -> AsyncGenerator[list[Line], N
     yield splitter.end()
 
 
-def message_batch_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def message_batch_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
         route(backend, settings, (CREATE, create), (LIST, list_batches)),

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_reader import NumberedReader
@@ -59,7 +59,7 @@ class MessageEvents:
         self._at_length = "model_context_window_exceeded" if record.capped else "max_tokens"
         self.count = 0
         """Events so far."""
-        self.new: list[Chunk] = []
+        self.new: list[StreamChunk] = []
         """Those that nobody has taken yet."""
         self._done: list[dict[str, Any]] = []
         """Blocks that have ended."""
@@ -110,11 +110,11 @@ class MessageEvents:
         self._event("message_delta", delta=self._end, usage=usage_of(usage, self.thinking_tokens))
         self._event("message_stop")
 
-    def text(self, text: str) -> Chunk:
+    def text(self, text: str) -> StreamChunk:
         """More of the block that is being written: an event that nobody else takes."""
         self._texts.append(text)
         self.count += 1
-        return Chunk(self._template % _encode(text), b"%d" % (self.count - 1), b"content_block_delta")
+        return StreamChunk(self._template % _encode(text), b"%d" % (self.count - 1), b"content_block_delta")
 
     def message(self, usage: Usage) -> dict[str, Any]:
         """As far as it has come; one that goes on has no stop reason."""
@@ -155,7 +155,7 @@ class MessageEvents:
         return self._block | {self.kind: "".join(self._texts)}
 
     def _event(self, kind: str, **fields: Any) -> None:
-        self.new.append(Chunk(_encode({"type": kind, **fields}), b"%d" % self.count, kind.encode()))
+        self.new.append(StreamChunk(_encode({"type": kind, **fields}), b"%d" % self.count, kind.encode()))
         self.count += 1
 
 
@@ -173,9 +173,9 @@ class MessageEventReader(NumberedReader):
         self._told = self.answer.record.parsing is not None
         return super().collect()
 
-    def _progress_chunk(self, progress: PromptProgress) -> Chunk:
+    def _progress_chunk(self, progress: PromptProgress) -> StreamChunk:
         """In a ping, which Anthropic's clients pass over: a message has not begun before its first token."""
-        return Chunk(_encode({"type": "ping", "prompt_progress": progress}), b"", b"ping")
+        return StreamChunk(_encode({"type": "ping", "prompt_progress": progress}), b"", b"ping")
 
     def _show(self, piece: OutputDelta) -> None:
         events, output = self._events, self._output
@@ -200,10 +200,10 @@ class MessageEventReader(NumberedReader):
             return False
         return super()._write_text(write)
 
-    def _text_chunk(self, text: str) -> Chunk:
+    def _text_chunk(self, text: str) -> StreamChunk:
         return self._events.text(text)
 
-    def _append(self, batch: list[Chunk], index: int) -> None:
+    def _append(self, batch: list[StreamChunk], index: int) -> None:
         """The new events that the client does not have."""
         events = self._events
         new, events.new = events.new, []

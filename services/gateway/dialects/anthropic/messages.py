@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import CompletionsRoute, context_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
@@ -108,7 +108,7 @@ async def count_tokens(ask: RequestContext) -> TokenCount:
     return TokenCount(await count(intake.processor, body, context))
 
 
-def message_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def message_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     """All but those of batches."""
     create = CompletionsRoute("messages", backend, settings)
     return [ApiRoute(create, CREATE, direct=create), route(backend, settings, (COUNT, count_tokens))]

@@ -3,14 +3,14 @@
 from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.core.asgi import LineStream
 from services.gateway.dialects.ollama.generating import generating_routes
-from services.gateway.dialects.ollama.intake import ChatEndpoint, GenerateEndpoint
+from services.gateway.dialects.ollama.intake import GenerateEndpoint, OllamaChatEndpoint
 from services.gateway.dialects.ollama.models import ollama_model_routes
 from services.gateway.dialects.ollama.shapes import described
 
 OLLAMA = Dialect(
     "ollama",
     routes_of(generating_routes, ollama_model_routes),
-    endpoints=(ChatEndpoint(), GenerateEndpoint()),
+    endpoints=(OllamaChatEndpoint(), GenerateEndpoint()),
     describe=described,
     stream=LineStream,
     done=False,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from services.gateway.api.backend import RequestContext
-from services.gateway.core.asgi import Chunk, LineStream, send_json
+from services.gateway.core.asgi import LineStream, StreamChunk, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.dialects.ollama.residency import looks
 from services.gateway.dialects.ollama.shapes import Progress, ShowResponse, described
@@ -111,12 +111,12 @@ async def send_lines(ask: RequestContext, lines: AsyncGenerator[Progress, None])
     try:
         async with contextlib.aclosing(lines):
             async for line in lines:
-                await stream.write([Chunk(msgspec.json.encode(line))])
-        await stream.write([Chunk(msgspec.json.encode(Progress("success")))], end=True)
+                await stream.write([StreamChunk(msgspec.json.encode(line))])
+        await stream.write([StreamChunk(msgspec.json.encode(Progress("success")))], end=True)
     except (ClientGone, asyncio.CancelledError):
         raise
     except Exception as error:
         if stream.started:
             told = msgspec.json.encode(described(error, ask.request_id))
-            await stream.write([Chunk(told)], end=True)
+            await stream.write([StreamChunk(told)], end=True)
         raise

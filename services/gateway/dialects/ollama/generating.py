@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import context_of, reading, stream, wants_positions
 from services.gateway.api.openapi.operation import (
     GENERATING,
@@ -113,7 +113,7 @@ class AnswerRoute:
         self,
         decoder: msgspec.json.Decoder[OllamaChatRequest] | msgspec.json.Decoder[OllamaGenerateRequest],
         nothing: dict[str, object],
-        backend: Backend,
+        backend: GatewayBackend,
         settings: GatewaySettings,
     ) -> None:
         """`nothing`: what an empty answer has."""
@@ -194,7 +194,7 @@ async def _vectors(ask: RequestContext, request: Embedded, body: bytes, context:
             await send_json(ask.send, 200, await run.collect())
 
 
-def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def generating_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
     chat = AnswerRoute(_chat, message, backend, settings)
     generate = AnswerRoute(_generate, {"response": ""}, backend, settings)

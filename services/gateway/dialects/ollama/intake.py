@@ -32,7 +32,7 @@ from services.gateway.streams.stream_reader import StreamReader
 Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
 
 
-class ChatEndpoint(Endpoint):
+class OllamaChatEndpoint(Endpoint):
     """Of what is begun by /api/chat."""
 
     name = "ollama.chat"

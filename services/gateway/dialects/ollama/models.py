@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
@@ -343,7 +343,7 @@ _copy = msgspec.json.Decoder(OllamaCopyRequest)
 _create = msgspec.json.Decoder(OllamaCreateRequest)
 
 
-def ollama_model_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def ollama_model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     handled = (
         (VERSIONS, version),
         (TAGS, tags),

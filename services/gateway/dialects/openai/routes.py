@@ -4,7 +4,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
@@ -88,7 +88,7 @@ async def render_completion(ask: RequestContext) -> list[RenderedPrompt]:
     return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
 
 
-def chat_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def chat_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """Those of stored chats too."""
     create = CompletionsRoute("chat.completions", backend, settings)
 
@@ -104,7 +104,7 @@ def chat_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     ]
 
 
-def completion_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def completion_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """All of them."""
     create = CompletionsRoute("completions", backend, settings)
     return [

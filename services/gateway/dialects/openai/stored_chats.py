@@ -6,7 +6,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.pagination import ListPage
 from services.gateway.core.settings import GatewaySettings
@@ -140,7 +140,7 @@ async def list_messages(ask: RequestContext) -> bytes:
         return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted, budget)
 
 
-def routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """Those of one chat."""
     return [
         route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),

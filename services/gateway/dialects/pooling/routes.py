@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from services.gateway.api import shapes
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
@@ -189,7 +189,7 @@ POOLING = Operation(
 )
 
 
-def pooling_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
+def pooling_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[ApiRoute]:
     """All of them."""
     embeddings = CompletionsRoute("embeddings", backend, settings)
     rerank = CompletionsRoute("rerank", backend, settings)

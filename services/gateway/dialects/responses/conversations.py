@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.errors import empty_array
 from services.gateway.core.settings import GatewaySettings
@@ -46,7 +46,7 @@ class IncludeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include: Include = []
 
 
-class Conversation(msgspec.Struct):
+class StoredConversation(msgspec.Struct):
     id: str
     object: Literal["conversation"]
     created_at: int
@@ -76,10 +76,12 @@ CREATE = Operation(
     request=NewConversation,
     needs_body=False,
     example={"items": [{"role": "user", "content": "My name is Ada."}], "metadata": {"topic": "names"}},
-    response=Conversation,
+    response=StoredConversation,
     errors=(404, 413),
 )
-RETRIEVE = Operation(f"GET {ONE}", "retrieveConversation", "A conversation.", TAG, response=Conversation)
+RETRIEVE = Operation(
+    f"GET {ONE}", "retrieveConversation", "A conversation.", TAG, response=StoredConversation
+)
 CHANGE = Operation(
     f"POST {ONE}",
     "updateConversation",
@@ -87,7 +89,7 @@ CHANGE = Operation(
     TAG,
     request=ChangedConversation,
     example={"metadata": {"topic": "geography"}},
-    response=Conversation,
+    response=StoredConversation,
 )
 DELETE = Operation(
     f"DELETE {ONE}",
@@ -128,7 +130,7 @@ DELETE_ITEM = Operation(
     "deleteConversationItem",
     "Deletes an item of a conversation.",
     TAG,
-    response=Conversation,
+    response=StoredConversation,
 )
 _new = msgspec.json.Decoder(NewConversation)
 _changed = msgspec.json.Decoder(ChangedConversation)
@@ -225,7 +227,7 @@ async def delete_item(ask: RequestContext) -> dict[str, Any]:
     return _shown(public_id, await ask.parts.conversations.remove(public_id, ask.tenant, ask.named("item")))
 
 
-def conversation_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+def conversation_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
         route(backend, settings, (CREATE, create)),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, WebSocketRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import Dialect
 from services.gateway.api.websocket import StreamSocket
 from services.gateway.core.metrics import GatewayMetrics
@@ -15,7 +15,9 @@ from services.gateway.dialects.responses.routes import response_routes
 from services.gateway.dialects.responses.socket import RESPONSES_ROUTE, ResponseConnection
 
 
-def _routes(backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
+def _routes(
+    backend: GatewayBackend, settings: GatewaySettings, metrics: GatewayMetrics
+) -> Sequence[BaseRoute]:
     return [
         *response_routes(backend, settings),
         *conversation_routes(backend, settings),

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, RequestContext, route
+from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import (
     CompletionsRoute,
     context_of,
@@ -360,7 +360,7 @@ async def compact(ask: RequestContext) -> CompactedResponse:
     )
 
 
-def response_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+def response_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     """All of them."""
     return [
         ApiRoute(CompletionsRoute("responses", backend, settings), CREATE),

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.session import check_name
-from services.gateway.api.websocket import ClientMessage, Connection
-from services.gateway.core.asgi import Chunk
+from services.gateway.api.websocket import ClientMessage, WebSocketSession
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import InvalidParameter, describe, status_of
 from services.gateway.intake.decoding import decode
 from shared.errors import QueueFull
@@ -19,7 +19,7 @@ _text = msgspec.json.Decoder(str)
 STEER, CREATE = "response.steer", "response.create"
 
 
-class ResponseConnection(Connection):
+class ResponseConnection(WebSocketSession):
     """OpenAI's WebSocket of responses: `client.responses.connect()`.
 
         {"type": "response.create", "model": ..., "input": ..., "stream_id": "a"}     ──▶
@@ -40,7 +40,7 @@ class ResponseConnection(Connection):
         except (InvalidParameter, QueueFull) as error:
             await self.send_end(lane, error)
 
-    def framing(self, name: str) -> Callable[[Chunk], bytes]:
+    def framing(self, name: str) -> Callable[[StreamChunk], bytes]:
         """OpenAI's events have no place for a position."""
         end = b',"stream_id":' + _encode(name) + b"}" if name else b"}"
         return lambda chunk: chunk.data[:-1] + end

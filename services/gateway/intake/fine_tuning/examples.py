@@ -18,8 +18,8 @@ from services.gateway.intake.fine_tuning.schemas import (
     line_of,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest, TrainedMessage
-from services.gateway.tokenizer.templates import Conversation, Traits
-from services.gateway.tokenizer.turns import Piece, TrainedText
+from services.gateway.tokenizer.templates import TemplateInput, Traits
+from services.gateway.tokenizer.turns import TextSegment, TrainedText
 from shared.messages import ModelCard
 from shared.messages.training import TrainingMethod
 
@@ -136,7 +136,7 @@ def _request(line: ConversationLine, messages: list[TrainedMessage]) -> ChatComp
 
 def conversation_of(
     request: ChatCompletionRequest, card: ModelCard, traits: Traits
-) -> tuple[Conversation, list[int]]:
+) -> tuple[TemplateInput, list[int]]:
     """The conversation for the model's chat template, and the indices of the messages that are trained. Raises
     `InvalidParameter`."""
     plan = plan_of(request, card, traits)
@@ -150,13 +150,13 @@ def conversation_of(
     shown = [
         {name: value for name, value in message.items() if name != "weight"} for message in plan.messages
     ]
-    return Conversation(shown, plan.tools, plan.options), trained
+    return TemplateInput(shown, plan.tools, plan.options), trained
 
 
 def text_of_line(line: TextLine) -> TrainedText:
     """A plain text: its completion is trained."""
     text = line.prompt + line.completion
-    return TrainedText([Piece(text, [(len(line.prompt), len(text))])], special=True)
+    return TrainedText([TextSegment(text, [(len(line.prompt), len(text))])], special=True)
 
 
 def check_pair(texts: Sequence[TrainedText]) -> None:

@@ -8,7 +8,7 @@
                       └─────────────── RST_STREAM, either way ──────────────────▶ gone
 
 Invariants: never more than the peer's windows and frame size allow is sent; what does not fit waits in its
-stream, in order, and the sender is told to wait; what the peer may send is bounded by `Limits`, its frames by what
+stream, in order, and the sender is told to wait; what the peer may send is bounded by `FrameLimits`, its frames by what
 they cost (`WorkBudget`), and what it asks for is not read while it does not read what it has asked for before
 (`unread`).
 """
@@ -43,7 +43,7 @@ from services.gateway.server.http2.frames import (
     STREAM_CLOSED,
     WINDOW_UPDATE,
     Events,
-    Limits,
+    FrameLimits,
     ProtocolError,
     Stream,
     StreamError,
@@ -59,13 +59,13 @@ HEADER_BYTES_PER_UNIT = 16
 """Size of headers, as HPACK counts it, that takes a unit of work to decode."""
 
 
-class Connection(Sender):
+class Http2Connection(Sender):
     """`receive` raises nothing: after a fault `failed` is set, and what there is to take says goodbye.
 
     After `take`, where `unread` is set and `buffered` is small: `receive` again, with nothing, in a later turn.
     """
 
-    def __init__(self, events: Events, limits: Limits) -> None:
+    def __init__(self, events: Events, limits: FrameLimits) -> None:
         super().__init__(events, limits)
         self._rest = b""
         self._decoder = HeaderDecoder(limits.unread_header_bytes)

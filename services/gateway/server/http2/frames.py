@@ -34,7 +34,7 @@ pack_message = struct.Struct(">HBBBLBL").pack
 pack_prefix = struct.Struct(">BL").pack
 
 
-class Limits(NamedTuple):
+class FrameLimits(NamedTuple):
     """What a peer may have of us."""
 
     streams: int = limits.GRPC_CALLS.value

@@ -25,7 +25,7 @@ from services.gateway.server.http2.frames import (
     SETTINGS,
     WINDOW_UPDATE,
     Events,
-    Limits,
+    FrameLimits,
     Stream,
     StreamError,
     pack_head,
@@ -44,7 +44,7 @@ MESSAGE_EARNS = 2
 class Sender:
     """The half of a connection that writes."""
 
-    def __init__(self, events: Events, found: Limits) -> None:
+    def __init__(self, events: Events, found: FrameLimits) -> None:
         self._events = events
         self._limits = found
         self._out: list[bytes] = []

@@ -17,7 +17,7 @@ _BARE_END = re.compile(r"[{}\[\],:<\"]")
 _CALL = "call:"
 
 
-class Marks(NamedTuple):
+class GemmaMarks(NamedTuple):
     """One version's markers."""
 
     begin: str
@@ -26,11 +26,11 @@ class Marks(NamedTuple):
     """Before and behind a text."""
 
 
-FUNCTION_GEMMA = Marks("<start_function_call>", "<end_function_call>", "<escape>")
-GEMMA4 = Marks("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA4 = GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>')
 
 
-def with_marks(marks: Marks) -> Machine:
+def with_marks(marks: GemmaMarks) -> Machine:
     def machine(scan: Scanner, types: Types) -> Steps[None]:
         while (yield from scan.content(marks.begin)):
             name = ""
@@ -46,7 +46,7 @@ def with_marks(marks: Marks) -> Machine:
     return machine
 
 
-def _object(scan: Scanner, marks: Marks, types: Mapping[str, str]) -> Steps[None]:
+def _object(scan: Scanner, marks: GemmaMarks, types: Mapping[str, str]) -> Steps[None]:
     """The arguments as JSON: brackets and commas as they are, keys and texts in quotation marks."""
     closers: list[str] = []
     key = ""
@@ -80,7 +80,7 @@ def _object(scan: Scanner, marks: Marks, types: Mapping[str, str]) -> Steps[None
             scan.arguments(quoted(word) if is_key or kind == "string" else of_literal(word))
 
 
-def _text(scan: Scanner, marks: Marks) -> Steps[None]:
+def _text(scan: Scanner, marks: GemmaMarks) -> Steps[None]:
     text = TextValue(scan.arguments, trimmed=False)
     text.end(whole=bool((yield from scan.until((marks.text,), text.feed))))
 

@@ -32,7 +32,7 @@ class Thought(NamedTuple):
     text: str
 
 
-class Begin(NamedTuple):
+class CallBegin(NamedTuple):
     """A call begins; what `Arguments` follow are its own."""
 
     name: str
@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
     text: str
 
 
-Event = Text | Thought | Begin | Arguments
+Event = Text | Thought | CallBegin | Arguments
 
 
 class Scanner:
@@ -94,7 +94,7 @@ class Scanner:
         """A call: there is no way back from here, so what was read may be forgotten."""
         self._space = ""
         self._behind_call = True
-        self._events.append(Begin(clean(name)))
+        self._events.append(CallBegin(clean(name)))
         self._forget()
 
     def arguments(self, text: str) -> None:

@@ -8,7 +8,7 @@
     </function>                                     GLM-4.5 and later (`PairTags`)
     </tool_call>
 
-    Qwen3-Coder, and others with `name="KEY"` (`Tags`)
+    Qwen3-Coder, and others with `name="KEY"` (`CallTags`)
 
 A value has no quotation marks: the type of the parameter, or what the tag says, tells whether `5` is a number or a
 text. Texts are passed on as they come; other values when they are complete.
@@ -32,7 +32,7 @@ _STRING = 'string="true"'
 """What DeepSeek's tags say of a value."""
 
 
-class Tags(NamedTuple):
+class CallTags(NamedTuple):
     """Tags that name a function and its parameters."""
 
     outer: str
@@ -58,11 +58,11 @@ class Tags(NamedTuple):
         return '">' if self.call.endswith('"') else ">"
 
 
-CODER = Tags(
+CODER = CallTags(
     TOOL_CALL, END_OF_TOOL_CALL, "<function=", "</function>", "<parameter=", "</parameter>", lines=True
 )
 SEED = CODER._replace(outer="<seed:tool_call>", end_of_outer="</seed:tool_call>")
-MINIMAX = Tags(
+MINIMAX = CallTags(
     "<minimax:tool_call>",
     "</minimax:tool_call>",
     '<invoke name="',
@@ -71,7 +71,7 @@ MINIMAX = Tags(
     "</parameter>",
 )
 DSML = "\uff5cDSML\uff5c"
-DEEPSEEK_V32 = Tags(
+DEEPSEEK_V32 = CallTags(
     f"<{DSML}function_calls>",
     f"</{DSML}function_calls>",
     f'<{DSML}invoke name="',
@@ -81,7 +81,7 @@ DEEPSEEK_V32 = Tags(
     says_type=True,
 )
 DEEPSEEK_V4 = DEEPSEEK_V32._replace(outer=f"<{DSML}tool_calls>", end_of_outer=f"</{DSML}tool_calls>")
-STEP3 = Tags(
+STEP3 = CallTags(
     "<\uff5ctool_calls_begin\uff5c>",
     "<\uff5ctool_calls_end\uff5c>",
     '<steptml:invoke name="',
@@ -151,7 +151,7 @@ class _Object:
         self._scan.arguments("{}" if self._empty else "}")
 
 
-def with_tags(*kinds: Tags) -> Machine:
+def with_tags(*kinds: CallTags) -> Machine:
     """Reads calls in any of `kinds`."""
     begins = tuple(dict.fromkeys(begin for tags in kinds for begin in (tags.outer, tags.call)))
     ends = tuple(tags.end_of_outer for tags in kinds)
@@ -194,7 +194,7 @@ def _named(scan: Scanner, begin: str) -> Steps[tuple[str, str]]:
     return name.strip(), said
 
 
-def _parameters(scan: Scanner, found: _Object, tags: Tags) -> Steps[None]:
+def _parameters(scan: Scanner, found: _Object, tags: CallTags) -> Steps[None]:
     """Up to the end of the function, or to what is no parameter."""
     while (yield from scan.optional(tags.parameter)):
         key, said = yield from _named(scan, tags.parameter)

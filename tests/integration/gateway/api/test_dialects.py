@@ -7,7 +7,7 @@ import httpx
 import pytest
 from starlette.routing import WebSocketRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import Dialect
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator
@@ -25,13 +25,13 @@ HELLO = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content
 
 def operations(dialect: Dialect) -> list[Operation]:
     settings, metrics = GatewaySettings(), GatewayMetrics(new_registry())
-    routes = dialect.routes(Backend(Authenticator()), settings, metrics)
+    routes = dialect.routes(GatewayBackend(Authenticator()), settings, metrics)
     return [item for route in routes if isinstance(route, ApiRoute) for item in route.operations]
 
 
 def sockets(dialect: Dialect) -> list[str]:
     settings, metrics = GatewaySettings(), GatewayMetrics(new_registry())
-    routes = dialect.routes(Backend(Authenticator()), settings, metrics)
+    routes = dialect.routes(GatewayBackend(Authenticator()), settings, metrics)
     return [route.path for route in routes if isinstance(route, WebSocketRoute)]
 
 

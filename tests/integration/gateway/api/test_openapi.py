@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from services.gateway.api import shapes
 from services.gateway.api.app import GatewayApp
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.dialect import Dialect, routes_of
 from services.gateway.api.models.shapes import ModelList
 from services.gateway.api.openapi.document import STATUSES, document
@@ -36,7 +36,9 @@ def app() -> GatewayApp:
     ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
     jobs = Dialect("job kinds", routes_of(*(make for kind in KINDS for make in kind.routes)))
     every = (*DIALECTS, jobs)
-    return GatewayApp(Backend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every)
+    return GatewayApp(
+        GatewayBackend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every
+    )
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from services.gateway.lifecycle.token_logs import TokenConsumer
 from shared.messages import TokenEntry, TokenFrame
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.journal import Begin, JournalReader
+from shared.nats.journal import JournalReader, StartPosition
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, until
 from tests.integration.gateway.lifecycle.test_gateway_lost import CHAT, TEXT, body, go_on
@@ -30,12 +30,12 @@ async def record(bus: Bus, *steps: int) -> None:
         await bus.publish_durable(subjects.tokens(GATEWAY), frame)
 
 
-async def steps_of(reader: JournalReader, begin: Begin) -> list[int]:
+async def steps_of(reader: JournalReader, begin: StartPosition) -> list[int]:
     return [frame.step async for frame in reader.read(begin)]
 
 
 async def test_what_was_read_is_not_read_twice(bus: Bus) -> None:
-    reader, begin = JournalReader(bus, GATEWAY), Begin(since=time.time() - 5)
+    reader, begin = JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)
     assert await steps_of(reader, begin) == []
     await record(bus, *range(300))
     assert await steps_of(reader, begin) == list(range(300))
@@ -48,17 +48,19 @@ async def test_what_was_read_is_not_read_twice(bus: Bus) -> None:
 async def test_a_reading_begins_behind_a_number_whatever_the_clocks_say(bus: Bus) -> None:
     await record(bus, *range(5))
     late = time.time() + 3600
-    assert await steps_of(JournalReader(bus, GATEWAY), Begin(3, late)) == [3, 4]
-    assert await steps_of(JournalReader(bus, GATEWAY), Begin(0, late)) == list(range(5))
-    assert await steps_of(JournalReader(bus, GATEWAY), Begin(5, late)) == []
-    assert await steps_of(JournalReader(bus, GATEWAY), Begin(6, 0.0)) == list(range(5)), "it was made anew"
+    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(3, late)) == [3, 4]
+    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(0, late)) == list(range(5))
+    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(5, late)) == []
+    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(6, 0.0)) == list(range(5)), (
+        "it was made anew"
+    )
 
 
 async def test_readings_leave_no_consumer_behind(bus: Bus) -> None:
     await record(bus, *range(5))
     for _ in range(20):
-        assert await steps_of(JournalReader(bus, GATEWAY), Begin()) == list(range(5))
-        await anext(JournalReader(bus, GATEWAY).read(Begin()))
+        assert await steps_of(JournalReader(bus, GATEWAY), StartPosition()) == list(range(5))
+        await anext(JournalReader(bus, GATEWAY).read(StartPosition()))
     await until(lambda: has_no_consumer(bus))
 
 
@@ -105,7 +107,7 @@ async def has_no_consumer(bus: Bus) -> bool:
 
 
 async def test_a_reading_that_was_not_finished_does_not_count(bus: Bus) -> None:
-    reader, begin = JournalReader(bus, GATEWAY), Begin(since=time.time() - 5)
+    reader, begin = JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)
     await record(bus, 0, 1)
     frames = reader.read(begin)
     assert (await anext(frames)).step == 0
@@ -114,7 +116,7 @@ async def test_a_reading_that_was_not_finished_does_not_count(bus: Bus) -> None:
 
 
 async def test_a_journal_that_was_made_anew_is_read_from_the_time(bus: Bus) -> None:
-    reader, begin = JournalReader(bus, GATEWAY), Begin(since=time.time() - 5)
+    reader, begin = JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)
     await record(bus, *range(5))
     assert len(await steps_of(reader, begin)) == 5
     await bus.jetstream().delete_stream(subjects.JOURNAL_STREAM)
@@ -129,13 +131,13 @@ async def test_an_undecodable_frame_is_left_out(bus: Bus) -> None:
     await record(bus, 0)
     await bus.jetstream().publish(subjects.tokens(GATEWAY), b"\xc1 no frame")
     await record(bus, 1)
-    assert await steps_of(JournalReader(bus, GATEWAY), Begin(since=time.time() - 5)) == [0, 1]
+    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)) == [0, 1]
 
 
 async def test_a_message_lost_on_the_way_makes_the_reading_fail(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader, begin = JournalReader(bus, GATEWAY), Begin(since=time.time() - 5)
+    reader, begin = JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)
     await record(bus, 0, 1, 2)
     fetch = JetStreamContext.PullSubscription.fetch
 
@@ -158,8 +160,8 @@ async def test_a_failed_reading_is_tried_again_before_anybody_is_told(
     consumer: TokenConsumer = generations.tokens
     failures = [TimeoutError(), TimeoutError()]
 
-    def begin() -> Begin | None:
-        return Begin() if failures else None
+    def begin() -> StartPosition | None:
+        return StartPosition() if failures else None
 
     async def fail(*_: object, **__: object) -> None:
         raise failures.pop()
@@ -188,7 +190,7 @@ async def test_what_ended_long_ago_is_not_read_up_to_now(bus: Bus) -> None:
         pending_frames=10,
     )
     reading = asyncio.create_task(consumer.run())
-    begin = Begin(since=time.time() - 5)
+    begin = StartPosition(since=time.time() - 5)
     await asyncio.wait_for(consumer.catch_up(begin, lambda: 3 in seen), 20)
     assert (seen, wholes) == ([0, 1, 2, 3], [])
     seen.clear()
@@ -202,7 +204,7 @@ async def test_an_undecodable_frame_does_not_end_the_gateway(gateway: RunningGat
     generations = gateway.service.work.generations
     assert generations is not None
     await ring.bus.jetstream().publish(subjects.tokens(gateway.service.instance), b"\xc1 no frame")
-    generations.tokens._replay_from = lambda: Begin(since=time.time() - 5)
+    generations.tokens._replay_from = lambda: StartPosition(since=time.time() - 5)
     await generations.tokens.replayed()
     assert generations.tokens.replays == 1
     assert not gateway.task.done()

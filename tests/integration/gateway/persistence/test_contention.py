@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.batches import states
 from services.gateway.batches.service import batch_jobs
-from services.gateway.lifecycle.claims import Claims
+from services.gateway.lifecycle.claims import GenerationClaims
 from services.gateway.persistence.chats import ChatIndex
 from services.gateway.ratelimit.shared_windows import SharedWindows
 from shared.errors import BrokerUnavailable
@@ -40,7 +40,7 @@ async def _lease(bus: Bus) -> Callable[[], Awaitable[object]]:
 
 
 async def _claim(bus: Bus) -> Callable[[], Awaitable[object]]:
-    claims = Claims(bus, "g", 60.0)
+    claims = GenerationClaims(bus, "g", 60.0)
     await claims.bucket.ensure()
     await claims.bucket.put("i", Ownership("lost", []))
     return lambda: claims.claim("i", "lost", [])

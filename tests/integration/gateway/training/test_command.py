@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands.fine_tune.client import FineTuning
-from services.cli.gateway_client import Refused, connected
+from services.cli.commands.fine_tune.client import FineTuningClient
+from services.cli.gateway_client import RequestRefused, connected
 from services.cli.target import Gateway
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
@@ -59,7 +59,7 @@ async def test_the_client_of_the_command_line_reads_what_a_gateway_says(
     source = tmp_path / "examples.jsonl"
     source.write_text("".join(json.dumps(LINE) + "\n" for _ in range(4)))
     async with connected(Gateway(gateway.url), "") as client:
-        jobs = FineTuning(client)
+        jobs = FineTuningClient(client)
         made = await jobs.create({"model": MODEL, "training_file": await jobs.file(str(source), None)})
         job = made["id"]
         await trainer.take(job)
@@ -77,7 +77,7 @@ async def test_the_client_of_the_command_line_reads_what_a_gateway_says(
         followed = [event["message"] async for event in jobs.follow(job)]
         assert followed[0] == f"Created fine-tuning job: {job}"
         assert set(followed) == {event["message"] for event in await jobs.events(job, 1000)}
-        with pytest.raises(Refused, match="it is over"):
+        with pytest.raises(RequestRefused, match="it is over"):
             await jobs.act(job, "pause")
 
 

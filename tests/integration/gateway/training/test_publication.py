@@ -10,7 +10,7 @@ import pytest
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
-from services.gateway.jobs.leases import Lease, LeaseLost
+from services.gateway.jobs.leases import JobLease, LeaseLost
 from services.gateway.training import publication, runner, states
 from services.gateway.training.publication import Publication
 from services.gateway.training.runner import TrainingRunner
@@ -82,7 +82,7 @@ class Publishing:
         while states.needs_publication(lease.job):
             await published.publish(lease)
 
-    async def lease(self, gateway: str) -> Lease[TrainingJob]:
+    async def lease(self, gateway: str) -> JobLease[TrainingJob]:
         entry = await self.trainer.jobs.bucket.get("", JOB)
         assert entry is not None
         lease = await self.trainer.jobs.claim(entry.key, entry.value, entry.revision, gateway)
@@ -278,7 +278,7 @@ async def test_a_failure_that_cannot_be_written_is_tried_again_until_another_has
     trainer, tried = publishing.trainer, 0
     await trained(trainer)
 
-    async def step(lease: Lease[TrainingJob]) -> None:
+    async def step(lease: JobLease[TrainingJob]) -> None:
         nonlocal tried
         tried += 1
         if tried == 3:

@@ -129,7 +129,10 @@ def test_a_model_that_attends_to_too_few_keys_is_wrong(monkeypatch: pytest.Monke
     real = attention_launch.attend
 
     def short(
-        query: torch.Tensor, layer: attention_launch.Layer, batch: attention_launch.Batch, *rest: object
+        query: torch.Tensor,
+        layer: attention_launch.AttentionLayer,
+        batch: attention_launch.Batch,
+        *rest: object,
     ) -> None:
         real(query, layer, batch._replace(context_lens=(batch.context_lens - 1).clamp(min=1)), *rest)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from services.executor.model.catalogue import ENCODERS, REFUSED, SERVED
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_status import ModelStatus
 from shared.model_store import hub
-from shared.model_store.programs import Verdict
+from shared.model_store.programs import ServableVerdict
 from tests.unit.executor.model.tiny import make_model
 
 
@@ -66,7 +66,7 @@ def test_models_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_name_of_the_hub_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path))
-    verdicts = iter([Verdict("other", "No."), Verdict("llama"), Verdict()])
+    verdicts = iter([ServableVerdict("other", "No."), ServableVerdict("llama"), ServableVerdict()])
     monkeypatch.setattr(hub, "look_at", lambda name, directory, progress: next(verdicts))
     assert run("inspect", "org/name") == "org/name (other): No.\n"
     assert run("inspect", "org/name") == "org/name (llama): nothing in its config.json speaks against it\n"

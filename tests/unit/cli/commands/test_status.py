@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.commands.status import ServiceStatus, print_status, snapshot
-from services.cli.target import Started
+from services.cli.target import StartedProcess
 from shared.messages import (
     GroupLoad,
     GroupRecord,
@@ -115,7 +115,7 @@ def test_how_far_a_start_has_come_is_shown() -> None:
 
 
 def test_what_has_not_been_heard_yet_is_starting_and_an_earlier_stacks_records_are_not_shown() -> None:
-    started = [Started("gateway", "gateway-0", 12), Started("executor", "executor-0", 13)]
+    started = [StartedProcess("gateway", "gateway-0", 12), StartedProcess("executor", "executor-0", 13)]
     known = [
         ServiceRecord("gateway", "gateway-0", 12, "ready"),
         ServiceRecord("executor", "executor-0", 7, "ready"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.cli.sla.journal import LATE, PATIENCE, Ledger
 from services.cli.sla.periods import Interval
-from services.cli.sla.report import Scope
+from services.cli.sla.report import ReportScope
 from services.gateway.lifecycle.records import outline_of
 from shared.messages import FinishReason, GenerationRequest, TokenEntry, TokenFrame
 from shared.messages.records import GenerationRecord
@@ -55,7 +55,7 @@ class Journal:
         self.ledger.on_frame(at, TokenFrame(group, 1, 1, list(entries)))
         return self
 
-    def all(self, until: float = PERIOD.end) -> Scope:
+    def all(self, until: float = PERIOD.end) -> ReportScope:
         return self.ledger.scopes(Interval(PERIOD.begin, until))[0]
 
 
@@ -256,7 +256,7 @@ ends = st.sampled_from(("stop", "error", "cancelled"))
 lives = st.lists(st.builds(Life, st.integers(1000, 1100), gaps, ends), min_size=1, max_size=6)
 
 
-def told(given: list[Life]) -> Scope:
+def told(given: list[Life]) -> ReportScope:
     """By the journal's messages, in the order of their time."""
     journal = Journal()
     events = [(life.begin, number, -1) for number, life in enumerate(given)]

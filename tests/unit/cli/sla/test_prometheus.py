@@ -12,7 +12,7 @@ import pytest
 
 from services.cli.sla.periods import Interval
 from services.cli.sla.prometheus import PrometheusError, ask, client_of, from_prometheus, queries
-from services.cli.sla.report import NoData, Scope
+from services.cli.sla.report import NoData, ReportScope
 from shared.errors import ConfigurationError, Unavailable
 
 
@@ -58,7 +58,7 @@ def server() -> Iterator[str]:
 PERIOD = Interval(0.0, 200.0)
 
 
-def report(server: str, **answers: list[tuple[dict[str, str], float]]) -> list[Scope]:
+def report(server: str, **answers: list[tuple[dict[str, str], float]]) -> list[ReportScope]:
     """Of a Prometheus that says so, and nothing else."""
     asked = queries(PERIOD, 10.0, "gateways")
     answers.setdefault("present", [({}, 1.0)])

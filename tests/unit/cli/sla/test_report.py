@@ -12,8 +12,8 @@ from services.cli.sla.report import (
     Percentiles,
     Quantile,
     Report,
+    ReportScope,
     Requests,
-    Scope,
     Tokens,
     judge,
     markdown,
@@ -25,7 +25,7 @@ NONE = Percentiles(0)
 ZONE = ZoneInfo("Europe/Zurich")
 
 
-def scope(model: str = "", **changes: object) -> Scope:
+def scope(model: str = "", **changes: object) -> ReportScope:
     fields: dict[str, object] = {
         "model": model,
         "requests": Requests(1000, 1),
@@ -40,7 +40,7 @@ def scope(model: str = "", **changes: object) -> Scope:
         "end_to_end": NONE,
         "tokens": Tokens(),
     }
-    return Scope(**(fields | changes))  # type: ignore[arg-type]
+    return ReportScope(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_targets_are_judged_by_the_worst_scope() -> None:

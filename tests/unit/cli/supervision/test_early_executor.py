@@ -14,7 +14,7 @@ from services.cli.supervision import early_executor
 from services.cli.supervision.nats_server import stop_process
 from services.cli.supervision.stack import Child
 from services.executor.supervisor.early_fork_server import BUILDERS
-from services.executor.supervisor.fork_server import Import
+from services.executor.supervisor.fork_server import ImportModules
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="early executors are for Linux")
 
@@ -57,7 +57,7 @@ async def test_what_makes_weights_is_imported_while_it_waits(tmp_path: Path) -> 
     assert await executor.wait() == 0
     arguments, *_, asked = json.loads(executor.log.read_text())
     assert arguments == ["--group", "é"]
-    assert msgspec.json.decode(asked, type=Import) == Import(BUILDERS)
+    assert msgspec.json.decode(asked, type=ImportModules) == ImportModules(BUILDERS)
 
 
 def test_one_that_is_told_nothing_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ import sys
 from unittest.mock import Mock
 
 from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.early_fork_server import Started, take_arguments
+from services.executor.supervisor.early_fork_server import StartedForkServer, take_arguments
 
 if __name__ == "__main__":
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    early_fork_server._early.append(Started(Mock(), ours))
+    early_fork_server._early.append(StartedForkServer(Mock(), ours))
     take_arguments()
     ours.close()
     asked = theirs.recv(1 << 16).decode()

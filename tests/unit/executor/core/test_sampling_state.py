@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.sampling_state import (
+    OutputTokenCounts,
     SamplingState,
-    TokenCounts,
     problem_with,
     random_bits,
     uniform,
@@ -63,7 +63,7 @@ def test_uniform_numbers_are_uniform_and_unrelated(numbers: list[float]) -> None
 @given(st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
 def test_counts_equal_a_plain_count(prompt: list[int], output: list[int]) -> None:
     half = len(output) // 2
-    counts = TokenCounts(prompt, output[:half])
+    counts = OutputTokenCounts(prompt, output[:half])
     for token in output[half:]:
         counts.add(token)
     expected = {token: Counter(output)[token] for token in {*prompt, *output}}

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.sharding import HeadCounts, ShardLayout, SharedHead, Span, split, split_dimension
+from services.executor.core.sharding import (
+    HeadCounts,
+    ShardLayout,
+    ShardRange,
+    SharedHead,
+    split,
+    split_dimension,
+)
 from shared.errors import ConfigurationError, ModelLoadError
 
 
@@ -77,20 +84,32 @@ def test_dimensions_are_cut_without_gaps(size: int, parts: int) -> None:
 
 def test_known_splits() -> None:
     nine_over_three = [ShardLayout.of(HeadCounts(9, 3, 64), 2, rank) for rank in range(2)]
-    assert [layout.q_heads for layout in nine_over_three] == [Span(0, 6), Span(3, 9)]
-    assert [layout.kv_heads for layout in nine_over_three] == [Span(0, 2), Span(1, 3)]
-    assert [layout.output_heads for layout in nine_over_three] == [Span(0, 4), Span(4, 9)]
+    assert [layout.q_heads for layout in nine_over_three] == [ShardRange(0, 6), ShardRange(3, 9)]
+    assert [layout.kv_heads for layout in nine_over_three] == [ShardRange(0, 2), ShardRange(1, 3)]
+    assert [layout.output_heads for layout in nine_over_three] == [ShardRange(0, 4), ShardRange(4, 9)]
     assert [layout.shared_heads for layout in nine_over_three] == [
         [SharedHead(kv_head=1, slot=0, is_first=True, first_share=1)],
         [SharedHead(kv_head=0, slot=0, is_first=False, first_share=1)],
     ]
     # Sharing would give the second of three ranks three heads of five; of seventeen, two ranks balance well enough.
     five_over_three = [ShardLayout.of(HeadCounts(5, 5, 64), 3, rank) for rank in range(3)]
-    assert [layout.kv_heads for layout in five_over_three] == [Span(0, 2), Span(2, 4), Span(4, 5)]
+    assert [layout.kv_heads for layout in five_over_three] == [
+        ShardRange(0, 2),
+        ShardRange(2, 4),
+        ShardRange(4, 5),
+    ]
     assert ShardLayout.of(HeadCounts(17, 17, 64), 2, 0).num_shared_heads == 0
     eight_over_two = [ShardLayout.of(HeadCounts(8, 2, 64), 3, rank) for rank in range(3)]
-    assert [layout.q_heads for layout in eight_over_two] == [Span(0, 2), Span(2, 4), Span(4, 8)]
-    assert [layout.kv_heads for layout in eight_over_two] == [Span(0, 1), Span(0, 1), Span(1, 2)]
+    assert [layout.q_heads for layout in eight_over_two] == [
+        ShardRange(0, 2),
+        ShardRange(2, 4),
+        ShardRange(4, 8),
+    ]
+    assert [layout.kv_heads for layout in eight_over_two] == [
+        ShardRange(0, 1),
+        ShardRange(0, 1),
+        ShardRange(1, 2),
+    ]
     assert [span.size for span in split_dimension(1536, 5)] == [256, 320, 320, 320, 320]
     assert [span.size for span in split_dimension(131, 2)] == [65, 66]
 
@@ -137,5 +156,5 @@ def test_configurations_without_uniform_heads_are_refused(values: dict[str, obje
         HeadCounts.from_config(Config(**values))
 
 
-def as_list(span: Span) -> list[int]:
+def as_list(span: ShardRange) -> list[int]:
     return list(range(span.start, span.stop))

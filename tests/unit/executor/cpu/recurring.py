@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.executor.native.library import Model, Recurrent, Step, load_library
+from services.executor.native.library import RzModel, RzRecurrent, RzStep, load_library
 
 KINDS = {"delta": 0, "scan": 1, "short": 2}
 
@@ -82,12 +82,12 @@ class Layer:
         self.window = torch.full((slots, shape.channels, length), torch.nan, dtype=torch.bfloat16)
         self.state = torch.full((slots, heads, shape.key_dim * shape.value_dim), torch.nan)
 
-    def describe(self, slots: Tensor) -> Recurrent:
+    def describe(self, slots: Tensor) -> RzRecurrent:
         """`slots`: uint8 [slots, bytes], where each begins with the window and ends with the state."""
         shape = self.shape
         columns = shape.inner // shape.groups if shape.norm == "group" else shape.value_dim
         window_bytes = self.window[0].nbytes
-        made = Recurrent(
+        made = RzRecurrent(
             kind=KINDS[shape.kind], heads=shape.heads, value_dim=shape.value_dim, groups=shape.groups,
             key_dim=shape.key_dim, taps=shape.taps, activated=shape.kind != "short",
             window_length=self.window.shape[2], gate_first=shape.kind == "scan", norms=shape.inner // columns,
@@ -109,7 +109,7 @@ class Recurring:
         self.slots = torch.cat(parts, dim=1).contiguous()
         self._described = layer.describe(self.slots)
         self._library: Any = load_library()
-        self._decoder = self._library.rz_decoder_new(ctypes.byref(Model()), threads, None)
+        self._decoder = self._library.rz_decoder_new(ctypes.byref(RzModel()), threads, None)
 
     def close(self) -> None:
         self._library.rz_decoder_free(self._decoder)
@@ -125,7 +125,7 @@ class Recurring:
             "state_snapshots": [value for pair in snapshots for value in pair],
         }  # fmt: skip
         arrays = {name: np.array(values, np.int32) for name, values in held.items()}
-        step = Step(
+        step = RzStep(
             tokens=len(rows), sequences=len(pieces), num_states=len(pieces), num_snapshots=len(snapshots),
             **{name: array.ctypes.data for name, array in arrays.items()},
         )  # fmt: skip

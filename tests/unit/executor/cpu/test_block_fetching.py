@@ -16,7 +16,7 @@ from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.cpu import decoder
 from services.executor.cpu.block_fetching import QUIET_STEPS, FetchSteps, disk_reads, measure_disk
-from services.executor.kv_cache.block_memory import MappedFile, MappedFiles
+from services.executor.kv_cache.block_memory import MappedBlockFile, MappedFiles
 from services.executor.kv_cache.codecs import INT8
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -51,7 +51,7 @@ def test_steps_ask_while_something_is_read() -> None:
 
 def test_the_disk_is_measured_with_what_the_file_holds(tmp_path: Path) -> None:
     needs_disk(tmp_path)
-    file = MappedFile(tmp_path, 1 << 20)
+    file = MappedBlockFile(tmp_path, 1 << 20)
     before = disk_reads()
     assert measure_disk(file) > 0
     assert disk_reads() >= before

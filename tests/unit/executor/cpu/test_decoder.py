@@ -19,7 +19,7 @@ from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
@@ -233,7 +233,10 @@ def test_layers_that_store_nothing_compute_what_is_sampled_alone(tmp_path: Path,
     directory = make_model(tmp_path, "gemma4_text", head_dim=32, max_position_embeddings=2048)
 
     def logits_of(*, every_token: bool) -> dict[tuple[int, int], Tensor]:
-        runner, progress = runner_of(directory, native=True, num_blocks=900, codec=codec), Progress.unread()
+        runner, progress = (
+            runner_of(directory, native=True, num_blocks=900, codec=codec),
+            ProgressCounter.unread(),
+        )
         script = Script([900, 30, 5], num_blocks=900, compresses=codec is not None)
         found = {}
         for tokens in ({2: 4}, {0: 600}, {2: 1, 0: 299, 1: 29}, {0: 1, 1: 1}):
@@ -278,8 +281,8 @@ def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int,
     assert decoder is not None
     plan, _ = Script([100]).step({0: 100})
     plan = structs.replace(plan, sample_rows=to_bytes(list(range(100 - rows, 100))))
-    expected = decoder.largest(decoder.forward(plan, Progress.unread(), NO_POOLS)[0])
-    values, tokens = decoder.forward_to_largest(plan, Progress.unread())
+    expected = decoder.largest(decoder.forward(plan, ProgressCounter.unread(), NO_POOLS)[0])
+    values, tokens = decoder.forward_to_largest(plan, ProgressCounter.unread())
     assert torch.equal(values, expected[0])
     assert torch.equal(tokens, expected[1])
 
@@ -384,7 +387,7 @@ def test_plans_that_name_slots_that_do_not_exist_change_nothing(
 
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)
-    progress = Progress.unread()
+    progress = ProgressCounter.unread()
     runner.forward(mixed_script()[1][0][0], progress)
     assert progress.count == 3
 

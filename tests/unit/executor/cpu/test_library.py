@@ -36,15 +36,15 @@ class Compiled:
 def test_structures_of_other_sizes_are_refused() -> None:
     kinds = (
         library.Linear,
-        library.Layer,
-        library.Model,
-        library.Step,
+        library.RzLayer,
+        library.RzModel,
+        library.RzStep,
         library.Codes,
         library.Experts,
-        library.Recurrent,
-        library.Latent,
+        library.RzRecurrent,
+        library.RzLatent,
         library.Adapted,
-        library.LowRank,
+        library.RzLowRank,
     )
     ours = [ctypes.sizeof(kind) for kind in kinds]
     assert library._has_our_structures(Compiled(ours))

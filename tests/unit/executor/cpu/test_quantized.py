@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from services.executor.cpu import quantized
-from services.executor.cpu.packed_linear import PackedLinear, Piece, alternating, one_after_another
+from services.executor.cpu.packed_linear import PackedLinear, PackedSegment, alternating, one_after_another
 from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
 from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
-from services.executor.native.library import Format, Model, kernels_at, levels, load_library, why_not
+from services.executor.native.library import Format, RzModel, kernels_at, levels, load_library, why_not
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -29,9 +29,9 @@ class Kernels:
     def __init__(self, level: str, pool: ThreadPoolExecutor) -> None:
         self.library = kernels_at(level)
         self.pool = pool
-        self._decoder = self.library.rz_decoder_new(ctypes.byref(Model()), 2, None)
+        self._decoder = self.library.rz_decoder_new(ctypes.byref(RzModel()), 2, None)
 
-    def pack(self, *pieces: Piece) -> PackedLinear:
+    def pack(self, *pieces: PackedSegment) -> PackedLinear:
         return PackedLinear.of(self.library, list(pieces), self.pool, 2)
 
     def product(self, linear: PackedLinear, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import RestoreFailed
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache import restore
 from services.executor.kv_cache.codecs import INT8, Codec
@@ -33,7 +33,7 @@ class Spilled(SpillStore):
         super().__init__(0, 64, runner._store.shape.bytes_per_spilled_block, directory, beside=True)
         parts = runner._store.parts_of_pages()
         self._page = {offset: page for page, found in enumerate(parts) for offset, _ in found}
-        self.progress: Progress | None = None
+        self.progress: ProgressCounter | None = None
         """Of the step that is waited for; None: nothing is."""
 
     def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
@@ -81,7 +81,7 @@ def test_layers_wait_for_their_own_blocks_alone(
     monkeypatch.setattr(restore, "SMALL_BYTES", 1)
     case = Case(tmp_path, codec)
     plain, restoring = case.step({0: 5})
-    case.spill.progress = progress = Progress.unread()
+    case.spill.progress = progress = ProgressCounter.unread()
     logits = case.runner.forward(restoring, progress)
     assert isinstance(logits, torch.Tensor)
     assert progress.count == 2 * LAYERS
@@ -97,7 +97,7 @@ def test_a_step_that_reads_none_of_them_waits_for_none(
     monkeypatch.setattr(restore, "READ_BYTES", 1)
     case = Case(tmp_path, INT8)
     _, restoring = case.step({1: 1})
-    held, progress = threading.Event(), Progress.unread()
+    held, progress = threading.Event(), ProgressCounter.unread()
 
     def read_into(slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         """Nothing comes before all is computed."""
@@ -122,7 +122,7 @@ def test_without_a_core_to_spare_blocks_are_there_before_the_step(
     case = Case(tmp_path, codec)
     case.spill.beside = False
     plain, restoring = case.step({0: 5})
-    progress, computed = Progress.unread(), []
+    progress, computed = ProgressCounter.unread(), []
 
     def read_into(slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         computed.append(progress.count)

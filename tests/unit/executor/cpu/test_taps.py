@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.model.draft_heads import StateTaps
 from services.executor.model.loading.loader import load_config
@@ -34,7 +34,7 @@ def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     plan, _ = script.step({0: PROMPT})
     last = len(decoder.packed.layers) - 1
     for layers in ((), (0, last, last)):
-        *_, states = decoder.forward_with_states(plan, Progress.unread(), NO_POOLS, layers)
+        *_, states = decoder.forward_with_states(plan, ProgressCounter.unread(), NO_POOLS, layers)
         expected = states_read(directory, script.sequences[0][:PROMPT], layers)
         assert states.shape == torch.cat(expected, dim=-1).shape
         # Each by itself, since what the first layer reads is small beside the rest. bf16 may choose others of experts

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu import packed_file, weight_cache
-from services.executor.cpu.packed_file import ModelFacts
-from services.executor.cpu.weight_cache import Found, WeightCache
+from services.executor.cpu.packed_file import PackedModelFacts
+from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.native.library import why_not
@@ -37,13 +37,13 @@ def model_of(directory: Path, model_type: str = "llama", **changes: Any) -> Path
     return make_model(directory, model_type, **{"head_dim": 32, **changes})
 
 
-def built(directory: Path, weights: str = "") -> tuple[ModelFacts, ModelRunner]:
+def built(directory: Path, weights: str = "") -> tuple[PackedModelFacts, ModelRunner]:
     runner = runner_of(directory, native=True, weights=weights)
     config = runner._model.config
     heads = HeadCounts.from_config(config)
     layout = ShardLayout.of(heads, 1, 0)
     widths = widths_of(runner._model)
-    return ModelFacts(layer_states(config, layout), config.hidden_size, 64, heads, widths), runner
+    return PackedModelFacts(layer_states(config, layout), config.hidden_size, 64, heads, widths), runner
 
 
 def cache_of(tmp_path: Path, model: Path, limit: int = LIMIT, rank: int = 0) -> WeightCache:
@@ -60,7 +60,7 @@ def kept(tmp_path: Path, model: Path) -> Path:
     return file
 
 
-def read(cache: WeightCache) -> Found | None:
+def read(cache: WeightCache) -> CachedWeights | None:
     file = cache.find()
     return None if file is None else cache.read(file, 2, lambda done, total: None)
 

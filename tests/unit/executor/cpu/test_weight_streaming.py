@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.cpu import packed_file, weight_streaming
-from services.executor.cpu.weight_cache import Found
+from services.executor.cpu.weight_cache import CachedWeights
 from services.executor.cpu.weight_streaming import (
     Extent,
     LayerExtents,
@@ -132,14 +132,14 @@ class Case:
         file.close()
         return found
 
-    def stream(self, budget: int) -> Found:
+    def stream(self, budget: int) -> CachedWeights:
         file = self.cache.find()
         assert file is not None
         found = self.cache.stream(file, 2, budget, lambda done, total: None)
         assert found is not None
         return found
 
-    def runner_of(self, found: Found) -> ModelRunner:
+    def runner_of(self, found: CachedWeights) -> ModelRunner:
         shape = self.runner._store.shape
         store = KvStore(shape, NUM_BLOCKS, CPU, num_slots=NUM_SLOTS if shape.slot else 0)
         layout = ShardLayout.of(self.facts.heads, 1, 0)

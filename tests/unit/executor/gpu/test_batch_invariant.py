@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 
 from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import InRankOrder, SingleRank
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.gpu.kernels import matmul
 from services.executor.gpu.linear import invariant_product
 from services.executor.gpu.steps import StepLimits
@@ -71,7 +71,7 @@ def test_rows_have_the_same_bits_however_steps_are_cut(tmp_path: Path, model_typ
         script, rows = Script([9, 5], compresses=True), []
         for step in steps:
             plan, sampled = script.step(dict(step), every_token=True)
-            found = runner.forward(plan, Progress.unread())
+            found = runner.forward(plan, ProgressCounter.unread())
             assert isinstance(found, Tensor)
             rows += [row.clone() for row, (sequence, _) in zip(found, sampled, strict=True) if not sequence]
         return torch.stack(rows)

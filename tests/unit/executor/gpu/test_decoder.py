@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
 from services.executor.collectives.base import Collectives, SingleRank
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import INT8, Codec
@@ -179,7 +179,7 @@ def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
 
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
-    progress = Progress.unread()
+    progress = ProgressCounter.unread()
     runner.forward(small_script().step({0: 3})[0], progress)
     assert progress.count == 2
     assert not runner.is_native

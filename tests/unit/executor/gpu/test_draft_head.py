@@ -16,7 +16,12 @@ from services.executor.gpu.steps import GpuSteps, StepLimits
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.draft_heads import HeadModel
-from services.executor.model.loading.draft_heads import LoadedHead, Place, load_eagle3_head, load_mtp_head
+from services.executor.model.loading.draft_heads import (
+    HeadPlacement,
+    LoadedHead,
+    load_eagle3_head,
+    load_mtp_head,
+)
 from services.executor.model.lowering import lower
 from services.executor.worker.backends.modules import module_runner
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -41,14 +46,14 @@ def made(directory: Path, kind: str) -> tuple[Path, Path]:
     return model, model
 
 
-def load(directories: tuple[Path, Path], place: Place) -> LoadedHead:
+def load(directories: tuple[Path, Path], place: HeadPlacement) -> LoadedHead:
     model, head = directories
     return load_mtp_head(head, place) if model == head else load_eagle3_head(head, model, place)
 
 
 def computed(directories: tuple[Path, Path], collectives: Collectives, *, gpu: bool) -> list[Tensor]:
     """The logits of all rows and the head's own states, on the leader; of the decoder, or of the head's modules."""
-    place = Place(torch.float32, CPU, collectives)
+    place = HeadPlacement(torch.float32, CPU, collectives)
     loaded = load(directories, place)
     head, layout = loaded.model, place.layout(loaded.config)
     shape = StoreShape.uniform(1, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, torch.float32, (None,))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import StepPlan, as_int32, plan_alone, to_bytes
 from services.executor.gpu.graphs import (
     GraphedDecoder,
@@ -28,7 +28,7 @@ from services.executor.gpu.graphs import (
 from services.executor.gpu.inputs import (
     MOST_ALIKE,
     MOST_READ_AGAIN,
-    Limits,
+    BufferLimits,
     Staging,
     arrays_of,
     inputs_of,
@@ -46,7 +46,7 @@ BLOCK = 4
 NUM_BLOCKS = 40
 GROUP = 2
 SHAPE = Shape(block_size=BLOCK, kv_heads=2, group=GROUP, processors=4, context_length=48)
-LIMITS = Limits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
+LIMITS = BufferLimits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
@@ -154,7 +154,7 @@ def test_replays_give_what_kernels_one_by_one_give(
         inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
         taps = eager.taps(len(inputs.token_ids), reads or ())
         expected = eager.logits(eager.compute(inputs, taps=taps), inputs.sample_rows)
-        found = decoder.launch(plan, Progress.unread())
+        found = decoder.launch(plan, ProgressCounter.unread())
         assert torch.equal(found.logits, expected)
         if reads is None:
             assert decoder.tapped is None
@@ -188,7 +188,7 @@ def test_tokens_of_the_step_before_are_taken_where_they_lie(sizes: list[int], se
         plan = StepPlan(**{**_fields(plan), "token_ids": to_bytes(known)})
         inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
         expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
-        assert torch.equal(decoder.launch(unknown, Progress.unread()).logits, expected)
+        assert torch.equal(decoder.launch(unknown, ProgressCounter.unread()).logits, expected)
 
 
 def _fields(plan: StepPlan) -> dict[str, object]:
@@ -229,7 +229,7 @@ def test_more_sequences_than_the_ladder_has_are_computed_all_the_same() -> None:
     assert graphs.replay(plan) is None
     inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
     expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
-    assert torch.equal(decoder.forward(plan, Progress.unread(), NO_POOLS)[0], expected)
+    assert torch.equal(decoder.forward(plan, ProgressCounter.unread(), NO_POOLS)[0], expected)
 
 
 @pytest.mark.parametrize(("failing", "rungs"), [(1, []), (2, [9]), (3, [8, 9]), (9, [1, 2, 4, 8, 9])])
@@ -243,7 +243,7 @@ def test_what_cannot_be_captured_is_left_out_and_all_is_computed(failing: int, r
         assert plan is not None
         inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
         expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
-        assert torch.equal(decoder.launch(plan, Progress.unread()).logits, expected)
+        assert torch.equal(decoder.launch(plan, ProgressCounter.unread()).logits, expected)
 
 
 def test_graphs_keep_within_their_memory() -> None:
@@ -302,12 +302,12 @@ def test_graphs_are_let_go_before_the_collectives_whose_operations_they_hold() -
     plan = Sequences(np.random.default_rng(0)).step(0, [1])
     assert plan is not None
     assert graphs.replay(plan) is not None
-    before = decoder.launch(plan, Progress.unread()).tokens.tolist()
+    before = decoder.launch(plan, ProgressCounter.unread()).tokens.tolist()
     assert all(work() is not None for work in recorded)
     graphs.close()
     assert all(work() is None for work in recorded)
     assert graphs.replay(plan) is None
-    assert decoder.launch(plan, Progress.unread()).tokens.tolist() == before
+    assert decoder.launch(plan, ProgressCounter.unread()).tokens.tolist() == before
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.engine import Launched
-from services.executor.core.progress import DeviceProgress, Progress
+from services.executor.core.progress import DeviceProgress, ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
@@ -85,7 +85,7 @@ def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectiv
             logits = runner.forward(plan)
             found.append([] if logits is None else Sampler().sample(logits, states))
         else:
-            pending = runner.launch(plan, None if collectives.rank else states, Progress.unread())
+            pending = runner.launch(plan, None if collectives.rank else states, ProgressCounter.unread())
             assert pending is not None
             found.append([] if collectives.rank else pending.wait())
     return found

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.worker.runner import NO_POOLS
 from tests.unit.executor.cpu.test_taps import states_read
@@ -28,6 +28,6 @@ def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     script = Script([8])
     plan, _ = script.step({0: 8})
     for layers in ((), (0, 1, 1)):
-        *_, states = decoder.forward_with_states(plan, Progress.unread(), NO_POOLS, layers)
+        *_, states = decoder.forward_with_states(plan, ProgressCounter.unread(), NO_POOLS, layers)
         expected = states_read(directory, script.sequences[0][:8], layers, torch.float32)
         torch.testing.assert_close(states, torch.cat(expected, dim=-1), rtol=1e-3, atol=1e-4)

@@ -15,7 +15,7 @@ from benchmarks.on_gpu.served import Served, served
 from services.executor.core.step_plan import as_int32
 from services.executor.gpu.kernels import attention_launch, matmul
 from services.executor.gpu.kernels.tiles import rows_for, splits_of
-from services.executor.gpu.steps import Chunk, warmup_chunks, warmup_plans
+from services.executor.gpu.steps import SequenceChunk, warmup_chunks, warmup_plans
 from shared.messages import SparseAttention
 from tests.pretend_gpu.device import pretend_gpu
 from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, texts
@@ -23,12 +23,12 @@ from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, te
 PROCESSORS = 132
 
 
-def attention(chunk: Chunk, group: int, kv_heads: int, tiles: int = 1) -> tuple[int, bool]:
+def attention(chunk: SequenceChunk, group: int, kv_heads: int, tiles: int = 1) -> tuple[int, bool]:
     """What attention's kernel is compiled by."""
     return rows_for(group, chunk.tokens), parts(chunk, kv_heads, tiles) > 1
 
 
-def parts(chunk: Chunk, kv_heads: int, tiles: int = 1) -> int:
+def parts(chunk: SequenceChunk, kv_heads: int, tiles: int = 1) -> int:
     return splits_of(tiles * kv_heads, chunk.context, PROCESSORS)
 
 
@@ -44,7 +44,7 @@ def test_every_chunk_of_a_step_is_computed_as_one_of_them(
 ) -> None:
     rehearsed = warmup_chunks(budget, context_length, group)
     context = data.draw(st.integers(1, context_length))
-    chunk = Chunk(data.draw(st.integers(1, min(budget, context))), context)
+    chunk = SequenceChunk(data.draw(st.integers(1, min(budget, context))), context)
     others = data.draw(st.integers(0, 200))  # tiles of other sequences
     tiles = -(-chunk.tokens // max(1, rows_for(group, chunk.tokens) // group)) + others
     assert attention(chunk, group, kv_heads, tiles) in {attention(one, group, kv_heads) for one in rehearsed}
@@ -72,7 +72,7 @@ def test_the_longest_comes_first_and_none_is_too_long(budget: int, context_lengt
 
 
 def test_they_write_nothing_but_the_first_cold_block() -> None:
-    found = warmup_plans([Chunk(20, 40), Chunk(1, 300)], 16, (0, 7))
+    found = warmup_plans([SequenceChunk(20, 40), SequenceChunk(1, 300)], 16, (0, 7))
     assert [list(as_int32(plan.compressions)) for plan in found] == [[0, 7], []]
     for plan, (tokens, context, decodes) in zip(found, [(20, 40, 0), (1, 300, 1)], strict=True):
         assert plan.num_decodes == decodes
@@ -88,16 +88,16 @@ def test_they_write_nothing_but_the_first_cold_block() -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     """What launches would have had compiled: kernels, and what they are specialised by."""
     seen: set[tuple[Any, ...]] = set()
-    run: Callable[[attention_launch.Call], None] = attention_launch.Call.run
+    run: Callable[[attention_launch.AttentionCall], None] = attention_launch.AttentionCall.run
 
-    def noted(call: attention_launch.Call) -> None:
+    def noted(call: attention_launch.AttentionCall) -> None:
         kinds = tuple(
             (name, value.dtype) for name, value in call.arguments.items() if isinstance(value, torch.Tensor)
         )
         seen.add((call.kernel.__name__, kinds, tuple(call.constants.items()), call.warps, call.stages))
         run(call)
 
-    monkeypatch.setattr(attention_launch.Call, "run", noted)
+    monkeypatch.setattr(attention_launch.AttentionCall, "run", noted)
     return seen
 
 

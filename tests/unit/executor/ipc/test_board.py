@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.executor.collectives.torch_distributed import SAMPLE, CommunicationTime, TorchDistributed
-from services.executor.ipc.board import BOUNDS, Kind, RingBoard
+from services.executor.ipc.board import BOUNDS, BoardKind, RingBoard
 from services.executor.supervisor.metrics import GpuReader, GpuUse, Labels, RingCollector, vllm_aliases
 from shared.messages import GroupLoad
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
@@ -35,16 +35,16 @@ def test_a_board_that_is_made_anew_leaves_the_older_one_to_who_has_it(tmp_path: 
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.sampled_from(list(Kind)), st.floats(0, 1000))))
+@given(st.lists(st.tuples(st.sampled_from(list(BoardKind)), st.floats(0, 1000))))
 def test_each_histogram_has_what_was_observed_and_nothing_of_its_neighbours(
     tmp_path: Path,
-    values: list[tuple[Kind, float]],
+    values: list[tuple[BoardKind, float]],
 ) -> None:
     ours = RingBoard(tmp_path / "board", 1, create=True)
     ours.rank(0).computes_on(GPU)
     for kind, value in values:
         ours.observe(kind, value)
-    for kind in Kind:
+    for kind in BoardKind:
         mine = [value for of, value in values if of is kind]
         buckets, total = ours.histogram(kind)
         assert [count for _, count in buckets] == [
@@ -159,11 +159,11 @@ class Observed:
     """What a batcher tells of the stages."""
 
     def __init__(self, ring: Ring) -> None:
-        self.values: list[tuple[Kind, float]] = []
+        self.values: list[tuple[BoardKind, float]] = []
         self.queried = 0
         ring.batcher._stages._board = self
 
-    def observe(self, kind: Kind, value: float) -> None:
+    def observe(self, kind: BoardKind, value: float) -> None:
         self.values.append((kind, value))
 
     def count_queried(self, tokens: int) -> None:
@@ -183,14 +183,14 @@ def test_the_stages_of_a_request_follow_each_other() -> None:
     ring.batcher.add(ask("a", 12, max_tokens=3), 10.0)
     ring.batcher.add(ask("b", 4, max_tokens=1), 10.0)
     step(ring, 10.5, 1.0)  # eight tokens of the prompt
-    assert told.values == [(Kind.QUEUE, 0.5)]
+    assert told.values == [(BoardKind.QUEUE, 0.5)]
     step(ring, 12.0, 1.0)  # the others, and the first token
-    assert told.values[1:] == [(Kind.PREFILL, 2.5)]
+    assert told.values[1:] == [(BoardKind.PREFILL, 2.5)]
     step(ring, 13.0, 0.5)
     step(ring, 14.0, 0.5)
-    assert told.values[2:] == [(Kind.DECODE, 1.5)]
+    assert told.values[2:] == [(BoardKind.DECODE, 1.5)]
     step(ring, 20.0, 0.25)  # the one that has waited: its first token is its last
-    assert told.values[3:] == [(Kind.QUEUE, 10.0), (Kind.PREFILL, 0.25)]
+    assert told.values[3:] == [(BoardKind.QUEUE, 10.0), (BoardKind.PREFILL, 0.25)]
     assert told.queried == 16
 
 
@@ -204,7 +204,9 @@ def test_a_sequence_that_gives_up_its_place_waits_once() -> None:
         if ring.batcher.has_work:
             step(ring, at, 0.0)
     assert ring.batcher.preemptions == 1
-    assert sorted(kind for kind, _ in told.values) == sorted([*2 * [Kind.QUEUE, Kind.PREFILL, Kind.DECODE]])
+    assert sorted(kind for kind, _ in told.values) == sorted(
+        [*2 * [BoardKind.QUEUE, BoardKind.PREFILL, BoardKind.DECODE]]
+    )
 
 
 # --- communication ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from services.executor.core.layer_state import attention, page_layers
 from services.executor.kv_cache import block_memory
-from services.executor.kv_cache.block_memory import MappedFile, MappedFiles, file_system
+from services.executor.kv_cache.block_memory import MappedBlockFile, MappedFiles, file_system
 from services.executor.kv_cache.codecs import INT8
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -26,7 +26,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 def test_what_leaves_memory_comes_back(disk: Path) -> None:
-    file = MappedFile(disk / "new", 1 << 16)
+    file = MappedBlockFile(disk / "new", 1 << 16)
     assert not file.content.any()
     assert not [*(disk / "new").iterdir()], "a file that has a name outlives its process"
     file.content.copy_(torch.arange(1 << 16).to(torch.uint8))
@@ -45,7 +45,7 @@ def test_a_disk_without_room_is_refused(disk: Path) -> None:
         with pytest.raises(
             ConfigurationError, match=rf"1048577 bytes for KV blocks .* in {disk} .*--kv-mapped-memory"
         ):
-            MappedFile(disk, (1 << 20) + 1)
+            MappedBlockFile(disk, (1 << 20) + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not [*disk.iterdir()]
@@ -54,7 +54,7 @@ def test_a_disk_without_room_is_refused(disk: Path) -> None:
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="--kv-disk-directory"):
-        MappedFile(tmp_path / "file", 4096)
+        MappedBlockFile(tmp_path / "file", 4096)
 
 
 def test_a_directory_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_directory_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(block_memory, "_MOUNTS", mounts)
     with pytest.raises(ConfigurationError, match=rf"{tmp_path} is in memory \(tmpfs\)"):
-        MappedFile(tmp_path, 4096)
+        MappedBlockFile(tmp_path, 4096)
     monkeypatch.setattr(block_memory, "_MOUNTS", tmp_path / "none")
     assert file_system(device) == ""
 

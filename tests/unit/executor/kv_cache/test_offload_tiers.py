@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.kv_cache.block_pool import SessionPins
+from services.executor.kv_cache.block_pool import PinnedBlocks
 from services.executor.kv_cache.offload_tiers import SpillTier, SpillTiers
 from services.executor.kv_cache.prefix_index import BlockKey
 
@@ -90,7 +90,7 @@ def test_no_slot_is_leaked(actions: list[tuple[str, int]], size: int) -> None:
 
 
 def test_a_session_that_is_to_be_kept_outlasts_newer_ones() -> None:
-    pins = SessionPins(ttl=10)
+    pins = PinnedBlocks(ttl=10)
     pins.add(1, "a", 0.0, keep=30.0)
     pins.add(2, "b", 5.0)
     pins.add(3, "a", 6.0)
@@ -102,7 +102,7 @@ def test_a_session_that_is_to_be_kept_outlasts_newer_ones() -> None:
 
 
 def test_a_session_expires_as_a_whole_after_its_last_use() -> None:
-    pins = SessionPins(ttl=10)
+    pins = PinnedBlocks(ttl=10)
     pins.add(1, "a", 0.0)
     pins.add(2, "b", 5.0)
     pins.add(3, "a", 7.0)

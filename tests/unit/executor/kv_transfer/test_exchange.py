@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.executor.kv_transfer.exchange import Offered, SessionBlock
-from services.executor.kv_transfer.sender import Homes, Peer, is_coming, peers_of
+from services.executor.kv_transfer.sender import Homes, TransferPeer, is_coming, peers_of
 from shared.messages import GroupLoad, GroupRecord, SamplingParams
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, ask
@@ -387,7 +387,7 @@ def test_peers_serve_the_model_and_are_somebody_else() -> None:
 
 
 def test_a_session_goes_where_its_pin_says_else_where_most_room_is() -> None:
-    homes = Homes({name: Peer(record(name, free=free)) for name, free in (("b", 10), ("c", 18))})
+    homes = Homes({name: TransferPeer(record(name, free=free)) for name, free in (("b", 10), ("c", 18))})
     homes.assign("s", 10, "b")
     homes.assign("t", 10, "gone")
     homes.assign("u", 5, "")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from services.executor.model.weight_formats import can_pack, packed_weight
 
@@ -29,9 +29,9 @@ def test_a_packed_layer_computes_what_the_plain_one_does(
     linear = nn.Linear(96, 80, bias=bias, dtype=BF16)
     layer: ColumnParallelLinear | RowParallelLinear
     if kind == "column":
-        layer = ColumnParallelLinear(linear, Span(0, 80))
+        layer = ColumnParallelLinear(linear, ShardRange(0, 80))
     else:
-        layer = RowParallelLinear(linear, Span(0, 96), SingleRank())
+        layer = RowParallelLinear(linear, ShardRange(0, 96), SingleRank())
     layer.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
     if bias:
         layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)

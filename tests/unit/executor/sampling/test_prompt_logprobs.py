@@ -13,7 +13,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.engine import EngineSpec, SampledToken
-from services.executor.core.prompt_results import Scores
+from services.executor.core.prompt_results import PromptTokenScores
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import score
 from services.executor.scheduler.admission import BatchSettings
@@ -65,9 +65,11 @@ def served(runner: ModelRunner, leads: bool, vocab: int = 131, chunk: int = 16) 
     return found
 
 
-def nothing(rows: int, top: int) -> Scores:
+def nothing(rows: int, top: int) -> PromptTokenScores:
     tokens = np.zeros((rows, top), np.int32)
-    return Scores(np.zeros(rows, np.float32), np.zeros(rows, np.int32), tokens, tokens.astype(np.float32))
+    return PromptTokenScores(
+        np.zeros(rows, np.float32), np.zeros(rows, np.int32), tokens, tokens.astype(np.float32)
+    )
 
 
 def worst_error(found: dict[str, list[Row]], logits: dict[str, Tensor]) -> float:
@@ -133,10 +135,10 @@ def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: s
 # --- out of logits alone -------------------------------------------------------------------------
 
 
-def on_shards(logits: Tensor, targets: list[int], top: int, widths: list[int]) -> Scores:
+def on_shards(logits: Tensor, targets: list[int], top: int, widths: list[int]) -> PromptTokenScores:
     spans = list(pairwise(np.cumsum([0, *widths]).tolist()))
 
-    def work(collectives: Collectives) -> Scores | None:
+    def work(collectives: Collectives) -> PromptTokenScores | None:
         start, stop = spans[collectives.rank]
         local = logits[:, start:stop].contiguous()
         return score(local, np.array(targets, np.int32), top, collectives, widths)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.step_plan import as_int32
-from services.executor.scheduler.adapter_slots import LOADS_PER_STEP, NO_SLOT, AdapterSlots, Claims
+from services.executor.scheduler.adapter_slots import LOADS_PER_STEP, NO_SLOT, AdapterSlots, SlotClaims
 from shared.errors import InvalidRequest
 from shared.messages import GenerationRequest
 from tests.unit.executor.scheduler.fake_engine import undisturbed
@@ -43,7 +43,7 @@ def test_everybody_gets_a_turn_and_no_slot_is_replaced_in_use(
         if step < len(arrivals):
             adapter, length = arrivals[step]
             waiting.append([adapter, length, NO_SLOT])
-        claims = Claims(slots)
+        claims = SlotClaims(slots)
         for one in list(waiting):
             if len(running) < places and claims.may_take(digest(one[0])):
                 one[2] = slots.take(digest(one[0]))

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from services.executor.core.prompt_results import LEAST, PromptScores, Scores
+from services.executor.core.prompt_results import LEAST, PromptScores, PromptTokenScores
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.leader.frames import FRAME_BYTES, KEPT_BYTES, Gathering, RecentFrames, in_frames
 from services.executor.scheduler.step_planner import SCORED_LOGITS_BYTES
@@ -23,13 +23,13 @@ def row_of(token: int, position: int, target: int) -> tuple[float, int, list[tup
     return -float(token + position), target + 1, [(target + at, -float(at)) for at in range(TOP)]
 
 
-def scores_of(plan: StepPlan) -> Scores:
+def scores_of(plan: StepPlan) -> PromptTokenScores:
     tokens, positions = as_int32(plan.token_ids).tolist(), as_int32(plan.positions).tolist()
     rows, targets = as_int32(plan.score_rows).tolist(), as_int32(plan.score_targets).tolist()
     found = [row_of(tokens[row], positions[row], target) for row, target in zip(rows, targets, strict=True)]
     top = [one[2][: plan.score_top] for one in found]
     shape = (len(rows), plan.score_top)
-    return Scores(
+    return PromptTokenScores(
         np.array([one[0] for one in found], np.float32),
         np.array([one[1] for one in found], np.int32),
         np.array([[token for token, _ in one] for one in top], np.int32).reshape(shape),
@@ -178,7 +178,7 @@ def test_a_token_that_cannot_come_has_a_number() -> None:
     """JSON has no minus infinity."""
     scores = PromptScores(1, 2)
     worst = np.array([-np.inf], np.float32)
-    scores.add(Scores(worst, np.array([9], np.int32), np.array([[4]], np.int32), worst[None]), 1)
+    scores.add(PromptTokenScores(worst, np.array([9], np.int32), np.array([[4]], np.int32), worst[None]), 1)
     assert scores.whole
     assert told(scores.take(), 1) == [(LEAST, 9, [(4, LEAST)])]
     assert scores.take() == b""

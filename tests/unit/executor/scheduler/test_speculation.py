@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.engine import EngineSpec
-from services.executor.core.sampling_state import Grammar, Mask
+from services.executor.core.sampling_state import GrammarMask, Mask
 from services.executor.core.settings import MOST_DRAFTS, MOST_EVER, ExecutorSettings, most_drafts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.drafting import Drafter
@@ -34,7 +34,9 @@ class Asked:
         self._most = most
         self.cost = self._drafter._speculation.cost
 
-    def lookup(self, tokens: "array[int]", grammar: Grammar | None = None) -> "tuple[Sequence, PromptLookup]":
+    def lookup(
+        self, tokens: "array[int]", grammar: GrammarMask | None = None
+    ) -> "tuple[Sequence, PromptLookup]":
         sequence = Sequence(ask("a", 1), 1, 16, b"")
         sequence.tokens, sequence.sampling.grammar = tokens, grammar
         return sequence, self._proposer._of(sequence)
@@ -246,7 +248,7 @@ class Forcing:
     def fitting(self, drafts: Seq[int]) -> int:
         return next((at for at, draft in enumerate(drafts) if draft == self._forbidden), len(drafts))
 
-    def after_each(self, drafts: Seq[int]) -> Seq[Grammar]:
+    def after_each(self, drafts: Seq[int]) -> Seq[GrammarMask]:
         raise NotImplementedError
 
 

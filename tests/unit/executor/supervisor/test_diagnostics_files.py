@@ -9,7 +9,7 @@ import pytest
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.diagnostics import service as jobs_module
 from services.executor.supervisor.diagnostics.dump import settings_of, write_dump
-from services.executor.supervisor.diagnostics.service import Job, Jobs
+from services.executor.supervisor.diagnostics.service import DiagnosticJobs, Job
 from services.executor.supervisor.diagnostics.verdict import ProgressAge
 from shared.errors import ConfigurationError
 from shared.messages.debugging import DUMP_VERSION, Dump, JobReply, Piece
@@ -51,7 +51,7 @@ def test_counters_stand_still_from_when_they_last_moved() -> None:
     assert still.seconds("b", 15.0) == 0.0
 
 
-async def finished(jobs: Jobs, job: Job) -> JobReply:
+async def finished(jobs: DiagnosticJobs, job: Job) -> JobReply:
     async with asyncio.timeout(10):
         while True:
             reply = jobs.result(job.identity)
@@ -62,7 +62,7 @@ async def finished(jobs: Jobs, job: Job) -> JobReply:
 
 
 async def test_files_of_a_job_are_fetched_in_pieces() -> None:
-    jobs = Jobs("executor-1")
+    jobs = DiagnosticJobs("executor-1")
 
     async def work(directory: Path) -> None:
         (directory / "file").write_bytes(b"abcdef")
@@ -80,7 +80,7 @@ async def test_files_of_a_job_are_fetched_in_pieces() -> None:
 
 
 async def test_a_job_that_fails_says_why() -> None:
-    jobs = Jobs("i")
+    jobs = DiagnosticJobs("i")
 
     async def refuse(directory: Path) -> None:
         raise ConfigurationError("There is nothing to see.")
@@ -95,7 +95,7 @@ async def test_a_job_that_fails_says_why() -> None:
 
 async def test_old_jobs_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "MOST_JOBS", 2)
-    jobs = Jobs("i")
+    jobs = DiagnosticJobs("i")
 
     async def work(directory: Path) -> None:
         (directory / "file").write_bytes(b"x")

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor import early_fork_server, fork_server, rank_process
-from services.executor.supervisor.fork_server import ForkServer, Refused
+from services.executor.supervisor.fork_server import ForkRefused, ForkServer
 from services.executor.supervisor.rank_process import ForkClient, LocalRank
 from shared.config import load_settings
 
@@ -264,6 +264,6 @@ def test_a_system_without_room_is_told_and_nothing_is_left_open(monkeypatch: pyt
         monkeypatch.setattr(fork_server, "why_not_to_fork", str)
         monkeypatch.setattr(os, "fork", fork)
         refused = ForkServer(theirs)._fork({}, 0, 1)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, ForkRefused)
         assert "no room for another process (Resource temporarily unavailable)" in refused.reason
         assert len([*Path("/proc/self/fd").iterdir()]) == before

@@ -10,11 +10,11 @@ import pytest
 from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWritten
 from services.executor.supervisor.trainings import job_record, job_storage
 from services.executor.supervisor.trainings.job_files import JobFiles
-from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
+from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine
 from services.executor.supervisor.trainings.job_storage import JobStorage, OverReserved
 from shared.errors import BrokerUnavailable, StorageFull
 from shared.messages.training import TrainedAdapter, TrainingJob, TrainingMetrics, TrainingState
-from shared.nats.kv import Entry
+from shared.nats.kv import KvEntry
 from shared.nats.tenants import TenantBucket
 
 JOB = TrainingJob("job", "t", 1.0, "m", "supervised", "f", "f", 1, status="running", host="h", attempt=1)
@@ -26,8 +26,8 @@ class FakeBucket:
     def __init__(self) -> None:
         self.job, self.revision = JOB, 1
 
-    async def get(self, tenant: str, job: str) -> Entry[TrainingJob]:
-        return Entry("t.job", self.job, self.revision)
+    async def get(self, tenant: str, job: str) -> KvEntry[TrainingJob]:
+        return KvEntry("t.job", self.job, self.revision)
 
     async def update(self, key: str, job: TrainingJob, revision: int) -> int | None:
         if revision != self.revision:
@@ -79,7 +79,7 @@ class World:
     def __init__(self, directory: Path) -> None:
         self.bucket, self.files = FakeBucket(), FakeFiles()
         bucket = cast("TenantBucket[TrainingJob]", self.bucket)
-        self.record = JobRecord(bucket, "h", "t", "job", 1)
+        self.record = LocalJobRecord(bucket, "h", "t", "job", 1)
         self.storage = JobStorage(self.record, cast("JobFiles", self.files), directory, self.tell)
         self.directory = directory
         self.untold: list[int] = []

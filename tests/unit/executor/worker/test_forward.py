@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.torch_distributed import TorchDistributed
-from services.executor.core.progress import Progress
+from services.executor.core.progress import ProgressCounter
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError, RingLost
 from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring
@@ -136,7 +136,7 @@ def test_greedy_text_does_not_depend_on_the_batch(tmp_path: Path) -> None:
 def test_bf16_stays_close_to_transformers_and_reports_each_layer(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama")
     script, steps = mixed_script()
-    progress = Progress.unread()
+    progress = ProgressCounter.unread()
 
     def work(collectives: Collectives) -> list[torch.Tensor | None]:
         runner = make_runner(directory, collectives, torch.bfloat16)

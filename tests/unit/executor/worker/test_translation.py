@@ -15,7 +15,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.sampling.candidates import RowLogits, collect
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker.drafting import vocabulary
-from services.executor.worker.drafting.translation import LONGEST_ENDING, NONE, TokenTexts, Translation
+from services.executor.worker.drafting.translation import LONGEST_ENDING, NONE, Translation, VocabularyTexts
 from shared.messages import SamplingParams
 from tests.unit.executor.model.ring import on_ring
 from tests.unit.executor.worker.drafting_pairs import in_bytes, in_pieces, tokenizer_in
@@ -32,7 +32,7 @@ SAMPLINGS = [
 
 @given(texts_, texts_)
 def test_what_stands_for_the_same_text(ours: list[bytes], theirs: list[bytes]) -> None:
-    found = Translation.between(TokenTexts(ours), TokenTexts(theirs))
+    found = Translation.between(VocabularyTexts(ours), VocabularyTexts(theirs))
     for text, token in zip(theirs, found.of_draft.tolist(), strict=True):
         assert (token == NONE) == (not text or text not in ours)
         assert token == NONE or ours[token] == text
@@ -45,20 +45,22 @@ def test_what_stands_for_the_same_text(ours: list[bytes], theirs: list[bytes]) -
 
 
 def test_special_tokens_go_by_what_they_are_for() -> None:
-    model = TokenTexts(
+    model = VocabularyTexts(
         [b"<s>", b"<|end|>", b"<|turn|>", b"</s>", b" a", b"b"], frozenset({0, 1, 2, 3}), 0, [1, 3]
     )
-    draft = TokenTexts([b" a", b"<begin>", b"<stop>", b"</s>", b"<over>"], frozenset({1, 2, 3, 4}), 1, [2, 4])
+    draft = VocabularyTexts(
+        [b" a", b"<begin>", b"<stop>", b"</s>", b"<over>"], frozenset({1, 2, 3, 4}), 1, [2, 4]
+    )
     found = Translation.between(model, draft)
     assert found.of_target.tolist() == [1, 2, 2, 3, 0, 0]
     assert found.of_draft.tolist() == [4, NONE, 1, 3, 1]
     assert found.share == 1.0  # of one text
-    without_ends = Translation.between(model, TokenTexts([b"x", b" a", b">"]))
+    without_ends = Translation.between(model, VocabularyTexts([b"x", b" a", b">"]))
     assert without_ends.of_target.tolist() == [2, 2, 2, 2, 1, 0]
 
 
 def test_of_tokens_with_the_same_text_the_last_one_counts() -> None:
-    found = Translation.between(TokenTexts([b"\n", b"a", b"\n"]), TokenTexts([b"\n", b"\n"]))
+    found = Translation.between(VocabularyTexts([b"\n", b"a", b"\n"]), VocabularyTexts([b"\n", b"\n"]))
     assert found.of_target.tolist() == [1, 0, 1]
     assert found.of_draft.tolist() == [2, 2]
 
@@ -66,13 +68,13 @@ def test_of_tokens_with_the_same_text_the_last_one_counts() -> None:
 def test_ends_are_sought_in_the_last_bytes_alone() -> None:
     end = b"b" * LONGEST_ENDING
     found = Translation.between(
-        TokenTexts([b"a" + end, b"a" + end + b"c"]), TokenTexts([b"c", end + b"c", end])
+        VocabularyTexts([b"a" + end, b"a" + end + b"c"]), VocabularyTexts([b"c", end + b"c", end])
     )
     assert found.of_target.tolist() == [2, 0]
 
 
 def test_tables_are_as_long_as_the_models() -> None:
-    found = Translation.between(TokenTexts([b"a", b"b", b"c"]), TokenTexts([b"c", b"b", b"a"]))
+    found = Translation.between(VocabularyTexts([b"a", b"b", b"c"]), VocabularyTexts([b"c", b"b", b"a"]))
     padded = found.fitted(5, 4)
     assert (padded.of_target.tolist(), padded.of_draft.tolist()) == ([2, 1, 0, 0, 0], [2, 1, 0, NONE])
     cut = found.fitted(2, 2)
@@ -111,7 +113,9 @@ def test_draws_are_those_from_the_same_logits_in_the_models_order(
     chosen = np.random.default_rng(seed)
     theirs = chosen.permutation(30).tolist()
     ours = [token for token in range(40) if token not in theirs[:missing]]
-    found = Translation.between(*(TokenTexts([b"%d." % token for token in one]) for one in (ours, theirs)))
+    found = Translation.between(
+        *(VocabularyTexts([b"%d." % token for token in one]) for one in (ours, theirs))
+    )
     states = [SamplingState(params, (), ()).of_draft() for params in SAMPLINGS]
     logits = torch.from_numpy(chosen.integers(-9, 9, (len(states), 30)).astype(np.float32) / 4)
     as_ours = torch.full((len(states), len(ours)), -torch.inf)

@@ -14,7 +14,7 @@ from services.gateway.batches.lines import MAX_ERRORS, Checker
 from services.gateway.batches.results import CompletionBitmap, failed, not_run, succeeded
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import page
-from services.gateway.files.lines import Line, LineSplitter
+from services.gateway.files.lines import FileLine, LineSplitter
 from shared.errors import InternalError
 from shared.messages.batches import OVER, BatchJob, Counts, LineResult, TokenCounts
 
@@ -48,7 +48,7 @@ def test_findings_are_bounded() -> None:
     checker = Checker(URL, model_of, 1000)
     for number in range(MAX_ERRORS):
         assert not checker.full
-        checker.check(Line(number + 1, b"{", ""))
+        checker.check(FileLine(number + 1, b"{", ""))
     assert checker.full
     assert len(checker.errors) == MAX_ERRORS
 
@@ -56,7 +56,7 @@ def test_findings_are_bounded() -> None:
 def test_too_many_requests() -> None:
     checker = Checker(URL, model_of, 2)
     for number in range(3):
-        checker.check(Line(number + 1, request(number), ""))
+        checker.check(FileLine(number + 1, request(number), ""))
     assert checker.full
     assert [(error.code, error.line) for error in checker.errors] == [("too_many_requests", 3)]
 
@@ -64,7 +64,7 @@ def test_too_many_requests() -> None:
 @given(st.binary(max_size=60))
 def test_any_line_is_a_request_or_a_finding(data: bytes) -> None:
     checker = Checker(URL, model_of, 10)
-    checker.check(Line(1, data, ""))
+    checker.check(FileLine(1, data, ""))
     assert len(checker.errors) == 1
 
 
@@ -185,18 +185,18 @@ def test_pages_show_everything_once(count: int, limit: int, ascending: bool) -> 
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        (Line(1, b"", "too_long"), "line_too_long"),
-        (Line(1, b"", "not_utf8"), "invalid_json_line"),
-        (Line(1, b"{", ""), "invalid_json_line"),
-        (Line(1, b"[]", ""), "invalid_json_line"),
-        (Line(1, request(1).replace(b'"c1"', b'""'), ""), "invalid_custom_id"),
-        (Line(1, request(1).replace(b"c1", b"c" * 513), ""), "invalid_custom_id"),
-        (Line(1, request(1).replace(b"POST", b"GET"), ""), "invalid_method"),
-        (Line(1, request(1).replace(b"completions", b"chats"), ""), "invalid_url"),
-        (Line(1, request(1)[: request(1).index(b'{"model')] + b"1}", ""), "invalid_type"),
+        (FileLine(1, b"", "too_long"), "line_too_long"),
+        (FileLine(1, b"", "not_utf8"), "invalid_json_line"),
+        (FileLine(1, b"{", ""), "invalid_json_line"),
+        (FileLine(1, b"[]", ""), "invalid_json_line"),
+        (FileLine(1, request(1).replace(b'"c1"', b'""'), ""), "invalid_custom_id"),
+        (FileLine(1, request(1).replace(b"c1", b"c" * 513), ""), "invalid_custom_id"),
+        (FileLine(1, request(1).replace(b"POST", b"GET"), ""), "invalid_method"),
+        (FileLine(1, request(1).replace(b"completions", b"chats"), ""), "invalid_url"),
+        (FileLine(1, request(1)[: request(1).index(b'{"model')] + b"1}", ""), "invalid_type"),
     ],
 )
-def test_a_line_that_is_no_request_is_a_finding(line: Line, code: str) -> None:
+def test_a_line_that_is_no_request_is_a_finding(line: FileLine, code: str) -> None:
     checker = Checker(URL, model_of, 10)
     checker.check(line)
     assert [(error.line, error.code) for error in checker.errors] == [(1, code)]

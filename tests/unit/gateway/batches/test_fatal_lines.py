@@ -16,7 +16,7 @@ from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.batches.line_runner import LineGate, LineRunner
 from services.gateway.batches.runner import AHEAD, EVERY_LINE, BatchRunner
-from services.gateway.files.lines import Line
+from services.gateway.files.lines import FileLine
 from shared.messages.batches import BatchJob, LineResult
 from shared.service.endpoints import new_registry
 from shared.tasks import cancel_all
@@ -47,7 +47,7 @@ class World:
         self.poison_to_check = poison_to_check
         self.results: list[LineResult] = []
         self.lines = [
-            Line(number, msgspec.json.encode({"custom_id": str(number), "method": "POST", "url": "/v1/completions",
+            FileLine(number, msgspec.json.encode({"custom_id": str(number), "method": "POST", "url": "/v1/completions",
                                               "body": {"line": number}}), "")
             for number in range(1, count + 1)
         ]  # fmt: skip
@@ -142,7 +142,7 @@ class Gateway:
             if self.world.job.status == "in_progress":
                 await runner._run_lines()
 
-    async def _input(self) -> AsyncGenerator[Line, None]:
+    async def _input(self) -> AsyncGenerator[FileLine, None]:
         for line in self.world.lines:
             yield line
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from services.gateway.batches import line_runner
 from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.batches.line_runner import LineGate, LineRunner
-from services.gateway.batches.lines import Request
+from services.gateway.batches.lines import BatchLine
 from services.gateway.batches.results import CompletionBitmap
 from shared.errors import BrokerUnavailable, InvalidRequest
 from shared.messages.batches import BatchJob, LineResult
@@ -71,7 +71,7 @@ async def run(
     runner, tally = LineRunner(parts, lambda: 1, LineGate()), CompletionBitmap()
     job = BatchJob("b", "", 0.0, "/v1/completions", "f", "f", "24h", time.time() + 60)
     with capture_logs() as logs:
-        request = Request(1, "one", msgspec.Raw(b"{}"))
+        request = BatchLine(1, "one", msgspec.Raw(b"{}"))
         assert await runner.begin(job, request, Endpoint(outcomes), tally, announced)
         async with asyncio.timeout(30):
             await runner.drained()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from services.gateway.core.asgi import Chunk, EventStream
+from services.gateway.core.asgi import EventStream, StreamChunk
 from services.gateway.core.errors import (
     ClientGone,
     InvalidParameter,
@@ -203,8 +203,8 @@ async def test_an_event_stream_begins_with_its_first_write() -> None:
 
     events = EventStream(send)
     assert not events.started
-    await events.write([Chunk(b"1", b"6"), Chunk(b"2", b"7")])
-    await events.write([Chunk(b"[DONE]")], end=True)
+    await events.write([StreamChunk(b"1", b"6"), StreamChunk(b"2", b"7")])
+    await events.write([StreamChunk(b"[DONE]")], end=True)
     assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * 2
     assert sent[1]["body"] == b"retry: 500\ndata: 1\nid: 6\n\ndata: 2\nid: 7\n\n"
     assert sent[2] == {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.files.lines import BOM, Line, LineSplitter
+from services.gateway.files.lines import BOM, FileLine, LineSplitter
 
 texts = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=30)
 contents = st.one_of(texts.map(str.encode), st.binary(max_size=30).map(lambda data: data.replace(b"\n", b"")))
@@ -16,26 +16,26 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in zip([0, *marks], [*marks, len(data)], strict=True)]
 
 
-def split(parts: list[bytes], limit: int = 1000) -> list[Line]:
+def split(parts: list[bytes], limit: int = 1000) -> list[FileLine]:
     splitter = LineSplitter(limit)
     found = [line for part in parts for line in splitter.feed(part)]
     return found + splitter.end()
 
 
-def expected(data: bytes, limit: int) -> list[Line]:
+def expected(data: bytes, limit: int) -> list[FileLine]:
     """By the plainest means, of the whole."""
     lines = []
     for number, each in enumerate(data.removeprefix(BOM).split(b"\n"), 1):
         text = each.removesuffix(b"\r")
         if len(text) > limit:
-            lines.append(Line(number, b"", "too_long"))
+            lines.append(FileLine(number, b"", "too_long"))
         elif text.strip():
             try:
                 text.decode()
             except UnicodeDecodeError:
-                lines.append(Line(number, b"", "not_utf8"))
+                lines.append(FileLine(number, b"", "not_utf8"))
             else:
-                lines.append(Line(number, text, ""))
+                lines.append(FileLine(number, text, ""))
     return lines
 
 
@@ -57,7 +57,7 @@ def test_any_cutting_gives_the_same_lines(
 
 
 def test_numbers_count_blank_lines() -> None:
-    assert split([b"\n a \r\n\r\nb"]) == [Line(2, b" a ", ""), Line(4, b"b", "")]
+    assert split([b"\n a \r\n\r\nb"]) == [FileLine(2, b" a ", ""), FileLine(4, b"b", "")]
 
 
 def test_an_endless_line_is_not_kept() -> None:
@@ -65,5 +65,5 @@ def test_an_endless_line_is_not_kept() -> None:
     for _ in range(1000):
         assert splitter.feed(b"x" * 1000) == []
         assert len(splitter._held) <= 1200
-    assert splitter.feed(b"\nshort\n") == [Line(1, b"", "too_long"), Line(2, b"short", "")]
+    assert splitter.feed(b"\nshort\n") == [FileLine(1, b"", "too_long"), FileLine(2, b"short", "")]
     assert splitter.end() == []

@@ -6,7 +6,7 @@ import pytest
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.chat import demanded, plan_of, schemas_of
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.structured_output import Wanted, wanted_by
+from services.gateway.intake.structured_output import RequestedGrammar, wanted_by
 from services.gateway.tokenizer.chat_template import traits_of
 from shared.messages import ModelCard
 from tests.unit.gateway.tool_calls.templates import DEEPSEEK_V3, LLAMA31, QWEN3
@@ -17,7 +17,7 @@ JSON = {"type": "json_object"}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
 
 
-def wanted(source: str, **fields: object) -> Wanted | None:
+def wanted(source: str, **fields: object) -> RequestedGrammar | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields
     request = msgspec.convert(body, ChatCompletionRequest)
     template = template_of(source)

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from services.gateway.lifecycle import request_state as identity
 from services.gateway.lifecycle.request_state import KEPT, RequestState, followed_answer, requests_of
-from services.gateway.lifecycle.token_stream import Limits
+from services.gateway.lifecycle.token_stream import GenerationLimits
 from shared.messages import GenerationRequest, SamplingParams
 from shared.messages.records import GenerationRecord
 
-LIMITS = Limits(3, 600.0, 10.0)
+LIMITS = GenerationLimits(3, 600.0, 10.0)
 GRACE = 5.0
 
 

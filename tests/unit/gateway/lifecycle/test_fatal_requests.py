@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.lifecycle.generation import Generation
-from services.gateway.lifecycle.token_stream import Decision, Limits
+from services.gateway.lifecycle.token_stream import GenerationLimits, StreamDecision
 from shared.errors import FatalRequest
 from shared.messages import GenerationRequest, RingDeath, TokenEntry
 
-LIMITS = Limits(max_attempts=1000, token_timeout=100.0, stall=10.0)
+LIMITS = GenerationLimits(max_attempts=1000, token_timeout=100.0, stall=10.0)
 RINGS = 3
 
 
@@ -69,7 +69,7 @@ class Cluster:
         epoch, self.epochs[ring] = self.epochs[ring], self.epochs[ring] + 1
         for name in names:
             made = self.generations[name]
-            assert made.on_group_lost(f"g{ring}", epoch, death) is Decision.RECOVER
+            assert made.on_group_lost(f"g{ring}", epoch, death) is StreamDecision.RECOVER
             if made.next_attempt(2.0, 0.0) is not None:
                 self.place(name)
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from services.gateway.lifecycle.generation import MAX_GAP_REPLAYS, Generation
-from services.gateway.lifecycle.token_stream import Decision, Limits
+from services.gateway.lifecycle.token_stream import GenerationLimits, StreamDecision
 from shared.errors import ContextLengthExceeded, RingLost, Unavailable
 from shared.messages import GenerationRequest, TokenEntry
 
-LIMITS = Limits(max_attempts=2, token_timeout=100.0, stall=10.0)
+LIMITS = GenerationLimits(max_attempts=2, token_timeout=100.0, stall=10.0)
 
 
 class Recorded:
@@ -21,13 +21,13 @@ class Recorded:
         self.generation = Generation(request, 0, LIMITS, now=0.0, started_at=1000.0)
         self.generation.attach(lambda _, news: self.news.append(news))
 
-    def entry(self, position: int, tokens: list[int], now: float = 1.0, **fields: Any) -> Decision:
+    def entry(self, position: int, tokens: list[int], now: float = 1.0, **fields: Any) -> StreamDecision:
         attempt = fields.pop("attempt", self.generation.stream.attempt)
         group, epoch = fields.pop("group", "ring"), fields.pop("epoch", 1)
         entry = TokenEntry("g", attempt, position, tokens, **fields)
         return self.generation.on_entry(group, epoch, entry, now)
 
-    def replayed(self, now: float = 1.0, *, idle: bool = False) -> Decision:
+    def replayed(self, now: float = 1.0, *, idle: bool = False) -> StreamDecision:
         return self.generation.on_replayed(now, idle=idle)
 
     def recover(self) -> GenerationRequest | None:
@@ -43,21 +43,21 @@ def test_from_received_to_finished() -> None:
     states.append(made.generation.state)
     made.entry(0, [5])
     states.append(made.generation.state)
-    assert made.entry(1, [0], finish="stop") is Decision.ENDED
+    assert made.entry(1, [0], finish="stop") is StreamDecision.ENDED
     states.append(made.generation.state)
     assert states == ["received", "queued", "dispatched", "running", "finished"]
     assert made.generation.cached_tokens == 3  # no more than the prompt has
     assert [item.tokens for item in made.news] == [[5], [0]]
-    assert made.entry(2, [9]) is Decision.NOTHING
-    assert made.generation.on_time(1e9) is Decision.NOTHING
+    assert made.entry(2, [9]) is StreamDecision.NOTHING
+    assert made.generation.on_time(1e9) is StreamDecision.NOTHING
 
 
 def test_a_lost_group_leads_to_another_attempt_with_the_tokens_so_far() -> None:
     made = Recorded()
     made.entry(0, [5, 6])
-    assert made.generation.on_group_lost("other", 9) is Decision.NOTHING
-    assert made.generation.on_group_lost("ring", 0) is Decision.NOTHING
-    assert made.generation.on_group_lost("ring", 1) is Decision.RECOVER
+    assert made.generation.on_group_lost("other", 9) is StreamDecision.NOTHING
+    assert made.generation.on_group_lost("ring", 0) is StreamDecision.NOTHING
+    assert made.generation.on_group_lost("ring", 1) is StreamDecision.RECOVER
     request = made.recover()
     assert request is not None
     assert (request.attempt, request.generated, request.lane, request.deadline) == (
@@ -67,20 +67,23 @@ def test_a_lost_group_leads_to_another_attempt_with_the_tokens_so_far() -> None:
         3000,
     )
     assert made.generation.state == "recovering"
-    assert made.generation.on_group_lost("ring", 1) is Decision.NOTHING
-    assert made.entry(2, [9], attempt=0) is Decision.REJECT  # it was not lost, and goes on
-    assert made.entry(3, [9], attempt=0) is Decision.NOTHING  # it has been told
-    assert made.entry(4, [], attempt=0, finish="cancelled") is Decision.NOTHING
-    assert made.entry(2, [7, 8, 9], finish="length") is Decision.ENDED
+    assert made.generation.on_group_lost("ring", 1) is StreamDecision.NOTHING
+    assert made.entry(2, [9], attempt=0) is StreamDecision.REJECT  # it was not lost, and goes on
+    assert made.entry(3, [9], attempt=0) is StreamDecision.NOTHING  # it has been told
+    assert made.entry(4, [], attempt=0, finish="cancelled") is StreamDecision.NOTHING
+    assert made.entry(2, [7, 8, 9], finish="length") is StreamDecision.ENDED
     assert made.generation.tokens == [5, 6, 7, 8, 9]
 
 
 def test_the_budget_of_attempts() -> None:
     made = Recorded()
     for _ in range(2):
-        assert made.entry(0, [], finish="error", error_code="ring_lost", retryable=True) is Decision.RECOVER
+        assert (
+            made.entry(0, [], finish="error", error_code="ring_lost", retryable=True)
+            is StreamDecision.RECOVER
+        )
         assert made.recover() is not None
-    assert made.entry(0, [], finish="error", error_code="ring_lost", retryable=True) is Decision.RECOVER
+    assert made.entry(0, [], finish="error", error_code="ring_lost", retryable=True) is StreamDecision.RECOVER
     assert made.recover() is None
     assert made.generation.state == "failed"
     assert isinstance(made.news[-1], RingLost)
@@ -100,7 +103,7 @@ def test_a_generation_that_lacks_only_its_last_word_is_not_handed_in_again(
 def test_errors_that_are_final() -> None:
     made = Recorded()
     decision = made.entry(0, [], finish="error", error_code="context_length_exceeded", error="Too long.")
-    assert decision is Decision.ENDED
+    assert decision is StreamDecision.ENDED
     assert isinstance(made.news[-1], ContextLengthExceeded)
     made = Recorded()
     made.entry(0, [], finish="error", error_code="queue_full", retryable=True, group="")
@@ -112,43 +115,45 @@ def test_errors_that_are_final() -> None:
 
 def test_a_gap_that_the_journal_does_not_fill_leads_to_another_attempt() -> None:
     made = Recorded()
-    assert made.entry(2, [7]) is Decision.REPLAY
-    assert made.entry(3, [8]) is Decision.NOTHING  # the replay is on its way
+    assert made.entry(2, [7]) is StreamDecision.REPLAY
+    assert made.entry(3, [8]) is StreamDecision.NOTHING  # the replay is on its way
     decisions = [made.replayed() for _ in range(MAX_GAP_REPLAYS + 1)]
-    assert decisions == [Decision.REPLAY] * MAX_GAP_REPLAYS + [Decision.RECOVER]
-    assert made.entry(0, [5, 6]) is Decision.NOTHING
+    assert decisions == [StreamDecision.REPLAY] * MAX_GAP_REPLAYS + [StreamDecision.RECOVER]
+    assert made.entry(0, [5, 6]) is StreamDecision.NOTHING
     assert made.generation.tokens == [5, 6, 7, 8]
-    assert made.replayed() is Decision.NOTHING
+    assert made.replayed() is StreamDecision.NOTHING
 
 
 def test_an_attempt_belongs_to_the_ring_that_speaks_first() -> None:
     made = Recorded()
-    assert made.entry(0, [], group="A") is Decision.NOTHING  # the ring has taken the request
-    assert made.entry(0, [7, 8], group="B") is Decision.REJECT
-    assert made.entry(2, [9], group="B") is Decision.NOTHING  # once is enough
-    assert made.entry(0, [], group="", finish="error", error_code="deadline_exceeded") is Decision.NOTHING
-    assert made.entry(3, [], group="B", finish="cancelled") is Decision.NOTHING
+    assert made.entry(0, [], group="A") is StreamDecision.NOTHING  # the ring has taken the request
+    assert made.entry(0, [7, 8], group="B") is StreamDecision.REJECT
+    assert made.entry(2, [9], group="B") is StreamDecision.NOTHING  # once is enough
+    assert (
+        made.entry(0, [], group="", finish="error", error_code="deadline_exceeded") is StreamDecision.NOTHING
+    )
+    assert made.entry(3, [], group="B", finish="cancelled") is StreamDecision.NOTHING
     assert made.generation.state == "dispatched"
     made.entry(0, [4, 5], group="A")
-    assert made.entry(2, [6, 6, 6], group="A", finish="length") is Decision.ENDED
+    assert made.entry(2, [6, 6, 6], group="A", finish="length") is StreamDecision.ENDED
     assert made.generation.tokens == [4, 5, 6, 6, 6]
 
 
 def test_a_later_life_of_its_group_says_that_the_ring_is_over() -> None:
     made = Recorded()
     made.entry(0, [4])
-    assert made.entry(1, [9], epoch=2) is Decision.RECOVER
+    assert made.entry(1, [9], epoch=2) is StreamDecision.RECOVER
     assert made.recover() is not None
-    assert made.entry(1, [5], epoch=2) is Decision.NOTHING  # the new attempt may go there
+    assert made.entry(1, [5], epoch=2) is StreamDecision.NOTHING  # the new attempt may go there
     assert made.generation.tokens == [4, 5]
 
 
 def test_a_lost_end_leaves_no_gap_and_shows_when_the_ring_has_no_work() -> None:
     made = Recorded()
-    assert made.replayed(idle=True) is Decision.NOTHING  # it waits in the queue
+    assert made.replayed(idle=True) is StreamDecision.NOTHING  # it waits in the queue
     made.entry(0, [5, 6])
-    assert made.replayed() is Decision.NOTHING
-    assert made.replayed(idle=True) is Decision.RECOVER
+    assert made.replayed() is StreamDecision.NOTHING
+    assert made.replayed(idle=True) is StreamDecision.RECOVER
     request = made.recover()
     assert request is not None
     assert request.generated == [5, 6]
@@ -165,19 +170,21 @@ def test_what_no_ring_has_spoken_of_is_unheard() -> None:
 
 def test_time() -> None:
     made = Recorded()
-    assert made.generation.on_time(60.0) is Decision.NOTHING  # it may be waiting for its turn
+    assert made.generation.on_time(60.0) is StreamDecision.NOTHING  # it may be waiting for its turn
     made.entry(0, [], now=61.0)
-    assert made.generation.on_time(70.0) is Decision.NOTHING
-    assert made.generation.on_time(71.0) is Decision.REPLAY
+    assert made.generation.on_time(70.0) is StreamDecision.NOTHING
+    assert made.generation.on_time(71.0) is StreamDecision.REPLAY
     made.entry(0, [5], now=72.0)
-    assert made.generation.on_time(81.0) is Decision.NOTHING
-    assert made.generation.on_time(82.0) is Decision.REPLAY
-    assert made.generation.on_time(83.0) is Decision.REPLAY  # nobody has read the journal yet
-    assert made.replayed(now=83.0) is Decision.NOTHING
-    assert made.generation.on_time(91.0) is Decision.NOTHING
-    assert made.replayed(now=91.0) is Decision.NOTHING  # for another generation: it had not stalled again
-    assert made.generation.on_time(92.0) is Decision.REPLAY
-    assert made.generation.on_time(172.0) is Decision.EXPIRE
+    assert made.generation.on_time(81.0) is StreamDecision.NOTHING
+    assert made.generation.on_time(82.0) is StreamDecision.REPLAY
+    assert made.generation.on_time(83.0) is StreamDecision.REPLAY  # nobody has read the journal yet
+    assert made.replayed(now=83.0) is StreamDecision.NOTHING
+    assert made.generation.on_time(91.0) is StreamDecision.NOTHING
+    assert (
+        made.replayed(now=91.0) is StreamDecision.NOTHING
+    )  # for another generation: it had not stalled again
+    assert made.generation.on_time(92.0) is StreamDecision.REPLAY
+    assert made.generation.on_time(172.0) is StreamDecision.EXPIRE
 
 
 def test_cancel_and_fail_end_it_once() -> None:
@@ -202,10 +209,10 @@ def test_a_prompt_that_is_being_computed_is_told_of_and_is_no_silence() -> None:
         (150.0, 1),
         (180.0, 2),
     ):  # it was preempted, and computes it again
-        assert made.entry(0, [], now=now, computed=computed) is Decision.NOTHING
+        assert made.entry(0, [], now=now, computed=computed) is StreamDecision.NOTHING
     assert [(news.computed, news.tokens) for news in made.news] == [(1, []), (2, [])]
-    assert generation.on_time(279.0) is not Decision.EXPIRE
-    assert generation.on_time(280.0) is Decision.EXPIRE
+    assert generation.on_time(279.0) is not StreamDecision.EXPIRE
+    assert generation.on_time(280.0) is StreamDecision.EXPIRE
     late: list[Any] = []
     generation.attach(lambda _, news: late.append(news))
     assert [news.computed for news in late] == [2]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from services.gateway.core.errors import RateLimited, describe, headers_of, status_of
 from services.gateway.ratelimit import limiter, window
-from services.gateway.ratelimit.concurrency import REPEAT, SILENT, Counts
-from services.gateway.ratelimit.window import KEPT, LEASE, Account
+from services.gateway.ratelimit.concurrency import REPEAT, SILENT, ConcurrencyCounts
+from services.gateway.ratelimit.window import KEPT, LEASE, LimitAccount
 from shared.messages.records import InUse, Spent
 
 
@@ -19,7 +19,7 @@ class House:
     """Gateways that share one window, as the shell lets them: whoever asks sees the newest."""
 
     def __init__(self, limit: int, gateways: int, skews: Iterable[float] = ()) -> None:
-        self.accounts = [Account(limit) for _ in range(gateways)]
+        self.accounts = [LimitAccount(limit) for _ in range(gateways)]
         self.skews = [*skews, *itertools.repeat(0.0, gateways)][:gateways]
         self.window = Spent()
         self.changes = 0
@@ -182,7 +182,7 @@ def test_windows_stay_small(slots: list[int], back: int, amount: int) -> None:
 
 
 def test_places_are_exact_here_and_heard_of_elsewhere() -> None:
-    here, there = Counts("a"), Counts("b")
+    here, there = ConcurrencyCounts("a"), ConcurrencyCounts("b")
     assert here.begin({"key": 2}, 0.0) is None
     assert here.begin({"key": 2, "tenant": 9}, 0.0) is None
     assert here.begin({"key": 2}, 0.0) == ("key", 2)
@@ -205,7 +205,7 @@ def test_places_are_exact_here_and_heard_of_elsewhere() -> None:
 
 
 def test_nothing_is_to_be_told_once_the_last_end_was() -> None:
-    here = Counts("here")
+    here = ConcurrencyCounts("here")
     assert here.quiet
     assert here.begin({"key": 1}, 0.0) is None
     assert not here.quiet
@@ -218,7 +218,7 @@ def test_nothing_is_to_be_told_once_the_last_end_was() -> None:
 
 
 def test_gateways_that_vanished_are_forgotten() -> None:
-    here = Counts("here")
+    here = ConcurrencyCounts("here")
     for number in range(100):
         here.hear(InUse(f"gateway-{number}", {"key": 1}), number * SILENT)
     assert len(here._elsewhere) == 1

@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from services.gateway.core.asgi import UntilGone, connection_of, message_writer, read_body
-from services.gateway.server.connections import ConnectionLimiter, Limits
+from services.gateway.server.connections import ConnectionLimiter, ConnectionLimits
 from services.gateway.server.http1 import guarded_http
 from services.gateway.server.websocket import GuardedWebSocket
 from shared.service.endpoints import Receive, Scope, Send
@@ -50,7 +50,7 @@ async def serve(inner: App, client: Callable[[str], Awaitable[None]]) -> None:
 
     door = ConnectionLimiter(8)
     options = {
-        "http": guarded_http(Limits(10.0, 1 << 16), door),
+        "http": guarded_http(ConnectionLimits(10.0, 1 << 16), door),
         "admission": door.admission("http"),
         "ws": GuardedWebSocket,
         "ws_per_message_deflate": False,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import ClientGone
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.dialects.registry import DIALECTS
@@ -46,7 +46,7 @@ class Connection:
         )
         self.run.join()
         self.open = True
-        self.chunks: list[Chunk] = []
+        self.chunks: list[StreamChunk] = []
         self.written = 0
         """Chunks that were written directly."""
         self.turns = 0
@@ -59,7 +59,7 @@ class Connection:
             self.turns += 1
             self.chunks += batch
 
-    def _write(self, batch: Sequence[Chunk]) -> bool:
+    def _write(self, batch: Sequence[StreamChunk]) -> bool:
         if self.open:
             self.chunks += batch
             self.written += len(batch)

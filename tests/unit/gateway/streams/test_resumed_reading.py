@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.registry import DIALECTS
 from services.gateway.lifecycle.generation import Deliver, Generation
 from services.gateway.lifecycle.records import _parts
 from services.gateway.lifecycle.request_state import RequestState, merged, requests_of
-from services.gateway.lifecycle.token_stream import Decision, Limits
+from services.gateway.lifecycle.token_stream import GenerationLimits, StreamDecision
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import Presentations
 from services.gateway.streams.stream_reader import StreamReader
@@ -31,7 +31,7 @@ PRESENTATIONS = Presentations(
 
 TOKENIZER = ModelTokenizer(tiny_files())
 OF_BYTE = {TOKENIZER.token_bytes(token): token for token in range(2, 258)}
-LIMITS = Limits(3, 600.0, 10.0)
+LIMITS = GenerationLimits(3, 600.0, 10.0)
 LOOP = asyncio.new_event_loop()
 
 
@@ -85,14 +85,14 @@ class Reader:
     def __init__(self, answer: RequestState, after: list[int] | None) -> None:
         self.run: StreamReader = PRESENTATIONS.run(answer, TOKENIZER, Alone(), after=after)
         self.run.join()
-        self._found: list[Chunk] = []
+        self._found: list[StreamChunk] = []
         self._task = LOOP.create_task(self._read())
 
     async def _read(self) -> None:
         async for batch in self.run.chunks():
             self._found += batch
 
-    def news(self) -> list[Chunk]:
+    def news(self) -> list[StreamChunk]:
         """What it has shown since the last call."""
 
         async def settle() -> None:
@@ -107,7 +107,7 @@ class Reader:
 Choice = tuple[str, list[Any], list[int], list[int]]
 
 
-def shown(chunks: list[Chunk], choices: int) -> list[Choice]:
+def shown(chunks: list[StreamChunk], choices: int) -> list[Choice]:
     """Text, finish and stop reasons, scored tokens and token ids of each choice."""
     found: list[Choice] = [("", [], [], []) for _ in range(choices)]
     for chunk in chunks:
@@ -165,7 +165,7 @@ def test_any_event_is_a_place_to_go_on_from(
     answer = answer_of(stop, len(choices), 0 if scored else -1, token_ids=True)
     first = Reader(answer, None)
     feeds = [entries_of(index, log, scored) for index, log in enumerate(choices)]
-    chunks: list[Chunk] = []
+    chunks: list[StreamChunk] = []
     while any(feeds):
         index = data.draw(st.sampled_from([index for index, feed in enumerate(feeds) if feed]))
         answer.generations[index].on_entry("ring", 1, feeds[index].pop(0), 1.0)
@@ -263,8 +263,8 @@ def test_a_follower_that_heard_the_wrong_ring_first_goes_over_to_the_right_one(d
     log = [(ring, next(lines[ring])) for ring in order]
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0, followed=True)
     decisions = [generation.on_entry(ring, 1, entry, 1.0) for ring, entry in log]
-    if Decision.REREAD in decisions:
-        assert decisions.count(Decision.REREAD) == 1
+    if StreamDecision.REREAD in decisions:
+        assert decisions.count(StreamDecision.REREAD) == 1
         for ring, entry in log:
             generation.on_entry(ring, 1, entry, 1.0)
     assert generation.state == "finished"
@@ -275,11 +275,11 @@ def test_a_follower_that_heard_the_wrong_ring_first_goes_over_to_the_right_one(d
 def test_a_follower_asks_for_what_is_missing_before_a_newer_attempt() -> None:
     request = GenerationRequest("i-0", "r", "m", "g", [5], 100)
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0, followed=True)
-    assert generation.on_entry("a", 1, TokenEntry("i-0", 0, 0, [7]), 1.0) is Decision.NOTHING
+    assert generation.on_entry("a", 1, TokenEntry("i-0", 0, 0, [7]), 1.0) is StreamDecision.NOTHING
     newer = TokenEntry("i-0", 1, 3, [9])
-    assert generation.on_entry("b", 1, newer, 1.0) is Decision.REPLAY
+    assert generation.on_entry("b", 1, newer, 1.0) is StreamDecision.REPLAY
     generation.on_entry("a", 1, TokenEntry("i-0", 0, 1, [7, 8]), 1.0)
-    assert generation.on_entry("b", 1, newer, 1.0) is Decision.NOTHING
+    assert generation.on_entry("b", 1, newer, 1.0) is StreamDecision.NOTHING
     assert generation.tokens == [7, 7, 8, 9]
     assert generation.group == "b"
 
@@ -290,7 +290,7 @@ def test_taking_over_decides_what_was_left_undone() -> None:
         return Generation(request, 0, LIMITS, now=0.0, started_at=0.0, followed=True)
 
     unheard = followed()
-    assert unheard.take_over("me", 3, 1.0, 2.0) is Decision.RECOVER
+    assert unheard.take_over("me", 3, 1.0, 2.0) is StreamDecision.RECOVER
     heir = unheard.next_attempt(1.0, 9.0)
     assert heir is not None
     assert (heir.attempt, heir.consumer, heir.claim) == (1, "me", 3)
@@ -299,21 +299,21 @@ def test_taking_over_decides_what_was_left_undone() -> None:
 
     running = followed()
     running.on_entry("a", 1, TokenEntry("i-0", 0, 0, [7]), 1.0)
-    assert running.on_group_lost("a", 1) is Decision.RECOVER  # its owner's to do, not ours
+    assert running.on_group_lost("a", 1) is StreamDecision.RECOVER  # its owner's to do, not ours
     assert not running.ring_learns_claim(), "it is another gateway's"
-    assert running.take_over("me", 3, 1.0, 2.0) is Decision.NOTHING
-    assert running.take_over("me", 3, 1.0, 2.0) is Decision.NOTHING
+    assert running.take_over("me", 3, 1.0, 2.0) is StreamDecision.NOTHING
+    assert running.take_over("me", 3, 1.0, 2.0) is StreamDecision.NOTHING
     assert [running.ring_learns_claim() for _ in range(2)] == [True, False]
 
     left = followed()
     error = TokenEntry("i-0", 0, 0, [], "error", error_code="ring_lost", error="x", retryable=True)
     left.on_entry("a", 1, error, 1.0)
-    assert left.take_over("me", 3, 1.0, 2.0) is Decision.RECOVER
+    assert left.take_over("me", 3, 1.0, 2.0) is StreamDecision.RECOVER
 
     ended = followed()
     ended.on_entry("", 0, TokenEntry("i-0", 1, 0, [], "error", error_code="deadline_exceeded"), 1.0)
     assert isinstance(ended.error, RyzansteinError)
-    assert ended.take_over("me", 3, 1.0, 2.0) is Decision.NOTHING
+    assert ended.take_over("me", 3, 1.0, 2.0) is StreamDecision.NOTHING
 
 
 def test_positions_are_checked() -> None:

@@ -21,7 +21,7 @@ from services.gateway.tokenizer.template_process import (
     _Renderer,
     _Reply,
 )
-from services.gateway.tokenizer.templates import Conversation, TemplateOptions, Templates
+from services.gateway.tokenizer.templates import TemplateInput, TemplateOptions, Templates
 from shared import limits
 from shared.errors import InternalError, QueueFull
 from tests.unit.gateway.tokenizer.tiny_tokenizer import TEMPLATE
@@ -204,10 +204,10 @@ async def test_what_training_learns_of_a_conversation_is_one_rendering_under_the
 ) -> None:
     process = await probed(TEMPLATE, made)
     chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
-    (turns,) = await process.turns(Conversation(chat), [1])
+    (turns,) = await process.turns(TemplateInput(chat), [1])
     assert [turns.text[begin:end] for begin, end in turns.spans] == ["Hello<|end|>\n"]
     with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_seconds"):
-        await process.turns(Conversation(chat * 4000), [*range(1, 8000, 2)])
+        await process.turns(TemplateInput(chat * 4000), [*range(1, 8000, 2)])
     assert "Hi" in await process.render(CHAT, None, PLAIN)
 
 

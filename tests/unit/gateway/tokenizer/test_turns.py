@@ -14,9 +14,9 @@ from services.gateway.intake.fine_tuning.examples import conversation_of
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import ChatTemplate, traits_of
 from services.gateway.tokenizer.encoding import Encoding
-from services.gateway.tokenizer.templates import Conversation, TemplateOptions
+from services.gateway.tokenizer.templates import TemplateInput, TemplateOptions
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, StubTokenizer
-from services.gateway.tokenizer.turns import Piece, TrainedText, turns_of, weights_of
+from services.gateway.tokenizer.turns import TextSegment, TrainedText, turns_of, weights_of
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 from tests.unit.gateway.tool_calls.templates import GEMMA2, GEMMA4, OF_FAMILY, SMOLLM2
 from tests.unit.gateway.tool_calls.test_templates import CALL, CARD, CONVERSATION, TOOLS
@@ -45,7 +45,7 @@ def template_of(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def learned(template: ChatTemplate, conversation: Conversation, trained: list[int]) -> list[tuple[str, str]]:
+def learned(template: ChatTemplate, conversation: TemplateInput, trained: list[int]) -> list[tuple[str, str]]:
     """Each thing that is learned, behind its context."""
     return [
         (turns.text[:begin], turns.text[begin:end])
@@ -57,7 +57,7 @@ def learned(template: ChatTemplate, conversation: Conversation, trained: list[in
 @pytest.mark.parametrize("source", [GEMMA2, SMOLLM2, *OF_FAMILY.values()])
 def test_every_answer_is_learned_once_behind_the_prompt_that_serving_sends(source: str) -> None:
     template = template_of(source)
-    found = learned(template, Conversation(CHAT), [1, 3])
+    found = learned(template, TemplateInput(CHAT), [1, 3])
     prompts = [template.render(CHAT[:index]) for index in (1, 3)]
     assert [behind for behind, _ in found] == prompts
     assert [("FIRST" in said, "SECOND" in said) for _, said in found] == [(True, False), (False, True)]
@@ -96,7 +96,7 @@ THOUGHT = [{**CHAT[1], "reasoning_content": "ONE"}, {**CHAT[3], "reasoning_conte
 
 def test_a_template_that_drops_earlier_thoughts_gives_each_answer_a_text_of_its_own() -> None:
     messages = [CHAT[0], THOUGHT[0], CHAT[2], THOUGHT[1]]
-    found = turns_of(template_of(THINKING), Conversation(messages), [1, 3])
+    found = turns_of(template_of(THINKING), TemplateInput(messages), [1, 3])
     assert [turns.text for turns in found] == [
         "<user>Hello<eot><assistant><think>ONE</think>FIRST<eot>",
         "<user>Hello<eot><assistant>FIRST<eot><user>And then?<eot><assistant><think>TWO</think>SECOND<eot>",
@@ -111,10 +111,10 @@ def test_an_answer_without_thoughts_ends_the_thought_that_the_prompt_begins() ->
     template = template_of(FORCED)
     prompt = template.render(CHAT[:1])
     assert prompt.endswith("<think>")
-    assert learned(template, Conversation(CHAT[:2]), [1]) == [(prompt, "</think>FIRST<eot>")]
-    assert learned(template, Conversation([CHAT[0], THOUGHT[0]]), [1]) == [(prompt, "ONE</think>FIRST<eot>")]
+    assert learned(template, TemplateInput(CHAT[:2]), [1]) == [(prompt, "</think>FIRST<eot>")]
+    assert learned(template, TemplateInput([CHAT[0], THOUGHT[0]]), [1]) == [(prompt, "ONE</think>FIRST<eot>")]
     template = template_of(FORCED.replace("loop.last", "false").replace("<think>{%", "<think>\n{%"))
-    told = learned(template, Conversation([CHAT[0], THOUGHT[0]]), [1])
+    told = learned(template, TemplateInput([CHAT[0], THOUGHT[0]]), [1])
     assert told == [(f"{prompt}\n", "ONE\n</think>\n\nFIRST<eot>")], (
         "also where the template never shows thoughts"
     )
@@ -125,32 +125,32 @@ def test_what_a_prompt_has_and_the_text_has_not_is_told() -> None:
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}#{% endfor %}"
         "{% if add_generation_prompt %}<assistant>\nNow: {% endif %}"
     )
-    (turns,) = turns_of(template, Conversation(CHAT), [3])
+    (turns,) = turns_of(template, TemplateInput(CHAT), [3])
     assert turns.unlike_prompt == "\nNow: "
     assert [turns.text[begin:end] for begin, end in turns.spans] == ["SECOND#"]
-    (turns,) = turns_of(template_of(GEMMA4), Conversation(CHAT[:2]), [1])
+    (turns,) = turns_of(template_of(GEMMA4), TemplateInput(CHAT[:2]), [1])
     assert not turns.unlike_prompt
 
 
 def test_a_template_that_marks_the_answers_itself_is_believed_where_the_prompt_does_not_tell() -> None:
-    (turns,) = turns_of(template_of(MARKED), Conversation(CHAT), [1, 3])
+    (turns,) = turns_of(template_of(MARKED), TemplateInput(CHAT), [1, 3])
     assert turns.text == "[U]Hello[A]FIRST#[U]And then?[A]SECOND#"
     assert [turns.text[begin:end] for begin, end in turns.spans] == ["FIRST#", "SECOND#"]
-    (turns,) = turns_of(template_of(MARKED), Conversation(CHAT), [3])
+    (turns,) = turns_of(template_of(MARKED), TemplateInput(CHAT), [3])
     assert [turns.text[begin:end] for begin, end in turns.spans] == ["SECOND#"]
     assert template_of(MARKED).render(CHAT) == "[U]Hello[A]FIRST#[U]And then?[A]SECOND#[ANSWER]"
 
 
 def test_a_template_whose_history_depends_on_what_follows_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="cannot be told which text is the answer"):
-        turns_of(template_of(SHIFTING), Conversation(CHAT), [3])
+        turns_of(template_of(SHIFTING), TemplateInput(CHAT), [3])
 
 
 def of_tiny(messages: list[dict[str, str]], trained: list[int]) -> list[tuple[list[int], list[int]]]:
     """The tokens of each text, and the positions of those that are trained."""
 
     async def encode() -> list[tuple[list[int], list[int]]]:
-        texts = await TINY.render_turns(Conversation(messages), trained)
+        texts = await TINY.render_turns(TemplateInput(messages), trained)
         found = await TINY.encode_trained(texts, END)
         return [(one.tokens, [index for index, weight in enumerate(one.weights) if weight]) for one in found]
 
@@ -188,7 +188,7 @@ def test_white_space_behind_the_end_of_a_turn_is_not_learned() -> None:
     tokenizer = ModelTokenizer(files, None, ENCODING)
 
     async def encode() -> bytes:
-        texts = await tokenizer.render_turns(Conversation(CHAT[:2]), [1])
+        texts = await tokenizer.render_turns(TemplateInput(CHAT[:2]), [1])
         (found,) = await tokenizer.encode_trained(texts, END)
         assert found.tokens[-3] == END
         return found.weights
@@ -203,15 +203,15 @@ def test_a_text_without_an_end_gets_one() -> None:
         (found,) = await tokenizer.encode_trained([text], END)
         return found.tokens, found.weights
 
-    tokens, weights = asyncio.run(encode(TrainedText([Piece("2+2=4", [(4, 5)])], special=True)))
+    tokens, weights = asyncio.run(encode(TrainedText([TextSegment("2+2=4", [(4, 5)])], special=True)))
     assert (tokens[0], tokens[-1]) == (END, END)  # this tokenizer begins texts with that one
     assert weights == b"\0\0\0\0\0\1\1"
-    tokens, weights = asyncio.run(encode(TrainedText([Piece("4<|end|>", [(0, 8)])])))
+    tokens, weights = asyncio.run(encode(TrainedText([TextSegment("4<|end|>", [(0, 8)])])))
     assert weights == b"\1\1"
-    tokens, weights = asyncio.run(encode(TrainedText([Piece("4", [(0, 1)])], special=True)))
+    tokens, weights = asyncio.run(encode(TrainedText([TextSegment("4", [(0, 1)])], special=True)))
     assert weights == b"\x00\x01\x01"
     with pytest.raises(InvalidParameter, match="'prompt' and 'completion'"):
-        asyncio.run(tokenizer.render_turns(Conversation(CHAT), [1]))
+        asyncio.run(tokenizer.render_turns(TemplateInput(CHAT), [1]))
 
 
 def test_tokens_that_end_within_a_span_are_of_it() -> None:
@@ -222,7 +222,7 @@ def test_tokens_that_end_within_a_span_are_of_it() -> None:
 def test_the_stub_learns_answers_too() -> None:
     async def encode() -> tuple[list[int], bytes]:
         stub = StubTokenizer()
-        (found,) = await stub.encode_trained(await stub.render_turns(Conversation(CHAT), [1]), END)
+        (found,) = await stub.encode_trained(await stub.render_turns(TemplateInput(CHAT), [1]), END)
         return found.tokens, found.weights
 
     tokens, weights = asyncio.run(encode())

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from services.gateway.tool_calls.parsers import tagged
-from services.gateway.tool_calls.parsers.scanner import Arguments, Begin, Event, Text, Thought
+from services.gateway.tool_calls.parsers.scanner import Arguments, CallBegin, Event, Text, Thought
 from services.gateway.tool_calls.parsers.sections import DEEPSEEK, KIMI
 
 TYPES = {
@@ -261,7 +261,7 @@ def calls_of(events: list[Event]) -> tuple[tuple[str, str], ...]:
     """Name and arguments of every call."""
     calls: list[tuple[str, str]] = []
     for event in events:
-        if isinstance(event, Begin):
+        if isinstance(event, CallBegin):
             calls.append((event.name, ""))
         elif isinstance(event, Arguments):
             calls[-1] = (calls[-1][0], calls[-1][1] + event.text)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store import disk
 from shared.model_store.catalog import ensure_model, list_models
-from shared.model_store.disk import Entry, choose_removals, collect, excess_of, make_room, remove_model
+from shared.model_store.disk import CacheEntry, choose_removals, collect, excess_of, make_room, remove_model
 from shared.model_store.locks import claimed, hold_model, lock_path, partial
 from shared.model_store.repository import MANIFEST, PARTS, Manifest
 from shared.model_store.settings import Store
@@ -21,7 +21,7 @@ from shared.models import link_gguf
 
 ENTRIES = st.lists(
     st.builds(
-        Entry,
+        CacheEntry,
         directory=st.integers(0, 99).map(lambda number: Path(f"m{number}")),
         bytes=st.integers(0, 1000),
         promised=st.integers(0, 1000),
@@ -33,7 +33,7 @@ ENTRIES = st.lists(
 
 
 @given(ENTRIES, st.integers(1, 3000))
-def test_the_least_recently_used_go_and_no_more_than_must(entries: list[Entry], excess: int) -> None:
+def test_the_least_recently_used_go_and_no_more_than_must(entries: list[CacheEntry], excess: int) -> None:
     chosen = choose_removals(entries, excess)
     freed = sum(entry.bytes for entry in chosen)
     assert all(entry.removable for entry in chosen)
@@ -45,7 +45,7 @@ def test_the_least_recently_used_go_and_no_more_than_must(entries: list[Entry], 
 
 @given(ENTRIES, st.integers(0, 3000), st.integers(0, 5000))
 def test_what_is_within_the_limit_and_the_disk_needs_nothing_removed(
-    entries: list[Entry], needed: int, limit: int
+    entries: list[CacheEntry], needed: int, limit: int
 ) -> None:
     held = sum(entry.bytes + entry.promised for entry in entries)
     assert (excess_of(entries, needed, limit, 1 << 60) > 0) == bool(limit and held + needed > limit)

@@ -12,7 +12,7 @@ from shared.model_store import catalog
 from shared.model_store import hub as hub_module
 from shared.model_store.catalog import ensure_adapter, ensure_model, is_ready, list_models, read_manifest
 from shared.model_store.locks import LOCKS
-from shared.model_store.programs import Verdict
+from shared.model_store.programs import ServableVerdict
 from shared.model_store.settings import Store
 from shared.models import link_gguf, linked_gguf
 from tests.unit.shared.model_store.hub_server import HubServer, Repository, commit_of
@@ -53,7 +53,7 @@ def convert(gguf: Path, directory: Path, progress: object, **_: object) -> None:
 def programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor's programs, which take seconds to start."""
     monkeypatch.setattr(catalog, "convert_gguf", convert)
-    monkeypatch.setattr(hub_module, "verdict_on", lambda directory: Verdict("llama"))
+    monkeypatch.setattr(hub_module, "verdict_on", lambda directory: ServableVerdict("llama"))
 
 
 def files_in(directory: Path) -> set[str]:
@@ -175,7 +175,7 @@ def test_of_a_model_that_is_not_served_only_the_configuration_is_fetched(
     hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repositories["org/name"] = Repository(MODEL)
-    refused = Verdict("other", "It cannot be served.")
+    refused = ServableVerdict("other", "It cannot be served.")
     monkeypatch.setattr(hub_module, "verdict_on", lambda directory: refused)
     with pytest.raises(
         ModelLoadError, match=r"It cannot be served\. Of org/name only config.json was downloaded"

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from shared.errors import ConfigurationError, PortInUse
 from shared.service import listener as listener_module
-from shared.service.listener import Admission, Listener, bind, reserve
+from shared.service.listener import ConnectionAdmission, Listener, bind, reserve
 
 
 class Seen(asyncio.Protocol):
@@ -28,8 +28,10 @@ class Seen(asyncio.Protocol):
         self.room = 2
         self.news = asyncio.Event()
 
-    def admission(self, seconds: float | None = None) -> Admission:
-        return Admission(seconds, lambda: len(self.began) < self.room, self.began.append, self.note_failed)
+    def admission(self, seconds: float | None = None) -> ConnectionAdmission:
+        return ConnectionAdmission(
+            seconds, lambda: len(self.began) < self.room, self.began.append, self.note_failed
+        )
 
     def note_failed(self, protocol: object) -> None:
         self.failed.append(protocol)
@@ -168,7 +170,9 @@ async def test_connections_are_divided_among_those_that_share_a_port() -> None:
     ones = [Seen(), Seen()]
     first = bind("127.0.0.1", 0, shared=True)
     socks = [first, bind("127.0.0.1", port_of(first), shared=True)]
-    listeners = [Listener(sock, seen.make, None, Admission()) for sock, seen in zip(socks, ones, strict=True)]
+    listeners = [
+        Listener(sock, seen.make, None, ConnectionAdmission()) for sock, seen in zip(socks, ones, strict=True)
+    ]
     listeners[0].start()
     writers = [(await asyncio.open_connection("127.0.0.1", port_of(first)))[1] for _ in range(8)]
     listeners[1].start()
@@ -186,7 +190,7 @@ async def test_connections_are_divided_among_those_that_share_a_port() -> None:
 
 async def test_what_waits_to_be_accepted_is_not_lost_when_a_listener_closes() -> None:
     seen, sock = Seen(), bind("127.0.0.1", 0, shared=True)
-    listener = Listener(sock, seen.make, None, Admission())
+    listener = Listener(sock, seen.make, None, ConnectionAdmission())
     listener.start()
     waiting = [socket.create_connection(("127.0.0.1", port_of(sock))) for _ in range(100)]
     listener.close()

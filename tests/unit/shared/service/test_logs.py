@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from services.cli.commands.log_level import meant_by
 from shared.errors import ConfigurationError
 from shared.messages import GroupLoad, GroupRecord, ServiceRecord
-from shared.service.logs import Change
+from shared.service.logs import LevelChange
 
 number = st.sampled_from([10, 20, 30, 40])
 
 
 @given(number, number, st.floats(1, 1e10), st.floats(0, 1e10))
 def test_a_change_holds_until_its_time_is_over(usual: int, changed: int, until: float, now: float) -> None:
-    assert Change(changed, until).at(usual, lambda: now) == (usual if now >= until else changed)
-    assert Change(changed).at(usual, lambda: now) == changed, "for good"
-    assert Change().at(usual, lambda: now) == usual
+    assert LevelChange(changed, until).at(usual, lambda: now) == (usual if now >= until else changed)
+    assert LevelChange(changed).at(usual, lambda: now) == changed, "for good"
+    assert LevelChange().at(usual, lambda: now) == usual
 
 
 def lines_of(code: str, fmt: str = "json", level: str = "info") -> tuple[list[str], int]:
@@ -214,4 +214,4 @@ def test_an_unknown_target_is_told_what_there_is(target: str) -> None:
 
 
 def test_the_numbers_are_those_of_logging() -> None:
-    assert Change(logging.DEBUG).at(logging.INFO, lambda: 0.0) == logging.DEBUG
+    assert LevelChange(logging.DEBUG).at(logging.INFO, lambda: 0.0) == logging.DEBUG

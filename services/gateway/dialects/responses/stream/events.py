@@ -33,7 +33,7 @@ from services.gateway.streams.formats import Usage
 from services.gateway.streams.output import ScoredToken
 
 
-class Event(NamedTuple):
+class ResponseStreamEvent(NamedTuple):
     """An event; its number and type are shown with its body."""
 
     number: int
@@ -48,7 +48,7 @@ class ResponseEvents:
         self._shape = shape
         self.silent = shape.prewarm
         """Whether nothing of what the model says is shown."""
-        self._events: list[Event] = []
+        self._events: list[ResponseStreamEvent] = []
         self.count = 0
         """Events so far."""
         self.reasoning_tokens = 0
@@ -61,7 +61,7 @@ class ResponseEvents:
         self._begun = False
         self._final: dict[str, Any] | None = None
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[ResponseStreamEvent]:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
@@ -211,5 +211,5 @@ class ResponseEvents:
             self._number(kind, {"output_index": len(self._output), **body})
 
     def _number(self, kind: str, body: dict[str, Any]) -> None:
-        self._events.append(Event(self.count, kind, body))
+        self._events.append(ResponseStreamEvent(self.count, kind, body))
         self.count += 1

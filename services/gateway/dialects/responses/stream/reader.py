@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import ErrorBody, status_of
-from services.gateway.dialects.responses.stream.events import Event, ResponseEvents
+from services.gateway.dialects.responses.stream.events import ResponseEvents, ResponseStreamEvent
 from services.gateway.dialects.responses.stream.items import ResponseShape
 from services.gateway.lifecycle.request_state import RequestState
 from services.gateway.streams.formats import padded
@@ -48,7 +48,7 @@ class ResponseEventReader(NumberedReader):
         """Whether its last event is known."""
         return self.finished or self._failed
 
-    async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[Chunk], None]:
+    async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[StreamChunk], None]:
         """Events as they come: the first at once, as soon as the record is durable. An error that the log
         knows of is an event; raises `ClientGone`, and errors of this reading alone."""
         await self._until_stored()
@@ -106,10 +106,10 @@ class ResponseEventReader(NumberedReader):
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _progress_chunk(self, progress: PromptProgress) -> Chunk:
+    def _progress_chunk(self, progress: PromptProgress) -> StreamChunk:
         """With the number of the last event before it, as errors have it."""
         body = {"type": PROGRESS, "sequence_number": self._events.count - 1, "prompt_progress": progress}
-        return Chunk(_json.encode(body), b"", PROGRESS.encode())
+        return StreamChunk(_json.encode(body), b"", PROGRESS.encode())
 
     def _show(self, piece: OutputDelta) -> None:
         self._events.begin()
@@ -146,7 +146,7 @@ class ResponseEventReader(NumberedReader):
             code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
             self._events.fail({"code": code, "message": error.message}, self._usage())
 
-    def _append(self, batch: list[Chunk], index: int) -> None:
+    def _append(self, batch: list[StreamChunk], index: int) -> None:
         """The new events that the client does not have."""
         for event in self._events.take():
             if event.number > self._known:
@@ -156,8 +156,8 @@ class ResponseEventReader(NumberedReader):
         return _json.encode(self._events.response())
 
 
-def _chunk(event: Event, *, padding: bool) -> Chunk:
+def _chunk(event: ResponseStreamEvent, *, padding: bool) -> StreamChunk:
     body = _json.encode({"type": event.type, "sequence_number": event.number, **event.body})
     if padding and event.type.endswith(".delta"):
         body = padded(body)
-    return Chunk(body, b"%d" % event.number, event.type.encode())
+    return StreamChunk(body, b"%d" % event.number, event.type.encode())

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from services.cli import gateway_client
 from services.cli.commands.fine_tune import command, export
-from services.cli.commands.fine_tune.client import FineTuning
+from services.cli.commands.fine_tune.client import FineTuningClient
 from services.cli.commands.fine_tune.command import JobUnfinished, fine_tune_app
-from services.cli.gateway_client import Refused
+from services.cli.gateway_client import RequestRefused
 from shared.errors import ConfigurationError, Unavailable, UnknownModel
 from tests.unit.cli.commands.fine_tune.fake_gateway import (
     FakeGateway,
@@ -123,10 +123,10 @@ def test_what_is_wrong_is_one_sentence(gateway: FakeGateway, tmp_path: Path) -> 
             run(gateway, "create", *words, "--model", "base")
     refusal = {"error": {"message": "The model 'none' does not exist."}}
     gateway.answer(f"POST {JOBS}", (404, refusal))
-    with pytest.raises(Refused, match="The model 'none' does not exist"):
+    with pytest.raises(RequestRefused, match="The model 'none' does not exist"):
         run(gateway, "create", file, "--model", "none")
     gateway.answer(f"GET {JOBS}", (500, b"broken"))
-    with pytest.raises(Refused, match="answered with status 500"):
+    with pytest.raises(RequestRefused, match="answered with status 500"):
         run(gateway, "list")
     with pytest.raises(ConfigurationError, match="not the address of a gateway"):
         CliRunner().invoke(fine_tune_app, ["list", "--url", "http://127.0.0.1:x"], catch_exceptions=False)
@@ -193,7 +193,7 @@ def test_what_the_gateway_says_against_following_is_told(
 ) -> None:
     gateway.answer(ONE, (200, job("running")))
     gateway.answer(EVENTS, (429, {"error": {"message": "You follow 32 jobs at this gateway."}}))
-    with pytest.raises(Refused, match="You follow 32 jobs"):
+    with pytest.raises(RequestRefused, match="You follow 32 jobs"):
         run(gateway, "follow", "ftjob-1")
     monkeypatch.setattr(gateway_client, "PATIENCE", 0.05)
     gateway.answer(EVENTS, (0, b""))
@@ -215,7 +215,7 @@ async def test_who_stops_following_is_told_that_the_job_goes_on(
             asked.set()
             return job("running")
 
-    following = asyncio.create_task(command._followed(cast(FineTuning, Jobs()), job("running")))
+    following = asyncio.create_task(command._followed(cast(FineTuningClient, Jobs()), job("running")))
     await asked.wait()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -261,7 +261,7 @@ def test_jobs_are_acted_on(gateway: FakeGateway, action: str) -> None:
     assert re.search(r"status +paused", run(gateway, action, "ftjob-1"))
     assert json.loads(run(gateway, action, "ftjob-1", "--json"))["status"] == "paused"
     gateway.answer(path, (409, {"error": {"message": f"Cannot {action} it: it is over."}}))
-    with pytest.raises(Refused, match=f"Cannot {action} it"):
+    with pytest.raises(RequestRefused, match=f"Cannot {action} it"):
         run(gateway, action, "ftjob-1")
 
 

@@ -77,7 +77,7 @@ VARIANTS = (
 """The most demanding of what serving uses."""
 
 
-def calls(variant: Variant) -> list[attention_launch.Call]:
+def calls(variant: Variant) -> list[attention_launch.AttentionCall]:
     """The launches of a variant, of tensors that have shapes and no numbers."""
     kv_heads, width = 8, variant.width
     heads = kv_heads * variant.group
@@ -88,11 +88,11 @@ def calls(variant: Variant) -> list[attention_launch.Call]:
     cold = 1000 if codec else 0
     code = meta(cold, 2, kv_heads, 16, width, dtype=codec.dtype if codec else variant.dtype)
     scales = meta(cold, 2, kv_heads, dtype=FP32) if codec else None
-    layer = attention_launch.Layer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
+    layer = attention_launch.AttentionLayer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
     rows = rows_for(variant.group, variant.tokens)
     batch = attention_launch.Batch(*[index] * 7, rows, variant.splits, 0, 64)
     per_head = meta(heads, dtype=FP32)
-    scores = attention_launch.Scores(
+    scores = attention_launch.ScoreOptions(
         width**-0.5,
         5.0 if "softcap" in variant.asks else None,
         1024 if "window" in variant.asks else None,
@@ -104,7 +104,7 @@ def calls(variant: Variant) -> list[attention_launch.Call]:
     return attention_launch.attend_calls(query, layer, batch, scores, query)
 
 
-def block_calls() -> Iterator[tuple[str, attention_launch.Call]]:
+def block_calls() -> Iterator[tuple[str, attention_launch.AttentionCall]]:
     """The launches that write blocks, and compress them."""
     hot, fused = meta(2, 1000, 2, 8, 16, 128), meta(64, 48, 128)
     slots = meta(64, dtype=torch.int32)
@@ -116,7 +116,7 @@ def block_calls() -> Iterator[tuple[str, attention_launch.Call]]:
         yield f"compress {name}", attention_launch.compress_call(hot, index[:, 0], code, scales, codec, index)
 
 
-def compile_call(name: str, call: attention_launch.Call) -> Compiled:
+def compile_call(name: str, call: attention_launch.AttentionCall) -> Compiled:
     """As Triton would at the first launch."""
     (launched,) = launches(call.run)
     return compile_launched(name, launched)
@@ -145,10 +145,12 @@ def page_work(width: int, group: int, cold: str) -> None:
     blocks, count = meta(1000, 2, 8, 16, width), 1000 if codec else 0
     code = meta(count, 2, 8, 16, width, dtype=codec.dtype if codec else torch.bfloat16)
     scales = meta(count, 2, 8, dtype=FP32) if codec else None
-    lines = attention_launch.Layer(meta(1000, 2, 8, 1, width), meta(count, 2, 8, 1, width), None, None)
+    lines = attention_launch.AttentionLayer(
+        meta(1000, 2, 8, 1, width), meta(count, 2, 8, 1, width), None, None
+    )
     index = meta(64, dtype=torch.int32)
     pairs = meta(64, 2, dtype=torch.int64) if codec else None
-    pages.summarise(attention_launch.Layer(blocks, code, scales, codec), lines, pairs, index, index)
+    pages.summarise(attention_launch.AttentionLayer(blocks, code, scales, codec), lines, pairs, index, index)
     rows = pages.ChosenRows(index, meta(64, pages.FIELDS, dtype=torch.int32), 8000, 1200)
     pages.choose(meta(64, 8, group, width), lines, rows, 1.0)
 

@@ -174,7 +174,11 @@ def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
     (batch,) = problem.batches()
     with pytest.raises(ValueError, match=f"{2**27} blocks of 16 tokens"):
         attention_launch.attend_calls(
-            problem.query, attention_launch.Layer(hot, none, None, None), batch, problem.scores, problem.query
+            problem.query,
+            attention_launch.AttentionLayer(hot, none, None, None),
+            batch,
+            problem.scores,
+            problem.query,
         )
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 
 from benchmarks.on_gpu.device import interprets
 from services.executor.gpu.kernels import pages
-from services.executor.gpu.kernels.attention_launch import Layer
+from services.executor.gpu.kernels.attention_launch import AttentionLayer
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.kv_cache.codecs import COMPRESSING, Codec
 
@@ -25,14 +25,14 @@ def int32(*values: object) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int32)).to(DEVICE)
 
 
-def layers(codec: Codec | None) -> tuple[Layer, Layer]:
+def layers(codec: Codec | None) -> tuple[AttentionLayer, AttentionLayer]:
     """Keys and values in blocks, and room for their summaries."""
     hot = normal(HOT, 2, HEADS, SIZE, WIDTH).bfloat16()
     cold = normal(COLD if codec else 0, 2, HEADS, SIZE, WIDTH, seed=1)
     codes, scales = codec.encode(cold.flatten(-2)) if codec else (cold.bfloat16(), None)
-    own = Layer(hot, codes.view(cold.shape), scales, codec)
+    own = AttentionLayer(hot, codes.view(cold.shape), scales, codec)
     rooms = (torch.zeros(count, 2, HEADS, 1, WIDTH, device=DEVICE) for count in (HOT, len(cold)))
-    return own, Layer(*(room.bfloat16() for room in rooms), None, None)
+    return own, AttentionLayer(*(room.bfloat16() for room in rooms), None, None)
 
 
 @pytest.mark.parametrize("codec", [None, *COMPRESSING], ids=str)
@@ -62,7 +62,7 @@ def rows_of(most: int, length: int, *choices: tuple[int, ...]) -> ChosenRows:
     return ChosenRows(int32(*tables), int32(*choices), most, length)
 
 
-def expected_scores(query: Tensor, summaries: Layer, blocks: Tensor) -> Tensor:
+def expected_scores(query: Tensor, summaries: AttentionLayer, blocks: Tensor) -> Tensor:
     """float64 [heads, blocks] of `query` [heads, group, d]."""
     kept = torch.cat((summaries.hot, summaries.codes)).double()[blocks.long(), :, :, 0]  # [n, 2, heads, d]
     mean, deviation = kept.permute(1, 2, 0, 3)
@@ -73,7 +73,7 @@ def expected_scores(query: Tensor, summaries: Layer, blocks: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_score_is_the_highest_of_a_heads_queries(dtype: torch.dtype) -> None:
     query = normal(3, HEADS, GROUP, WIDTH, seed=2).to(dtype)
-    summaries = Layer(
+    summaries = AttentionLayer(
         normal(HOT, 2, HEADS, 1, WIDTH, seed=3).abs().to(dtype),
         normal(COLD, 2, HEADS, 1, WIDTH, seed=4).abs().to(dtype),
         None,
@@ -108,7 +108,7 @@ def test_the_best_are_chosen_and_of_those_that_tie_the_earlier(
     rows = rows_of(count, 70, *((0, 0, 2, 2 + count, top, 2 + count + 5) for top in tops))
     query = normal(1, HEADS, GROUP, WIDTH)
     chosen = torch.full((len(tops), HEADS, 70), -1, dtype=torch.int32, device=DEVICE)
-    summaries = Layer(query.new_zeros(HOT, 2, HEADS, 1, WIDTH), query.new_zeros(0), None, None)
+    summaries = AttentionLayer(query.new_zeros(HOT, 2, HEADS, 1, WIDTH), query.new_zeros(0), None, None)
     *_, choosing = pages.choose_calls(query, summaries, rows, 1.0, scores, chosen)
 
     choosing.run()

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.loading.composition import Composition, concatenated, stacked
 
 
@@ -44,7 +44,7 @@ def compositions(draw: st.DrawFn) -> tuple[Composition, Tensor, dict[str, Tensor
             content, tensor = content.transposed(dim, other), tensor.transpose(dim, other)
         elif step == "cut":
             cuts = draw(st.lists(st.tuples(*[st.integers(0, tensor.shape[dim])] * 2), min_size=1, max_size=3))
-            spans = [Span(min(cut), max(cut)) for cut in cuts]
+            spans = [ShardRange(min(cut), max(cut)) for cut in cuts]
             content = content.selected(dim, spans)
             tensor = torch.cat([tensor.narrow(dim, span.start, span.size) for span in spans], dim)
         elif step == "split":
@@ -68,7 +68,7 @@ def test_boxes_make_the_tensor_that_torch_makes(
 def test_experts_one_by_one_and_stacked_are_matrices_one_below_the_other() -> None:
     stored = {name: torch.arange(24).view(2, 3, 4) + 100 * index for index, name in enumerate("ab")}
     whole = [Composition.whole(name, (2, 3, 4)) for name in stored]
-    for content in (concatenated(whole, 1), concatenated(whole, 0).selected(2, [Span(1, 3)])):
+    for content in (concatenated(whole, 1), concatenated(whole, 0).selected(2, [ShardRange(1, 3)])):
         flat = content.flattened()
         assert flat is not None
         assert torch.equal(built(flat, stored), built(content, stored).flatten(0, 1))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.loading.quantization_schemes import coded_tensors, scheme_of, unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor, unpacked
 from shared.errors import ModelLoadError
@@ -79,7 +79,7 @@ def test_rows_are_kept_as_codes_where_they_can_be_cut(form: str, data: st.DataOb
     written = FORMS[form](np.random.default_rng(seed), outputs, inputs)
     rows, columns = (data.draw(st.composite(spans)(size)) for size in (outputs, inputs // 16))
     cut = slice(columns.start * 16, columns.stop * 16)
-    held = read(written).rows(Span(rows.start, rows.stop), Span(cut.start, cut.stop))
+    held = read(written).rows(ShardRange(rows.start, rows.stop), ShardRange(cut.start, cut.stop))
     assert held is not None
     assert held.bits in (2, 3, 4, 8)
     # The values of NF4 are rounded to bf16, all else is the file's.
@@ -91,7 +91,7 @@ def test_rows_are_kept_as_codes_where_they_can_be_cut(form: str, data: st.DataOb
 @pytest.mark.parametrize("kind", GROUPED)
 def test_groups_of_every_size(kind: str, group: int) -> None:
     written = GROUPED[kind](np.random.default_rng(group + 1), 32, 256, group)
-    held = read(written).rows(Span(0, 32), Span(0, 256))
+    held = read(written).rows(ShardRange(0, 32), ShardRange(0, 256))
     assert held is not None
     assert held.group == (group if group > 0 else 256)
     np.testing.assert_array_equal(held.dequantized().numpy(), written.values)
@@ -99,16 +99,16 @@ def test_groups_of_every_size(kind: str, group: int) -> None:
 
 def test_codes_and_scales_are_the_files() -> None:
     made = np.random.default_rng(0)
-    held = read(gptq(made, 64, 128, symmetric=True)).rows(Span(0, 64), Span(0, 128))
+    held = read(gptq(made, 64, 128, symmetric=True)).rows(ShardRange(0, 64), ShardRange(0, 128))
     assert held is not None
     assert (held.bits, held.group, held.offset, held.zeros) == (4, 32, 8, None)
     assert held.scales.dtype is torch.float16
-    ordered = read(gptq(made, 64, 128, ordered=True)).rows(Span(0, 64), Span(0, 128))
+    ordered = read(gptq(made, 64, 128, ordered=True)).rows(ShardRange(0, 64), ShardRange(0, 128))
     assert ordered is not None
     assert ordered.group == 32
     assert ordered.permutation is not None
-    assert read(gptq(made, 64, 128)).rows(Span(0, 64), Span(8, 24)) is None
-    assert read(fp8(made, 64, 128, block=24)).rows(Span(0, 64), Span(0, 128)) is None
+    assert read(gptq(made, 64, 128)).rows(ShardRange(0, 64), ShardRange(8, 24)) is None
+    assert read(fp8(made, 64, 128, block=24)).rows(ShardRange(0, 64), ShardRange(0, 128)) is None
 
 
 @settings(max_examples=30, deadline=None)
@@ -190,8 +190,8 @@ def test_codes_of_fp8_that_are_no_numbers_are_refused() -> None:
     written = fp8(np.random.default_rng(0), 64, 128)
     written.tensors["weight"].view(torch.uint8)[3, 5] = 0xFF
     with pytest.raises(ValueError, match="NaN or infinite"):
-        read(written).rows(Span(0, 64), Span(0, 128))
-    assert read(written).rows(Span(4, 64), Span(0, 128)) is not None
+        read(written).rows(ShardRange(0, 64), ShardRange(0, 128))
+    assert read(written).rows(ShardRange(4, 64), ShardRange(0, 128)) is not None
 
 
 def test_an_order_that_is_none_is_refused() -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.loading import reading
 from services.executor.model.loading.composition import Composition
-from services.executor.model.loading.reading import Meter, Read, read_all
+from services.executor.model.loading.reading import Read, ReadMeter, read_all
 from services.executor.model.loading.weight_files import WeightFiles
 
 CPU = torch.device("cpu")
@@ -22,10 +22,10 @@ def test_slices_are_cast_on_the_way_in_pieces(tmp_path: Path, monkeypatch: pytes
         whole = {name: Composition.whole(name, shape) for name, shape in files.shapes.items()}
         made = read_all(
             [
-                Read(whole["a"].selected(1, [Span(2, 5), Span(7, 9)]), torch.bfloat16),
+                Read(whole["a"].selected(1, [ShardRange(2, 5), ShardRange(7, 9)]), torch.bfloat16),
                 Read(whole["n"], torch.int64),
                 Read(whole["s"], torch.float64),
-                Read(whole["a"].transposed(0, 1).selected(0, [Span(3, 4)]), torch.float32),
+                Read(whole["a"].transposed(0, 1).selected(0, [ShardRange(3, 4)]), torch.float32),
             ],
             files,
             CPU,
@@ -43,7 +43,7 @@ def test_slices_are_cast_on_the_way_in_pieces(tmp_path: Path, monkeypatch: pytes
 
 def test_progress_is_told_in_order_and_not_too_often() -> None:
     reports: list[tuple[int, int]] = []
-    meter = Meter(lambda done, total: reports.append((done, total)), 100_000)
+    meter = ReadMeter(lambda done, total: reports.append((done, total)), 100_000)
     for _ in range(100_000):
         meter.add(1)
     meter.finish()

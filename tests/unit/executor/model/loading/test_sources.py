@@ -17,10 +17,10 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
-from services.executor.core.sharding import Span
+from services.executor.core.sharding import ShardRange
 from services.executor.model.loading import sources
 from services.executor.model.loading.reading import Read, read_all
-from services.executor.model.loading.sources import Sources, find_sources
+from services.executor.model.loading.sources import CheckpointSources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.tiny import BASE
@@ -66,7 +66,9 @@ def empty(model: Any) -> Any:
     return bare
 
 
-def read(found: Sources, files: WeightFiles, name: str, *cut: tuple[int, list[Span]]) -> Tensor:
+def read(
+    found: CheckpointSources, files: WeightFiles, name: str, *cut: tuple[int, list[ShardRange]]
+) -> Tensor:
     content = found.parameters[name]
     for dim, spans in cut:
         content = content.selected(dim, spans)
@@ -99,10 +101,10 @@ def test_slices_of_stacked_experts(tmp_path: Path, model_type: str) -> None:
             whole = state[name]
             for dim in range(3):
                 half, size = whole.shape[dim] // 2, whole.shape[dim]
-                spans = [Span(1, half), Span(half + 1, size), Span(half, half)]
+                spans = [ShardRange(1, half), ShardRange(half + 1, size), ShardRange(half, half)]
                 expected = torch.cat([whole.narrow(dim, span.start, span.size) for span in spans], dim)
                 assert torch.equal(read(found, files, name, (dim, spans)), expected)
-            both = read(found, files, name, (2, [Span(3, 9)]), (0, [Span(2, 4)]))
+            both = read(found, files, name, (2, [ShardRange(3, 9)]), (0, [ShardRange(2, 4)]))
             assert torch.equal(both, whole[2:4, :, 3:9])
 
 
@@ -159,7 +161,7 @@ def test_missing_projections_and_uneven_experts(mixtral: tuple[Path, Any], tmp_p
 
 def converted(
     monkeypatch: pytest.MonkeyPatch, llama: Any, shapes: dict[str, tuple[int, ...]], *made: Any
-) -> Sources:
+) -> CheckpointSources:
     monkeypatch.setattr(sources, "get_model_conversion_mapping", lambda model: list(made))
     return find_sources(llama, shapes)
 
@@ -185,7 +187,7 @@ def test_split_and_transposed_projections(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(found.parameters) == 6
         for name in found.parameters:
             assert torch.equal(read(found, files, name), state[name]), name
-        rows = read(found, files, f"{mlp}.down_proj.weight", (1, [Span(5, 9)]))
+        rows = read(found, files, f"{mlp}.down_proj.weight", (1, [ShardRange(5, 9)]))
         assert torch.equal(rows, state[f"{mlp}.down_proj.weight"][:, 5:9])
         odd = {**files.shapes, f"{attention}.qkv.weight": (7, 72), f"{mlp}.both.weight": (191, 72)}
         with pytest.raises(ModelLoadError, match="do not make up"):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
-from services.executor.core.sharding import ShardLayout, Span
+from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.loading import streaming
 from services.executor.model.loading.composition import Composition, concatenated
@@ -86,7 +86,7 @@ def test_every_byte_arrives(
 ) -> None:
     monkeypatch.setattr(streaming, "PIECE", piece)
     tensors = stored(tmp_path)
-    halves = [Span(3, 5), Span(7, 9)]
+    halves = [ShardRange(3, 5), ShardRange(7, 9)]
 
     def reads(whole: dict[str, Composition]) -> list[Read]:
         return [
@@ -96,7 +96,7 @@ def test_every_byte_arrives(
             Read(whole["bf16"].transposed(0, 1).selected(0, halves), torch.bfloat16),
             Read(concatenated([whole["bf16"], whole["float"]], 0), torch.float64),
             Read(concatenated([whole["float"].selected(1, halves), whole["float"]], 1), torch.float32),
-            Read(whole["deep"].selected(2, [Span(10, 30)]), torch.bfloat16),
+            Read(whole["deep"].selected(2, [ShardRange(10, 30)]), torch.bfloat16),
         ]
 
     made, reports = read(tmp_path, reads, make)
@@ -129,11 +129,11 @@ def test_weights_are_quantised_as_they_come(
     tensors = stored(tmp_path)
 
     def reads(whole: dict[str, Composition]) -> list[Read]:
-        rows = [Span(30, 37), Span(2, 9)]
+        rows = [ShardRange(30, 37), ShardRange(2, 9)]
         return [
             Read(whole["float"], torch.bfloat16, codec),
             Read(concatenated([whole["bf16"], whole["float"]], 0).selected(0, rows), torch.bfloat16, codec),
-            Read(whole["bf16"].selected(1, [Span(8, 20)]), torch.bfloat16, codec),
+            Read(whole["bf16"].selected(1, [ShardRange(8, 20)]), torch.bfloat16, codec),
             Read(concatenated([whole["bf16"], whole["bf16"]], 1), torch.bfloat16, codec),
         ]
 

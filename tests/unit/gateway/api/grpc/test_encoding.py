@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, event, field, id_field, varint
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.output import OutputDelta, ScoredToken
 from services.gateway.streams.progress import PromptProgress
@@ -81,14 +81,14 @@ def test_events_are_what_the_generated_classes_would_say(
     shape = EventFormat(answer, StubTokenizer(), tokens=tokens)
     position = ",".join(map(str, positions))
     chunks = [
-        Chunk(
+        StreamChunk(
             shape.last(index, piece._replace(finish=finish)) if finish else shape.delta(index, piece),
             position.encode(),
         )
         for index, piece, finish in parts
     ]
     if usage is not None:
-        chunks.append(Chunk(shape.usage(usage), position.encode()))
+        chunks.append(StreamChunk(shape.usage(usage), position.encode()))
     first = pb.GenerationEvent.FromString(event(id_field(answer), chunks))
     assert first == expected(parts, usage, position, answer.public_id, tokens=tokens)
     again = pb.GenerationEvent.FromString(event(b"", chunks))
@@ -108,11 +108,11 @@ def test_progress_for_those_who_ask_for_it(progress: PromptProgress, positions: 
         processed=progress.processed,
         milliseconds=progress.time_ms,
     )
-    alone = pb.GenerationEvent.FromString(event(b"", [Chunk(told, b"")]))
+    alone = pb.GenerationEvent.FromString(event(b"", [StreamChunk(told, b"")]))
     assert alone == pb.GenerationEvent(prompt_progress=wanted)
     position = ",".join(map(str, positions))
-    beside = Chunk(shape.delta(0, OutputDelta("Hi", ())), position.encode())
-    both = pb.GenerationEvent.FromString(event(b"", [Chunk(told, b""), beside]))
+    beside = StreamChunk(shape.delta(0, OutputDelta("Hi", ())), position.encode())
+    both = pb.GenerationEvent.FromString(event(b"", [StreamChunk(told, b""), beside]))
     assert (both.prompt_progress, both.position, both.choices[0].text) == (wanted, position, "Hi")
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.inference import Inference
 from services.gateway.api.grpc.requests import chat_request, completion_request
@@ -23,7 +23,7 @@ def test_the_generated_code_is_up_to_date(tmp_path: Path) -> None:
 
 def test_every_method_has_an_answer() -> None:
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    backend = Backend(Authenticator())
+    backend = GatewayBackend(Authenticator())
     calls = {name: call for kind in KINDS for name, call in kind.calls(backend).items()}
     methods = Inference(backend, GatewaySettings(), calls).methods()
     assert {f"/{service.full_name}/{method.name}" for method in service.methods} == methods.keys()

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.api.grpc.call import MESSAGE_BYTES, Call
+from services.gateway.api.grpc.call import MESSAGE_BYTES, GrpcCall
 from services.gateway.api.grpc.framing import MessageReader
-from services.gateway.api.grpc.server import GrpcServer, Method, Peer, ServerOptions
+from services.gateway.api.grpc.server import GrpcConnection, GrpcServer, RpcMethod, ServerOptions
 from services.gateway.core.errors import AuthenticationFailed, ClientGone
 from services.gateway.server.http2 import frames as http2
-from services.gateway.server.http2.frames import PREFACE, Limits
+from services.gateway.server.http2.frames import PREFACE, FrameLimits
 from services.gateway.server.http2.hpack import literal
 from shared.service.listener import bind
 from tests.integration.gateway.fake_ring import until
@@ -94,27 +94,27 @@ class Service:
     """A server's methods, and what has come of their calls."""
 
     def __init__(self) -> None:
-        self.begun: list[Call] = []
-        self.done: list[Call] = []
+        self.begun: list[GrpcCall] = []
+        self.done: list[GrpcCall] = []
 
-    async def answer(self, call: Call) -> None:
+    async def answer(self, call: GrpcCall) -> None:
         self.begun.append(call)
         await call.send(b"x" * 100)
 
-    async def never(self, call: Call) -> None:
+    async def never(self, call: GrpcCall) -> None:
         self.begun.append(call)
         while await call.receive() is not None:
             pass
 
-    def refuse(self, call: Call) -> None:
+    def refuse(self, call: GrpcCall) -> None:
         if call.metadata("authorization") != "good":
             raise AuthenticationFailed("No key.")
 
     def server(self, sock: socket.socket, options: ServerOptions) -> GrpcServer:
         methods = {
-            METHOD: Method(self.answer),
-            PUBLIC: Method(self.answer, public=True),
-            SESSION: Method(self.never, streamed=True),
+            METHOD: RpcMethod(self.answer),
+            PUBLIC: RpcMethod(self.answer, public=True),
+            SESSION: RpcMethod(self.never, streamed=True),
         }
         return GrpcServer(sock, methods, options, self.done.append, self.refuse)
 
@@ -133,9 +133,9 @@ async def server(service: Service) -> AsyncIterator[GrpcServer]:
     await made.stop(grace=0.1)
 
 
-def connected(server: GrpcServer, said: bytes = GREETING) -> tuple[Peer, Transport]:
+def connected(server: GrpcServer, said: bytes = GREETING) -> tuple[GrpcConnection, Transport]:
     """A connection without a network."""
-    peer, transport = Peer(server), Transport()
+    peer, transport = GrpcConnection(server), Transport()
     transport.protocol = peer
     peer.connection_made(cast(asyncio.Transport, transport))
     peer.data_received(said)
@@ -212,14 +212,14 @@ async def test_pings_second_after_second_are_no_attack(server: GrpcServer) -> No
 
 
 async def test_what_waits_for_open_calls_is_bounded_too(service: Service) -> None:
-    options = OPTIONS._replace(limits=Limits(owed=100_000))
+    options = OPTIONS._replace(limits=FrameLimits(owed=100_000))
     server = service.server(bind("127.0.0.1", 0), options)
     peer, transport = connected(server, GREETING + http2_frame(http2.SETTINGS, 0, 0, b"\0\4\x7f\xff\xff\xff"))
 
-    async def large(call: Call) -> None:
+    async def large(call: GrpcCall) -> None:
         await call.send(b"x" * 30_000)
 
-    server.methods = {METHOD: Method(large, public=True)}
+    server.methods = {METHOD: RpcMethod(large, public=True)}
     block = head(METHOD)
     for number in range(1, 21, 2):
         peer.data_received(http2_frame(http2.HEADERS, 4, number, block))
@@ -236,7 +236,7 @@ async def test_messages_are_written_at_once_while_the_client_has_room(service: S
     peer, transport = connected(server)
     written = 0
 
-    async def stream(call: Call) -> None:
+    async def stream(call: GrpcCall) -> None:
         nonlocal written
         assert not call.write(b"headers are sent first")
         await call.send(b"first")
@@ -244,7 +244,7 @@ async def test_messages_are_written_at_once_while_the_client_has_room(service: S
             written += 1
         assert call.alive
 
-    server.methods = {METHOD: Method(stream, public=True)}
+    server.methods = {METHOD: RpcMethod(stream, public=True)}
     peer.data_received(http2_frame(http2.HEADERS, 4, 1, head(METHOD)))
     peer.data_received(http2_frame(http2.DATA, 1, 1, framed(b"")))
     await settled()
@@ -273,10 +273,10 @@ async def test_an_answer_that_a_closed_window_holds_back_is_not_kept(service: Se
     server = service.server(bind("127.0.0.1", 0), OPTIONS)
     peer, transport = connected(server)
 
-    async def large(call: Call) -> None:
+    async def large(call: GrpcCall) -> None:
         await call.send(b"x" * 1_000_000)
 
-    server.methods = {METHOD: Method(large)}
+    server.methods = {METHOD: RpcMethod(large)}
     more = http2_frame(http2.WINDOW_UPDATE, 0, 1 if windows != "its own" else 0, (1 << 20).to_bytes(4, "big"))
     peer.data_received(opened(1, METHOD, GOOD) + data(1, framed(b""), end=True) + more)
     await settled()
@@ -397,10 +397,10 @@ async def test_a_second_message_of_a_unary_call_is_refused_at_once(
 async def test_tiny_messages_whose_frames_end_in_the_next_get_no_new_window(server: GrpcServer) -> None:
     peer, _ = connected(server)
 
-    async def deaf(call: Call) -> None:
+    async def deaf(call: GrpcCall) -> None:
         await asyncio.Event().wait()
 
-    server.methods = {SESSION: Method(deaf, streamed=True)}
+    server.methods = {SESSION: RpcMethod(deaf, streamed=True)}
     peer.data_received(opened(1, SESSION, GOOD) + data(1, b"\0"))
     for _ in range(200):
         peer.data_received(data(1, b"\0\0\0\2xy\0" * 200))
@@ -413,10 +413,10 @@ async def test_an_empty_message_that_waits_is_held_for_what_it_takes(service: Se
     server = service.server(bind("127.0.0.1", 0), options)
     peer, transport = connected(server)
 
-    async def deaf(call: Call) -> None:
+    async def deaf(call: GrpcCall) -> None:
         await asyncio.Event().wait()
 
-    server.methods = {SESSION: Method(deaf, streamed=True)}
+    server.methods = {SESSION: RpcMethod(deaf, streamed=True)}
     peer.data_received(opened(1, SESSION, GOOD) + data(1, framed(b"") * 100))
     assert peer._held == 100 * MESSAGE_BYTES
     peer.data_received(data(1, framed(b"") * 100))
@@ -548,12 +548,12 @@ async def connect(
         cast(Any, writer.transport).abort()
 
 
-async def the_peer(server: GrpcServer) -> Peer:
+async def the_peer(server: GrpcServer) -> GrpcConnection:
     await until(lambda: bool(server.peers))
     return next(iter(server.peers))
 
 
-async def gone(server: GrpcServer, peer: Peer) -> None:
+async def gone(server: GrpcServer, peer: GrpcConnection) -> None:
     await until(lambda: peer not in server.peers)
 
 

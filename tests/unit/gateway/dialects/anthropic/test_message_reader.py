@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.anthropic.message_reader import MessageEventReader
 from services.gateway.lifecycle.generation import Generation
@@ -65,11 +65,11 @@ def put(answer: RequestState, entry: TokenEntry) -> None:
     answer.generations[0].on_entry("ring", 1, entry, 1.0)
 
 
-def events_of(answer: RequestState, after: list[int] | None = None) -> list[Chunk]:
+def events_of(answer: RequestState, after: list[int] | None = None) -> list[StreamChunk]:
     run = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
     run.join()
 
-    async def chunks() -> list[Chunk]:
+    async def chunks() -> list[StreamChunk]:
         return [chunk async for batch in run.chunks() for chunk in batch]
 
     return LOOP.run_until_complete(chunks())
@@ -82,7 +82,7 @@ def message_of(answer: RequestState) -> dict[str, Any]:
     return found
 
 
-def put_together(events: list[Chunk]) -> dict[str, Any]:
+def put_together(events: list[StreamChunk]) -> dict[str, Any]:
     """As clients do."""
     bodies = [json.loads(chunk.data) for chunk in events]
     assert [body["type"] for body in bodies] == [chunk.event.decode() for chunk in events]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.dialects.ollama.formats import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState, requests_of
@@ -70,7 +70,7 @@ def entries(log: tuple[list[int], FinishReason, list[int]]) -> list[TokenEntry]:
     return [*parts, TokenEntry("i-0", 0, len(tokens), [], finish)]
 
 
-def said(chunks: list[Chunk]) -> tuple[str, str, list[Any], list[str]]:
+def said(chunks: list[StreamChunk]) -> tuple[str, str, list[Any], list[str]]:
     """Text, thoughts, calls and reasons of the end."""
     text, thoughts, calls, ends = "", "", list[Any](), list[str]()
     for chunk in chunks:
@@ -94,14 +94,14 @@ def test_lines_are_the_answer_and_go_on_behind_every_position(
     log: tuple[list[int], FinishReason, list[int]], kind: tuple[Any, Parsing | None], data: st.DataObject
 ) -> None:
     answer = answer_of(*kind)
-    first, chunks = Reader(answer, None), list[Chunk]()
+    first, chunks = Reader(answer, None), list[StreamChunk]()
     for entry in entries(log):
         answer.generations[0].on_entry("g", 1, entry, 0.0)
         chunks += first.news()
     told = said(chunks)
     run = PRESENTATIONS.run(answer, TOKENIZER, Alone())  # type: ignore[arg-type]
     run.join()
-    whole = said([Chunk(run.snapshot(), b"")])
+    whole = said([StreamChunk(run.snapshot(), b"")])
     assert told == whole
     assert len(told[3]) == 1
     for call in told[2]:

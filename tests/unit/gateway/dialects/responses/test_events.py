@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.asgi import Chunk
+from services.gateway.core.asgi import StreamChunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.stream.reader import ResponseEventReader
@@ -66,12 +66,12 @@ def feed(answer: RequestState, log: Log, scored: bool) -> None:
         answer.generations[0].on_entry("ring", 1, moved, 1.0)
 
 
-def read(answer: RequestState, after: list[int] | None = None) -> list[Chunk]:
+def read(answer: RequestState, after: list[int] | None = None) -> list[StreamChunk]:
     """All events that there are, of an answer that has ended."""
     run: StreamReader = PRESENTATIONS.run(answer, TOKENIZER, None, after=after)
     run.join()
 
-    async def chunks() -> list[Chunk]:
+    async def chunks() -> list[StreamChunk]:
         return [chunk async for batch in run.chunks() for chunk in batch]
 
     return LOOP.run_until_complete(chunks())

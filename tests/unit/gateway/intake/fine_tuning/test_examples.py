@@ -15,7 +15,7 @@ from services.gateway.intake.fine_tuning.examples import (
 )
 from services.gateway.intake.fine_tuning.schemas import TextLine
 from services.gateway.tokenizer.templates import Traits
-from services.gateway.tokenizer.turns import Piece, TrainedText
+from services.gateway.tokenizer.turns import TextSegment, TrainedText
 from shared.limits import MESSAGES, NESTING
 from shared.messages.training import TrainingMethod
 from tests.unit.gateway.tool_calls.test_templates import CALL, CARD, OTHER, TOOLS
@@ -216,7 +216,7 @@ def test_a_preference_pair_is_refused(line: Any, reason: str, param: str, words:
 
 
 def test_each_output_of_a_pair_is_one_text() -> None:
-    text = TrainedText([Piece("a", [(0, 1)])])
+    text = TrainedText([TextSegment("a", [(0, 1)])])
     check_pair([text, text])
     with pytest.raises(InvalidParameter, match="one call"):
         check_pair([text, text, text])

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.server.http2 import frames as http2
-from services.gateway.server.http2.connection import Connection
-from services.gateway.server.http2.frames import PREFACE, Limits, Stream
+from services.gateway.server.http2.connection import Http2Connection
+from services.gateway.server.http2.frames import PREFACE, FrameLimits, Stream
 from services.gateway.server.http2.hpack import RESPONSE, Headers, literal
 
 REQUEST = [
@@ -58,10 +58,10 @@ class Recorder:
 class Pair:
     """A client of the h2 package, and our end."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: FrameLimits | None = None) -> None:
         self.client = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
         self.recorder = Recorder()
-        self.server = Connection(self.recorder, limits or Limits())
+        self.server = Http2Connection(self.recorder, limits or FrameLimits())
         self.events: list[h2.events.Event] = []
         self.client.initiate_connection()
 
@@ -106,7 +106,7 @@ class Pair:
             self.exchange()
 
 
-def goodbye(server: Connection) -> int:
+def goodbye(server: Http2Connection) -> int:
     """The error code of the GOAWAY that is to be written."""
     said = server.take()
     at = 0
@@ -193,7 +193,7 @@ def test_a_sender_is_held_back_until_what_it_sent_is_used() -> None:
 
 
 def test_more_streams_than_allowed_are_refused_and_may_be_tried_again() -> None:
-    pair = Pair(Limits(streams=1))
+    pair = Pair(FrameLimits(streams=1))
     pair.server.receive(pair.client.data_to_send())
     for number in (1, 3):  # before the client has heard of the limit
         pair.client.send_headers(number, REQUEST)
@@ -352,7 +352,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_of_frames_of_any_kind_ends_the_connection(name: str) -> None:
-    server = Connection(Recorder(), Limits(work=10_000))
+    server = Http2Connection(Recorder(), FrameLimits(work=10_000))
     server.receive(GREETING + OPENED + FLOODS[name] * 10_001)
     while server.unread:
         server.take()
@@ -364,7 +364,7 @@ def test_a_flood_of_frames_of_any_kind_ends_the_connection(name: str) -> None:
 @pytest.mark.parametrize("said", [OPENED, ENDED], ids=["as trailers", "of a stream that has gone"])
 def test_headers_that_belong_to_no_new_call_cost_what_they_take_to_decode(said: bytes) -> None:
     """Each of 1,000 indexed headers is a byte on the wire."""
-    server = Connection(Recorder(), Limits(work=10_000))
+    server = Http2Connection(Recorder(), FrameLimits(work=10_000))
     server.receive(GREETING + said + http2_frame(http2.HEADERS, 4, 1, b"\x82" * 1_000) * 10)
     while server.unread:
         server.take()
@@ -373,7 +373,7 @@ def test_headers_that_belong_to_no_new_call_cost_what_they_take_to_decode(said: 
 
 
 def test_a_turn_ends_after_so_much_work_and_the_rest_is_read_in_later_ones() -> None:
-    server = Connection(Recorder(), Limits())
+    server = Http2Connection(Recorder(), FrameLimits())
     server.receive(GREETING + http2_frame(http2.PRIORITY, 0, 1, bytes(5)) * 9_999)
     turns = 1
     while server.unread:
@@ -383,7 +383,7 @@ def test_a_turn_ends_after_so_much_work_and_the_rest_is_read_in_later_ones() -> 
 
 
 def test_a_window_of_the_connection_looks_at_no_stream_whose_own_is_closed() -> None:
-    pair = Pair(Limits(connection_window=1 << 20))
+    pair = Pair(FrameLimits(connection_window=1 << 20))
     pair.client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 1})
     streams = [pair.ask(b"x") for _ in range(100)]
     for stream in streams:
@@ -410,7 +410,7 @@ def test_streams_that_wait_for_the_connections_window_go_on_when_it_opens() -> N
 
 
 def test_calls_that_are_answered_cost_nothing_however_many() -> None:
-    pair = Pair(Limits(work=1_000))
+    pair = Pair(FrameLimits(work=1_000))
     for _ in range(200):
         stream = pair.ask(b"x" * 100)
         pair.server.charge(stream, 30)
@@ -472,7 +472,7 @@ def test_a_connection_whose_window_opens_a_little_now_and_then_is_slow_and_not_s
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_broken_protocol_ends_the_connection_with_its_code(name: str) -> None:
     said, code = FAULTS[name]
-    server = Connection(Recorder(), Limits())
+    server = Http2Connection(Recorder(), FrameLimits())
     server.receive(GREETING + said)
     while server.unread:
         server.take()
@@ -484,7 +484,7 @@ def test_a_broken_protocol_ends_the_connection_with_its_code(name: str) -> None:
 
 
 def test_opening_and_resetting_for_ever_is_an_attack_and_a_few_resets_are_not() -> None:
-    pair = Pair(Limits(work=2_000))
+    pair = Pair(FrameLimits(work=2_000))
     for _ in range(10):
         stream = pair.ask(b"x")
         pair.client.reset_stream(stream.id)
@@ -508,7 +508,7 @@ def test_more_data_than_the_window_breaks_the_stream_alone() -> None:
 
 
 def test_other_protocols_are_told_what_this_is() -> None:
-    server = Connection(Recorder(), Limits())
+    server = Http2Connection(Recorder(), FrameLimits())
     server.receive(b"GET / HTTP/1.1\r\n\r\n")
     assert server.failed
     assert server.take().startswith(b"HTTP/1.1 505 ")
@@ -528,7 +528,7 @@ def test_a_lost_connection_resets_every_stream() -> None:
 def test_no_frames_at_all_make_it_fail_in_another_way_than_it_should(
     frames: list[tuple[int, int, int, bytes]],
 ) -> None:
-    server = Connection(Recorder(), Limits())
+    server = Http2Connection(Recorder(), FrameLimits())
     server.receive(GREETING)
     for frame in frames:
         server.receive(http2_frame(*frame))
@@ -539,6 +539,6 @@ def test_no_frames_at_all_make_it_fail_in_another_way_than_it_should(
 
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
-    server = Connection(Recorder(), Limits())
+    server = Http2Connection(Recorder(), FrameLimits())
     server.receive(GREETING + data)
     server.take()

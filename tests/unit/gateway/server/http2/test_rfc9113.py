@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from services.gateway.server.http2.connection import Connection
+from services.gateway.server.http2.connection import Http2Connection
 from services.gateway.server.http2.frames import (
     ACK,
     COMPRESSION_ERROR,
@@ -27,7 +27,7 @@ from services.gateway.server.http2.frames import (
     SETTINGS,
     STREAM_CLOSED,
     WINDOW_UPDATE,
-    Limits,
+    FrameLimits,
 )
 from services.gateway.server.http2.hpack import literal
 from tests.unit.gateway.server.http2.test_connection import REQUEST, Recorder
@@ -206,9 +206,9 @@ IS_TAKEN = [
 ]
 
 
-def answered(sent: bytes, *, greeted: bool = True) -> tuple[Connection, list[tuple[int, int, bytes]]]:
+def answered(sent: bytes, *, greeted: bool = True) -> tuple[Http2Connection, list[tuple[int, int, bytes]]]:
     """The connection and the frames it wrote: kind, stream, payload."""
-    server = Connection(Recorder(), Limits())
+    server = Http2Connection(Recorder(), FrameLimits())
     server.receive(PREFACE + (frame(SETTINGS, 0, 0, b"") if greeted else frame(PING, 0, 0, bytes(8))) + sent)
     data, frames = server.take(), []
     while data:
