@@ -136,7 +136,7 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def told(given: bool | SparseAttention | None) -> str:
+def to_argument(given: bool | SparseAttention | None) -> str:
     """As the command line takes it: for people, logs and traces."""
     if not isinstance(given, SparseAttention):
         return {True: "on", False: "off", None: ""}[given]

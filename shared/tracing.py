@@ -206,7 +206,7 @@ def on() -> bool:
     return _State.recorder is not None
 
 
-def wanted(environment: Mapping[str, str] = os.environ) -> str:
+def enabling_variable(environment: Mapping[str, str] = os.environ) -> str:
     """The variable that turns tracing on; empty: none does."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ""
@@ -218,7 +218,7 @@ def wanted(environment: Mapping[str, str] = os.environ) -> str:
 def configure(service: str, instance: str, attributes: Attributes | None = None) -> bool:
     """Turns tracing on where the environment says so; returns whether it is on. What prevents it is one line in the
     log: nothing fails because it cannot be traced. `attributes`: of the resource, beside service and instance."""
-    variable = wanted()
+    variable = enabling_variable()
     if not variable:
         return False
     protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "http/protobuf")

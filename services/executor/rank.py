@@ -136,7 +136,7 @@ def failed(error: Exception, who: str) -> Failed:
         cause = gpu_errors.CRASHED if isinstance(error, InternalError) else gpu_errors.EXTERNAL
         return Failed(error.code, str(error), isinstance(error, RingLost), cause)
     log.exception("rank_failed", exc_info=error)
-    fault = gpu_errors.told(error, who)
+    fault = gpu_errors.explain(error, who)
     if fault is not None:
         return Failed(fault.code, str(fault), cause=gpu_errors.cause(error))
     reason = f"{who} failed: {type(error).__name__}: {error}."

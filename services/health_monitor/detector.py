@@ -138,7 +138,7 @@ class Presence:
         if event.reason in _BY_THE_PROCESS:
             self._closed[name] = now
 
-    def heard(self, name: str) -> None:
+    def on_heard(self, name: str) -> None:
         """A message of that connection has come."""
         self._closed.pop(name, None)
 
@@ -350,7 +350,7 @@ class Detector:
     def observe(self, beat: Heartbeat, now: float, at: float = 0.0) -> list[GroupEvent]:
         """Takes in one heartbeat, at `now` (`at` in unix seconds); returns what has happened to groups."""
         self._notice_stall(now)
-        self._presence.heard(subjects.connection(beat.service, beat.instance))
+        self._presence.on_heard(subjects.connection(beat.service, beat.instance))
         record = ServiceRecord(beat.service, beat.instance, beat.pid, beat.state, beat.address)
         record = replace(record, heard_at=at, pid_namespace=beat.pid_namespace)
         self._instances[beat.instance] = _Instance(record, now, beat.host)

@@ -58,7 +58,7 @@ class DueRecords(Generic[Record]):
         }
         return Due(put, [key for key in self._written if key not in records])
 
-    def written(self, key: str, record: Record, now: float) -> None:
+    def mark_written(self, key: str, record: Record, now: float) -> None:
         self._written[key] = (record, now)
 
     def deleted(self, key: str) -> None:
@@ -164,7 +164,7 @@ class SharedRecords(Generic[Record]):
             await self._read(key, now)
             return False
         self._revisions[key] = max(revision, self._revisions.get(key, 0))
-        self._changes.written(key, record, now)
+        self._changes.mark_written(key, record, now)
         self._metrics.writes.inc()
         return True
 
@@ -182,7 +182,7 @@ class SharedRecords(Generic[Record]):
             self._deleted(key)
         elif revision > self._revisions.get(key, 0):
             self._revisions[key] = revision
-            self._changes.written(key, record, now)
+            self._changes.mark_written(key, record, now)
             self._wrote(record)
 
 

@@ -23,7 +23,7 @@ import msgspec
 from shared import tracing
 from shared.messages import GenerationRequest, Lane, SparseAttention, SparseKind
 from shared.nats.bus import encode
-from shared.sparse_attention import told
+from shared.sparse_attention import to_argument
 from shared.tracing import NONE, Span, Value
 
 NO_FAULT = ("cancelled", "deferred", "settled")
@@ -162,7 +162,7 @@ def prefixes(
         except OverflowError:  # the ring will say so
             break
         if sparse is not None and length > sparse.threshold:
-            digest += told(sparse).encode()
+            digest += to_argument(sparse).encode()
         digest = blake2b(digest + tokens, digest_size=16).digest()
         found.append(Prefix(int.from_bytes(digest[:8], "little"), length))
         start = length

@@ -84,7 +84,7 @@ class DispatchHistory:
         entry = self._cancelled.get(generation_id)
         return -1 if entry is None or entry.claim == math.inf else int(entry.claim)
 
-    def taken(self, generation_id: str, holder: Holder) -> None:
+    def on_accepted(self, generation_id: str, holder: Holder) -> None:
         """Remembers which ring has accepted a generation."""
         self._taken[generation_id] = holder
         self._taken.move_to_end(generation_id)
@@ -433,7 +433,7 @@ class Router:
     # --- outcomes of dispatches ------------------------------------------------------------------
 
     def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
-        self._history.taken(item.generation_id, Holder(item.attempt, group, epoch))
+        self._history.on_accepted(item.generation_id, Holder(item.attempt, group, epoch))
         self._placement.accepted(item, group, epoch)
         item.trace.accepted(epoch)
         self._rejections.settle(item)

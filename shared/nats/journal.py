@@ -58,7 +58,7 @@ class JournalEnd:
         self.number = -1
         """-1: nothing is known."""
 
-    def stored(self, number: int) -> None:
+    def on_stored(self, number: int) -> None:
         """The broker has told that a message is stored there."""
         self.number = max(self.number, number)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from services.cli.sla.journal import from_journal
-from services.cli.sla.periods import EXAMPLES, period_of, shown, span_of, zone_of
+from services.cli.sla.periods import EXAMPLES, local_time, period_of, span_of, zone_of
 from services.cli.sla.prometheus import client_of, from_prometheus
 from services.cli.sla.report import Indicator, Report, judge, markdown, print_report
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
@@ -144,7 +144,7 @@ def sla(
         report.notes.insert(
             0,
             f"{report.share_covered:.1%} of the period is covered: the source begins at "
-            f"{shown(report.covered[0].begin, zone)}. The figures are of that part alone.",
+            f"{local_time(report.covered[0].begin, zone)}. The figures are of that part alone.",
         )
     report.verdicts = judge(targets, report.scopes)
     _print(report, form, zone)

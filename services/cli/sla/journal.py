@@ -24,7 +24,7 @@ import msgspec
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
-from services.cli.sla.periods import Interval, shown
+from services.cli.sla.periods import Interval, local_time
 from services.cli.sla.report import (
     Latencies,
     NoData,
@@ -379,9 +379,10 @@ async def _covered(bus: Bus, period: Interval, zone: tzinfo) -> Interval:
     covered = Interval(begin, min(now, period.end))
     if covered.seconds > 0:
         return covered
-    has = "it is empty" if first is None else f"it begins at {shown(first, zone)}"
+    has = "it is empty" if first is None else f"it begins at {local_time(first, zone)}"
     raise NoData(
-        f"The journal has nothing of the period from {shown(period.begin, zone)} to {shown(period.end, zone)}; {has}. "
+        f"The journal has nothing of the period from {local_time(period.begin, zone)} to "
+        f"{local_time(period.end, zone)}; {has}. "
         "Keep it for longer with RYZANSTEIN_JOURNAL_MAX_AGE and RYZANSTEIN_JOURNAL_MAX_BYTES, or name a Prometheus "
         "with --prometheus."
     )

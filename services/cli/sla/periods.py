@@ -76,13 +76,13 @@ def period_of(begin: str, end: str, last: str, now: float, zone: tzinfo) -> Inte
     since = moment_of(begin, now, zone, "--from") if begin else to - span_of(last or "24h", "--last")
     if since >= to:
         raise ConfigurationError(
-            f"The period is empty: it would begin at {shown(since, zone)} and end at {shown(to, zone)}."
+            f"The period is empty: it would begin at {local_time(since, zone)} and end at {local_time(to, zone)}."
         )
     if since >= now:
-        raise ConfigurationError(f"The period is in the future: it starts at {shown(since, zone)}.")
+        raise ConfigurationError(f"The period is in the future: it starts at {local_time(since, zone)}.")
     return Interval(since, min(to, now))
 
 
-def shown(moment: float, zone: tzinfo) -> str:
+def local_time(moment: float, zone: tzinfo) -> str:
     """For people: ISO 8601 to the second, with its offset."""
     return datetime.fromtimestamp(moment, zone).isoformat(sep=" ", timespec="seconds")

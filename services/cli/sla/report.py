@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 
-from services.cli.sla.periods import Interval, shown
+from services.cli.sla.periods import Interval, local_time
 from services.cli.ui import print_columns, say
 from shared.errors import RyzansteinError
 
@@ -332,9 +332,9 @@ def _outages(scopes: Sequence[ReportScope], zone: tzinfo) -> Iterator[tuple[str,
             for scope in single
             if any(own.begin < outage.end and outage.begin < own.end for own in scope.outages)
         ]
-        end = "goes on" if outage.ongoing else shown(outage.end, zone)
+        end = "goes on" if outage.ongoing else local_time(outage.end, zone)
         why = ", ".join(outage.reasons) + (f" ({', '.join(models)})" if models else "")
-        yield shown(outage.begin, zone), end, seconds(outage.end - outage.begin), why
+        yield local_time(outage.begin, zone), end, seconds(outage.end - outage.begin), why
     if len(whole.outages) > OUTAGES:
         yield f"... {len(whole.outages) - OUTAGES} more", "", "", "--format json has all"
 
@@ -353,7 +353,7 @@ def _model(name: str) -> str:
 
 
 def _span(interval: Interval, zone: tzinfo) -> str:
-    return f"{shown(interval.begin, zone)} to {shown(interval.end, zone)}"
+    return f"{local_time(interval.begin, zone)} to {local_time(interval.end, zone)}"
 
 
 def _three(found: Percentiles) -> str:

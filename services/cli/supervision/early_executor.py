@@ -92,7 +92,7 @@ def start_early(arguments: Sequence[str]) -> None:
         atexit.register(end)
 
 
-def taken() -> EarlyExecutor | None:
+def take() -> EarlyExecutor | None:
     """The one that was started early, once; None where it has ended meanwhile."""
     early = _early.pop() if _early else None
     return early if early is not None and early.returncode is None else None
@@ -119,7 +119,7 @@ def start() -> EarlyExecutor:
 
 def end() -> None:
     """Ends one that nobody has taken, and what it has started before it."""
-    early = taken()
+    early = take()
     if early is not None:
         early.terminate()
         early.close()

@@ -94,7 +94,7 @@ class Child:
         """The executor that waits to be told what it is, where there is one; not for one with GPUs of its own."""
         if self.service != "executor" or "CUDA_VISIBLE_DEVICES" in self._environment:
             return None
-        early = early_executor.taken()
+        early = early_executor.take()
         if early is not None:
             with contextlib.suppress(OSError):
                 early.tell(self.arguments, environment, self.log)

@@ -70,7 +70,7 @@ def is_gpu_error(error: BaseException) -> bool:
     return _named(error, "AcceleratorError") or str(error).startswith(_PREFIXES)
 
 
-def told(error: BaseException, who: str) -> RyzansteinError | None:
+def explain(error: BaseException, who: str) -> RyzansteinError | None:
     """`error` of the rank `who` ("Rank 1 of group g") as the sentence to end with; None where it is not a GPU's."""
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if _is_out_of_memory(error):

@@ -183,7 +183,7 @@ class WeightStreamer:
         return self._pages.data_ptr()
 
     @property
-    def held(self) -> frozenset[int]:
+    def resident(self) -> frozenset[int]:
         """Streamed layers that are in memory, as a whole or in part."""
         return frozenset(self._done)
 
@@ -195,7 +195,7 @@ class WeightStreamer:
                 os.eventfd_write(self._doorbell, 1)
                 self._looked.wait_for(lambda: self._rounds > rounds)  # noqa: B023 - it is called at once
 
-    def wanted(self, layer: int) -> tuple[int, ...]:
+    def prefetch_order(self, layer: int) -> tuple[int, ...]:
         """Streamed layers that are to be in memory, the most urgent first, while `layer` is computed."""
         coming = [number for number in self._numbers if number >= layer] + self._numbers
         return tuple(dict.fromkeys(coming[:2]))
@@ -218,7 +218,7 @@ class WeightStreamer:
         while not self._closed:
             moves = os.eventfd_read(self._doorbell)
             layer = self.place.layer
-            wanted = self.wanted(layer)
+            wanted = self.prefetch_order(layer)
             # Of a layer that was passed before it was looked at pages may be there that a fault has brought.
             passed = {(layer - back) % (self._count + 1) for back in range(min(moves, self._count) + 1)}
             for held in ({*self._numbers} & passed | self._done.keys()) - {*wanted}:

@@ -39,7 +39,7 @@ class AdapterCache:
         self._locks: dict[str, int] = {}
 
     @property
-    def held(self) -> set[str]:
+    def in_use(self) -> set[str]:
         """Digests of what this ring uses."""
         return set(self._locks)
 

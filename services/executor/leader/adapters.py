@@ -68,7 +68,7 @@ class Adapters:
 
     def want(self, digest: str) -> None:
         """A request with this adapter is about to be added."""
-        if not is_digest(digest) or digest in self._fetching or digest in self._cache.held:
+        if not is_digest(digest) or digest in self._fetching or digest in self._cache.in_use:
             return
         if not self._held(digest):
             task = asyncio.create_task(self._fetch_for_requests(digest))
@@ -77,7 +77,7 @@ class Adapters:
 
     def release_unused(self) -> None:
         """Files that nobody needs may be deleted by whoever needs room."""
-        for digest in self._cache.held - self._batcher.adapters_in_use:
+        for digest in self._cache.in_use - self._batcher.adapters_in_use:
             self._batcher.adapter_gone(digest)
             self._cache.release(digest)
 

@@ -291,7 +291,7 @@ class Leader:
         for request in batch.requests:
             repeated = self._batcher.knows(request)
             refusal = self._add(request)
-            self._attempts.taken(request, refusal, repeated=repeated)
+            self._attempts.on_accepted(request, refusal, repeated=repeated)
             if refusal is None:
                 accepted.append(request.generation_id)
                 if request.grammar is not None:

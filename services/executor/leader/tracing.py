@@ -23,7 +23,7 @@ from services.executor.ipc.board import RankTime
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 from shared import tracing
 from shared.messages import GenerationRequest, Refusal, TokenEntry
-from shared.sparse_attention import told
+from shared.sparse_attention import to_argument
 from shared.tracing import NONE, Attributes, Span, Value
 
 MOST_CHUNKS = 64
@@ -175,7 +175,7 @@ class Attempts:
         self._over = 0
         """When the last step was over; unix nanoseconds."""
 
-    def taken(self, request: GenerationRequest, refusal: Refusal | None, *, repeated: bool) -> None:
+    def on_accepted(self, request: GenerationRequest, refusal: Refusal | None, *, repeated: bool) -> None:
         """`request` was accepted, unless there is a `refusal`; `repeated`: the ring had it before."""
         if refusal is None and not repeated:
             self._request_ids[request.generation_id] = request.request_id
@@ -190,7 +190,7 @@ class Attempts:
             attempt=request.attempt,
             prompt_tokens=len(request.prompt),
             reason=refusal.code if refusal else "",
-            **({} if request.sparse is None else {"sparse_attention": told(request.sparse)}),
+            **({} if request.sparse is None else {"sparse_attention": to_argument(request.sparse)}),
             **self._ids(request.generation_id),
         )
 

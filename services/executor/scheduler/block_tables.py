@@ -198,7 +198,7 @@ class BlockTables:
 
     def _share_with_state(self, sequence: Sequence) -> None:
         """Nothing may be skipped but to a snapshot."""
-        known = 0 if sequence.snapshot else self.states.known(sequence, self._shareable(sequence))
+        known = 0 if sequence.snapshot else self.states.cached_blocks(sequence, self._shareable(sequence))
         if known:
             found = (self._allocator.find(sequence.chain, at) for at in range(sequence.num_sealed, known))
             self.states.begin_with(sequence, known)

@@ -64,7 +64,7 @@ class StepCost:
         self._slant = self._slant * self._MEMORY + off * (seconds - self._seconds)
 
     @property
-    def known(self) -> bool:
+    def has_observations(self) -> bool:
         """Whether any step was observed."""
         return self._weight > 0
 

@@ -122,7 +122,7 @@ class StateSlots:
             self._loads.append(sequence)
             sequence.in_flight = True
 
-    def known(self, sequence: Sequence, limit: int) -> int:
+    def cached_blocks(self, sequence: Sequence, limit: int) -> int:
         """The most blocks, `limit` at most, that are in the cache of the sequence's tokens with the state behind them;
         0 where that is not more than it has computed."""
         tokens, allocator = sequence.chain, self._allocator

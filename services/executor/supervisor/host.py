@@ -198,7 +198,7 @@ class ModelHost:
     def beat(self) -> HostBeat:
         models = dict(self._told)
         for load in [*self._pulls.values(), *self._loads.values()]:
-            if (told := load.told()) is not None:
+            if (told := load.report()) is not None:
                 last = models.get(load.spec.name)
                 seconds = last.load_seconds if last is not None else 0.0
                 models[load.spec.name] = msgspec.structs.replace(told, load_seconds=seconds)

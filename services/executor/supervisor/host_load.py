@@ -33,7 +33,7 @@ class HostLoad:
         if self.preparing is not None:
             self.preparing.cancel()
 
-    def told(self) -> HostModel | None:
+    def report(self) -> HostModel | None:
         """None: its group tells."""
         if self.supervisor is None:
             _, done, total = self.stage

@@ -48,17 +48,17 @@ class GpuReader:
         if nvml is None:
             return _UNKNOWN
 
-        def asked(what: str, of: Any) -> Any:
+        def query(what: str, of: Any) -> Any:
             try:
                 return getattr(nvml, f"nvmlDeviceGet{what}")(of)
             except nvml.NVMLError:
                 return None
 
         names = (f"{kind}-{uuids.UUID(bytes=uuid)}" for kind in ("GPU", "MIG"))
-        handles = (asked("HandleByUUID", name) for name in names)
+        handles = (query("HandleByUUID", name) for name in names)
         if (handle := next((one for one in handles if one is not None), None)) is None:
             return _UNKNOWN
-        memory, rates = asked("MemoryInfo", handle), asked("UtilizationRates", handle)
+        memory, rates = query("MemoryInfo", handle), query("UtilizationRates", handle)
         return GpuUse(
             None if rates is None else rates.gpu / 100,
             None if memory is None else int(memory.used),

@@ -99,7 +99,7 @@ class Session(Generic[MessageT]):
         raise NotImplementedError
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
-        """That a generation is done, is `GenerationCancelled`, or has failed; with an error, that a message was refused."""
+        """That a generation is done, `GenerationCancelled` or failed; with an error, that a message was refused."""
         raise NotImplementedError
 
     async def send_message(self, message: bytes) -> None:

@@ -132,7 +132,7 @@ class Batches:
                 reason="invalid_value",
             )
         print_ = (print_ or fingerprint(wanted)) if key else ""
-        if key and (known := await self.known(principal, key, print_)) is not None:
+        if key and (known := await self.find_by_key(principal, key, print_)) is not None:
             return known
         await self._jobs.admit(principal.tenant)
         now = time.time()
@@ -155,14 +155,14 @@ class Batches:
         )
         if await self._jobs.create(job):
             return job
-        known = await self.known(principal, key, job.fingerprint)
+        known = await self.find_by_key(principal, key, job.fingerprint)
         if known is None:
             raise unknown_batch(job.id)
         return known
 
-    async def known(self, principal: Principal, key: str, print_: str) -> BatchJob | None:
+    async def find_by_key(self, principal: Principal, key: str, print_: str) -> BatchJob | None:
         """The batch that there is under an idempotency key. Raises `KeyReused` where `print_` is not its request's."""
-        return await self._jobs.known(job_id("batch_", principal.tenant, key), principal.tenant, print_)
+        return await self._jobs.find_by_key(job_id("batch_", principal.tenant, key), principal.tenant, print_)
 
     async def get(self, batch: str, tenant: str) -> BatchJob:
         job = await self._jobs.get(batch, tenant)

@@ -97,7 +97,7 @@ def neighbours(items: Sequence[IdT], wanted: NeighbourQuery) -> tuple[Sequence[I
     return items[begin:end][: wanted.limit], end - begin > wanted.limit
 
 
-def shown(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+def list_object(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
     """OpenAI's list object."""
     return {
         "object": "list",

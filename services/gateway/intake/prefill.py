@@ -145,7 +145,7 @@ class Prefill:
         self.cancelled = True
         self.run.cancel()
 
-    def shown(self) -> Prefilled:
+    def result(self) -> Prefilled:
         """Raises what has ended it, if that was no cancellation."""
         if self.error is not None and not self.cancelled:
             raise self.error
@@ -202,7 +202,7 @@ class Prefills:
         """How far it is when it has ended, or in `seconds`. Raises what has ended it."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(prefill.ended.wait(), seconds)
-        return prefill.shown()
+        return prefill.result()
 
     def cancel(self, tenant: str, session: str) -> bool:
         """Whether there was one under way."""

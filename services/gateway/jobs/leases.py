@@ -123,7 +123,7 @@ class Jobs(Generic[JobT]):
         entry = await self.bucket.get(tenant, job) if job else None
         return None if entry is None else entry.value
 
-    async def known(self, job: str, tenant: str, print_: str) -> JobT | None:
+    async def find_by_key(self, job: str, tenant: str, print_: str) -> JobT | None:
         """The job that there is under an idempotency key, by the id that `job_id` made of it. Raises `KeyReused` where
         `print_` is not its request's."""
         found = await self.get(job, tenant)

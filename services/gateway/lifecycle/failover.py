@@ -205,7 +205,7 @@ class GatewayFailover:
 
     async def _going(self, lost: str, records: list[GenerationRecord]) -> list[GenerationRecord]:
         """Those that have not ended by the log on the token subject of `lost`, and are not at hand."""
-        records = [record for record in records if self._answers.known(record.identity) is None]
+        records = [record for record in records if self._answers.get(record.identity) is None]
         if not records:
             return []
         ended: set[str] = set()

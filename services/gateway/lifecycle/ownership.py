@@ -47,7 +47,7 @@ class AnswersAtHand(Protocol):
 
     def all(self) -> list[RequestState]: ...
 
-    def known(self, identity: str) -> RequestState | None: ...
+    def get(self, identity: str) -> RequestState | None: ...
 
     async def read_sources(self, answer: RequestState, consumers: Sequence[str]) -> None:
         """Reads its log on the token subjects of `consumers`. Raises `BrokerUnavailable`."""
@@ -130,7 +130,7 @@ class Owners:
         await self._claims.bucket.follow(self._on_claim)
 
     def _on_claim(self, identity: str, ownership: Ownership | None) -> None:
-        answer = self._answers.known(identity)
+        answer = self._answers.get(identity)
         if answer is not None and ownership is not None and ownership.owner != self._consumer:
             self._yield(answer, ownership)
 
@@ -151,7 +151,7 @@ class Owners:
         until = time.monotonic() + LEASE
         held = []
         for identity in message.identities:
-            answer = self._answers.known(identity)
+            answer = self._answers.get(identity)
             if answer is not None and answer.owned and not answer.ended:
                 answer.listened_until = until
                 held.append(identity)
@@ -222,7 +222,7 @@ class Owners:
             self._answers.on_owned(answer, claim)
 
     def _lacks_owner(self, answer: RequestState) -> bool:
-        at_hand = self._answers.known(answer.identity) is answer
+        at_hand = self._answers.get(answer.identity) is answer
         return at_hand and not answer.ended and not answer.owned
 
     async def _follow(self, answer: RequestState, ownership: Ownership) -> None:

@@ -255,7 +255,7 @@ class RecordWriter:
                 silent = self._bus.clustered and isinstance(error.__cause__, TimeoutError)
                 if not (silent or isinstance(error, LinkLost)) or time.monotonic() >= give_up:
                     raise
-        self._journal.stored(number)
+        self._journal.on_stored(number)
 
 
 def _parts(record: GenerationRecord, limit: int) -> list[bytes]:

@@ -106,7 +106,7 @@ class RequestTracker:
     def all(self) -> list[RequestState]:
         return list(self._by_identity.values())
 
-    def known(self, identity: str) -> RequestState | None:
+    def get(self, identity: str) -> RequestState | None:
         return self._by_identity.get(identity)
 
     async def run(self) -> None:

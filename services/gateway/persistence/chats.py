@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.core.errors import RouteError
-from services.gateway.core.pagination import Order, PageQuery, page, shown, shown_raw
+from services.gateway.core.pagination import Order, PageQuery, list_object, page, shown_raw
 from services.gateway.lifecycle.request_state import PREFIXES, RequestState, parse
 from services.gateway.lifecycle.request_tracker import RequestTracker
 from services.gateway.persistence.budget import HistoryBudget, beside_loop
@@ -75,7 +75,7 @@ class ChatStore:
 
     async def put(self, answer: RequestState) -> None:
         """One that was cancelled or failed is not stored: it has no answer."""
-        completion, finished = await self._runs.shown(answer, None)
+        completion, finished = await self._runs.response(answer, None)
         if not finished:
             return
         await self._store.keep(_stored(answer, completion))
@@ -208,7 +208,7 @@ class StoredChats:
         _, stored = await self._found(public_id, tenant, budget)
         messages = shown_messages(public_id, stored.record.messages)
         chosen, more = page(messages, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
-        return msgspec.json.encode(shown([message.shown for message in chosen], more))
+        return msgspec.json.encode(list_object([message.shown for message in chosen], more))
 
     async def change(
         self, public_id: str, tenant: str, metadata: dict[str, str], budget: HistoryBudget
@@ -232,7 +232,7 @@ class StoredChats:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
-        await self._keeper.written(identity)
+        await self._keeper.wait_written(identity)
         found = await self._kept(identity, tenant, budget)
         found = found or await self._of_journal(public_id, identity, tenant, budget)
         if found is None or found[0].tenant != tenant:
@@ -257,7 +257,7 @@ class StoredChats:
         if not (answer.ended and answer.record.is_stored_chat):
             return None
         await self._keeper.keep(answer)
-        await self._keeper.written(identity)  # somebody else may be at it
+        await self._keeper.wait_written(identity)  # somebody else may be at it
         return await self._kept(identity, tenant, budget)
 
 

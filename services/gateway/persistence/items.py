@@ -28,10 +28,10 @@ _head = msgspec.json.Decoder(_Head)
 
 def split(array: bytes) -> list[StoredItem]:
     """The items of a JSON array."""
-    return stored(_array.decode(array))
+    return to_stored(_array.decode(array))
 
 
-def stored(items: Iterable[msgspec.Raw]) -> list[StoredItem]:
+def to_stored(items: Iterable[msgspec.Raw]) -> list[StoredItem]:
     return [StoredItem(head.id, head.type, raw) for raw in items for head in (_head.decode(raw),)]
 
 
@@ -94,4 +94,4 @@ _shown = msgspec.json.Decoder(_Shown)
 def turn_of(own: bytes, response: bytes) -> ResponseTurn:
     """`own`: the array of its input's items; `response`: its object as JSON."""
     shown = _shown.decode(response)
-    return ResponseTurn(shown.id, shown.status, split(own) + stored(shown.output))
+    return ResponseTurn(shown.id, shown.status, split(own) + to_stored(shown.output))

@@ -59,7 +59,7 @@ class ResponseArchive:
             del self._writing[answer.identity]
             written.set()
 
-    async def written(self, identity: str) -> None:
+    async def wait_written(self, identity: str) -> None:
         """Returns at once, or when what is being written of `identity` is there: its client may be quick."""
         if (writing := self._writing.get(identity)) is not None:
             await writing.wait()
@@ -131,7 +131,7 @@ class ResponseShelf:
 
     async def put(self, answer: RequestState) -> None:
         """Its turn of a conversation first: what is kept is not looked at again."""
-        response, _ = await self._runs.shown(answer, None)
+        response, _ = await self._runs.response(answer, None)
         record = answer.record
         if record.response is not None and (conversation := record.response.conversation):
             own = record.response.items

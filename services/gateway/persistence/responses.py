@@ -72,9 +72,9 @@ class ResponseLookup:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
-        answer = self._answers.known(identity)
+        answer = self._answers.get(identity)
         if answer is None or answer.ended:
-            await self._keeper.written(identity)
+            await self._keeper.wait_written(identity)
             stored = await self._store.get(identity, tenant, reads)
             if stored is not None:
                 return stored
@@ -98,11 +98,11 @@ class ResponseLookup:
         response = record.response
         return response is not None and response.store and record.created + self._store.ttl > time.time()
 
-    async def shown(self, found: Found) -> bytes:
+    async def response_json(self, found: Found) -> bytes:
         """The response object as JSON."""
         if isinstance(found, StoredResponse):
             return found.response
-        response, _ = await self._runs.shown(found, self._answers)
+        response, _ = await self._runs.response(found, self._answers)
         return response
 
     async def items(self, found: Found) -> list[StoredItem]:
@@ -112,7 +112,7 @@ class ResponseLookup:
 
     async def turn(self, found: Found) -> ResponseTurn:
         """What it adds to a conversation."""
-        own, response = _own_items(found), await self.shown(found)
+        own, response = _own_items(found), await self.response_json(found)
         return await beside_loop(len(own) + len(response), turn_of, own, response)
 
     async def read(

@@ -28,7 +28,7 @@ class PromptProgress(msgspec.Struct, frozen=True):
     """Since the request came."""
 
     @property
-    def shown(self) -> str:
+    def header(self) -> str:
         """As the header and comments have it."""
         return f"{self.processed}/{self.total}"
 
@@ -58,4 +58,4 @@ def progress_of(answer: RequestState, now: float) -> PromptProgress | None:
 def tell_progress(headers: MutableMapping[str, str], answer: RequestState, now: float) -> None:
     """Adds the header to those of a reply, where there is something to tell."""
     if (progress := progress_of(answer, now)) is not None:
-        headers[PROGRESS_HEADER] = progress.shown
+        headers[PROGRESS_HEADER] = progress.header

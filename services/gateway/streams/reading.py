@@ -134,7 +134,7 @@ class Runs:
         finally:
             run.close()
 
-    async def shown(self, answer: RequestState, answers: RequestTracker | None) -> tuple[bytes, bool]:
+    async def response(self, answer: RequestState, answers: RequestTracker | None) -> tuple[bytes, bool]:
         """The endpoint's response as far as it has come, and whether that is the whole. Raises as `open`."""
         async with self.reading(answer, answers) as run:
             return await run.current(), run.finished

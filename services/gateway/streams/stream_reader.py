@@ -347,7 +347,7 @@ class StreamReader:
         progress = progress_of(self.answer, time.time())
         if progress is None:
             return []
-        told = [StreamChunk(msgspec.json.encode(progress), b"", comment=f"prompt {progress.shown}".encode())]
+        told = [StreamChunk(msgspec.json.encode(progress), b"", comment=f"prompt {progress.header}".encode())]
         if self._in_chunks and (chunk := self._progress_chunk(progress)) is not None:
             told.append(chunk)
         return told

@@ -18,7 +18,7 @@ from shared import tracing
 from shared.messages import GenerationRequest
 from shared.messages.records import GenerationRecord
 from shared.nats import subjects
-from shared.sparse_attention import told
+from shared.sparse_attention import to_argument
 from shared.tracing import NONE, Span, TraceContext, Value
 
 _OPERATIONS = {
@@ -191,5 +191,7 @@ def _sampling(request: GenerationRequest) -> dict[str, Value]:
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k,
         "gen_ai.request.seed": str(params.seed),  # unsigned 64 bits, and attributes are signed
-        **({"ryzanstein.sparse_attention": told(request.sparse)} if request.sparse is not None else {}),
+        **(
+            {"ryzanstein.sparse_attention": to_argument(request.sparse)} if request.sparse is not None else {}
+        ),
     }

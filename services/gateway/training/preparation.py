@@ -248,7 +248,7 @@ class FilePreparation:
         data = tokenized(job, [file.data for file in files], size)
         given = chosen(job.hyperparameters, job.method, data.examples)
         base = self._catalog.registry.specs.get(job.model) or job.base  # whose tokens they are
-        for event in told(job, files, data):
+        for event in validation_events(job, files, data):
             await self._events.add(job.tenant, event)
 
         def change(job: TrainingJob) -> TrainingJob:
@@ -318,7 +318,9 @@ def _begun(job: TrainingJob) -> list[TrainingEvent]:
     ]
 
 
-def told(job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData) -> list[TrainingEvent]:
+def validation_events(
+    job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData
+) -> list[TrainingEvent]:
     """What there is to say of files that are in order."""
     events = [event for file in files for event in _remarks(job, file)]
     message = (

@@ -86,7 +86,7 @@ class FineTuning:
         """A new job; under an idempotency key the one that there is."""
         hyperparameters, tenant = hyperparameters_of(wanted), principal.tenant
         print_, name = fingerprint(wanted) if key else "", job_id(states.ID, tenant, key)
-        if key and (known := await self._jobs.known(name, tenant, print_)) is not None:
+        if key and (known := await self._jobs.find_by_key(name, tenant, print_)) is not None:
             return known
         base = self._base(wanted.model)
         training = await self._file(wanted.training_file, tenant, "training_file")
@@ -118,7 +118,7 @@ class FineTuning:
             storage=needed,
         )
         if not await self._jobs.create(job):
-            return await self._jobs.known(name, tenant, print_) or job
+            return await self._jobs.find_by_key(name, tenant, print_) or job
         self._storage.reserve(job)
         await self.say(job, "job_created", f"Created fine-tuning job: {job.id}")
         return job

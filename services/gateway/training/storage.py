@@ -54,7 +54,7 @@ class TrainingStorage:
             return self._share
         return reserved_bytes(card.adapter_widths, hyperparameters, steps, examples)
 
-    def kept(self, tenant: str, but: str = "") -> Kept:
+    def usage(self, tenant: str, but: str = "") -> Kept:
         """`but`: without the job of that id."""
         jobs = {job.id: job for job in self._jobs.values() if job.tenant == tenant}
         others = [job for job in jobs.values() if job.id != but]
@@ -68,7 +68,7 @@ class TrainingStorage:
 
     def check(self, tenant: str, needed: int, but: str = "") -> None:
         """Whether a job that needs so many bytes has room. Raises `QuotaExceeded`."""
-        kept = self.kept(tenant, but)
+        kept = self.usage(tenant, but)
         if kept.bytes + needed > self._most:
             raise QuotaExceeded(
                 f"Your fine-tuned models and unfinished fine-tuning jobs keep {kept.bytes:,} bytes, and this job needs "

@@ -379,7 +379,7 @@ class ClusterView:
         self._least[model] = size
         return news
 
-    def said(self, model: str, host: Host) -> HostModel | None:
+    def reported(self, model: str, host: Host) -> HostModel | None:
         """What the host says of the model: by its name, or by that of its files."""
         return host.models.get(model) or host.models.get(self._sources.get(model, model))
 
@@ -387,7 +387,7 @@ class ClusterView:
         """Bytes that a group of the model takes on the host; 0: nobody knows."""
         if least := self._least.get(model):
             return least
-        said = self.said(model, host)
+        said = self.reported(model, host)
         if said is not None and said.memory:
             return said.memory
         return self._sizes.get(model, 0) or (said.total if said is not None else 0)
@@ -410,7 +410,7 @@ class ClusterView:
 
     def load_seconds(self, model: str, host: Host) -> float:
         """How long a load of the model is expected to take on the host."""
-        return self._seconds_of(model, self.said(model, host), self.size(model, host))
+        return self._seconds_of(model, self.reported(model, host), self.size(model, host))
 
     def _seconds_of(self, model: str, said: HostModel | None, size: int) -> float:
         if said is not None and said.state == "sleeping":

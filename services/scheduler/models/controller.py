@@ -248,7 +248,7 @@ class ModelController:
             self._said.pop(model, None)
         else:
             self._said[model] = said
-            self._placer.heard(said)
+            self._placer.observe(said)
         self._on_placement(model, said)
 
     async def _on_scheduler(self, said: SchedulerDemand) -> None:
@@ -263,7 +263,7 @@ class ModelController:
 
     async def _on_gateway(self, said: ModelDemand) -> None:
         if said.model in self._specs:
-            self._demand.held(said, time.time())
+            self._demand.on_held(said, time.time())
             self._changed.set()
 
     # --- what is said ----------------------------------------------------------------------------
@@ -300,10 +300,10 @@ class ModelController:
     async def _hold_lease(self) -> None:
         while True:
             await self._registered.wait()
-            held = self._lease.held
+            held = self._lease.is_held
             await self._lease.look()
-            self._metrics.decides.set(self._lease.held)
-            if self._lease.held != held:
+            self._metrics.decides.set(self._lease.is_held)
+            if self._lease.is_held != held:
                 self._changed.set()
             await asyncio.sleep(self._lease.pause)
 
@@ -311,7 +311,7 @@ class ModelController:
         while True:
             await self._registered.wait()
             took = 0.0
-            if self._lease.held and not self._unread and all(jobs.is_read for jobs in self._jobs):
+            if self._lease.is_held and not self._unread and all(jobs.is_read for jobs in self._jobs):
                 took = await self._once()
             else:
                 self._metrics.unplaced.set(0)
@@ -353,7 +353,7 @@ class ModelController:
             return
         kind = type(command.command).__name__
         if reply.ok:
-            self._metrics.told(command)
+            self._metrics.on_command(command)
             log.info("host_command_sent", **told, command=kind, reason=command.reason)
         else:
             self._metrics.refused.inc()

@@ -123,7 +123,7 @@ class DemandTracker:
         elif item.arrived:
             asked.last = max(asked.last, now - item.idle)
 
-    def held(self, said: ModelDemand, now: float) -> None:
+    def on_held(self, said: ModelDemand, now: float) -> None:
         """Takes in that a gateway holds requests for a model of which no card is known yet."""
         reporter = self._reporter(f"gateway {said.gateway}", now)
         asked = self._model(said.model)

@@ -62,7 +62,7 @@ class Worth:
         """
         if not replica.ready:
             return True
-        said = self._cluster.said(replica.model, host)
+        said = self._cluster.reported(replica.model, host)
         seconds = said.load_seconds if said is not None else 0.0
         seconds = seconds or replica.ready_at - replica.seen_at
         stay = min(max(RESIDENCE * seconds, SHORTEST_STAY), LONGEST_STAY)

@@ -43,7 +43,7 @@ class Failures:
         self._full_at: dict[tuple[str, str], float] = {}
         """When hosts have said so by a heartbeat, by their clocks."""
 
-    def told(self, model: str, host: str, failed_at: float, error: str, now: float) -> bool:
+    def on_failure(self, model: str, host: str, failed_at: float, error: str, now: float) -> bool:
         """A host says that a load failed at `failed_at`; whether that is news."""
         known = self._known.get(model, {}).get(host)
         if known is not None and failed_at <= known.told_at:

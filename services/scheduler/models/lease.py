@@ -57,7 +57,7 @@ class SchedulerLease:
         self._until = 0.0
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether this scheduler decides now."""
         return self._held is not None and asyncio.get_running_loop().time() < self._until
 

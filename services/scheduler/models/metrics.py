@@ -46,7 +46,7 @@ class ModelLifecycleMetrics:
         self.adapters.set(registered)
         self.adapters_wanted.set(wanted)
 
-    def told(self, command: Command) -> None:
+    def on_command(self, command: Command) -> None:
         """A host has taken the command."""
         if not command.repeated:
             counter = self.loads if isinstance(command.command, LoadModel) else self.unloads

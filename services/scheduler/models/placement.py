@@ -147,7 +147,7 @@ class ModelPlacer:
                 self._idle_from.pop(model, None)
             changed.clear()
 
-    def heard(self, said: ModelPlacement) -> None:
+    def observe(self, said: ModelPlacement) -> None:
         """What was said of a model last, by whoever decided: what was carried out then is not carried out again."""
         if said.done_at:
             self._done[said.model] = said.done_at
@@ -180,7 +180,7 @@ class ModelPlacer:
         """Notes a failure that a host tells of; whether it was not known."""
         there = self.cluster.hosts[host]
         if item.memory <= there.free + sum(there.promised.values()):
-            return self.failures.told(model, host, item.failed_at, item.error, self._now)
+            return self.failures.on_failure(model, host, item.failed_at, item.error, self._now)
         news = self.failures.told_no_room(model, host, item.failed_at, item.error, self._now)
         if news:  # it has found out what the model takes once it had its files
             self.cluster.learn(model, item.memory)
@@ -201,7 +201,7 @@ class ModelPlacer:
         self._plans.forget_gone()
 
     def _look_at_load(self, plan: Plan, host: Host, replica: Replica | None) -> None:
-        said = self.cluster.said(plan.model, host)
+        said = self.cluster.reported(plan.model, host)
         if replica is not None or (said is not None and said.state in ("loading", "downloading")):
             plan.sign_at = self._now
         elif self._now - plan.sign_at > REPEAT * REPEATS:

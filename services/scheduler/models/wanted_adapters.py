@@ -104,7 +104,7 @@ class WantedAdapters:
         yield from taking
 
     def _has_files(self, model: str, host: str) -> bool:
-        said = self._cluster.said(model, self._cluster.hosts[host])
+        said = self._cluster.reported(model, self._cluster.hosts[host])
         return said is not None and said.state in ("stored", "sleeping")
 
     def _fetcher(self, base: ModelSpec) -> str:
@@ -120,5 +120,7 @@ class WantedAdapters:
         return max(able, key=lambda host: (host.free, host.name)).name if able else ""
 
     def _is_fetched(self, model: str) -> bool:
-        said: Iterable[object] = (self._cluster.said(model, host) for host in self._cluster.hosts.values())
+        said: Iterable[object] = (
+            self._cluster.reported(model, host) for host in self._cluster.hosts.values()
+        )
         return any(getattr(one, "state", "") == "downloading" for one in said)

@@ -258,7 +258,7 @@ class TrainingPlacer:
     def _rank(self, host: Host, job: TrainingJob) -> tuple[bool, bool, bool, int, float, int]:
         """The smaller the better."""
         serves = any(replica.model == job.model for replica in host.replicas.values())
-        stored = self._cluster.said(job.model, host) is not None
+        stored = self._cluster.reported(job.model, host) is not None
         room = host.room_to_train / max(1, host.memory)
         return not serves, not stored, host.is_busy, len(host.trainings), -room, host.number
 

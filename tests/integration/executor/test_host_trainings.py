@@ -126,7 +126,7 @@ class Host:
     async def until(self, name: str, state: str) -> None:
         """Waits until the host says so of the job; empty: it has it no more."""
         async with asyncio.timeout(60):
-            while [one.state for one in self.trainings.told() if one.job == name] != [state] * bool(state):  # noqa: ASYNC110
+            while [one.state for one in self.trainings.report() if one.job == name] != [state] * bool(state):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def ask(self, requests: int) -> None:
@@ -141,7 +141,7 @@ class Host:
     async def until_step(self, name: str) -> None:
         """Waits until its trainer has made one."""
         async with asyncio.timeout(60):
-            while not any(one.job == name and one.step for one in self.trainings.told()):  # noqa: ASYNC110
+            while not any(one.job == name and one.step for one in self.trainings.report()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_armed(self) -> None:
@@ -179,7 +179,7 @@ async def test_what_it_does_not_take_is_refused_by_name(host: Host, bus: Bus, tm
     await host.submit("other", host="i")
     assert (await host.begin("other")).ok, "it is another's: there is nothing to do"
     assert (await host.begin("nobody")).ok
-    assert not host.trainings.told()
+    assert not host.trainings.report()
     await host.submit("elsewhere", base=ModelSpec("another", ""))
     with pytest.raises(ModelNotStored, match="was not started with another"):
         await host.begin("elsewhere")
@@ -197,7 +197,7 @@ async def test_what_it_does_not_take_is_refused_by_name(host: Host, bus: Bus, tm
     small = Host(bus, tmp_path / "other", STUB_BYTES - 1)
     reply = await small.begin("c")
     assert (reply.ok, reply.code, reply.memory) == (False, "model_does_not_fit", STUB_BYTES)
-    assert not small.trainings.told()
+    assert not small.trainings.report()
     await host.trainings.stop()
     assert (await host.job("a")).waiting_for == "The executor h was stopped."
     with pytest.raises(InvalidRequest, match="RYZANSTEIN_TRAINS"):
@@ -389,7 +389,7 @@ async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper
     await helper.until("job", "loading")
     assert (await host.begin("job")).ok
     await host.until("job", "yielding")
-    assert [one.replica for one in (*host.trainings.told(), *helper.trainings.told())] == [0, 1]
+    assert [one.replica for one in (*host.trainings.report(), *helper.trainings.report())] == [0, 1]
     host.ask(0)
     await host.until("job", "")
     await helper.until("job", "")
@@ -475,7 +475,7 @@ async def test_all_of_a_host_are_suspended_at_once_and_go_on_when_it_is_idle(hos
         await host.until_step(name)
     await host.until_armed()
     host.ask(1)
-    assert [one.state for one in host.trainings.told()] == ["yielding", "yielding"], (
+    assert [one.state for one in host.trainings.report()] == ["yielding", "yielding"], (
         "before anything else runs"
     )
     pids = [host.trainer(name) for name in ("a", "b")]
@@ -491,7 +491,7 @@ async def test_all_of_a_host_are_suspended_at_once_and_go_on_when_it_is_idle(hos
     assert host.yielded() > counted
     await host.until_armed()
     host.ask(1)
-    assert [one.state for one in host.trainings.told()] == ["yielding", "yielding"], "once more"
+    assert [one.state for one in host.trainings.report()] == ["yielding", "yielding"], "once more"
     await host.trainings.stop()
     for name in ("a", "b"):
         job = await host.job(name)

@@ -77,7 +77,7 @@ def records_given_up() -> None:
             number = await self._bus.publish_durable(subject, message)
         except LinkLost:
             number = await self._bus.publish_durable(subject, message)
-        self._journal.stored(number)
+        self._journal.on_stored(number)
 
     RecordWriter._store = store  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ RECORD = GroupRecord("g", "m", "ready", 1, [], GroupLoad())
 def written(changes: DueRecords[GroupRecord], record: GroupRecord, now: float) -> bool:
     due = changes.due({"g": record}, now)
     for key, value in due.put.items():
-        changes.written(key, value, now)
+        changes.mark_written(key, value, now)
     return bool(due.put)
 
 

@@ -100,7 +100,7 @@ def test_what_a_host_says_of_a_model_is_written_at_once_and_its_progress_once_in
         model = HostModel("m", state, done=done)  # type: ignore[arg-type]
         return HostRecord("h", HostBeat(models=[model]), "ready")
 
-    changes.written("h", record("loading", 1), 0.0)
+    changes.mark_written("h", record("loading", 1), 0.0)
     assert not changes.due({"h": record("loading", 2)}, 0.5).put
     assert changes.due({"h": record("loading", 2)}, 1.0).put
     assert changes.due({"h": record("failed", 1)}, 0.1).put

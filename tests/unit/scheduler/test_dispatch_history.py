@@ -18,7 +18,7 @@ def test_memory_is_bounded() -> None:
     memory = DispatchHistory(capacity=3)
     for index in range(5):
         memory.cancel(str(index), 0.0)
-        memory.taken(str(index), Holder(0, "g", 1))
+        memory.on_accepted(str(index), Holder(0, "g", 1))
     assert [memory.cancelled(str(index)) for index in range(5)] == [False, False, True, True, True]
     holders = [memory.holder(str(index)) for index in range(5)]
     assert holders == [None, None] + [Holder(0, "g", 1)] * 3
@@ -26,8 +26,8 @@ def test_memory_is_bounded() -> None:
 
 def test_the_last_ring_that_took_a_generation_is_known() -> None:
     memory = DispatchHistory()
-    memory.taken("a", Holder(0, "one", 1))
-    memory.taken("a", Holder(1, "two", 7))
+    memory.on_accepted("a", Holder(0, "one", 1))
+    memory.on_accepted("a", Holder(1, "two", 7))
     assert memory.holder("a") == Holder(1, "two", 7)
 
 

@@ -96,7 +96,7 @@ class FineTuningClient:
         query = f"?checkpoint={checkpoint}" if checkpoint else ""
         await self._gateway.download(f"{_path(job)}/adapter/{name}{query}", target)
 
-    async def made(self, name: str) -> tuple[Job, int]:
+    async def find(self, name: str) -> tuple[Job, int]:
         """The job `name`, or the one that has made the model `name`, and of a checkpoint's its step, else 0. Raises
         `UnknownModel`."""
         if not name.startswith("ft:"):

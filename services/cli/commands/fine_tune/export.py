@@ -73,7 +73,7 @@ def _check(output: Path, kind: Format) -> None:
 
 async def _download(jobs: FineTuningClient, name: str, checkpoint: int, directory: Path) -> str:
     """Returns the name of its base."""
-    job, named = await jobs.made(name)
+    job, named = await jobs.find(name)
     for file in ADAPTER_FILES:
         await jobs.download(job["id"], file, checkpoint or named, directory / file)
     return str(job["model"])

@@ -30,7 +30,7 @@ def print_models(found: ModelsSnapshot, *, as_json: bool) -> None:
     """Every model of a running stack."""
     every = found.statuses(found.names())
     if as_json:
-        print_json({"models": [told(found, name, status) for name, status in every.items()]})
+        print_json({"models": [model_json(found, name, status) for name, status in every.items()]})
         return
     adapters = found.adapter_counts()
     rows = [("model", "status", "replicas", "memory", "adapters", "source")]
@@ -108,11 +108,11 @@ def declared_fields(spec: ModelSpec) -> dict[str, Any]:
     fields = {name: getattr(spec, name) for name in DECLARED if getattr(spec, name) != getattr(usual, name)}
     settings = msgspec.structs.asdict(fields.pop("settings", usual.settings))
     if "sparse_attention" in fields:
-        fields["sparse_attention"] = sparse_attention.told(spec.sparse_attention)
+        fields["sparse_attention"] = sparse_attention.to_argument(spec.sparse_attention)
     return fields | {f"settings.{name}": value for name, value in settings.items() if value is not None}
 
 
-def told(found: ModelsSnapshot, model: str, status: ModelStatus) -> dict[str, Any]:
+def model_json(found: ModelsSnapshot, model: str, status: ModelStatus) -> dict[str, Any]:
     """A model as `--json` shows it; scripts rely on it."""
     spec = found.specs.get(model)
     fields: dict[str, Any] = {"name": model, "status": msgspec.to_builtins(status)}
@@ -124,7 +124,7 @@ def told(found: ModelsSnapshot, model: str, status: ModelStatus) -> dict[str, An
 
 
 def told_of(found: ModelsSnapshot, model: str) -> dict[str, Any]:
-    return told(found, model, found.status(model))
+    return model_json(found, model, found.status(model))
 
 
 def print_json(value: Any) -> None:

@@ -220,7 +220,7 @@ def header_from(
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
     }
     number = struct.Struct("<II")
-    said = [file.said(key) for key in kept]
+    said = [file.raw_entry(key) for key in kept]
     said += [_text(key) + number.pack(gguf.GGUFValueType.UINT32, value) for key, value in numbers.items()]
     infos, offset = [], 0
     for name, shape, kind in tensors:

@@ -75,7 +75,7 @@ class _Stored:
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def written(self) -> WrittenTensor:
+    def finish(self) -> WrittenTensor:
         return WrittenTensor(
             self.name, self.nbytes, lambda: (_bytes(piece.to(self.dtype)) for piece in self.pieces())
         )
@@ -97,7 +97,7 @@ def file_of(
             stored += _quantized(tensor, dtype, rows_of)
         else:
             stored.append(_Stored(tensor.name, dtype.plain, tensor.shape, tensor.pieces))
-    return _header(stored), [one.written() for one in stored]
+    return _header(stored), [one.finish() for one in stored]
 
 
 def by_layer(tensor: SourceTensor) -> list[tuple[int, str]]:

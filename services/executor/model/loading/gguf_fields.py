@@ -37,7 +37,7 @@ class _Reader:
     """As `gguf.GGUFReader`, without what no model's configuration or tokenizer is made of."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.fields = {key: _field(key, file.said(key)) for key in file.header.spans}
+        self.fields = {key: _field(key, file.raw_entry(key)) for key in file.header.spans}
         self.tensors: tuple[GgufTensor, ...] = file.header.tensors
 
 

@@ -111,7 +111,7 @@ class GgufFile:
         held = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
         return held.view(tensor.rows, tensor.row_bytes)
 
-    def said(self, key: str) -> bytes:
+    def raw_entry(self, key: str) -> bytes:
         """`key` of the metadata and its value, as they are stored."""
         return self._memory[self.header.spans[key]]
 

@@ -106,7 +106,7 @@ class DraftPolicy:
         none."""
         right = sum(one.value for one in stats) / max(1, len(stats))
         best, count = (0.0 if self.trial else 1.0), 0
-        for k in range(1, min(most, self._most) + 1 if self._cost.known else 1):
+        for k in range(1, min(most, self._most) + 1 if self._cost.has_observations else 1):
             gain = self._gain(k, decodes, len(stats), right)
             if gain <= best:
                 break  # each further token brings less than the one before it, and costs as much
@@ -144,12 +144,16 @@ class DraftPolicy:
 
     def without_following(self, seconds: float, rows: int) -> float:
         """What a step of so many rows would have taken, had it not computed them too."""
-        following = self._passes.of(rows) if self._passes.known else seconds * _FIRST_PASS / (1 + _FIRST_PASS)
+        following = (
+            self._passes.of(rows)
+            if self._passes.has_observations
+            else seconds * _FIRST_PASS / (1 + _FIRST_PASS)
+        )
         return max(seconds - following, seconds / 2)
 
     def step_over(self, running: int) -> None:
         """A step is over, of a batch of `running` sequences: decides on the next ones."""
-        if not running or not self._cost.known:
+        if not running or not self._cost.has_observations:
             return
         right = self._ring.value(_FIRST_RATE, _FIRST_WEIGHT)
         gain = max(self._gain(k, running, running, right) for k in (1, 2, 4))
@@ -169,7 +173,7 @@ class DraftPolicy:
         """Tokens per second of a step where `drafting` of its `decodes` sequences have `count` proposals, of which each
         is right with this probability, against those of a step without."""
         plain = self._cost.of(decodes)
-        draft = self._passes.of(drafting) if self._passes.known else _FIRST_PASS * plain
+        draft = self._passes.of(drafting) if self._passes.has_observations else _FIRST_PASS * plain
         expected = decodes + drafting * sum(right**j for j in range(1, count + 1))
         seconds = self._cost.of(decodes + drafting * count) + count * draft
         return expected / seconds / (decodes / plain) if plain else 1.0

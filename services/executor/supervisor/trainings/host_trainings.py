@@ -170,10 +170,10 @@ class HostTrainings:
         return 0 if self._stopping else self._places
 
     def beat(self) -> dict[str, Any]:
-        return {"trains": self.places, "trainings": self.told()}
+        return {"trains": self.places, "trainings": self.report()}
 
-    def told(self) -> list[HostTraining]:
-        return [training.told() for training in self._trainings.values()]
+    def report(self) -> list[HostTraining]:
+        return [training.report() for training in self._trainings.values()]
 
     def _stalled(self) -> float:
         return max((training.stalled_for() for training in self._trainings.values()), default=0.0)

@@ -152,7 +152,7 @@ class Training:
         """When its trainer was started or has made its last step, and for how long it had been suspended by then."""
         self._secret = ""
 
-    def told(self) -> HostTraining:
+    def report(self) -> HostTraining:
         """What heartbeats say of it."""
         state = self._state if self._suspended_at is None else "yielding"
         return HostTraining(

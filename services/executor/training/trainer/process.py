@@ -318,5 +318,5 @@ def _told(error: Exception, job: str) -> RyzansteinError:
         return InternalError(
             f"{who} has run out of memory; create the job with a smaller max_tokens or rank."
         )
-    fault = gpu_errors.told(error, who)
+    fault = gpu_errors.explain(error, who)
     return fault or InternalError(f"{who} failed: {type(error).__name__}: {error}.")

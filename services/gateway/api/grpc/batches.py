@@ -42,21 +42,21 @@ class _BatchMethods:
         with self._backend.active():
             key = check_idempotency_key(call.metadata("idempotency-key"))
             job = await self._submitted(given, call.principal, _KEYS_OF + key if key else "")
-        await call.send(pb.SubmitBatchResponse(batch=shown(job)).SerializeToString())
+        await call.send(pb.SubmitBatchResponse(batch=to_message(job)).SerializeToString())
 
     async def get(self, call: GrpcCall) -> None:
         """GetBatch."""
         given = requests.decode(pb.GetBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.parts.job(Batches).get(_named(given.batch_id), call.principal.tenant)
-        await call.send(pb.GetBatchResponse(batch=shown(job)).SerializeToString())
+        await call.send(pb.GetBatchResponse(batch=to_message(job)).SerializeToString())
 
     async def cancel(self, call: GrpcCall) -> None:
         """CancelBatch."""
         given = requests.decode(pb.CancelBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.parts.job(Batches).cancel(_named(given.batch_id), call.principal.tenant)
-        await call.send(pb.CancelBatchResponse(batch=shown(job)).SerializeToString())
+        await call.send(pb.CancelBatchResponse(batch=to_message(job)).SerializeToString())
 
     async def listed(self, call: GrpcCall) -> None:
         """ListBatches."""
@@ -76,7 +76,7 @@ class _BatchMethods:
                     reason="invalid_value",
                 ) from None
         page = pb.ListBatchesResponse(
-            batches=[shown(job) for job in jobs], next_page_token=jobs[-1].id if more else ""
+            batches=[to_message(job) for job in jobs], next_page_token=jobs[-1].id if more else ""
         )
         await call.send(page.SerializeToString())
 
@@ -86,7 +86,7 @@ class _BatchMethods:
             raise missing("input", "input_file_id or jsonl")
         print_ = requests.fingerprint(given) if key else ""
         batches = self._backend.parts.job(Batches)
-        if key and (known := await batches.known(principal, key, print_)) is not None:
+        if key and (known := await batches.find_by_key(principal, key, print_)) is not None:
             return known
         if kind == "input_file_id":
             return await batches.submit(_wanted(given, given.input_file_id), principal, key, print_)
@@ -120,7 +120,7 @@ def _wanted(given: pb.SubmitBatchRequest, file: str) -> BatchCreate:
     return convert(wanted, BatchCreate)
 
 
-def shown(job: BatchJob) -> pb.Batch:
+def to_message(job: BatchJob) -> pb.Batch:
     """A batch for the client."""
     ended = job.completed_at or job.failed_at or job.expired_at or job.cancelled_at
     usage = pb.Usage(

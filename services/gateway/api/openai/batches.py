@@ -11,7 +11,7 @@ from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header
-from services.gateway.core.pagination import ListPage, PageQuery, shown
+from services.gateway.core.pagination import ListPage, PageQuery, list_object
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
@@ -95,7 +95,7 @@ async def list_batches(ask: RequestContext) -> dict[str, Any]:
     wanted = ask.query(PageQuery)
     await ask.counted()
     jobs, more = await ask.parts.job(Batches).listed(ask.tenant, wanted.after, wanted.limit)
-    return shown([batch_object(job) for job in jobs], more)
+    return list_object([batch_object(job) for job in jobs], more)
 
 
 async def retrieve(ask: RequestContext) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.pagination import ListPage, Order, PageQuery, page, shown
+from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
 from services.gateway.intake.decoding import convert
@@ -164,7 +164,7 @@ async def list_files(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
     records = await ask.parts.files.listed(ask.tenant, wanted.purpose)
     found, more = page(records, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
-    return shown([file_object(record) for record in found], more)
+    return list_object([file_object(record) for record in found], more)
 
 
 async def retrieve(ask: RequestContext) -> dict[str, Any]:

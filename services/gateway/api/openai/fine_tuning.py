@@ -14,7 +14,7 @@ from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
-from services.gateway.core.pagination import ListPage, PageQuery, shown
+from services.gateway.core.pagination import ListPage, PageQuery, list_object
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
@@ -256,7 +256,7 @@ async def list_jobs(ask: RequestContext) -> dict[str, Any]:
     jobs, more = await ask.parts.job(FineTuning).listed(
         ask.tenant, wanted.after, wanted.limit, None if without else wanted.metadata
     )
-    return shown([job_object(job) for job in jobs], more)
+    return list_object([job_object(job) for job in jobs], more)
 
 
 async def retrieve(ask: RequestContext) -> dict[str, Any]:
@@ -284,7 +284,7 @@ async def events(ask: RequestContext) -> dict[str, Any] | None:
     found, more = await ask.parts.job(FineTuning).events(
         ask.named("job"), ask.tenant, wanted.after, wanted.limit
     )
-    return shown(found, more)
+    return list_object(found, more)
 
 
 async def _stream(ask: RequestContext) -> None:
@@ -331,7 +331,7 @@ async def checkpoints(ask: RequestContext) -> dict[str, Any]:
     job, found, more = await ask.parts.job(FineTuning).checkpoints(
         ask.named("job"), ask.tenant, wanted.after, wanted.limit
     )
-    return shown([checkpoint_object(job, one) for one in found], more)
+    return list_object([checkpoint_object(job, one) for one in found], more)
 
 
 async def adapter(ask: RequestContext) -> None:

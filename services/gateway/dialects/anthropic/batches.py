@@ -177,16 +177,18 @@ async def create(ask: RequestContext) -> dict[str, Any]:
         _KEYS_OF + key if key else "",
         fingerprint(body) if key else "",
     )
-    if key and (known := await batches.known(ask.principal, key, print_)) is not None:
+    if key and (known := await batches.find_by_key(ask.principal, key, print_)) is not None:
         return batch_object(known)
     await ask.counted()
     lines = await _checked(ask, given)
     window = f"{max(1, min(DAY, int(ask.settings.batch_window_limit)))}s"
 
-    def wanted(file: str) -> BatchCreate:
+    def batch_create(file: str) -> BatchCreate:
         return BatchCreate(input_file_id=file, endpoint="/v1/messages", completion_window=window)
 
-    job = await batches.submit_lines(wanted, lines, ask.principal, key, print_, requests=len(given.requests))
+    job = await batches.submit_lines(
+        batch_create, lines, ask.principal, key, print_, requests=len(given.requests)
+    )
     return batch_object(job)
 
 

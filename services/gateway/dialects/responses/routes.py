@@ -263,7 +263,7 @@ async def retrieve(ask: RequestContext) -> bytes | None:
     with ask.history_budget() as budget:
         found = await _found(ask, budget)
         if not wanted.stream:
-            return await responses.shown(found)
+            return await responses.response_json(found)
         after = positions_of(ask.scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
         run = await responses.read(found, after, obfuscated=wanted.include_obfuscation)
         with reading(run, ask.scope, ask.receive):

@@ -69,7 +69,7 @@ async def test_the_client_of_the_command_line_reads_what_a_gateway_says(
             await trainer.checkpoint(job, number, number)
         named = await trainer.until(job, lambda one: all(adapter.name for adapter in one.adapters))
         assert [one["step_number"] for one in await jobs.checkpoints(job)] == [1, 2, 3]
-        found, step = await jobs.made(named.adapters[1].name)
+        found, step = await jobs.find(named.adapters[1].name)
         assert (found["id"], step) == (job, 2)
         assert [one["id"] for one in await jobs.listed(5)] == [job]
         await jobs.act(job, "cancel")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.sla.periods import Interval, moment_of, period_of, shown, span_of, zone_of
+from services.cli.sla.periods import Interval, local_time, moment_of, period_of, span_of, zone_of
 from shared.errors import ConfigurationError
 
 NOW = datetime(2026, 3, 29, 12, 0, tzinfo=UTC).timestamp()
@@ -58,7 +58,7 @@ def test_what_is_no_moment_is_told(text: str) -> None:
 @given(st.integers(0, 4_000_000_000), st.integers(-12, 14))
 def test_what_is_shown_is_read_again(moment: int, hours: int) -> None:
     zone = timezone(timedelta(hours=hours))
-    assert moment_of(shown(moment, zone), NOW, UTC, "--to") == moment
+    assert moment_of(local_time(moment, zone), NOW, UTC, "--to") == moment
 
 
 def test_periods() -> None:

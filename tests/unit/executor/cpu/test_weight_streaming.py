@@ -219,7 +219,7 @@ def test_memory_stays_within_its_bound(tmp_path: Path, model_type: str) -> None:
         logits(runner)
         # Behind a step the first two layers of the next one are read, and nothing else is left.
         streamer.settle()
-        assert streamer.held == {0, 1}
+        assert streamer.resident == {0, 1}
         held = resident(streamer.address)
         assert 0 < held <= layers[0].ahead + layers[1].ahead + 2 * AROUND
     assert runner._native is not None
@@ -261,14 +261,14 @@ def test_layers_are_read_ahead_and_given_back_behind_the_step(file: int) -> None
     pages = torch.from_file(f"/proc/self/fd/{file}", False, 64 * PAGE, dtype=torch.uint8)
     layers = {at: LayerExtents([Extent(at * 10 * PAGE, 10 * PAGE)], []) for at in (1, 3, 5)}
     with closing(WeightStreamer(pages, file, layers, 6, StreamedWeights(1, 1, 1.0))) as streamer:
-        assert [streamer.wanted(layer) for layer in range(7)] == [
+        assert [streamer.prefetch_order(layer) for layer in range(7)] == [
             *((1, 3), (1, 3), (3, 5), (3, 5), (5, 1), (5, 1), (1, 3))
         ]
         for layer in (0, 1, 2, 3, 4, 5, 6, 2, 6):  # also faster than it looks
             streamer.place.layer = layer
             os.eventfd_write(streamer.place.doorbell, 1)
             streamer.settle()
-            assert streamer.held == {*streamer.wanted(layer)}
+            assert streamer.resident == {*streamer.prefetch_order(layer)}
         assert streamer.progress.count >= 6
 
 
@@ -282,5 +282,5 @@ def test_what_faults_have_brought_is_given_back_too(file: int) -> None:
         streamer.place.layer = 5
         os.eventfd_write(streamer.place.doorbell, 5)
         streamer.settle()
-        assert streamer.held == {5, 0}
+        assert streamer.resident == {5, 0}
         assert resident(pages.data_ptr()) <= 20 * PAGE + AROUND

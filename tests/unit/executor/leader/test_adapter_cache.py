@@ -40,7 +40,7 @@ def test_the_least_recently_used_that_no_ring_holds_make_room(tmp_path: Path) ->
     put(ours, DIGESTS[1])  # the other ring still holds the oldest
     assert [ours.has(digest) for digest in DIGESTS] == [True, True, False, True]
     theirs.close()
-    assert theirs.held == set()
+    assert theirs.in_use == set()
     aged(tmp_path, DIGESTS[0], 200)
     put(ours, DIGESTS[2])
     assert not ours.has(DIGESTS[0])
@@ -93,4 +93,4 @@ def test_what_another_ring_deletes_is_not_there(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(AdapterCache, "_locked", deleted_meanwhile)
     assert ours.hold(DIGESTS[0]) is None
-    assert ours.held == set()
+    assert ours.in_use == set()

@@ -59,10 +59,10 @@ def traced(name: str, attempt: int = 1) -> GenerationRequest:
 
 def test_a_later_attempt_replaces_the_one_before(spans: list[Noted]) -> None:
     traces = Attempts("g", 1, list)
-    traces.taken(traced("a", 2), None, repeated=False)
-    traces.taken(traced("a", 1), None, repeated=False)
+    traces.on_accepted(traced("a", 2), None, repeated=False)
+    traces.on_accepted(traced("a", 1), None, repeated=False)
     assert [span.name for span in spans] == ["generate g", "queue"], "an earlier attempt begins nothing"
-    traces.taken(traced("a", 3), None, repeated=False)
+    traces.on_accepted(traced("a", 3), None, repeated=False)
     assert (spans[0].failed, spans[0].ended, spans[1].ended) == ("replaced", True, True)
     traces.ended(TokenEntry("a", 2, 0, [], finish="stop"))
     assert traces.traced, "what the earlier attempt still says ends nothing"
@@ -73,7 +73,7 @@ def test_a_later_attempt_replaces_the_one_before(spans: list[Noted]) -> None:
 
 def test_a_preemption_is_an_event_and_what_is_computed_again_is_counted(spans: list[Noted]) -> None:
     traces, request = Attempts("g", 1, list), traced("a")
-    traces.taken(request, None, repeated=False)
+    traces.on_accepted(request, None, repeated=False)
     sequence = Sequence(request, 0, 16, b"")
     prefill, again = ScheduledTokens(sequence, 5, samples=True), ScheduledTokens(sequence, 3, samples=False)
     for chunk in (prefill, again, again):
@@ -90,5 +90,5 @@ def test_the_ids_of_so_many_requests_are_remembered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tracing, "REMEMBERED", 2)
     attempts = Attempts("g", 1, list)
     for name in "abc":
-        attempts.taken(ask(name), None, repeated=False)
+        attempts.on_accepted(ask(name), None, repeated=False)
     assert list(attempts._request_ids) == ["b", "c"]

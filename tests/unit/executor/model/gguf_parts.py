@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 def parts_of(path: Path) -> tuple[list[Key], list[Stored]]:
     """Keys and tensors, in the order of the file."""
     file = GgufFile(path)
-    keys = [Key(name, file.said(name)[8 + len(name.encode()) :]) for name in file.header.spans]
+    keys = [Key(name, file.raw_entry(name)[8 + len(name.encode()) :]) for name in file.header.spans]
     tensors = [
         Stored(one.name, one.shape, int(one.kind), file.rows(one).numpy().tobytes())
         for one in file.header.tensors

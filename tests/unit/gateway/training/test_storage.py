@@ -40,13 +40,13 @@ def test_unfinished_jobs_count_with_what_they_reserved_and_then_their_models() -
     storage.reserve(job("other", "umbrella", 1000))
     adapters._set("a", model("a", "one"))
     adapters._set("everybodys", model("everybodys", "", cast("str", None)))
-    assert storage.kept("acme") == Kept(100, 4), "its checkpoint is part of that"
+    assert storage.usage("acme") == Kept(100, 4), "its checkpoint is part of that"
     storage.news("acme.one", msgspec.structs.replace(job("one", storage=100), clean=True))
-    assert storage.kept("acme") == Kept(10, 1)
+    assert storage.usage("acme") == Kept(10, 1)
     adapters._set("a", msgspec.structs.replace(model("a", "one"), digest="", retired=[("d", 1)]))
-    assert storage.kept("acme") == Kept(10, 1), "its files stay for a while"
+    assert storage.usage("acme") == Kept(10, 1), "its files stay for a while"
     adapters._set("a", None)
-    assert storage.kept("acme") == Kept(0, 0)
+    assert storage.usage("acme") == Kept(0, 0)
 
 
 def test_a_job_that_does_not_fit_is_refused_by_name() -> None:

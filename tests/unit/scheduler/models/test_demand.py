@@ -21,8 +21,8 @@ def test_schedulers_and_gateways_are_added_up() -> None:
     tracker = DemandTracker()
     tracker.report(said("s1", waiting=2, oldest=3.0, arrived=5, idle=1.0), 100.0)
     tracker.report(said("s2", waiting=1, oldest=8.0, arrived=1, idle=8.0), 100.0)
-    tracker.held(ModelDemand("m", "g1", 4), 100.0)
-    tracker.held(ModelDemand("m", "g1", 5), 101.0)
+    tracker.on_held(ModelDemand("m", "g1", 4), 100.0)
+    tracker.on_held(ModelDemand("m", "g1", 5), 101.0)
     demand = tracker.all(101.0)["m"]
     assert (demand.waiting, demand.since, demand.last) == (8, 92.0, 101.0)
 
@@ -41,9 +41,9 @@ def test_what_was_counted_before_is_no_news() -> None:
 def test_who_is_silent_and_models_of_no_registry_are_forgotten() -> None:
     tracker = DemandTracker()
     tracker.report(said("s1", waiting=2, arrived=2), 100.0)
-    tracker.held(ModelDemand("other", "g", 1), 100.0)
+    tracker.on_held(ModelDemand("other", "g", 1), 100.0)
     assert tracker.all(100.0 + KEPT + 1)["m"].waiting == 0
-    tracker.held(ModelDemand("m", "g", 0), 100.0)
+    tracker.on_held(ModelDemand("m", "g", 0), 100.0)
     tracker.keep({"m"}, 100.0)
     assert set(tracker.all(100.0)) == {"m"}
     tracker.keep({}, 200.0)
@@ -53,7 +53,7 @@ def test_who_is_silent_and_models_of_no_registry_are_forgotten() -> None:
 def test_it_is_bounded() -> None:
     tracker = DemandTracker()
     for number in range(MAX_REPORTERS + 5):
-        tracker.held(ModelDemand("m", f"g{number}", 1), 1.0)
+        tracker.on_held(ModelDemand("m", f"g{number}", 1), 1.0)
     assert tracker.all(1.0)["m"].waiting == MAX_REPORTERS
     tracker = DemandTracker()
     for number in range(MAX_MODELS + 5):

@@ -22,8 +22,8 @@ def test_a_failure_is_news_once_and_its_pause_doubles_until_it_is_not_tried_any_
     now = 1000.0
     pauses = []
     for times in range(MOST_TRIES):
-        assert failures.told("a", "h1", 10.0 + times, "It is broken.", now)
-        assert not failures.told("a", "h1", 10.0 + times, "It is broken.", now)
+        assert failures.on_failure("a", "h1", 10.0 + times, "It is broken.", now)
+        assert not failures.on_failure("a", "h1", 10.0 + times, "It is broken.", now)
         (failure,) = failures.of("a")
         pauses.append(failure.until - now)
         assert failures.blocked("a", now) == {"h1"}

@@ -284,7 +284,7 @@ def test_a_scheduler_that_takes_over_does_not_carry_out_again_what_was_done() ->
     assert (bool(cluster.serving("a")), bool(cluster.serving("b"))) == (False, True)
     cluster.placer = ModelPlacer(cluster.view)
     for placement in said.placements.values():
-        cluster.placer.heard(placement)
+        cluster.placer.observe(placement)
     cluster.demand.clear()  # it has not heard of any request
     cluster.commands.clear()
     cluster.run(20)

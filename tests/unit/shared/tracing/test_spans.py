@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.tracing import NONE, TraceContext, active, begin, current, from_headers, on, parse, stage, wanted
+from shared.tracing import (
+    NONE,
+    TraceContext,
+    active,
+    begin,
+    current,
+    enabling_variable,
+    from_headers,
+    on,
+    parse,
+    stage,
+)
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 hexadecimal = st.text("0123456789abcdef", min_size=1)
@@ -99,7 +110,7 @@ def test_off_nothing_is_recorded_or_active() -> None:
     ],
 )
 def test_opentelemetrys_own_variables_turn_it_on(environment: dict[str, str], by: str) -> None:
-    assert wanted(environment) == by
+    assert enabling_variable(environment) == by
 
 
 SERVICES = (

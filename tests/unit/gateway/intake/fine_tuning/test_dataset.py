@@ -10,7 +10,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.fine_tuning.dataset import Dataset, batch_size_for, chosen, epochs_for
 from services.gateway.intake.fine_tuning.faults import MAX_FAULTS, Faults, sentence
 from services.gateway.tokenizer.turns import TrainedTokens
-from services.gateway.training.preparation import tokenized, told
+from services.gateway.training.preparation import tokenized, validation_events
 from services.gateway.training.tokenization import TokenizedFile
 from shared.messages.training import Hyperparameters, TrainingJob, steps_of
 
@@ -62,7 +62,7 @@ def test_what_may_not_be_meant_is_told() -> None:
     files = [TokenizedFile(apart, Faults("training_file")), TokenizedFile(apart, Faults("validation_file"))]
     counts = tokenized(job, [apart, apart])
     assert (counts.examples, counts.trained, counts.longest, counts.validation_tokens) == (4, 4, 3, 12)
-    events = told(job, files, counts)
+    events = validation_events(job, files, counts)
     assert len({event.kind for event in events}) == len(events) == 8
     messages = [event.message for event in events]
     assert any("The 2 lines of the training file make 4 examples" in message for message in messages)
