@@ -213,9 +213,12 @@ class WebSocketSession(Session[ClientMessage]):
                 param="position",
                 reason="invalid_position",
             )
-        return await self._backend.parts.intake.prepare(
-            message.endpoint, message.request, context, always_streamed=True
-        )
+        intake = self._backend.parts.intake
+        if not intake.serves(message.endpoint):
+            raise InvalidParameter(
+                f"Invalid 'endpoint': {message.endpoint!r} is not served here.", param="endpoint"
+            )
+        return await intake.prepare(message.endpoint, message.request, context, always_streamed=True)
 
     @contextlib.contextmanager
     def traced(self, message: ClientMessage) -> Iterator[None]:

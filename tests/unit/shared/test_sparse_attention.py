@@ -17,7 +17,7 @@ from shared.sparse_attention import (
     parse,
     read,
     sparse_tokens,
-    told,
+    to_argument,
 )
 
 TOKENS = st.integers(0, 1 << 20)
@@ -38,7 +38,7 @@ CHOICES = st.builds(
 @given(CHOICES)
 def test_what_is_told_of_a_choice_reads_as_that_choice(choice: SparseAttention) -> None:
     check(choice)
-    assert chosen(read(parse(told(choice)))) == choice
+    assert chosen(read(parse(to_argument(choice)))) == choice
 
 
 def test_short_ways_of_saying_it() -> None:
@@ -48,8 +48,8 @@ def test_short_ways_of_saying_it() -> None:
     ]
     assert read({"kind": "pages", "budget": 2048}) is True, "as it is by default"
     assert read(parse("window, recent=4096")) == SparseAttention("window", recent=4096)
-    assert [told(value) for value in (True, False, None)] == ["on", "off", ""]
-    assert told(SparseAttention(recent=512, share=0.5)) == "pages,recent=512,share=0.5"
+    assert [to_argument(value) for value in (True, False, None)] == ["on", "off", ""]
+    assert to_argument(SparseAttention(recent=512, share=0.5)) == "pages,recent=512,share=0.5"
     assert [chosen(value) for value in (True, False, None)] == [SparseAttention(), None, None]
     assert [keeps_pages(value) for value in (True, False, None)] == [True, False, None]
     assert [keeps_pages(SparseAttention(kind)) for kind in ("pages", "window")] == [True, None]

@@ -46,7 +46,7 @@ async def test_the_executor_is_the_one_that_was_started_early(tmp_path: Path) ->
     before, said = executor.log.read_text().splitlines()
     assert before == "before"
     assert json.loads(said) == [["--group", "é"], "\udcff", "executor-0", "", ""]
-    assert early_executor.taken() is None, "it is there for one start"
+    assert early_executor.take() is None, "it is there for one start"
 
 
 async def test_what_makes_weights_is_imported_while_it_waits(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ async def test_one_that_has_ended_is_not_taken(tmp_path: Path) -> None:
     (early,) = early_executor._early
     await stop_process(early, 0.0)
     assert early.returncode is not None
-    assert early_executor.taken() is None
+    assert early_executor.take() is None
     with pytest.raises(BrokenPipeError):
         early.tell([], {}, tmp_path / "log")
 

@@ -54,7 +54,7 @@ class Lines:
 class End:
     """Of a journal: how far it has come is of no interest here."""
 
-    def stored(self, number: int) -> None:
+    def on_stored(self, number: int) -> None:
         return
 
 

@@ -117,8 +117,8 @@ def test_levels_filter_ours_and_theirs() -> None:
         "say(); logs.set_level('debug', 60); say(); assert logs.level().name == 'debug'; "
         "logs.set_level('error'); say(); log.error('end'); "
         "logs.set_level(''); assert logs.level() == logs.Level('info', 'info', 0.0); "
-        "logs.follow(lambda: logs.Change(40, 1.0)); assert logs.level().name == 'info', 'its time is over'; "
-        "logs.follow(lambda: logs.Change(40)); assert logs.level().name == 'error'"
+        "logs.follow(lambda: logs.LevelChange(40, 1.0)); assert logs.level().name == 'info', 'its time is over'; "
+        "logs.follow(lambda: logs.LevelChange(40)); assert logs.level().name == 'error'"
     )
     lines = [(line["level"], line.get("logger", "ours")) for line in json_of(code)]
     usual = [("info", "ours"), ("warning", "ours"), ("warning", "lib")]

@@ -264,5 +264,5 @@ def test_a_file_that_is_cut_short_is_refused_before_anything_is_imported(
 
 @pytest.mark.parametrize("value", [0, -1.0, 65, float("nan"), "64", [64]])
 def test_what_cannot_be_is_refused_by_its_key(value: Any) -> None:
-    with pytest.raises(ModelLoadError, match=r"says phi3\.rope\.dimension_count .*, which cannot be"):
+    with pytest.raises(ModelLoadError, match=r"has an invalid phi3\.rope\.dimension_count, "):
         positive({"phi3.rope.dimension_count": value}, "phi3.rope.dimension_count", 64)

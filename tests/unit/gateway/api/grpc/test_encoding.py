@@ -18,7 +18,8 @@ from shared.messages.records import GenerationRecord
 from tests.unit.gateway.streams.test_resumed_reading import answer_of
 
 TOKENS = st.integers(0, 2**31)
-TEXTS = st.text(max_size=300).filter(lambda text: text.isprintable())
+PRINTABLE = st.characters(exclude_categories=("C", "Zl", "Zp", "Zs"), include_characters=" ")
+TEXTS = st.text(PRINTABLE, max_size=300)
 SCORES = st.floats(allow_nan=False, width=32)
 FINISHES = {
     "stop": pb.FINISH_REASON_STOP,
