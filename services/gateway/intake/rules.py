@@ -103,6 +103,7 @@ def some_of(fields: Mapping[str, Condition], send: str) -> Rule:
 class OneOf(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of one way, and none of another's."""
 
+    field: ClassVar[str] = ""
     ways: tuple[tuple[str, ...], ...]
     kinds: Mapping[str, Schema] = {}
     """What a field is where it is given; left out: anything but null."""
@@ -204,7 +205,8 @@ def check_fields(request: msgspec.Struct, at: str = "") -> None:
         if value is not None and not asks_for_nothing(value, values):
             raise unsupported(at + name, marked(kind, "why")[name])
     for rule in getattr(kind, "rules", ()):
-        rule.check(request, at)
+        if not rule.field or getattr(request, rule.field) is not None:
+            rule.check(request, at)
     for name in _nested(kind):
         if isinstance(value := getattr(request, name), msgspec.Struct):
             check_fields(value, f"{at}{name}.")
