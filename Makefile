@@ -16,8 +16,8 @@ WORKERS ?= 3
 # Which tests, as pytest's -m takes it.
 SELECTED ?= not chaos and not slow and not nightly
 # Percent of the lines that the fast tests must have run, as test-all asks for of one part of the project in turn
-# (COVERED_PART, of tests/covered.py; `turn`: as it comes; empty: of all). Slow tests are never traced. Empty: it is not measured, for tracing
-# makes Python less than half as fast.
+# (COVERED_PART, of tests/covered.py; `turn`: as it comes; empty: of all). Slow tests are never traced. Empty: it is
+# not measured, for tracing makes Python less than half as fast.
 COVERED ?=
 export COVERED_PART ?=
 # How many failed tests are run once again by themselves, for a loaded machine can be too slow for a test beside others:
@@ -105,7 +105,7 @@ test-all: lint test-only ## Lint, the fast and the slow tests, with the coverage
 
 .PHONY: test-nightly
 test-nightly: SELECTED := nightly and not chaos
-test-nightly: test-only ## What CI has no room for: every variant of kernels and models, long training, the installed wheel
+test-nightly: test-only ## What CI has no room for: every variant of kernels and models, long training, the compiled wheel
 
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only

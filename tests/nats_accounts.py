@@ -1,5 +1,5 @@
-"""One nats-server for many tests, each in an account of its own: to start and stop a server takes a tenth of a second,
-a third of what a test of a gateway takes."""
+"""One nats-server for many tests, each in an account of its own, since to start and to stop one takes as long as many
+a test."""
 
 import json
 import secrets

@@ -27,7 +27,7 @@ from services.executor.cpu.packed_model import PackedLatent
 from services.executor.cpu.quantized import PANEL
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.loading.arena import fresh
-from services.executor.native.library import MODULES, Adapted, Linear, RzLatent
+from services.executor.native.library import MODULES, RzAdapted, RzLatent, RzLinear
 from services.executor.native.library import RzLowRank as Factors
 from shared.errors import ModelLoadError
 
@@ -58,7 +58,7 @@ class NativeAdapters:
         self._held: dict[int, _Adapter] = {}
         self._slots = 0
 
-    def attach(self, linear: PackedLinear, described: Linear, copies: int = 1) -> None:
+    def attach(self, linear: PackedLinear, described: RzLinear, copies: int = 1) -> None:
         """Has `described`, of `linear`, take adapters. `copies`: the experts that it holds."""
         sources = [part.sources for part in linear.parts]
         if any(sources):
@@ -150,7 +150,7 @@ class _Linear:
     """One of the packed model's, with the tables that the kernels read."""
 
     def __init__(
-        self, linear: PackedLinear, described: Linear, sources: list[list[SourceRows]], copies: int
+        self, linear: PackedLinear, described: RzLinear, sources: list[list[SourceRows]], copies: int
     ) -> None:
         """`sources`: of each of the linear's parts; of experts or heads those of one."""
         self.inputs, self.copies = linear.inputs, copies
@@ -158,9 +158,9 @@ class _Linear:
         self._sources = sources
         assert len(self.modules) <= MODULES, "a linear is joined of a few modules"
         self._parts = linear.parts
-        self._adapted: list[Adapted] = []
+        self._adapted: list[RzAdapted] = []
         for _ in self._parts:
-            self._adapted.append(Adapted())
+            self._adapted.append(RzAdapted())
             described.adapted = ctypes.addressof(self._adapted[-1])
             if described.next:
                 described = described.next.contents

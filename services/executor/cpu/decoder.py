@@ -25,7 +25,7 @@ from services.executor.model.adapters.files import LowRank
 from services.executor.model.lowered_latent import LatentShape
 from services.executor.native.library import (
     PARTS,
-    Experts,
+    RzExperts,
     RzHeads,
     RzLatent,
     RzLayer,
@@ -75,7 +75,7 @@ class NativeDecoder:
         """Address of the number of layers whose blocks are there, of the step that comes; 0: all are."""
         self._handle: int | None = None
         self._layers = (RzLayer * len(packed.layers))()
-        self._experts: list[Experts] = []
+        self._experts: list[RzExperts] = []
         self._recurrent: list[RzRecurrent] = []
         self._latents: list[RzLatent] = []
         self._asked: list[Tensor] = []
@@ -276,7 +276,7 @@ class NativeDecoder:
             into.summaries = self._store.hot(summary).data_ptr()
             into.cold_summaries = self._store.codes(summary).data_ptr()
 
-    def _describe_experts(self, experts: PackedExperts) -> Experts:
+    def _describe_experts(self, experts: PackedExperts) -> RzExperts:
         described = experts.describe()
         self.adapters.attach(experts.router, described.router)
         self.adapters.attach(experts.gate_up, described.gate_up, experts.count)

@@ -20,7 +20,7 @@ from services.executor.cpu.quantized import PANEL, PackedFormat, format_of, pack
 from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight
-from services.executor.native.library import Linear
+from services.executor.native.library import RzLinear
 
 log = structlog.get_logger(__name__)
 
@@ -183,9 +183,9 @@ class PackedLinear:
     def nbytes(self) -> int:
         return sum(part.packed.nbytes for part in self.parts)
 
-    def describe(self) -> Linear:
+    def describe(self) -> RzLinear:
         """The structure that the kernels take."""
-        made = Linear(self.packed.data_ptr(), None, self.outputs, self.inputs)
+        made = RzLinear(self.packed.data_ptr(), None, self.outputs, self.inputs)
         if self.bias is not None:
             made.bias = self.bias.data_ptr()
         if self.form is not None:

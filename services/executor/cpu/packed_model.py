@@ -57,7 +57,7 @@ from services.executor.model.lowering import (
     weights_of,
 )
 from services.executor.native import library as structures
-from services.executor.native.library import HEADS, Experts, Inputs, RzRecurrent
+from services.executor.native.library import HEADS, RzExperts, RzInputs, RzRecurrent
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}
 SCORES: dict[Scores, int] = {"softmax": 0, "sigmoid": 1}
@@ -223,9 +223,9 @@ class PackedExperts:
     scales: Tensor | None
     norms: dict[str, Tensor]
 
-    def describe(self) -> Experts:
+    def describe(self) -> RzExperts:
         """The structure that the kernels take."""
-        made = Experts(self.router.describe(), self.gate_up.describe(), self.down.describe())
+        made = RzExperts(self.router.describe(), self.gate_up.describe(), self.down.describe())
         if self.shared_gate is not None:
             made.shared_gate = self.shared_gate.describe()
         if self.correction is not None:
@@ -351,9 +351,9 @@ class PackedInputs:
     norm: Tensor
     scales: InputScales
 
-    def describe(self) -> Inputs:
+    def describe(self) -> RzInputs:
         """The structure that the kernels take."""
-        return Inputs(
+        return RzInputs(
             self.norm.shape[0],
             self.table.describe(),
             self.projection.describe(),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import E4M3, QuantizedRows
-from services.executor.native.library import Codes, Format
+from services.executor.native.library import RzCodes, RzFormat
 
 PANEL = 32
 """Outputs that are packed together."""
@@ -40,11 +40,11 @@ class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
     """Integers, or the bits of bf16 values."""
     floats: int = 0
 
-    def describe(self, permutation: Tensor | None) -> Format:
+    def describe(self, permutation: Tensor | None) -> RzFormat:
         """The structure that the kernels take."""
         numbers = msgspec.structs.asdict(self)
         table = numbers.pop("table")
-        made = Format(**numbers, has_table=bool(table) and not self.floats)
+        made = RzFormat(**numbers, has_table=bool(table) and not self.floats)
         made.permutation = None if permutation is None else permutation.data_ptr()
         (made.float_table if self.floats else made.table)[: len(table)] = table
         return made
@@ -107,11 +107,11 @@ def pack_rows(
     return packed
 
 
-def _pack_block(library: Any, weight: QuantizedRows, described: Format, place: int) -> None:
+def _pack_block(library: Any, weight: QuantizedRows, described: RzFormat, place: int) -> None:
     parts = [_with_dense_rows(getattr(weight, name)) for name in ("codes", *_SCALES)]
     minimums = parts[2] if parts[2] is not None else parts[3]
     held = [parts[0], parts[1], minimums, parts[4], parts[5]]
-    codes = Codes(
+    codes = RzCodes(
         *(None if part is None else part.data_ptr() for part in held),
         weight.outputs,
         *(0 if part is None else part.stride(0) for part in held),

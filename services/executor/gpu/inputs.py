@@ -251,7 +251,7 @@ def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
 # --- the way to the device ---------------------------------------------------------------------------
 
 
-class BufferLimits(NamedTuple):
+class InputLimits(NamedTuple):
     """The largest step there may be."""
 
     max_sequences: int

@@ -31,7 +31,7 @@ from services.executor.core.sparse_attention import PAGES, WINDOW, SparsePattern
 from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
-from services.executor.gpu.inputs import BufferLimits, Staging
+from services.executor.gpu.inputs import InputLimits, Staging
 from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
@@ -123,7 +123,7 @@ class GpuSteps:
         rows = max(limits.max_sequences, limits.max_batch_tokens)
         blocks = -(-limits.context_length // store.block_size)
         staging = Staging(
-            BufferLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device
+            InputLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device
         )
         shape = Shape(
             store.block_size,

@@ -29,7 +29,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class UnservedReason:
+class Unsupported:
     """Architectures that are not served for one reason."""
 
     because: str
@@ -225,30 +225,30 @@ TEXT_ALONE = frozenset(
 _SERVED_AS = {"emu3_text_model": "emu3"}
 """Text models that transformers lists by the whole model's type alone."""
 
-REFUSED: tuple[UnservedReason, ...] = (
-    UnservedReason("adds what its query gives to the distance of the key to each score, behind convolutions", [
+REFUSED: tuple[Unsupported, ...] = (
+    Unsupported("adds what its query gives to the distance of the key to each score, behind convolutions", [
         "inkling2_text", "inkling_text"
     ]),
-    UnservedReason("weighs tokens by hashes or by two streams of the text, which keys and values alone do not tell", [
+    Unsupported("weighs tokens by hashes or by two streams of the text, which keys and values alone do not tell", [
         "reformer", "xlnet"
     ]),
-    UnservedReason("drafts for another model, whose keys and values it reads", [
+    Unsupported("drafts for another model, whose keys and values it reads", [
         "gemma4_assistant", "gemma4_unified_assistant"
     ]),
-    UnservedReason("reads bytes, and attends to the patches that an encoder makes of them", [
+    Unsupported("reads bytes, and attends to the patches that an encoder makes of them", [
         "blt"
     ]),
-    UnservedReason("is the decoder of a model with an encoder, whose states it attends to", [
+    Unsupported("is the decoder of a model with an encoder, whose states it attends to", [
         "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mllama", "musicgen",
         "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper"
     ]),
-    UnservedReason("answers images or sound, and no text alone", [
+    Unsupported("answers images or sound, and no text alone", [
         "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize"
     ]),
-    UnservedReason("reads text in both directions, and is not among the encoders that are served", [
+    Unsupported("reads text in both directions, and is not among the encoders that are served", [
         "bert-generation", "big_bird", "cpmant", "megatron-bert", "rembert", "roc_bert", "roformer", "xlm", "xmod"
     ]),
-    UnservedReason("reads its prompt in both directions (prefix_lm)", [
+    Unsupported("reads its prompt in both directions (prefix_lm)", [
         "hrm_text"
     ]),
 )  # fmt: skip

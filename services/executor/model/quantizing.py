@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from services.executor.model.quantized import E4M3, QuantizedRows
-from services.executor.native.library import Codes, best_level, compiled, kernels_at
+from services.executor.native.library import RzCodes, best_level, compiled, kernels_at
 from shared.errors import ConfigurationError
 
 _SYMMETRIC, _SIGNED, _WITH_MINIMUMS, _WITH_ZEROS, _OF_E4M3 = range(5)
@@ -87,7 +87,7 @@ class RowsCodec:
         parts = [getattr(room, name) for name in _PARTS]
         held = [parts[0], parts[1], parts[3] if parts[2] is None else parts[2], parts[4], parts[5]]
         assert all(part is None or part.stride(1) == 1 for part in held), "rooms are whole rows"
-        into = Codes(
+        into = RzCodes(
             *(None if part is None else part.data_ptr() for part in held),
             room.outputs,
             *(0 if part is None else part.stride(0) for part in held),

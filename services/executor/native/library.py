@@ -60,7 +60,7 @@ PARTS = (
 """What a step's time is spent on, as `decoder.h` numbers it."""
 
 
-class Format(ctypes.Structure):
+class RzFormat(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("bits", "columns", "group", "per", "scale_type", "super_type")),
         *((name, c_int32) for name in ("minimums", "offset", "has_table")),
@@ -84,25 +84,25 @@ class RzLowRank(ctypes.Structure):
     ]
 
 
-class Adapted(ctypes.Structure):
+class RzAdapted(ctypes.Structure):
     """`rz_adapted` of `decoder.h`."""
 
     _fields_ = [(name, c_void_p) for name in ("first", "blocks", "slots")]
 
 
-class Linear(ctypes.Structure):
+class RzLinear(ctypes.Structure):
     pass
 
 
-Linear._fields_ = [
+RzLinear._fields_ = [
     *(("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)),
-    ("format", Format),
-    ("next", POINTER(Linear)),
+    ("format", RzFormat),
+    ("next", POINTER(RzLinear)),
     ("adapted", c_void_p),
 ]
 
 
-class Codes(ctypes.Structure):
+class RzCodes(ctypes.Structure):
     """`rz_codes` of `quantized.h`."""
 
     _fields_ = [
@@ -120,11 +120,11 @@ class RzSpan(ctypes.Structure):
     _fields_ = [("first", c_int32), ("count", c_int32)]
 
 
-class Experts(ctypes.Structure):
+class RzExperts(ctypes.Structure):
     """`rz_experts` of `decoder.h`."""
 
     _fields_ = [
-        *((name, Linear) for name in ("router", "gate_up", "down", "shared_gate")),
+        *((name, RzLinear) for name in ("router", "gate_up", "down", "shared_gate")),
         ("correction", c_void_p),
         ("scales", c_void_p),
         *((name, c_void_p) for name in ("router_norm", "norm", "after_norm", "after_beside_norm")),
@@ -153,7 +153,7 @@ class RzLatent(ctypes.Structure):
     """`rz_latent` of `decoder.h`."""
 
     _fields_ = [
-        *((name, Linear) for name in ("query_b", "keys", "values")),
+        *((name, RzLinear) for name in ("query_b", "keys", "values")),
         *((name, c_void_p) for name in ("query_norm", "norm")),
         *((name, c_int32) for name in ("query_rank", "plain", "rotated", "rank", "value_dim")),
         *((name, c_int32) for name in ("pairs", "position_span")),
@@ -161,12 +161,12 @@ class RzLatent(ctypes.Structure):
     ]
 
 
-class Inputs(ctypes.Structure):
+class RzInputs(ctypes.Structure):
     """`rz_inputs` of `decoder.h`."""
 
     _fields_ = [
         ("width", c_int32),
-        *((name, Linear) for name in ("table", "projection")),
+        *((name, RzLinear) for name in ("table", "projection")),
         ("norm", c_void_p),
         *((name, c_float) for name in ("table_scale", "projection_scale", "scale")),
     ]
@@ -191,14 +191,14 @@ class RzLayer(ctypes.Structure):
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("sinks", c_void_p),
-        ("qkv", Linear),
-        ("output", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
-        ("input_gate", Linear),
-        ("input_projection", Linear),
+        ("qkv", RzLinear),
+        ("output", RzLinear),
+        ("gate_up", RzLinear),
+        ("down", RzLinear),
+        ("input_gate", RzLinear),
+        ("input_projection", RzLinear),
         ("after_input_norm", c_void_p),
-        ("experts", POINTER(Experts)),
+        ("experts", POINTER(RzExperts)),
         ("recurrent", POINTER(RzRecurrent)),
         ("latent", POINTER(RzLatent)),
         *((name, c_int32) for name in ("heads", "reads_only", "keys_are_values", "norms_values", "gated")),
@@ -252,9 +252,9 @@ class RzModel(ctypes.Structure):
         ("rotary_scale", c_float * ROTARIES),
         ("layer", POINTER(RzLayer)),
         ("final_norm", c_void_p),
-        ("embedding", Linear),
-        ("inputs", Inputs),
-        ("head", Linear),
+        ("embedding", RzLinear),
+        ("inputs", RzInputs),
+        ("head", RzLinear),
         ("ring", c_void_p),
         ("ring_timeout_ns", c_int64),
         ("place", POINTER(RzPlace)),
@@ -320,20 +320,20 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_prove": (c_int, []),
     "rz_packed_bytes": (c_size_t, [c_long, c_long]),
     "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
-    "rz_quantized_bytes": (c_size_t, [POINTER(Format), c_long]),
-    "rz_quantized_pack": (None, [c_void_p, POINTER(Format), POINTER(Codes), c_long, c_long]),
+    "rz_quantized_bytes": (c_size_t, [POINTER(RzFormat), c_long]),
+    "rz_quantized_pack": (None, [c_void_p, POINTER(RzFormat), POINTER(RzCodes), c_long, c_long]),
     "rz_block_codes": (None, [c_int, c_void_p, *[c_long] * 4, *[c_void_p] * 5]),
     "rz_code_values": (None, [*[c_void_p] * 3, *[c_long] * 3, c_int, c_void_p, c_int, c_long]),
     "rz_quantize": (
         None,
-        [POINTER(Codes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],
+        [POINTER(RzCodes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],
     ),
     "rz_unpack_rows": (
         None,
-        [c_void_p, c_int, c_long, POINTER(Format), c_void_p, *[c_long] * 6],
+        [c_void_p, c_int, c_long, POINTER(RzFormat), c_void_p, *[c_long] * 6],
     ),
-    "rz_quantized_row": (None, [c_void_p, POINTER(Format), c_void_p, c_long]),
-    "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
+    "rz_quantized_row": (None, [c_void_p, POINTER(RzFormat), c_void_p, c_long]),
+    "rz_decoder_multiply": (c_int, [c_void_p, POINTER(RzLinear), c_void_p, c_int, c_void_p]),
     "rz_decoder_recur": (c_int, [c_void_p, POINTER(RzRecurrent), POINTER(RzStep), c_void_p, c_void_p]),
     "rz_decoder_new": (c_void_p, [POINTER(RzModel), c_int, POINTER(c_int)]),
     "rz_decoder_beside": (c_void_p, [POINTER(RzModel), c_void_p]),
@@ -494,7 +494,18 @@ def _has_our_functions(library: Any) -> bool:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    kinds = (Linear, RzLayer, RzModel, RzStep, Codes, Experts, RzRecurrent, RzLatent, Adapted, RzLowRank)
+    kinds = (
+        RzLinear,
+        RzLayer,
+        RzModel,
+        RzStep,
+        RzCodes,
+        RzExperts,
+        RzRecurrent,
+        RzLatent,
+        RzAdapted,
+        RzLowRank,
+    )
     ours = [ctypes.sizeof(kind) for kind in kinds]
     if not hasattr(library, "rz_sizes"):
         return False

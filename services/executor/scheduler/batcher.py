@@ -278,7 +278,7 @@ class Scheduler:
         if fields or followed:
             plan = msgspec.structs.replace(plan, **fields, followed=followed)
         rows = rows_of(sampled, self._planner.rows)
-        self._steps.begin(Step(batch, sampled, rows, planned.takers, followed=followed))
+        self._steps.begin(Step(batch, sampled, rows, planned.handlers, followed=followed))
         return plan, list(rows)
 
     def plan_drafts(self, now: float = 0.0) -> tuple[DraftPlan, list[SampledRow]] | None:
@@ -362,9 +362,10 @@ class Scheduler:
         drawn = self.drafter.take(step, sampled, seconds)
         self._steps.close()
         self._tables.seal([chunk.sequence for chunk in step.batch])
-        for sequence, entry in [told for take in step.takers for told in take(pooled, scores)]:
-            self._stages.drawn(sequence, self._now, finished=True)
-            self._end(sequence, entry)
+        for handle in step.handlers:
+            for sequence, entry in handle(pooled, scores):
+                self._stages.drawn(sequence, self._now, finished=True)
+                self._end(sequence, entry)
         self._tell(drawn)
         if len(step.sampled) < len(step.batch):  # some prompt goes on
             for sequence in self._stages.progressed([c.sequence for c in step.batch], self._now):

@@ -48,7 +48,7 @@ class SampledRow(NamedTuple):
         return self.sequence.request
 
 
-Taker = Callable[[Floats | None, PromptTokenScores | None], list[tuple[Sequence, TokenEntry | None]]]
+ResultHandler = Callable[[Floats | None, PromptTokenScores | None], list[tuple[Sequence, TokenEntry | None]]]
 """Takes what the engine has summed up and scored in a step; returns the sequences that are over, with what they end
 with."""
 
@@ -58,7 +58,7 @@ class Step(NamedTuple):
     sampled: Seq[ScheduledTokens]
     """Those that give tokens, in the order of their rows."""
     rows: Seq[SampledRow]
-    takers: Seq[Taker] = ()
+    handlers: Seq[ResultHandler] = ()
     """Who takes what it gives beside tokens."""
     ahead: bool = False
     """Whether it was planned before the tokens of the step before it were known (`overlap.py`)."""

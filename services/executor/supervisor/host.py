@@ -379,7 +379,7 @@ class ModelHost:
         """From the first of its processes to the end of the last. Raises why it has failed."""
         self._wake(placed.woken)
         for jobs in self.jobs:
-            await jobs.make_way(placed.jobs)
+            await jobs.evict(placed.jobs)
         if load.unload is not None:
             return
         kv = placed.footprint.kv // load.settings.tp

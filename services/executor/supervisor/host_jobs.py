@@ -51,7 +51,7 @@ class HostJobs(Protocol):
     @property
     def metrics(self) -> Collector: ...
 
-    yields: bool
+    preemptible: bool
     """Whether its jobs pause while somebody waits for an answer, and `on_request` must be called then."""
 
     def beat(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class HostJobs(Protocol):
         """None: it is not this kind's. Raises `RyzansteinError`."""
         ...
 
-    async def make_way(self, keys: Iterable[str]) -> None:
+    async def evict(self, keys: Iterable[str]) -> None:
         """Ends those of its jobs that `HostMemory` knows by these keys; returns when they are gone."""
         ...
 

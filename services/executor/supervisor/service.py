@@ -86,7 +86,7 @@ class ExecutorService(Service):
         self.forks.start()
         try:
             with tempfile.TemporaryDirectory(prefix="ryzanstein-host-") as directory:
-                if any(jobs.yields for jobs in self._host.jobs):
+                if any(jobs.preemptible for jobs in self._host.jobs):
                     self.activity = ActivityPage(Path(directory) / "activity", self._on_request)
                 await super().run()
         finally:

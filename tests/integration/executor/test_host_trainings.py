@@ -314,7 +314,7 @@ async def test_a_model_gets_its_memory_and_the_job_keeps_its_state(host: Host) -
     trainer = host.trainer("job")
     host.ask(1)
     await host.until("job", "yielding")
-    await host.trainings.make_way([tenant_key("t", "job"), "nobody"])
+    await host.trainings.evict([tenant_key("t", "job"), "nobody"])
     assert not psutil.pid_exists(trainer)
     await host.until("job", "")
     job = await host.job("job")
@@ -429,7 +429,7 @@ async def test_where_only_the_connection_breaks_the_first_one_writes_it(
 
 async def test_a_further_replica_gives_its_part_back_without_a_fault(host: Host, helper: Host) -> None:
     await stand_still(host, helper)
-    await helper.trainings.make_way([tenant_key("t", "job")])
+    await helper.trainings.evict([tenant_key("t", "job")])
     await host.until("job", "")
     await helper.until("job", "")
     job = await host.job("job")

@@ -1,7 +1,7 @@
 """The interface of features: what a step does for them beside computing tokens.
 
     before a step   fields of its plan, and who takes what comes of it
-    behind it       each `Taker` ──▶ sequences that are over
+    behind it       each `ResultHandler` ──▶ sequences that are over
 
 Who is admitted, and with how many tokens, is decided before (`step_planner.py`).
 """
@@ -15,7 +15,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.state_slots import Rows
 from services.executor.scheduler.step_planner import StepPlanner
-from services.executor.scheduler.steps import ScheduledTokens, Taker, in_order
+from services.executor.scheduler.steps import ResultHandler, ScheduledTokens, in_order
 
 
 class FeatureContext(NamedTuple):
@@ -34,7 +34,7 @@ class PlannedStep:
         where that one began then."""
         self.batch = batch
         self.ahead = ahead
-        self.takers: list[Taker] = []
+        self.handlers: list[ResultHandler] = []
 
     @cached_property
     def rows(self) -> Rows:
@@ -44,6 +44,6 @@ class PlannedStep:
 
 
 StepFeature = Callable[[PlannedStep], Mapping[str, Any] | None]
-"""Fields of a step's `StepPlan`; None: it needs none of this. May have blocks evicted, and add to the step's takers."""
+"""Fields of a step's `StepPlan`; None: it needs none of this. May have blocks evicted, and add to its handlers."""
 FeatureMaker = Callable[[FeatureContext], StepFeature | None]
 """None: this engine has no use for it."""

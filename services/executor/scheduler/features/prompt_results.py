@@ -59,7 +59,7 @@ def _fields(step: PlannedStep) -> dict[str, Any] | None:
     pools, scored, named = (_parts(step.rows, wanted) for wanted in (_VECTOR, _SCORES, _NAMED))
     if not (pools or scored or named):
         return None
-    step.takers.append(partial(_take, pools, scored, named))
+    step.handlers.append(partial(_take, pools, scored, named))
     fields: dict[str, Any] = _scored_fields(scored, named) if scored or named else {}
     if pools:
         fields["pools"] = to_bytes([(part.first, part.first + part.end - part.start) for part in pools])
@@ -147,7 +147,7 @@ def _take(
     pooled: Floats | None,
     scores: PromptTokenScores | None,
 ) -> list[tuple[Sequence, TokenEntry | None]]:
-    """A `Taker`: counts what a step has given of prompts that are summed up or scored."""
+    """A `ResultHandler`: counts what a step has given of prompts that are summed up or scored."""
     told: list[tuple[Sequence, TokenEntry | None]] = []
     if pooled is not None:
         told += [(s, s.vector_entry()) for s in _take_sums(pools, pooled)]

@@ -69,7 +69,7 @@ class HostTrainings:
         self._service = service
         self._memory = memory
         self._models = models
-        self.yields = settings.trains > 0
+        self.preemptible = settings.trains > 0
         self._places = settings.trains if settings.nnodes == 1 else 0
         self._trainings: dict[str, Training] = {}
         """By the keys of their jobs."""
@@ -191,7 +191,7 @@ class HostTrainings:
         await self._suspension.close()
         await self._tasks.cancel()
 
-    async def make_way(self, keys: Iterable[str]) -> None:
+    async def evict(self, keys: Iterable[str]) -> None:
         """Ends these, whose memory a model gets; returns when they are gone."""
         going = [training for key in keys if (training := self._trainings.get(key)) is not None]
         for training in going:

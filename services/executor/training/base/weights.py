@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.executor.cpu.packed_linear import PackedLinear
 from services.executor.model.quantized import QuantizedRows
-from services.executor.native.library import Format
+from services.executor.native.library import RzFormat
 
 _CODES_AT_ONCE = 1 << 23
 """That are unpacked by PyTorch at once: it makes float32 of them first."""
@@ -126,7 +126,7 @@ class PackedWeight:
                 self._unpack(into, part, form, begin - part.begin, stop - part.begin, threads)
 
     def _unpack(
-        self, into: Tensor, part: PackedOutputs, form: Format, begin: int, stop: int, threads: int
+        self, into: Tensor, part: PackedOutputs, form: RzFormat, begin: int, stop: int, threads: int
     ) -> None:
         """Rows [begin, stop) of `part`, to `into`."""
         order, columns = part.linear.permutation, form.columns if form.bits else self.inputs
@@ -159,9 +159,9 @@ _TOGETHER = 32
 """Rows that one thread unpacks at least, which lie together."""
 
 
-def _format_of(linear: PackedLinear) -> Format:
+def _format_of(linear: PackedLinear) -> RzFormat:
     """The permutation is none of the kernel's."""
-    return Format() if linear.form is None else linear.form.describe(None)
+    return RzFormat() if linear.form is None else linear.form.describe(None)
 
 
 class CodedWeight:

@@ -37,16 +37,9 @@ from services.executor.worker.backend import make_runner
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
 from shared.errors import RingLost
+from tests.unit.executor.model import ring as rings
 from tests.unit.executor.model.lanes import in_lanes
-from tests.unit.executor.model.ring import (
-    BLOCK_SIZE,
-    CPU,
-    NUM_BLOCKS,
-    NUM_SLOTS,
-    SETTINGS,
-    Script,
-    mixed_script,
-)
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, NUM_SLOTS, SETTINGS, mixed_script
 from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, auto_class, make_model
 
@@ -153,7 +146,7 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
         max_position_embeddings=2048,
     )
     length = 1030
-    script = Script([length], num_blocks=300)
+    script = rings.Script([length], num_blocks=300)
     native = runner_of(directory, native=True, threads=threads, num_blocks=300)
     expected = truth(directory, script.sequences)[0]
     for begin in range(0, length - 2, 257):
@@ -202,7 +195,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
         runner = runner_of(
             directory, native=True, threads=threads, num_blocks=900, codec=codec, weights=weights
         )
-        script = Script(lengths, num_blocks=900)
+        script = rings.Script(lengths, num_blocks=900)
         for sequence, length in enumerate(lengths):
             rest = length - 4 if sequence == 0 else length - 1
             for begin in range(0, rest, 256):
@@ -237,14 +230,14 @@ def test_layers_that_store_nothing_compute_what_is_sampled_alone(tmp_path: Path,
             runner_of(directory, native=True, num_blocks=900, codec=codec),
             ProgressCounter.unread(),
         )
-        script = Script([900, 30, 5], num_blocks=900, compresses=codec is not None)
+        script = rings.Script([900, 30, 5], num_blocks=900, compresses=codec is not None)
         found = {}
         for tokens in ({2: 4}, {0: 600}, {2: 1, 0: 299, 1: 29}, {0: 1, 1: 1}):
             plan, sampled = script.step(tokens, every_token=every_token)
             logits = runner.forward(plan, progress)
             assert isinstance(logits, Tensor)
             found |= dict(zip(sampled, logits, strict=True))
-        plan, _ = Script([7], num_blocks=900).step({0: 7}, sample=False)
+        plan, _ = rings.Script([7], num_blocks=900).step({0: 7}, sample=False)
         runner.forward(plan, progress)
         assert progress.count == 5 * 6
         return found
@@ -279,7 +272,7 @@ def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int,
     runner = runner_of(directory, native=True, threads=threads)
     decoder = runner._decoder
     assert decoder is not None
-    plan, _ = Script([100]).step({0: 100})
+    plan, _ = rings.Script([100]).step({0: 100})
     plan = structs.replace(plan, sample_rows=to_bytes(list(range(100 - rows, 100))))
     expected = decoder.largest(decoder.forward(plan, ProgressCounter.unread(), NO_POOLS)[0])
     values, tokens = decoder.forward_to_largest(plan, ProgressCounter.unread())
@@ -300,7 +293,7 @@ def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -
             ring = SharedMemory(area, rank, 2, lanes=2, timeout=60)
             runner = runner_of(directory, native=True, threads=2, num_blocks=900, collectives=ring)
             assert runner.is_native
-            script = Script(lengths, num_blocks=900)
+            script = rings.Script(lengths, num_blocks=900)
             for sequence, length in enumerate(lengths):
                 rest = length - 4 if sequence == 0 else length - 1
                 for begin in range(0, rest, 200):
@@ -346,7 +339,7 @@ def test_plans_that_name_what_does_not_exist_change_nothing(
     tmp_path: Path, wrong: dict[str, list[int]]
 ) -> None:
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=INT8)
-    plan, _ = Script([2]).step({0: 2})
+    plan, _ = rings.Script([2]).step({0: 2})
     fields = {name: to_bytes(values) for name, values in wrong.items()}
     before = runner._store.hot(0).clone()
     with pytest.raises(IndexError, match="do not exist"):
@@ -371,7 +364,7 @@ def test_plans_that_name_slots_that_do_not_exist_change_nothing(
     tmp_path: Path, wrong: dict[str, list[int]]
 ) -> None:
     runner = runner_of(make_model(tmp_path, "qwen3_5_text", head_dim=32), native=True)
-    plan, _ = Script([2]).step({0: 2})
+    plan, _ = rings.Script([2]).step({0: 2})
     states = runner._store.states
     assert states is not None
     fields = {name: to_bytes(values) for name, values in wrong.items()}
@@ -429,7 +422,7 @@ def test_compresses_to_the_codes_of_the_codec(tmp_path: Path, codec: Codec) -> N
         # One head of zeros.
         sizes = 50 * torch.rand(values.shape[:-2]) * (torch.arange(values.shape[2]) > 0)
         store.hot(layer).copy_(values * sizes[..., None, None])
-    plan, _ = Script([2]).step({0: 2})
+    plan, _ = rings.Script([2]).step({0: 2})
     pairs = [[3, NUM_BLOCKS + 5], [0, NUM_BLOCKS], [7, NUM_BLOCKS + 1]]
     runner.forward(structs.replace(plan, compressions=to_bytes(np.array(pairs))))
     for layer in layers:
@@ -450,7 +443,7 @@ def test_attends_over_compressed_blocks(tmp_path: Path, codec: Codec) -> None:
     results = []
     for native, compressed in ((True, True), (False, True), (True, False)):
         runner = runner_of(directory, native=native, codec=codec)
-        script = Script([47, 25, 14])
+        script = rings.Script([47, 25, 14])
         for tokens in ({0: 16, 2: 11}, {2: 1, 0: 16, 1: 7}, {0: 13, 1: 16}):
             runner.forward(script.step(tokens)[0])
         if compressed:
@@ -536,7 +529,7 @@ def test_experts_that_a_checkpoint_stacks_are_those_that_it_has_one_by_one(
         else:
             tensors[name.replace("0.down_proj.weight", "down_proj")] = gate_or_down
     save_file(tensors, stacked / "model.safetensors", metadata={"format": "pt"})
-    plan, _ = Script([9, 4]).step({0: 9, 1: 4})
+    plan, _ = rings.Script([9, 4]).step({0: 9, 1: 4})
     first, second = (
         runner_of(directory, native=True, weights=weights).forward(plan) for directory in (directory, stacked)
     )
@@ -556,7 +549,7 @@ def test_a_step_reads_the_weights_of_chosen_experts_alone(tmp_path: Path, weight
             tensors[name].zero_()  # all scores tie: the first two experts
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     runner = runner_of(directory, native=True, weights=weights)
-    plan, _ = Script([9]).step({0: 1})
+    plan, _ = rings.Script([9]).step({0: 1})
     expected = runner.forward(plan)
     assert isinstance(expected, Tensor)
     with unreadable([pages_of(packed[2:]) for packed in packed_experts(runner)]):

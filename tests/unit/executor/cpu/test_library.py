@@ -35,15 +35,15 @@ class Compiled:
 
 def test_structures_of_other_sizes_are_refused() -> None:
     kinds = (
-        library.Linear,
+        library.RzLinear,
         library.RzLayer,
         library.RzModel,
         library.RzStep,
-        library.Codes,
-        library.Experts,
+        library.RzCodes,
+        library.RzExperts,
         library.RzRecurrent,
         library.RzLatent,
-        library.Adapted,
+        library.RzAdapted,
         library.RzLowRank,
     )
     ours = [ctypes.sizeof(kind) for kind in kinds]

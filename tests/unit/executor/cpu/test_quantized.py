@@ -14,7 +14,7 @@ from services.executor.cpu import quantized
 from services.executor.cpu.packed_linear import PackedLinear, PackedSegment, alternating, one_after_another
 from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
 from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
-from services.executor.native.library import Format, RzModel, kernels_at, levels, load_library, why_not
+from services.executor.native.library import RzFormat, RzModel, kernels_at, levels, load_library, why_not
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -120,7 +120,7 @@ def test_rows_that_are_unpacked_are_what_the_weight_stands_for(
         weights = [random_rows(form, 48, COLUMNS, 4, 32, seed=seed, per=5) for seed in range(2)]
     gate, up = weights
     linear = kernels.pack(*alternating((gate, None), (up, None)))
-    described = Format() if linear.form is None else linear.form.describe(None)
+    described = RzFormat() if linear.form is None else linear.form.describe(None)
     for first, weight in ((0, gate), (16, up)):
         plain = weight.float() if isinstance(weight, Tensor) else weight.dequantized()
         for begin, end in ((0, 48), (5, 37), (47, 48)):

@@ -28,7 +28,7 @@ from services.executor.gpu.graphs import (
 from services.executor.gpu.inputs import (
     MOST_ALIKE,
     MOST_READ_AGAIN,
-    BufferLimits,
+    InputLimits,
     Staging,
     arrays_of,
     inputs_of,
@@ -46,7 +46,7 @@ BLOCK = 4
 NUM_BLOCKS = 40
 GROUP = 2
 SHAPE = Shape(block_size=BLOCK, kv_heads=2, group=GROUP, processors=4, context_length=48)
-LIMITS = BufferLimits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
+LIMITS = InputLimits(max_sequences=9, max_batch_tokens=24, blocks_per_context=12)
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.inputs import ALIGN, BufferLimits, Staging, places_of, sent, to_device, total_of
+from services.executor.gpu.inputs import ALIGN, InputLimits, Staging, places_of, sent, to_device, total_of
 from tests.pretend_gpu.streams import Host
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_the_arrays_of_equal_lengths_lie_at_the_same_addresses() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 50))
 def test_the_limits_hold_the_largest_steps(sequences: int, tokens: int, blocks: int) -> None:
-    limits = BufferLimits(sequences, tokens, blocks)
+    limits = InputLimits(sequences, tokens, blocks)
     per_tile = 1  # at worst
     most = max(tokens, sequences)
     for decodes in (0, sequences // 2, sequences):
