@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import refusal
 from services.gateway.files.lines import FileLine
-from services.gateway.intake.decoding import refusal
 from shared import limits
 from shared.errors import InvalidRequest
 from shared.messages.batches import BatchError

@@ -1,9 +1,9 @@
-"""Errors as clients see them: a status, a body in OpenAI's shape, and the words that many checks share."""
+"""Errors as clients see them: a status, and a body in OpenAI's shape."""
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,6 @@ from shared.errors import (
     UnknownModel,
 )
 from shared.keys import redact
-from shared.limits import Limit
 
 log = structlog.get_logger(__name__)
 
@@ -262,79 +261,3 @@ def log_failure(error: Exception) -> None:
         )
     else:
         log.exception("request_failed", exc_info=error)
-
-
-def unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
-    return InvalidParameter(
-        f"Unsupported parameter: '{name}' is not supported by this server; {detail}.",
-        param=name,
-        reason="unsupported_parameter",
-    )
-
-
-def missing(name: str, wanted: str = "") -> InvalidParameter:
-    """`wanted`: what to send, where the name does not say it."""
-    return InvalidParameter(
-        f"Missing required parameter: '{name}'{wanted and f'; send {wanted}'}.",
-        param=name,
-        reason="missing_required_parameter",
-    )
-
-
-def asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
-    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
-    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
-
-
-def check_size(name: str, given: Collection[object] | None, limit: Limit) -> None:
-    """Raises `InvalidParameter` where a text has more characters, or anything else more entries, than `limit`."""
-    if given is not None and len(given) > limit.value:
-        raise above(name, given, limit)
-
-
-def above(name: str, given: Collection[object], limit: Limit) -> InvalidParameter:
-    """What `check_size` raises."""
-    most, got = limit.value, len(given)
-    if isinstance(given, Mapping):
-        what = f"too many properties. Expected an object with at most {most} properties, but got an object with {got}"
-        reason = "object_above_max_properties"
-    else:
-        kind, reason = "array", "array_above_max_length"
-        if isinstance(given, str):
-            kind, reason = "string", "string_above_max_length"
-        article = "an" if kind == "array" else "a"
-        what = (
-            f"{kind} too long. Expected {article} {kind} with maximum length {most}, but got {article} {kind} with "
-            f"length {got}"
-        )
-    return InvalidParameter(f"Invalid '{name}': {what} instead ({limit.cited()}).", param=name, reason=reason)
-
-
-def empty_array(name: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Invalid '{name}': empty array. Expected an array with minimum length 1, "
-        "but got an empty array instead.",
-        param=name,
-        reason="empty_array",
-    )
-
-
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises `InvalidParameter` when `value` is not within `low` and `high`."""
-    if not low <= value <= high:
-        sign, bound = ("<=", high) if value > high else (">=", low)
-        raise out_of_range(name, value, sign, bound, whole=isinstance(value, int))
-
-
-def out_of_range(
-    name: str, value: float, sign: str, bound: float | str, *, whole: bool, limit: Limit | None = None
-) -> InvalidParameter:
-    """`value` should be `sign` (`>=`, say) `bound`. `whole`: so it is for integers."""
-    kind = "integer" if whole else "decimal"
-    side, code = ("above maximum", "above_max") if sign.startswith("<") else ("below minimum", "below_min")
-    cited = f" ({limit.cited()})" if limit and sign == "<=" else ""
-    return InvalidParameter(
-        f"Invalid '{name}': {kind} {side} value. Expected a value {sign} {bound}, but got {value} instead{cited}.",
-        param=name,
-        reason=f"{kind}_{code}_value",
-    )

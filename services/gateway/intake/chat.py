@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import too_deep
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.context_window import LEAST_TRUNCATED, check_characters, check_text
 from services.gateway.intake.conversation import (
@@ -39,7 +40,7 @@ from services.gateway.tool_calls.grammar import (
 )
 from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
 from services.gateway.tool_calls.parser import REASONING
-from services.gateway.tool_calls.schemas import CustomFunction, too_deep, types_of
+from services.gateway.tool_calls.schemas import CustomFunction, types_of
 from shared import limits
 from shared.messages import Grammar, ModelCard
 from shared.messages.records import Parsing

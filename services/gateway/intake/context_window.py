@@ -1,6 +1,7 @@
 """How many tokens a request may have: of its prompt, of its prediction and of its output."""
 
-from services.gateway.core.errors import InvalidParameter, check_range, unsupported
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import check_range, unsupported
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.schemas import ChatCompletionRequest, ContentPart, GenerationFields
 from services.gateway.tokenizer.tokenizer import Tokenizer

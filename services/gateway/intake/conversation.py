@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from services.gateway.core.field_errors import too_deep
 from services.gateway.intake.schemas import Message, TrainedMessage, are_texts
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parsers.values import to_json
-from services.gateway.tool_calls.schemas import INPUT, FunctionDefinition, ToolCall, too_deep
+from services.gateway.tool_calls.schemas import INPUT, FunctionDefinition, ToolCall
 
 DEFAULT_FAMILY = "hermes"
 """How tools are put into words for a template without any."""

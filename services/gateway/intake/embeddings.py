@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from services.gateway.core.errors import InvalidParameter, check_range, check_size
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import check_range, check_size
 from services.gateway.intake.context_window import check_text
 from services.gateway.intake.prompt_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
-from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.context_window import asked_tokens, fitting

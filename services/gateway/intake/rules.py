@@ -9,14 +9,15 @@ What a field may be by itself is in its type; what the model, the tokenizer or t
 by feature. What says more or less than the server does would be found by `make fuzz`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import unsupported
 
 Schema = dict[str, Any]
 
@@ -194,6 +195,11 @@ def _nested(kind: type[msgspec.Struct]) -> tuple[str, ...]:
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct)
         if marked(inner, "neutral") or bool(getattr(inner, "rules", ()))
     )
+
+
+def asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
+    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
+    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
 
 
 def check_fields(request: msgspec.Struct, at: str = "") -> None:

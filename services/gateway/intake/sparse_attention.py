@@ -2,7 +2,8 @@
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import unsupported
 from services.gateway.intake.schemas import SparseAttentionField, SparseAttentionOptions
 from shared.messages import ModelCard, SparseAttention
 from shared.sparse_attention import FIELDS, WrongChoice, check

@@ -16,10 +16,9 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.decoding import convert
+from services.gateway.core.field_errors import convert, too_deep
 from services.gateway.tool_calls.closed_objects import closed
 from services.gateway.tool_calls.grammar_rules import Rules, joined, literal, regex_of, up_to
-from services.gateway.tool_calls.schemas import too_deep
 from shared import limits
 from shared.grammars import embedded, inexact
 from shared.messages import Grammar

@@ -21,7 +21,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RateLimited, missing
+from services.gateway.core.errors import InvalidParameter, RateLimited
+from services.gateway.core.field_errors import missing
 from services.gateway.intake.schemas import (
     GUIDED,
     GenerationFields,

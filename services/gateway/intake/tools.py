@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.gateway.core.errors import InvalidParameter, missing, unsupported
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import missing, too_deep, unsupported
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
 from services.gateway.tool_calls.schemas import (
     CustomFunction,
@@ -14,7 +15,6 @@ from services.gateway.tool_calls.schemas import (
     ToolCall,
     ToolChoice,
     ToolName,
-    too_deep,
 )
 from shared import limits
 from shared.grammars import inexact

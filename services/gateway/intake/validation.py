@@ -7,11 +7,8 @@ Every refusal is an `InvalidParameter`, with OpenAI's words and codes.
 from collections.abc import Sequence
 from typing import cast
 
-from services.gateway.core.errors import (
-    InvalidParameter,
-    check_range,
-    empty_array,
-)
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import check_range, empty_array
 from services.gateway.intake import tools
 from services.gateway.intake.rules import check_fields
 from services.gateway.intake.schemas import (

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.tool_calls.parsers.scanner import TYPE_OF
-from shared.limits import FUNCTION_NAME, NESTING
+from shared.limits import FUNCTION_NAME
 
 ToolNameText = Annotated[
     str,
@@ -174,18 +174,3 @@ def resolve(reference: str, root: Mapping[str, Any]) -> Any:
             return None
         found = found[key]
     return found
-
-
-def too_deep(value: Any) -> bool:
-    """Whether `value` has more levels than the limit `nesting`."""
-    level = [value]
-    for _ in range(NESTING.value + 1):
-        level = [
-            inner
-            for item in level
-            if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return any(isinstance(item, dict | list) for item in level)

@@ -12,10 +12,10 @@ from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.field_errors import convert
 from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry
-from services.gateway.intake.decoding import convert
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 
 PATH = "/v1/files"

@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, missing, renamed, unsupported
+from services.gateway.core.errors import InvalidParameter, renamed
+from services.gateway.core.field_errors import convert, missing, unsupported
 from services.gateway.dialects.anthropic.schemas import (
     AnthropicTool,
     AnthropicToolChoice,
@@ -43,7 +44,6 @@ from services.gateway.dialects.anthropic.schemas import (
     ToolUseBlock,
 )
 from services.gateway.intake.chat import reasoning_of, switched
-from services.gateway.intake.decoding import convert
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.intake.validation import too_many
 from services.gateway.tokenizer.templates import Traits

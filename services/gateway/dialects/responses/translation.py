@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.errors import own_name, renamed
+from services.gateway.core.field_errors import convert
 from services.gateway.dialects.responses.conversation.items import chat_messages
 from services.gateway.dialects.responses.schemas import (
     CompactRequest,
@@ -35,7 +36,6 @@ from services.gateway.dialects.responses.tools import (
     chat_tools,
     placed_tools,
 )
-from services.gateway.intake.decoding import convert
 from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
 from shared.messages import SamplingParams

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, renamed, unsupported
+from services.gateway.core.errors import InvalidParameter, renamed
+from services.gateway.core.field_errors import unsupported
 from services.gateway.intake import tools, validation
 from services.gateway.intake.chat import plan_of
 from services.gateway.intake.fine_tuning.schemas import (
