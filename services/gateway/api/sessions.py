@@ -12,7 +12,7 @@ from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import RouteError
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_session_id
-from services.gateway.intake.prefill import Prefilled
+from services.gateway.intake.prompts.prefill import Prefilled
 from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest
 

@@ -14,10 +14,10 @@ from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.chat import rendered
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.prompts.chat import rendered
 from services.gateway.intake.rules import OneOf, Ruled, check_fields
-from services.gateway.intake.sampling import check_token_ids
+from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import CONTINUES, ChatCompletionRequest, Messages, TokenId
 from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.encoding import INLINE

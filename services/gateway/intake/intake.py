@@ -14,8 +14,8 @@ from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from services.gateway.intake.decoding import lacks_model, with_model
 from services.gateway.intake.endpoint import BodyEndpoint, Endpoint, Endpoints, streamed
 from services.gateway.intake.headers import IgnoredFields
-from services.gateway.intake.prefill import Prefill, Prefills
 from services.gateway.intake.processor import Canonical, InputProcessor, decoded_chat
+from services.gateway.intake.prompts.prefill import Prefill, Prefills
 from services.gateway.intake.record import Context
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.streams.reading import Reading

@@ -15,14 +15,15 @@ import structlog
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import embeddings, validation
-from services.gateway.intake.chat import NamesModel, prepared, rendered
-from services.gateway.intake.context_window import check_text, predicted
+from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode, lacks_model, with_model
-from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
-from services.gateway.intake.input_files import FileReader, with_files_read
-from services.gateway.intake.prefill import ahead, next_prompt, without_answer
+from services.gateway.intake.prompts import embeddings
+from services.gateway.intake.prompts.chat import NamesModel, prepared, rendered
+from services.gateway.intake.prompts.context_window import check_text, predicted
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
+from services.gateway.intake.prompts.input_files import FileReader, with_files_read
+from services.gateway.intake.prompts.prefill import ahead, next_prompt, without_answer
 from services.gateway.intake.record import (
     Context,
     OuterResponse,
@@ -32,13 +33,13 @@ from services.gateway.intake.record import (
     run_of,
 )
 from services.gateway.intake.rules import ignored_fields
-from services.gateway.intake.sampling import bad_words, check_token_ids
+from services.gateway.intake.sampling.params import bad_words, check_token_ids
+from services.gateway.intake.sampling.structured_output import Grammars
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
 )
-from services.gateway.intake.structured_output import Grammars
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader

@@ -13,11 +13,16 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.context_window import asked_tokens, fitting
-from services.gateway.intake.prompt_cache import cache_salt, cache_ttl, session_named, session_of
-from services.gateway.intake.sampling import prompt_logprobs, sampling_params, stop_token_ids, told_stop_ids
+from services.gateway.intake.prompts.context_window import asked_tokens, fitting
+from services.gateway.intake.prompts.kv_cache import cache_salt, cache_ttl, session_named, session_of
+from services.gateway.intake.sampling.params import (
+    prompt_logprobs,
+    sampling_params,
+    stop_token_ids,
+    told_stop_ids,
+)
+from services.gateway.intake.sampling.sparse_attention import sparse_of
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from services.gateway.intake.sparse_attention import sparse_of
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState, new_identity, prefix_of, requests_of
 from services.gateway.lifecycle.request_tracker import RequestTracker

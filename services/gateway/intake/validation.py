@@ -9,7 +9,7 @@ from typing import cast
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import check_range, empty_array
-from services.gateway.intake import tools
+from services.gateway.intake.prompts import tools
 from services.gateway.intake.rules import check_fields
 from services.gateway.intake.schemas import (
     MAX_SEED,

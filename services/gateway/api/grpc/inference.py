@@ -23,7 +23,7 @@ from services.gateway.api.grpc.session import (
 from services.gateway.core.field_errors import missing
 from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.sampling import check_token_ids
+from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from shared.messages import ModelCard
 

@@ -12,7 +12,7 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.tools import calls_of, choice_of, format_of, object_in, tools_of
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import convert, missing
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 
 MessageT = TypeVar("MessageT", bound=Protobuf)

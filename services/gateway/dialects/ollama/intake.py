@@ -19,10 +19,10 @@ from services.gateway.dialects.ollama.translation import (
     own_words,
     thinking_of,
 )
-from services.gateway.intake.chat import reasoning_of
 from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.intake import Intake
+from services.gateway.intake.prompts.chat import reasoning_of
 from services.gateway.intake.record import Context
 from services.gateway.intake.rules import checked_fields
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest

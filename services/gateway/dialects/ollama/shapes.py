@@ -12,7 +12,7 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import describe
 from services.gateway.dialects.ollama.formats import rfc3339
 from services.gateway.dialects.ollama.translation import tagged
-from services.gateway.intake.chat import reasoning_of
+from services.gateway.intake.prompts.chat import reasoning_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import NONE

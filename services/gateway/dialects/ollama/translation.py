@@ -24,8 +24,8 @@ from services.gateway.dialects.ollama.schemas import (
     OllamaGenerateRequest,
     OllamaMessage,
 )
-from services.gateway.intake.chat import switched
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.prompts.chat import switched
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.rules import check_fields, checked_fields
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,

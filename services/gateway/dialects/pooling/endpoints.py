@@ -20,12 +20,12 @@ from services.gateway.dialects.pooling.schemas import (
     classes_wanted,
     pairs_of,
 )
-from services.gateway.intake import embeddings
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
+from services.gateway.intake.prompts import embeddings
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.record import Context, run_of
 from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.stream_reader import StreamReader

@@ -22,8 +22,8 @@ from services.gateway.dialects.pooling.schemas import (
     Scored,
     check_characters,
 )
-from services.gateway.intake.context_window import check_text
-from services.gateway.intake.embeddings import (
+from services.gateway.intake.prompts.context_window import check_text
+from services.gateway.intake.prompts.embeddings import (
     EmbeddingRequest,
     check_length,
     cut_tokens,

@@ -14,8 +14,8 @@ from services.gateway.dialects.pooling.schemas import (
     check_lengths,
     pairs_of,
 )
-from services.gateway.intake.embeddings import check_together
-from services.gateway.intake.prompt_cache import cache_salt, session_of
+from services.gateway.intake.prompts.embeddings import check_together
+from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer

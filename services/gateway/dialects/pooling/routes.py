@@ -16,7 +16,7 @@ from services.gateway.dialects.pooling.schemas import (
     RerankRequest,
     ScoreRequest,
 )
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 
 
 class ScoringUsage(msgspec.Struct):

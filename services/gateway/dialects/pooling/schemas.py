@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import check_range
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, check_fields, equal, neutral
 from services.gateway.intake.schemas import (
     Count,

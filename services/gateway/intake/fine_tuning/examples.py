@@ -9,8 +9,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, renamed
 from services.gateway.core.field_errors import unsupported
-from services.gateway.intake import tools, validation
-from services.gateway.intake.chat import plan_of
+from services.gateway.intake import validation
 from services.gateway.intake.fine_tuning.schemas import (
     ConversationLine,
     Line,
@@ -18,6 +17,8 @@ from services.gateway.intake.fine_tuning.schemas import (
     TextLine,
     line_of,
 )
+from services.gateway.intake.prompts import tools
+from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateInput, Traits
 from services.gateway.tokenizer.turns import TextSegment, TrainedText

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from services.gateway.intake.prompt_cache import session_of
+from services.gateway.intake.prompts.kv_cache import session_of
 from shared import limits
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest

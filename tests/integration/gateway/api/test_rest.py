@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.gateway.api.openapi.operation import ApiRoute
-from services.gateway.intake.prompt_cache import cache_key, session_of
+from services.gateway.intake.prompts.kv_cache import cache_key, session_of
 from services.gateway.lifecycle.request_state import seed_of_choice
 from shared.messages import GenerationRequest
 from shared.process import VERSION

@@ -10,7 +10,7 @@ import websockets
 from websockets.asyncio.client import ClientConnection, connect
 
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
-from services.gateway.intake.prompt_cache import session_of
+from services.gateway.intake.prompts.kv_cache import session_of
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.intake.embeddings import cut_tokens
+from services.gateway.intake.prompts.embeddings import cut_tokens
 from services.gateway.streams import stream_reader
 from services.gateway.streams.embeddings import VectorFormat
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame

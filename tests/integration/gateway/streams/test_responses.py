@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
-from services.gateway.intake.prompt_cache import session_of
+from services.gateway.intake.prompts.kv_cache import session_of
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from tests.integration.gateway.conftest import RunningGateway, run_gateway

@@ -20,9 +20,9 @@ from services.gateway.core.errors import (
     status_of,
 )
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.intake.context_window import max_tokens
-from services.gateway.intake.prompt_cache import cache_key, cache_salt, conversation_key, session_of
-from services.gateway.intake.sampling import sampling_params
+from services.gateway.intake.prompts.context_window import max_tokens
+from services.gateway.intake.prompts.kv_cache import cache_key, cache_salt, conversation_key, session_of
+from services.gateway.intake.sampling.params import sampling_params
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, Message
 from services.gateway.lifecycle.records import Misses
 from services.gateway.lifecycle.recovery import MOST_GROUPS, Losses

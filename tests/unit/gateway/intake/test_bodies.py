@@ -5,7 +5,7 @@ import pytest
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.sampling import sampling_params
+from services.gateway.intake.sampling.params import sampling_params
 from services.gateway.intake.schemas import CompletionRequest
 from shared.messages import ModelCard
 

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.chat import demanded, plan_of, schemas_of
+from services.gateway.intake.prompts.chat import demanded, plan_of, schemas_of
+from services.gateway.intake.sampling.structured_output import RequestedGrammar, wanted_by
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.structured_output import RequestedGrammar, wanted_by
 from services.gateway.tokenizer.chat_template import traits_of
 from shared.messages import ModelCard
 from tests.unit.gateway.tool_calls.templates import DEEPSEEK_V3, LLAMA31, QWEN3

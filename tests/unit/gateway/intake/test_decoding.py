@@ -15,7 +15,7 @@ from services.gateway.core.field_errors import convert
 from services.gateway.core.pagination import PageQuery
 from services.gateway.dialects.responses.schemas import ResponseRequest
 from services.gateway.intake.decoding import decode, read_query
-from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.persistence.chats import ChatsQuery
 

@@ -18,7 +18,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import convert
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.prompt_cache import cache_ttl
+from services.gateway.intake.prompts.kv_cache import cache_ttl
 from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,

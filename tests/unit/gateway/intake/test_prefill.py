@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.intake.chat import plan_of
-from services.gateway.intake.prefill import next_prompt, without_answer
+from services.gateway.intake.prompts.chat import plan_of
+from services.gateway.intake.prompts.prefill import next_prompt, without_answer
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import ChatTemplate, traits_of
 from services.gateway.tokenizer.templates import TemplateOptions

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import structured_output
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.intake.structured_output import (
+from services.gateway.intake.sampling import structured_output
+from services.gateway.intake.sampling.structured_output import (
     Grammars,
     grammar_of_choices,
     grammar_of_schema,
     wanted_by,
 )
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.validation import check_chat
 from shared import limits
 from shared.errors import QueueFull

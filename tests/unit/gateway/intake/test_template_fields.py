@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.chat import plan_of
+from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
 from services.gateway.tokenizer.chat_template import ChatTemplate
 from services.gateway.tokenizer.templates import TemplateOptions, Traits

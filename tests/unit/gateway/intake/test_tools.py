@@ -7,10 +7,10 @@ import pytest
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import too_deep
-from services.gateway.intake.conversation import messages_for_template
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.prompts.conversation import messages_for_template
+from services.gateway.intake.prompts.tools import Asked, asked_of
 from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage, are_texts
-from services.gateway.intake.tools import Asked, asked_of
 from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall, types_of

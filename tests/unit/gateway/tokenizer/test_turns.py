@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import convert
-from services.gateway.intake.chat import plan_of
 from services.gateway.intake.fine_tuning.examples import conversation_of
+from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import ChatTemplate, traits_of
 from services.gateway.tokenizer.encoding import Encoding

@@ -10,7 +10,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
-from services.gateway.intake.prompt_cache import session_of
+from services.gateway.intake.prompts.kv_cache import session_of
 from tests.integration.gateway.api.grpc.conftest import MODEL, PROMPT, QUESTION, Client
 from tests.integration.gateway.fake_ring import FakeRing, silence, until
 from tests.integration.gateway.resuming import Paced

@@ -13,9 +13,9 @@ from services.gateway.dialects.responses.conversation.items import chat_messages
 from services.gateway.dialects.responses.schemas import ResponseRequest, check_request
 from services.gateway.dialects.responses.stream.items import Item
 from services.gateway.dialects.responses.translation import chat_request, own_words, shown_fields
-from services.gateway.intake.chat import plan_of
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.structured_output import wanted_by
+from services.gateway.intake.prompts.chat import plan_of
+from services.gateway.intake.sampling.structured_output import wanted_by
 from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded

@@ -23,6 +23,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RateLimited
 from services.gateway.core.field_errors import missing
+from services.gateway.intake.sampling.structural_tags import grammar_of_tags
 from services.gateway.intake.schemas import (
     GUIDED,
     GenerationFields,
@@ -30,7 +31,6 @@ from services.gateway.intake.schemas import (
     ResponseFormat,
     StructuredOutputs,
 )
-from services.gateway.intake.structural_tags import grammar_of_tags
 from services.gateway.tool_calls.closed_objects import closed
 from shared import limits
 from shared.errors import QueueFull

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import check_range, check_size
-from services.gateway.intake.context_window import check_text
-from services.gateway.intake.prompt_cache import cache_salt, session_of
+from services.gateway.intake.prompts.context_window import check_text
+from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.rules import OneOf, Ruled, Rules, check_fields
-from services.gateway.intake.sampling import check_token_ids
+from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     LastTokens,

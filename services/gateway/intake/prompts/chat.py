@@ -12,22 +12,22 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import too_deep
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.context_window import LEAST_TRUNCATED, check_characters, check_text
-from services.gateway.intake.conversation import (
+from services.gateway.intake.prompts.context_window import LEAST_TRUNCATED, check_characters, check_text
+from services.gateway.intake.prompts.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,
     instructions,
     messages_for_template,
     with_instructions,
 )
-from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.structured_output import (
+from services.gateway.intake.prompts.tools import Asked, asked_of
+from services.gateway.intake.sampling.structured_output import (
     RequestedGrammar,
     closes_objects,
     grammar_of_schema,
     wanted_by,
 )
-from services.gateway.intake.tools import Asked, asked_of
+from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, NONE, markers_of, parser_named, reasoning_named

@@ -1,0 +1,1 @@
+"""How a request's tokens are chosen: sampling, and the grammar that an answer must match."""
