@@ -16,10 +16,10 @@ from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operati
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.chat import rendered
-from services.gateway.intake.rules import OneOf, Ruled, check_fields
+from services.gateway.intake.rules import OneOf, Ruled
 from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import CONTINUES, ChatCompletionRequest, Messages, TokenId
-from services.gateway.intake.validation import check_chat
+from services.gateway.intake.validation import check_chat, check_fields
 from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import Tool

@@ -20,7 +20,7 @@ from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
 from services.gateway.intake.prompts import embeddings
 from services.gateway.intake.prompts.chat import NamesModel, prepared, rendered
-from services.gateway.intake.prompts.context_window import check_text, predicted
+from services.gateway.intake.prompts.context_window import predicted
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.prompts.input_files import FileReader, with_files_read
 from services.gateway.intake.prompts.prefill import ahead, next_prompt, without_answer
@@ -32,7 +32,6 @@ from services.gateway.intake.record import (
     record_of,
     run_of,
 )
-from services.gateway.intake.rules import ignored_fields
 from services.gateway.intake.sampling.params import bad_words, check_token_ids
 from services.gateway.intake.sampling.structured_output import Grammars
 from services.gateway.intake.schemas import (
@@ -40,6 +39,7 @@ from services.gateway.intake.schemas import (
     CompletionRequest,
     GenerationFields,
 )
+from services.gateway.intake.validation import check_text, ignored_fields
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader

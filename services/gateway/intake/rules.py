@@ -9,15 +9,13 @@ What a field may be by itself is in its type; what the model, the tokenizer or t
 by feature. What says more or less than the server does would be found by `make fuzz`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import unsupported
 
 Schema = dict[str, Any]
 
@@ -172,70 +170,6 @@ def ignored(*values: Any) -> Meta:
         description="Has no effect here; named in x-ryzanstein-ignored-fields.",
         extra={"ignored": values},
     )
-
-
-@cache
-def marked(kind: type[msgspec.Struct], mark: Literal["neutral", "ignored", "why"]) -> dict[str, Any]:
-    """The fields of `kind` that are marked so, with the values that ask for nothing, or why others are refused."""
-    return {
-        field.name: meta.extra[mark]
-        for field in msgspec.structs.fields(kind)
-        for meta in getattr(field.type, "__metadata__", ())
-        if mark in (meta.extra or {})
-    }
-
-
-@cache
-def _nested(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The fields of `kind` that are structs with something to check."""
-    return tuple(
-        field.name
-        for field in msgspec.structs.fields(kind)
-        for inner in get_args(field.type)
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct)
-        if marked(inner, "neutral") or bool(getattr(inner, "rules", ()))
-    )
-
-
-def asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
-    """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
-    return any(type(value) is type(allowed) and value == allowed for allowed in neutral)
-
-
-def check_fields(request: msgspec.Struct, at: str = "") -> None:
-    """Raises `InvalidParameter` for the first field of `request`, which stands at `at`, that is not supported, or whose
-    rule it breaks."""
-    kind = type(request)
-    for name, values in marked(kind, "neutral").items():
-        value = getattr(request, name)
-        if value is not None and not asks_for_nothing(value, values):
-            raise unsupported(at + name, marked(kind, "why")[name])
-    for rule in getattr(kind, "rules", ()):
-        if not rule.field or getattr(request, rule.field) is not None:
-            rule.check(request, at)
-    for name in _nested(kind):
-        if isinstance(value := getattr(request, name), msgspec.Struct):
-            check_fields(value, f"{at}{name}.")
-
-
-def checked_fields(given: msgspec.Struct | None, path: str = "") -> list[str]:
-    """The fields of `given`, which stands at `path`, that change nothing. Raises `InvalidParameter` for the first that
-    is not supported."""
-    if given is None:
-        return []
-    check_fields(given, path)
-    names = ignored_fields(given)
-    return [path + name for name in names] if names else names
-
-
-def ignored_fields(request: msgspec.Struct) -> list[str]:
-    """Fields of `request` that change nothing and are not neutral either."""
-    found = []
-    for name, neutral in marked(type(request), "ignored").items():
-        value = getattr(request, name)
-        if value is not None and not asks_for_nothing(value, neutral):
-            found.append(name)
-    return found
 
 
 def table(kind: type[Ruled] = Ruled) -> Iterator[tuple[str, Rules]]:

@@ -18,8 +18,8 @@ from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
-from services.gateway.intake.rules import checked_fields
 from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.validation import checked_fields
 from services.gateway.streams.stream_reader import StreamReader
 
 T = TypeVar("T", bound=CountTokensRequest)

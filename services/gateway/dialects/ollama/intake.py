@@ -24,8 +24,8 @@ from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.prompts.chat import reasoning_of
 from services.gateway.intake.record import Context
-from services.gateway.intake.rules import checked_fields
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.validation import checked_fields
 from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.streams.stream_reader import StreamReader
 

@@ -30,8 +30,9 @@ from services.gateway.dialects.ollama.shapes import OllamaError, Progress, ShowR
 from services.gateway.dialects.ollama.translation import LATEST, names_of, plain_name
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
-from services.gateway.intake.rules import check_fields, checked_fields, marked, neutral
+from services.gateway.intake.rules import neutral
 from services.gateway.intake.schemas import ModelName
+from services.gateway.intake.validation import check_fields, checked_fields, marked
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelSpec
 from shared.process import VERSION

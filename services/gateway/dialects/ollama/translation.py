@@ -26,7 +26,6 @@ from services.gateway.dialects.ollama.schemas import (
 )
 from services.gateway.intake.prompts.chat import switched
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
-from services.gateway.intake.rules import check_fields, checked_fields
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,6 +33,7 @@ from services.gateway.intake.schemas import (
     Message,
     ResponseFormat,
 )
+from services.gateway.intake.validation import check_fields, checked_fields
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall
 

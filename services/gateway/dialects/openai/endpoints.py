@@ -7,8 +7,8 @@ from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor, decoded_chat, decoded_completion
 from services.gateway.intake.record import Context
-from services.gateway.intake.rules import ignored_fields
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.validation import ignored_fields
 from services.gateway.streams.formats import ChatFormat, CompletionFormat
 from services.gateway.streams.stream_reader import StreamReader
 

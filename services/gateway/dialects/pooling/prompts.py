@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from services.gateway.core.catalog import check_task
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.dialects.pooling.schemas import (
     ClassifyRequest,
@@ -22,7 +23,6 @@ from services.gateway.dialects.pooling.schemas import (
     Scored,
     check_characters,
 )
-from services.gateway.intake.prompts.context_window import check_text
 from services.gateway.intake.prompts.embeddings import (
     EmbeddingRequest,
     check_length,
@@ -30,7 +30,7 @@ from services.gateway.intake.prompts.embeddings import (
     inputs_of,
     prompts_of,
 )
-from services.gateway.intake.validation import check_task
+from services.gateway.intake.validation import check_text
 from services.gateway.tokenizer.templates import TemplateOptions
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelCard

@@ -9,7 +9,7 @@ from msgspec import Meta
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import check_range
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
-from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, check_fields, equal, neutral
+from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, equal, neutral
 from services.gateway.intake.schemas import (
     Count,
     LastTokens,
@@ -18,7 +18,7 @@ from services.gateway.intake.schemas import (
     Priority,
     User,
 )
-from services.gateway.intake.validation import check_truncation
+from services.gateway.intake.validation import check_fields, check_truncation
 from shared import limits
 from shared.messages import ModelCard
 

@@ -31,8 +31,8 @@ from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import Context
-from services.gateway.intake.rules import ignored_fields
 from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.validation import ignored_fields
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.persistence.budget import HistoryBudget, beside_loop
 from services.gateway.persistence.items import encoded_array

@@ -23,7 +23,6 @@ from services.gateway.intake.rules import (
     Rule,
     Ruled,
     Rules,
-    check_fields,
     ignored,
     neutral,
     some_of,
@@ -57,6 +56,7 @@ from services.gateway.intake.schemas import (
     User,
     Verbosity,
 )
+from services.gateway.intake.validation import check_fields
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"

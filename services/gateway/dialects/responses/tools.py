@@ -13,7 +13,7 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter, renamed
 from services.gateway.core.field_errors import convert, unsupported
 from services.gateway.dialects.responses.stream.items import NAMESPACE, qualified
-from services.gateway.intake.rules import asks_for_nothing
+from services.gateway.intake.validation import asks_for_nothing
 from services.gateway.tool_calls.schemas import ToolNameText
 
 Tools = Sequence[dict[str, Any]] | None

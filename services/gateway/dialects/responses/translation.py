@@ -36,8 +36,8 @@ from services.gateway.dialects.responses.tools import (
     chat_tools,
     placed_tools,
 )
-from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
+from services.gateway.intake.validation import marked
 from shared.messages import SamplingParams
 from shared.messages.records import ResponseRecord
 

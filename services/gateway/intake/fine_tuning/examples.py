@@ -17,7 +17,6 @@ from services.gateway.intake.fine_tuning.schemas import (
     TextLine,
     line_of,
 )
-from services.gateway.intake.prompts import tools
 from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateInput, Traits
@@ -115,7 +114,7 @@ def _is_trained(message: TrainedMessage) -> bool:
 def _request(line: ConversationLine, messages: list[TrainedMessage]) -> ChatCompletionRequest:
     """As a client of chat completions would send the conversation. Raises `InvalidParameter`."""
     validation.check_messages(messages)
-    tools.check_conversation(messages, may_end_with_calls=True)
+    validation.check_conversation(messages, may_end_with_calls=True)
     for index, message in enumerate(messages):
         if isinstance(message.content, list) and any(part.type == "file" for part in message.content):
             raise unsupported(f"messages[{index}].content", "no files are read here; send their text")

@@ -12,7 +12,6 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import too_deep
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.prompts.context_window import LEAST_TRUNCATED, check_characters, check_text
 from services.gateway.intake.prompts.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,
@@ -28,6 +27,7 @@ from services.gateway.intake.sampling.structured_output import (
     wanted_by,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, NONE, markers_of, parser_named, reasoning_named

@@ -6,55 +6,11 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.schemas import ChatCompletionRequest, ContentPart, GenerationFields
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import ContextLengthExceeded
-from shared.limits import PREDICTION, PROMPT_TOKENS, TRUNCATED_TEXT
+from shared.limits import PREDICTION, PROMPT_TOKENS
 from shared.messages import ModelCard
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
-LEAST_TRUNCATED = 256 << 10
-"""Characters of a text that may be truncated for any model."""
-
-
-def check_text(
-    param: str, text: str, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int, *, cut: bool
-) -> None:
-    """Refuses before it is tokenized what cannot fit by its size alone; where its tokens will be `cut`, what is long
-    beside the few of them that are read. `param`: the field; `prompt_limit`: 0, none.
-
-    Raises `ContextLengthExceeded`."""
-    most = min(card.context_length, prompt_limit or card.context_length)
-    if cut:
-        room = max(most * TRUNCATED_TEXT.value, LEAST_TRUNCATED)
-        if len(text) > room:
-            shown = _shown(param)
-            raise ContextLengthExceeded(
-                f"Of {shown} at most {most} tokens are read, and it has {len(text):,} characters, more than the "
-                f"{room:,} that may be truncated; shorten it ({TRUNCATED_TEXT.cited()}).",
-                param=param,
-            )
-    elif len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
-        limit = f"This model's maximum context length is {most} tokens"
-        if most < card.context_length:
-            limit = f"This server takes prompts of at most {most} tokens ({PROMPT_TOKENS.cited(most)})"
-        raise ContextLengthExceeded(
-            f"{limit}, and {_shown(param)} resulted in {fewest} tokens or more; shorten it.", param=param
-        )
-
-
-def check_characters(characters: int, card: ModelCard) -> None:
-    """Refuses before it is rendered a conversation of so many that no template makes short enough. Raises
-    `ContextLengthExceeded`."""
-    room = max(card.context_length * TRUNCATED_TEXT.value, LEAST_TRUNCATED)
-    if characters > room:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {card.context_length} tokens, and your messages have "
-            f"{characters:,} characters, more than the {room:,} that can fit; shorten them ({TRUNCATED_TEXT.cited()}).",
-            param="messages",
-        )
-
-
-def _shown(param: str) -> str:
-    return f"your {param}" if param in ("prompt", "messages") else f"'{param}'"
 
 
 def max_tokens(

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from services.gateway.core.catalog import check_task
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import check_range, check_size
-from services.gateway.intake.prompts.context_window import check_text
 from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
-from services.gateway.intake.rules import OneOf, Ruled, Rules, check_fields
+from services.gateway.intake.rules import OneOf, Ruled, Rules
 from services.gateway.intake.sampling.params import check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
@@ -27,7 +27,7 @@ from services.gateway.intake.schemas import (
     PositiveCount,
     User,
 )
-from services.gateway.intake.validation import check_chat, check_task, check_truncation
+from services.gateway.intake.validation import check_chat, check_fields, check_text, check_truncation
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits

@@ -20,8 +20,8 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.prompts.chat import rendered
-from services.gateway.intake.prompts.context_window import check_text
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
+from services.gateway.intake.validation import check_text
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits

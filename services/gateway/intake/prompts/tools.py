@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import missing, too_deep, unsupported
-from services.gateway.intake.schemas import ChatCompletionRequest, Message
+from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tool_calls.schemas import (
     CustomFunction,
     CustomTool,
     FunctionDefinition,
     FunctionName,
     Tool,
-    ToolCall,
     ToolChoice,
     ToolName,
 )
@@ -208,76 +207,6 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
         raise _only_with("function_call", "functions")
     picked = _picked(functions, [("function", choice.name)], "function_call.name")
     return Asked(picked, functions, required=True, named=True, single=True, legacy=True)
-
-
-# --- messages ------------------------------------------------------------------------------------
-
-
-def check_conversation(messages: Sequence[Message], *, may_end_with_calls: bool = False) -> None:
-    """Every call is answered, and every answer has its call. `may_end_with_calls`: the last message's are not. Raises
-    `InvalidParameter`."""
-    waiting: dict[str, str] = {}
-    """Calls without an answer so far, and where they stand."""
-    called: set[str] = set()
-    """Ids of the last assistant message's calls."""
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        if message.role == "tool":
-            _answer(path, message, waiting, called)
-            continue
-        _check_answered(waiting)
-        called = set()
-        if message.tool_calls and message.role != "assistant":
-            raise InvalidParameter(
-                f"Invalid value for '{path}.tool_calls': only messages with role 'assistant' have tool calls.",
-                param=f"{path}.tool_calls",
-            )
-        for number, call in enumerate(message.tool_calls or ()):
-            _check_call(f"{path}.tool_calls[{number}]", call)
-            waiting[call.id] = path
-            called.add(call.id)
-    if not (may_end_with_calls and messages[-1].role == "assistant"):
-        _check_answered(waiting)
-
-
-def _answer(path: str, message: Message, waiting: dict[str, str], called: set[str]) -> None:
-    if not message.tool_call_id:
-        raise InvalidParameter(
-            f"Missing parameter '{path}.tool_call_id': messages with role 'tool' must have a 'tool_call_id'.",
-            param=f"{path}.tool_call_id",
-            reason="missing_required_parameter",
-        )
-    if message.tool_call_id not in called:
-        raise InvalidParameter(
-            "Invalid parameter: messages with role 'tool' must be a response to a preceding message with "
-            f"'tool_calls'; there is no call '{message.tool_call_id[:64]}' in the assistant message before "
-            f"'{path}'.",
-            param=f"{path}.tool_call_id",
-        )
-    waiting.pop(message.tool_call_id, None)
-
-
-def _check_answered(waiting: dict[str, str]) -> None:
-    if waiting:
-        raise InvalidParameter(
-            "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
-            f"'tool_call_id'. The following tool_call_ids did not have response messages: {', '.join(waiting)}.",
-            param=next(iter(waiting.values())),
-        )
-
-
-def _check_call(path: str, call: ToolCall) -> None:
-    if call.type not in ("function", "custom"):
-        raise _wrong_value(f"{path}.type", call.type, ("function", "custom"))
-    other = "function" if call.type == "custom" else "custom"
-    if getattr(call, other) is not None:
-        raise unsupported(f"{path}.{other}", f"the call is of type '{call.type}'")
-    if getattr(call, call.type) is None:
-        raise missing(f"{path}.{call.type}")
-    if not call.id:
-        raise InvalidParameter(
-            f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string"
-        )
 
 
 # --- words ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.intake.prompts.context_window import LEAST_TRUNCATED
+from services.gateway.intake.validation import LEAST_TRUNCATED
 from services.gateway.tokenizer.encoding import Encoding
 from services.gateway.tokenizer.template_process import TemplateProcess
 from services.gateway.tokenizer.tokenizer import ModelTokenizer

@@ -12,9 +12,8 @@ from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.prompts.context_window import truncated
 from services.gateway.intake.prompts.kv_cache import cache_salt
-from services.gateway.intake.rules import ignored_fields
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.intake.validation import check_chat
+from services.gateway.intake.validation import check_chat, ignored_fields
 from services.gateway.tokenizer.templates import Traits
 from shared.messages import ModelCard
 

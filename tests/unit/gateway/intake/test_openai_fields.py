@@ -19,7 +19,6 @@ from services.gateway.core.field_errors import convert
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.kv_cache import cache_ttl
-from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,6 +26,7 @@ from services.gateway.intake.schemas import (
     Message,
     StreamOptions,
 )
+from services.gateway.intake.validation import marked
 
 API_PAGE = (Path(__file__).parents[4] / "docs/api.md").read_text()
 STRANGE = {"asks": "for something"}

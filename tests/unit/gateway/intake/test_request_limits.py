@@ -12,9 +12,8 @@ from services.gateway.api.openapi.constraints import constrain
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import convert
 from services.gateway.intake.prompts.context_window import predicted as tokens_of_prediction
-from services.gateway.intake.rules import marked
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.intake.validation import check_chat
+from services.gateway.intake.validation import check_chat, marked
 from services.gateway.streams.formats import PredictionTally
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from shared import limits

@@ -12,6 +12,7 @@ import services.gateway.dialects.registry  # noqa: F401  theirs are rules too
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import rules
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
+from services.gateway.intake.validation import check_fields
 
 ROWS = {f"{name}-{index}": rule for name, own in rules.table() for index, rule in enumerate(own)}
 VALUES: dict[str, list[Any]] = {
@@ -65,7 +66,7 @@ def test_the_check_and_the_schema_say_the_same(row: str, data: st.DataObject) ->
 
 def test_a_rule_says_where_the_object_stands() -> None:
     with pytest.raises(InvalidParameter) as caught:
-        rules.check_fields(Message("user"), "messages[3].")
+        check_fields(Message("user"), "messages[3].")
     assert caught.value.param == "messages[3].content"
     assert "'messages[3].content'" in caught.value.message
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from services.gateway.intake.prompts.context_window import LEAST_TRUNCATED, check_text
+from services.gateway.intake.validation import LEAST_TRUNCATED, check_text
 from services.gateway.tokenizer import encoding as module
 from services.gateway.tokenizer.encoding import INLINE, LARGE, Encoding
 from services.gateway.tokenizer.tokenizer import ModelTokenizer

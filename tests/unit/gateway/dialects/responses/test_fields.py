@@ -24,7 +24,7 @@ from services.gateway.dialects.responses.schemas import (
     check_input_fields,
     check_request,
 )
-from services.gateway.intake.rules import marked
+from services.gateway.intake.validation import marked
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 
