@@ -52,7 +52,9 @@ class Resolved(msgspec.Struct, frozen=True):
     defaults: Mapping[str, float] = {}
     """Sampling defaults of that name, which go before the model's own."""
     sparse: SparseAttention | None = None
-    """How its requests attend that do not say it; None: to everything."""
+    """What its requests leave out of their choice, as the model's entry has it."""
+    sparse_unasked: bool = False
+    """Whether requests that say nothing attend so; set by `of_request`."""
 
 
 class SparseKinds(NamedTuple):
@@ -139,6 +141,21 @@ class Catalog:
             raise self._unknown(name, tenant)
         defaults, sparse = self._defaults(record.model, name), self._sparse(record.model)
         return Resolved(record.model, record.digest, name, defaults, sparse)
+
+    def of_request(self, name: str, card: ModelCard, tenant: str) -> tuple[ModelCard, Resolved]:
+        """What `name` stands for, whose `card` may have been waited for meanwhile; and the card with the sampling
+        defaults of that name, and the kinds of sparse attention that groups compute now. Raises as `resolve`."""
+        resolved = self.resolve(name, tenant)
+        if resolved.model != card.model:  # while the model was waited for
+            raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
+        if resolved.defaults:
+            card = msgspec.structs.replace(card, defaults={**card.defaults, **resolved.defaults})
+        kinds = self.sparse_kinds(card.model)
+        if kinds.some != card.sparse:
+            card = msgspec.structs.replace(card, sparse=kinds.some)
+        if resolved.sparse is not None and resolved.sparse.kind in kinds.everywhere:
+            resolved = msgspec.structs.replace(resolved, sparse_unasked=True)
+        return card, resolved
 
     async def resolve_or_look_up(self, name: str, tenant: str | None = None) -> Resolved:
         """As `resolve`. Before anybody is told that there is no such model, the registries themselves are asked."""

@@ -91,6 +91,8 @@ class ColdStarts:
 
         Raises `UnknownModel`, `QueueFull`, `NoGroupAvailable`, `ModelLoadFailed`, `ModelDoesNotFit`, `ClientGone`.
         """
+        if (card := self._catalog.card_at_hand(name)) is not None:
+            return card
         model = (await self._catalog.resolve_or_look_up(name, tenant)).model
         card = self._catalog.known_card(model)
         if card is not None:

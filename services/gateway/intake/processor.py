@@ -12,14 +12,14 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from services.gateway.core.catalog import Catalog, ModelNotLoaded
+from services.gateway.core.catalog import Catalog, ModelNotLoaded, check_task
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
 from services.gateway.intake.prompts import embeddings
-from services.gateway.intake.prompts.chat import NamesModel, prepared, rendered
+from services.gateway.intake.prompts.chat import NamesModel, rendered
 from services.gateway.intake.prompts.context_window import predicted
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.prompts.input_files import FileReader, with_files_read
@@ -33,20 +33,26 @@ from services.gateway.intake.record import (
     run_of,
 )
 from services.gateway.intake.sampling.params import bad_words, check_token_ids
-from services.gateway.intake.sampling.structured_output import Grammars
+from services.gateway.intake.sampling.structured_output import (
+    Grammars,
+    closes_objects,
+    demanded,
+    schemas_of,
+    wanted_by,
+)
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
 )
-from services.gateway.intake.validation import check_text, ignored_fields
+from services.gateway.intake.validation import check_text
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
+from services.gateway.tool_calls.families import markers_of
 from shared import tracing
-from shared.errors import Unavailable
 from shared.messages import ModelCard
 from shared.messages.records import GenerationRecord
 
@@ -159,19 +165,9 @@ class InputProcessor:
         )
 
     def resolve(self, name: str, card: ModelCard, context: Context) -> ModelCard:
-        """The card with the sampling defaults of the client's `name`. `context` gets the LoRA adapter that it stands
-        for now, and how its requests attend: the request keeps it to its end. Raises `UnknownModel`."""
-        resolved = self._catalog.resolve(name, context.tenant)
-        if resolved.model != card.model:  # while the model was waited for
-            raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
-        if resolved.defaults:
-            card = msgspec.structs.replace(card, defaults={**card.defaults, **resolved.defaults})
-        context.adapter, context.adapter_name = resolved.adapter, resolved.name if resolved.adapter else ""
-        kinds = self._catalog.sparse_kinds(card.model)
-        if kinds.some != card.sparse:
-            card = msgspec.structs.replace(card, sparse=kinds.some)
-        context.sparse = resolved.sparse
-        context.sparse_unasked = resolved.sparse is not None and resolved.sparse.kind in kinds.everywhere
+        """The card with the sampling defaults of the client's `name`; `context` gets what that stands for. Raises
+        `UnknownModel`."""
+        card, context.model = self._catalog.of_request(name, card, context.tenant)
         return card
 
     def context_length(self, model: str, tenant: str) -> int:
@@ -217,19 +213,27 @@ class InputProcessor:
         self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None
     ) -> StreamReader:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
-        validation.check_chat(request)
-        card = await self._model(request, context)
+        settings = self.parts.settings
+        ignored = validation.check_chat(request)
+        card = await self._model(request, ignored, context)
         request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self._tokenizers.get(card, context.tenant)
-        chat = await prepared(request, card, tokenizer, self.parts.settings)
-        if chat.ignored:
-            told = map(response.own_name, chat.ignored) if response is not None else chat.ignored
+        closes = closes_objects(request, usual=settings.close_objects)
+        wanted = wanted_by(request, closes=closes)
+        plan, rendering = await rendered(request, card, tokenizer)
+        cut = request.truncate_prompt_tokens is not None
+        check_text("messages", rendering.text, card, tokenizer, settings.prompt_limit, cut=cut)
+        parsing = plan.parsing(rendering.text)
+        if parsing is not None:
+            wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
+        if plan.ignored:
+            told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self.ignored(context.answer_headers).tell(told)
         grammar = None
-        if chat.wanted is not None:
-            grammar = await self._grammars.checked(chat.wanted, context.tenant, chat.schemas)
+        if wanted is not None:
+            grammar = await self._grammars.checked(wanted, context.tenant, schemas_of(plan))
         with tracing.stage("tokenize"):
-            prompt = await tokenizer.encode_rendered(chat.prompt)
+            prompt = await tokenizer.encode_rendered(rendering)
         record = record_of(
             [prompt],
             request,
@@ -237,7 +241,7 @@ class InputProcessor:
             context,
             self.parts,
             grammar=grammar,
-            parsing=chat.parsing,
+            parsing=parsing,
             response=response,
             bad_words=await bad_words(request, tokenizer),
             prediction=await predicted(request, card, tokenizer),
@@ -261,8 +265,8 @@ class InputProcessor:
 
     async def completion(self, request: CompletionRequest, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
-        validation.check_completion(request)
-        card = await self._model(request, context)
+        ignored = validation.check_completion(request)
+        card = await self._model(request, ignored, context)
         given = validation.prompts_of(request)
         closes = self.parts.settings.close_objects
         grammar = await self._grammars.of(request, context.tenant, closes=closes)
@@ -302,7 +306,7 @@ class InputProcessor:
         """What computes the prompt of a conversation so far before its next turn. Raises as `chat`, and
         `ModelNotLoaded`."""
         request = without_answer(request)
-        validation.check_chat(request)
+        ignored = validation.check_chat(request)
         card = self._catalog.card(request.model, context.tenant)
         if not self._catalog.has_ready_group(card.model):
             raise ModelNotLoaded(
@@ -310,7 +314,7 @@ class InputProcessor:
                 "the request itself.",
                 param="model",
             )
-        card = await self._model(request, context)
+        card = await self._model(request, ignored, context)
         request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self.tokenizer_of(card, context.tenant)
         with tracing.stage("tokenize"):
@@ -318,16 +322,16 @@ class InputProcessor:
         record = ahead(record_of([prompt], request, card, context, self.parts))
         return self._run(record, request, card, tokenizer, context)
 
-    async def _model(self, request: GenerationFields, context: Context) -> ModelCard:
-        """The one that is to answer. `context` gets the request's own id, and fields that change nothing are told.
-        Raises as `loaded` and `resolve`."""
-        if ignored := ignored_fields(request):
+    async def _model(self, request: GenerationFields, ignored: Sequence[str], context: Context) -> ModelCard:
+        """The one that is to answer. `context` gets the request's own id, and `ignored` fields, which change nothing,
+        are told. Raises as `loaded` and `resolve`."""
+        if ignored:
             self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
-        card = self._catalog.card_at_hand(request.model) or await self.loaded(request, context)
+        card = await self.loaded(request, context)
         card = self.resolve(request.model, card, context)
-        validation.check_task(card, "generate")
+        check_task(card, "generate")
         return card
 
     def _run(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
+from services.gateway.core.catalog import Resolved
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import unsupported
 from services.gateway.core.metrics import GatewayMetrics
@@ -35,7 +36,7 @@ from services.gateway.tracing.generations import traced
 from shared import limits, tracing
 from shared.errors import PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES
-from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams, SparseAttention
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord
 from shared.nats.bus import encode
 
@@ -74,13 +75,8 @@ class Context(msgspec.Struct):
     """Returns when the client has gone, where nothing else ends what waits for it."""
     admission: RequestAdmission | None = None
     """Set by the intake, where something is limited."""
-    adapter: str = ""
-    """Digest of the LoRA adapter that the request names; set by the intake."""
-    adapter_name: str = ""
-    sparse: SparseAttention | None = None
-    """What requests leave out of their choice, as the model's entry has it; set by the intake."""
-    sparse_unasked: bool = False
-    """Whether requests that say nothing attend so; set by the intake."""
+    model: Resolved = Resolved("")
+    """What the request's `model` stands for, to its end; set by the intake."""
     return_progress: bool = False
     """The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed."""
     endpoint: str = ""
@@ -160,7 +156,7 @@ def record_of(
         max_tokens=0,
         sampling=params,
         stop_token_ids=stops,
-        session=session_of(context.tenant, context.session or session_named(request), context.adapter),
+        session=session_of(context.tenant, context.session or session_named(request), context.model.adapter),
         cache_salt=cache_salt(request.cache_salt, context.tenant if settings.isolate_tenant_cache else ""),
         cache_ttl=cache_ttl(request),
         lane="batch" if request.service_tier == "flex" else context.lane,
@@ -169,8 +165,8 @@ def record_of(
         grammar=grammar,
         prompt_logprobs=most_logprobs,
         priority=request.priority or 0,
-        adapter=context.adapter,
-        sparse=sparse_of(request.sparse_attention, context.sparse, card, unasked=context.sparse_unasked),
+        adapter=context.model.adapter,
+        sparse=sparse_of(request.sparse_attention, context.model, card),
         prediction=prediction,
     )
     fitting_prompts = [fitting(prompt, request, card, settings, capped=context.capped) for prompt in prompts]
@@ -200,7 +196,7 @@ def record_of(
         tenant=context.tenant,
         parsing=parsing,
         response=response.record(params) if response else None,
-        adapter=context.adapter_name,
+        adapter=context.model.name,
         capped=context.capped and requests[0].max_tokens < (asked_tokens(request) or 0),
         stop_token_ids=told_stops,
         return_progress=context.return_progress or bool(request.return_progress),

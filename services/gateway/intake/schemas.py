@@ -9,7 +9,6 @@ unknown.
 """
 
 import operator
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -279,6 +278,17 @@ class Message(Ruled, frozen=True, forbid_unknown_fields=True):
     )
 
     @property
+    def is_text(self) -> bool:
+        """Whether it is a text that somebody says, and has nothing else, as nearly always: then there is nothing in it
+        to be checked or translated."""
+        return (
+            type(self) is Message
+            and type(self.content) is str
+            and self.role in _SPEAKERS
+            and _of_besides(self) == _NO_BESIDES
+        )
+
+    @property
     def text(self) -> str:
         """Its content as one text; parts are joined by line breaks. What was refused was said, too."""
         content = self.content or ""
@@ -291,17 +301,6 @@ _SPEAKERS = frozenset(("system", "developer", "user", "assistant"))
 _BESIDES = tuple(name for name in Message.__struct_fields__ if name not in ("role", "content"))
 _of_besides = operator.attrgetter(*_BESIDES)
 _NO_BESIDES = (None,) * len(_BESIDES)
-
-
-def are_texts(messages: Sequence[Message]) -> bool:
-    """Whether each of `messages` is a text that somebody says, and has nothing else, as nearly always: then there is
-    nothing in it to be checked or translated."""
-    for message in messages:
-        if type(message) is not Message or type(message.content) is not str:
-            return False
-        if message.role not in _SPEAKERS or _of_besides(message) != _NO_BESIDES:
-            return False
-    return True
 
 
 Messages = Annotated[list[Message], limits.MESSAGES.length(min_length=1)]

@@ -21,7 +21,6 @@ from services.gateway.intake.schemas import (
     ContentPart,
     GenerationFields,
     Message,
-    are_texts,
 )
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import ToolCall
@@ -114,12 +113,13 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
     return found
 
 
-def _check_generation(request: GenerationFields) -> None:
+def _check_generation(request: GenerationFields) -> list[str]:
     """What both kinds of request have in common."""
-    check_fields(request)
+    ignored = checked_fields(request)
     if request.seed is not None:
         check_range("seed", request.seed, -(2**63), MAX_SEED)
     check_truncation(request.truncate_prompt_tokens)
+    return ignored
 
 
 def check_truncation(count: int | None) -> None:
@@ -136,12 +136,14 @@ def check_truncation(count: int | None) -> None:
 # --- chat ----------------------------------------------------------------------------------------
 
 
-def check_chat(request: ChatCompletionRequest) -> None:
-    """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
-    _check_generation(request)
-    if not are_texts(request.messages):
+def check_chat(request: ChatCompletionRequest) -> list[str]:
+    """The fields of `request` that change nothing. Raises `InvalidParameter` for the first thing wrong in it, as far as
+    that needs no model."""
+    ignored = _check_generation(request)
+    if not all(message.is_text for message in request.messages):
         check_messages(request.messages)
         check_conversation(request.messages)
+    return ignored
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -259,9 +261,9 @@ def _check_call(path: str, call: ToolCall) -> None:
 # --- completions ---------------------------------------------------------------------------------
 
 
-def check_completion(request: CompletionRequest) -> None:
-    """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
-    _check_generation(request)
+def check_completion(request: CompletionRequest) -> list[str]:
+    """As `check_chat`."""
+    ignored = _check_generation(request)
     prompts, choices = len(prompts_of(request)), request.n or 1
     if prompts * choices > limits.CHOICES.value:
         raise InvalidParameter(
@@ -272,6 +274,7 @@ def check_completion(request: CompletionRequest) -> None:
         )
     if request.best_of is not None:
         _check_candidates(request, request.best_of, prompts)
+    return ignored
 
 
 def _check_candidates(request: CompletionRequest, best_of: int, prompts: int) -> None:

@@ -43,7 +43,8 @@ from services.gateway.dialects.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from services.gateway.intake.prompts.chat import reasoning_of, switched
+from services.gateway.intake.prompts.chat import reasoning_of
+from services.gateway.intake.prompts.conversation import switched
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.intake.validation import too_many
 from services.gateway.tokenizer.templates import Traits

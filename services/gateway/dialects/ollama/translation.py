@@ -24,7 +24,7 @@ from services.gateway.dialects.ollama.schemas import (
     OllamaGenerateRequest,
     OllamaMessage,
 )
-from services.gateway.intake.prompts.chat import switched
+from services.gateway.intake.prompts.conversation import switched
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,

@@ -3,58 +3,256 @@
 The same for answers, for counting and for tokens.
 """
 
-import operator
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import too_deep
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.core.field_errors import missing, too_deep, unsupported
 from services.gateway.intake.prompts.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,
+    ignored_by_template,
     instructions,
     messages_for_template,
+    template_options,
     with_instructions,
 )
-from services.gateway.intake.prompts.tools import Asked, asked_of
-from services.gateway.intake.sampling.structured_output import (
-    RequestedGrammar,
-    closes_objects,
-    grammar_of_schema,
-    wanted_by,
-)
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text
+from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
-from services.gateway.tool_calls.families import FAMILIES, NONE, markers_of, parser_named, reasoning_named
-from services.gateway.tool_calls.grammar import (
-    Calling,
-    behind_reasoning,
-    calls_or,
-    required_calls,
-    strict_calls,
-)
-from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
+from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
 from services.gateway.tool_calls.parser import REASONING
-from services.gateway.tool_calls.schemas import CustomFunction, types_of
+from services.gateway.tool_calls.schemas import (
+    CustomFunction,
+    CustomTool,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolChoice,
+    ToolName,
+    types_of,
+)
 from shared import limits
-from shared.messages import Grammar, ModelCard
+from shared.grammars import inexact
+from shared.messages import ModelCard
 from shared.messages.records import Parsing
 
-T = TypeVar("T")
 AUTO = "auto"
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which templates turn reasoning on and off."""
-_RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 class NamesModel(Protocol):
     @property
     def model(self) -> str: ...
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+class Asked(NamedTuple):
+    """What a request wants of tools."""
+
+    functions: tuple[FunctionDefinition, ...] = ()
+    """Those that may be called now."""
+    shown: tuple[FunctionDefinition, ...] = ()
+    """Those that the model is told of."""
+    required: bool = False
+    """At least one call, and nothing else."""
+    named: bool = False
+    """The one function was demanded by its name."""
+    single: bool = False
+    legacy: bool = False
+
+
+_NOTHING = Asked()
+
+
+def asked_of(request: ChatCompletionRequest) -> Asked:
+    """Raises `InvalidParameter` for the first thing wrong with tools, `tool_choice` or their older names."""
+    if request.functions is not None or request.function_call is not None:
+        return _asked_of_functions(request)
+    functions = _functions_of(request.tools) if request.tools else ()
+    choice = request.tool_choice
+    if isinstance(choice, ToolChoice):
+        return _asked_by_choice(functions, choice, single=request.parallel_tool_calls is False)
+    if choice == "required" and not functions:
+        raise _only_with("tool_choice", "tools")
+    if choice == "none" or not functions:
+        return _NOTHING
+    single = request.parallel_tool_calls is False
+    return Asked(functions, functions, required=choice == "required", single=single)
+
+
+def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
+    functions = []
+    for index, tool in enumerate(tools):
+        functions.append(_function_of(tool, f"tools[{index}]"))
+    _check_functions(functions, "tools[{}].function")
+    return tuple(functions)
+
+
+def _function_of(tool: Tool, path: str) -> FunctionDefinition:
+    if tool.type not in ("function", "custom"):
+        raise _wrong_value(f"{path}.type", tool.type, ("function", "custom"))
+    other = "function" if tool.type == "custom" else "custom"
+    if getattr(tool, other) is not None:
+        raise unsupported(f"{path}.{other}", f"the tool is of type '{tool.type}'")
+    if tool.custom is not None:
+        return _custom_function(tool.custom, f"{path}.custom")
+    if tool.function is None:
+        raise missing(f"{path}.{tool.type}")
+    return tool.function
+
+
+def _custom_function(tool: CustomTool, path: str) -> CustomFunction:
+    form = tool.format
+    if form is not None and form.type == "grammar":
+        if form.grammar is None:
+            raise missing(f"{path}.format.grammar")
+        if form.grammar.syntax != "regex":
+            raise InvalidParameter(
+                f"Unsupported value: '{path}.format' is a grammar in Lark's notation, and models write the input of a "
+                "tool as a JSON text, which such a grammar does not describe; give it as a 'regex', or as text.",
+                param=f"{path}.format.grammar.syntax",
+                reason="unsupported_parameter",
+            )
+    elif form is not None and form.grammar is not None:
+        raise unsupported(f"{path}.format.grammar", "its format is of type 'text'")
+    return CustomFunction.of(tool)
+
+
+def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None:
+    """`path`: of one of them, with `{}` where its index belongs."""
+    seen: dict[str, int] = {}
+    for index, function in enumerate(functions):
+        place = f"tools[{index}].custom" if isinstance(function, CustomFunction) else path.format(index)
+        if function.name in seen:
+            raise InvalidParameter(
+                f"Invalid '{place}.name': '{function.name}' is the name of "
+                f"'{path.format(seen[function.name])}' already; use a different name for each function.",
+                param=f"{place}.name",
+            )
+        seen[function.name] = index
+        _check_parameters(f"{place}.parameters", function)
+        if function.output_schema is not None and too_deep(function.output_schema):
+            what = f"it is nested too deeply ({limits.NESTING.cited()})"
+            raise _wrong_schema(f"{place}.output_schema", function, what)
+
+
+def _check_parameters(path: str, function: FunctionDefinition) -> None:
+    schema = function.parameters
+    if not schema:
+        return
+    if too_deep(schema):
+        raise _wrong_schema(path, function, f"it is nested too deeply ({limits.NESTING.cited()})")
+    if (number := inexact(schema)) is not None:
+        raise _wrong_schema(
+            path, function, f"{number} is a whole number beyond 2^53, which cannot be held exactly"
+        )
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise _wrong_schema(
+            path, function, f"schema must be a JSON Schema of 'type: \"object\"', got {kind!r}"
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(
+        isinstance(value, dict | bool) for value in properties.values()
+    ):
+        raise _wrong_schema(path, function, "'properties' must be an object with a schema for each name")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _wrong_schema(path, function, "'required' must be an array of names")
+
+
+def _wrong_schema(path: str, function: FunctionDefinition, what: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid schema for function '{function.name}': {what}.",
+        param=path,
+        reason="invalid_function_parameters",
+    )
+
+
+def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoice, *, single: bool) -> Asked:
+    if not functions:
+        raise _only_with("tool_choice", "tools")
+    if choice.type in ("function", "custom"):
+        one = choice.custom if choice.type == "custom" else choice.function
+        if one is None:
+            raise missing(f"tool_choice.{choice.type}")
+        picked = _picked(functions, [(choice.type, one.name)], f"tool_choice.{choice.type}.name")
+        return Asked(picked, functions, required=True, named=True, single=True)
+    allowed = choice.allowed_tools
+    if allowed is None:
+        raise missing("tool_choice.allowed_tools")
+    names = [_allowed_name(index, tool) for index, tool in enumerate(allowed.tools)]
+    picked = _picked(functions, names, "tool_choice.allowed_tools.tools")
+    return Asked(picked, functions, required=allowed.mode == "required", single=single)
+
+
+def _allowed_name(index: int, tool: ToolName) -> tuple[str, str]:
+    path = f"tool_choice.allowed_tools.tools[{index}]"
+    if tool.named is None:
+        raise missing(f"{path}.{tool.type}")
+    return tool.type, tool.named.name
+
+
+def _picked(
+    functions: tuple[FunctionDefinition, ...], wanted: Sequence[tuple[str, str]], path: str
+) -> tuple[FunctionDefinition, ...]:
+    """`wanted`: by kind and name."""
+    known = {(_kind(function), function.name) for function in functions}
+    for kind, name in wanted:
+        if (kind, name) not in known:
+            raise InvalidParameter(
+                f"Tool choice '{name[:64]}' not found in 'tools' parameter.",
+                param=path,
+            )
+    return tuple(function for function in functions if (_kind(function), function.name) in wanted)
+
+
+def _kind(function: FunctionDefinition) -> str:
+    return "custom" if isinstance(function, CustomFunction) else "function"
+
+
+def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
+    """`functions` and `function_call`, which OpenAI had before tools."""
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name):
+            raise InvalidParameter(
+                f"Invalid value for '{name}': it cannot be combined with 'functions' or 'function_call'; "
+                "use 'tools' and 'tool_choice' alone.",
+                param=name,
+            )
+    functions = tuple(request.functions or ())
+    _check_functions(functions, "functions[{}]")
+    choice = request.function_call
+    if not isinstance(choice, FunctionName):
+        if choice == "none" or not functions:
+            return Asked()
+        return Asked(functions, functions, single=True, legacy=True)
+    if not functions:
+        raise _only_with("function_call", "functions")
+    picked = _picked(functions, [("function", choice.name)], "function_call.name")
+    return Asked(picked, functions, required=True, named=True, single=True, legacy=True)
+
+
+def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidParameter:
+    words = ", ".join(f"'{word}'" for word in supported)
+    return InvalidParameter(
+        f"Invalid value: '{value[:64]}'. Supported values are: {words}.", param=path, reason="invalid_value"
+    )
+
+
+def _only_with(name: str, other: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Invalid value for '{name}': '{name}' is only allowed when '{other}' are specified.",
+        param=name,
+    )
+
+
+# --- the plan ------------------------------------------------------------------------------------
 
 
 class ChatPlan(msgspec.Struct, frozen=True):
@@ -121,23 +319,14 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
     return ChatPlan(
         messages=messages,
         tools=functions_for_template(asked.shown) if family and native_tools else None,
-        options=_options(request, traits),
+        options=template_options(request, traits),
         asked=asked,
         family=family,
         variant=traits.variant if family == traits.family else "",
         single=asked.single or (native_calls and not traits.several),
         reasoning=reasoning_of(card, traits),
-        ignored=_ignored(request, traits),
+        ignored=ignored_by_template(request, traits),
     )
-
-
-def _ignored(request: ChatCompletionRequest, traits: Traits) -> tuple[str, ...]:
-    if request.chat_template_kwargs is None and request.reasoning_effort is None:
-        return ()
-    given = request.chat_template_kwargs or {}
-    ignored = tuple(f"chat_template_kwargs.{name}" for name in given if name not in traits.variables)
-    without_effort = request.reasoning_effort and not _effort(request.reasoning_effort, traits)
-    return (*ignored, "reasoning_effort") if without_effort else ignored
 
 
 def _family(card: ModelCard, traits: Traits, native: bool) -> str:
@@ -147,176 +336,6 @@ def _family(card: ModelCard, traits: Traits, native: bool) -> str:
 def reasoning_of(card: ModelCard, traits: Traits) -> str:
     """How the model writes its reasoning; empty: it does not reason."""
     return traits.reasoning if card.reasoning_parser == AUTO else reasoning_named(card.reasoning_parser)
-
-
-def switched(traits: Traits, *, on: bool) -> dict[str, Any]:
-    """The field of a request with which the model's template turns its reasoning on or off; none: it has no switch."""
-    switches = {name: on for name in SWITCHES if name in traits.variables}
-    return {"chat_template_kwargs": switches} if switches else {}
-
-
-_OPTIONS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "verbosity",
-)
-_of_options = operator.attrgetter(*_OPTIONS)
-_NO_OPTIONS = (None,) * len(_OPTIONS)
-_USUAL = TemplateOptions()
-
-
-def _options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
-    if _of_options(request) == _NO_OPTIONS:
-        return _USUAL
-    continues = bool(request.continue_final_message)
-    asked = request.add_generation_prompt
-    return TemplateOptions(
-        add_generation_prompt=not continues if asked is None else asked,
-        continue_final=continues,
-        variables=_variables(request, traits),
-    )
-
-
-def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]:
-    """`chat_template_kwargs`, and what `reasoning_effort` and `verbosity` mean for the template. What it does not look
-    at is in `ChatPlan.ignored`."""
-    given = request.chat_template_kwargs or {}
-    for name in given:
-        if name in _RESERVED:
-            raise InvalidParameter(
-                f"Unsupported parameter: 'chat_template_kwargs.{name}' is set by other fields of the request; leave "
-                "it out.",
-                param="chat_template_kwargs",
-                reason="unsupported_parameter",
-            )
-        if too_deep(given[name]):
-            raise InvalidParameter(
-                f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()}).",
-                param="chat_template_kwargs",
-            )
-    looked_at = {name: value for name, value in given.items() if name in traits.variables}
-    return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | looked_at
-
-
-def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
-    """None where the template does not look at it: it is in `ChatPlan.ignored` then."""
-    if effort is None:
-        return {}
-    if "reasoning_effort" in traits.variables:
-        return {"reasoning_effort": effort}
-    return next(({name: effort != "none"} for name in SWITCHES if name in traits.variables), {})
-
-
-def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
-    if verbosity is not None and "verbosity" in traits.variables:
-        return {"verbosity": verbosity}
-    if verbosity in (None, "medium"):
-        return {}
-    raise InvalidParameter(
-        "Unsupported parameter: 'verbosity' is not supported by this server; this model's chat template has none; "
-        "leave it out.",
-        param="verbosity",
-        reason="unsupported_parameter",
-    )
-
-
-def demanded(
-    plan: ChatPlan,
-    parsing: Parsing | None,
-    answer: RequestedGrammar | None,
-    specials: Mapping[str, int],
-    *,
-    closes: bool = True,
-) -> RequestedGrammar | None:
-    """What is to be checked and sent to the ring; None: any text. `answer`: what the client says of the format.
-    `specials`: ids of the special tokens among the markers; `closes`: whether objects among arguments are closed.
-    Raises `InvalidParameter`."""
-    if parsing is None:
-        return answer
-    reasoning, opened = parsing.reasoning, parsing.opened
-    if not plan.family:
-        if answer is None or not (opened or _begins_with_marks(answer, reasoning)):
-            return answer
-        return _as(answer, behind_reasoning(answer.grammar, reasoning, specials, opened=opened))
-    calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials, closes)
-    if plan.asked.required:
-        grammar = required_calls(calling, reasoning, opened=opened)
-    elif answer is not None:
-        return _as(answer, calls_or(calling, answer.grammar, reasoning, opened=opened))
-    elif (strict := strict_calls(calling, reasoning, opened=opened)) is not None:
-        grammar = strict
-    else:
-        return None
-    name = "functions" if plan.asked.legacy else "tools"
-    return _small_enough(RequestedGrammar(grammar, name, f"Invalid '{name}'"))
-
-
-def _begins_with_marks(answer: RequestedGrammar, reasoning: str) -> bool:
-    """Whether the model writes something before `answer`, which a grammar can have before it."""
-    return bool(REASONING[reasoning].before_answer) and answer.grammar.kind in ("json_schema", "regex")
-
-
-def schemas_of(plan: ChatPlan) -> Iterator[RequestedGrammar]:
-    """The schema of each function alone: which of them does not compile."""
-    if not plan.family:
-        return
-    path = "functions[{}].parameters" if plan.asked.legacy else "tools[{}].function.parameters"
-    for index, function in enumerate(plan.asked.shown):
-        schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
-        where, what = path.format(index), f"Invalid schema for function '{function.name}'"
-        if isinstance(function, CustomFunction):
-            where, what = (
-                f"tools[{index}].custom.format",
-                f"Invalid format of the custom tool '{function.name}'",
-            )
-        yield RequestedGrammar(grammar_of_schema(schema), where, what)
-
-
-def _as(wanted: RequestedGrammar, grammar: Grammar) -> RequestedGrammar:
-    return _small_enough(RequestedGrammar(grammar, wanted.param, wanted.subject))
-
-
-def _small_enough(wanted: RequestedGrammar) -> RequestedGrammar:
-    size = len(wanted.grammar.text.encode())
-    if size > limits.GRAMMAR_BYTES.value:
-        raise InvalidParameter(
-            f"{wanted.subject}: as a grammar it has {size} bytes; send fewer or smaller schemas "
-            f"({limits.GRAMMAR_BYTES.cited()}).",
-            param=wanted.param,
-            reason="string_above_max_length",
-        )
-    return wanted
-
-
-class PreparedChat(NamedTuple):
-    """A chat in the model's own form, and what its answer must be."""
-
-    prompt: Rendered
-    parsing: Parsing | None
-    """How the answer is read; None: it is the text as it stands."""
-    wanted: RequestedGrammar | None
-    """What the answer must match; None: nothing."""
-    schemas: Iterator[RequestedGrammar]
-    """The parts of `wanted` that came from functions, each alone."""
-    ignored: tuple[str, ...]
-
-
-async def prepared(
-    request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, settings: GatewaySettings
-) -> PreparedChat:
-    """Raises as `rendered`."""
-    closes = closes_objects(request, usual=settings.close_objects)
-    answer = wanted_by(request, closes=closes)
-    plan, prompt = await rendered(request, card, tokenizer)
-    cut = request.truncate_prompt_tokens is not None
-    check_text("messages", prompt.text, card, tokenizer, settings.prompt_limit, cut=cut)
-    parsing = plan.parsing(prompt.text)
-    if parsing is not None:
-        specials = tokenizer.specials(markers_of(parsing))
-        answer = demanded(plan, parsing, answer, specials, closes=closes)
-    return PreparedChat(prompt, parsing, answer, schemas_of(plan), plan.ignored)
 
 
 class Planned(NamedTuple):

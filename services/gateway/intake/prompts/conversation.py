@@ -7,18 +7,21 @@ message, calls in the assistant's text, results in the user's, in the notation t
 
 import hashlib
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import too_deep
-from services.gateway.intake.schemas import Message, TrainedMessage, are_texts
-from services.gateway.tokenizer.templates import Traits
+from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage
+from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parsers.values import to_json
 from services.gateway.tool_calls.schemas import INPUT, FunctionDefinition, ToolCall
+from shared import limits
 
 DEFAULT_FAMILY = "hermes"
 """How tools are put into words for a template without any."""
@@ -56,7 +59,7 @@ def messages_for_template(
 ) -> list[Shown]:
     """`native`: the template shows calls and results; otherwise they are put into words: those of `family`, where the
     template shows its tools, and results as they are."""
-    if are_texts(messages):
+    if all(message.is_text for message in messages):
         return [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in messages
@@ -249,3 +252,95 @@ def _written(call: _Call, family: str) -> str:
     form = FAMILIES[family if family in _WRITTEN_AS_JSON else DEFAULT_FAMILY].form
     before, _, behind = form.partition('"NAME"')
     return before + to_json(call.name) + behind.replace("ARGUMENTS", to_json(value))
+
+
+# --- what a template is told besides --------------------------------------------------------------
+
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates turn reasoning on and off."""
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+def switched(traits: Traits, *, on: bool) -> dict[str, Any]:
+    """The field of a request with which the model's template turns its reasoning on or off; none: it has no switch."""
+    switches = {name: on for name in SWITCHES if name in traits.variables}
+    return {"chat_template_kwargs": switches} if switches else {}
+
+
+_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "verbosity",
+)
+_of_options = operator.attrgetter(*_OPTIONS)
+_NO_OPTIONS = (None,) * len(_OPTIONS)
+_USUAL = TemplateOptions()
+
+
+def template_options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
+    """Raises `InvalidParameter`."""
+    if _of_options(request) == _NO_OPTIONS:
+        return _USUAL
+    continues = bool(request.continue_final_message)
+    asked = request.add_generation_prompt
+    return TemplateOptions(
+        add_generation_prompt=not continues if asked is None else asked,
+        continue_final=continues,
+        variables=_variables(request, traits),
+    )
+
+
+def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]:
+    """`chat_template_kwargs`, and what `reasoning_effort` and `verbosity` mean for the template. What it does not look
+    at is told by `ignored_by_template`."""
+    given = request.chat_template_kwargs or {}
+    for name in given:
+        if name in _RESERVED:
+            raise InvalidParameter(
+                f"Unsupported parameter: 'chat_template_kwargs.{name}' is set by other fields of the request; leave "
+                "it out.",
+                param="chat_template_kwargs",
+                reason="unsupported_parameter",
+            )
+        if too_deep(given[name]):
+            raise InvalidParameter(
+                f"Invalid 'chat_template_kwargs.{name}': it is nested too deeply ({limits.NESTING.cited()}).",
+                param="chat_template_kwargs",
+            )
+    looked_at = {name: value for name, value in given.items() if name in traits.variables}
+    return _effort(request.reasoning_effort, traits) | _verbosity(request.verbosity, traits) | looked_at
+
+
+def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
+    """None where the template does not look at it."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in traits.variables:
+        return {"reasoning_effort": effort}
+    return next(({name: effort != "none"} for name in SWITCHES if name in traits.variables), {})
+
+
+def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
+    if verbosity is not None and "verbosity" in traits.variables:
+        return {"verbosity": verbosity}
+    if verbosity in (None, "medium"):
+        return {}
+    raise InvalidParameter(
+        "Unsupported parameter: 'verbosity' is not supported by this server; this model's chat template has none; "
+        "leave it out.",
+        param="verbosity",
+        reason="unsupported_parameter",
+    )
+
+
+def ignored_by_template(request: ChatCompletionRequest, traits: Traits) -> tuple[str, ...]:
+    """Fields of the request that the template does not look at."""
+    if request.chat_template_kwargs is None and request.reasoning_effort is None:
+        return ()
+    given = request.chat_template_kwargs or {}
+    ignored = tuple(f"chat_template_kwargs.{name}" for name in given if name not in traits.variables)
+    without_effort = request.reasoning_effort and not _effort(request.reasoning_effort, traits)
+    return (*ignored, "reasoning_effort") if without_effort else ignored

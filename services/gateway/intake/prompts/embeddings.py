@@ -266,13 +266,13 @@ def record_of(
             consumer=parts.answers.consumer,
             prompt=prompt,
             max_tokens=1,
-            session=session_of(context.tenant, context.session, context.adapter),
+            session=session_of(context.tenant, context.session, context.model.adapter),
             lane=context.lane,
             tenant=context.tenant,
             deadline=started_at + settings.token_timeout,
             embed=True,
             cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
-            adapter=context.adapter,
+            adapter=context.model.adapter,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -287,7 +287,7 @@ def record_of(
         tenant=context.tenant,
         dimensions=request.dimensions or 0,
         user=request.user or "",
-        adapter=context.adapter_name,
+        adapter=context.model.name,
         **encoding_of(request),
     )
 

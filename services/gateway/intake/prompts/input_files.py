@@ -17,7 +17,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.field_errors import above, missing, unsupported
-from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message, are_texts
+from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message
 from shared import limits
 from shared.errors import PayloadTooLarge
 
@@ -40,8 +40,6 @@ async def with_files_read(
 ) -> ChatCompletionRequest:
     """`request`, which was checked, with the texts of its files in their place. Raises `InvalidParameter`,
     `PayloadTooLarge`, `BrokerUnavailable`."""
-    if are_texts(request.messages):
-        return request
     parts = [
         (f"messages[{number}].content[{index}].file", part.file)
         for number, message in enumerate(request.messages)

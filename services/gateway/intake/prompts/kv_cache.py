@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields, Message, are_texts
+from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields, Message
 
 
 def conversation_key(messages: Sequence[Message]) -> str:
@@ -76,8 +76,6 @@ def cache_ttl(request: GenerationFields) -> float:
     if not isinstance(request, ChatCompletionRequest):
         return 0.0
     options = request.prompt_cache_options
-    if options is None and request.prompt_cache_retention is None and are_texts(request.messages):
-        return 0.0
     given: list[str | None] = [request.prompt_cache_retention]
     if options is not None:
         given.append(options.ttl)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from services.gateway.core.catalog import Resolved
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import unsupported
 from services.gateway.intake.schemas import SparseAttentionField, SparseAttentionOptions
@@ -9,16 +10,13 @@ from shared.messages import ModelCard, SparseAttention
 from shared.sparse_attention import FIELDS, WrongChoice, check
 
 
-def sparse_of(
-    given: SparseAttentionField | None, usual: SparseAttention | None, card: ModelCard, *, unasked: bool
-) -> SparseAttention | None:
-    """Which earlier tokens the request's tokens read; None: all. `usual`: as the model's entry says; `unasked`: whether
-    that holds for requests that say nothing. Raises `InvalidParameter`."""
+def sparse_of(given: SparseAttentionField | None, model: Resolved, card: ModelCard) -> SparseAttention | None:
+    """Which earlier tokens the request's tokens read; None: all. Raises `InvalidParameter`."""
     if given is None:
-        return usual if unasked else None
+        return model.sparse if model.sparse_unasked else None
     if given is False:
         return None
-    choice = usual or SparseAttention()
+    choice = model.sparse or SparseAttention()
     if isinstance(given, SparseAttentionOptions):
         fields = {name: value for name in FIELDS if (value := getattr(given, name)) is not None}
         choice = msgspec.structs.replace(choice, **fields)
@@ -29,16 +27,14 @@ def sparse_of(
         raise InvalidParameter(f"Invalid '{name}': {error}.", param=name) from None
     if choice.kind in card.sparse:
         return choice
-    raise unsupported("sparse_attention", _why_not(choice, card))
-
-
-def _why_not(choice: SparseAttention, card: ModelCard) -> str:
-    if "window" not in card.sparse:
-        return (
+    if "window" in card.sparse:
+        why = (
+            f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "
+            f"model loaded with them (ryzanstein models set {card.model} --sparse-attention on)"
+        )
+    else:
+        why = (
             f"{card.model} cannot: none of its layers attends to all earlier tokens, or its groups are of an earlier "
             "version; leave it out"
         )
-    return (
-        f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "
-        f"model loaded with them (ryzanstein models set {card.model} --sparse-attention on)"
-    )
+    raise unsupported("sparse_attention", why)

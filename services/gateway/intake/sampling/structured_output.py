@@ -15,7 +15,7 @@ import hashlib
 import operator
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RateLimited
 from services.gateway.core.field_errors import missing
+from services.gateway.intake.prompts.chat import ChatPlan
 from services.gateway.intake.sampling.structural_tags import grammar_of_tags
 from services.gateway.intake.schemas import (
     GUIDED,
@@ -32,11 +33,24 @@ from services.gateway.intake.schemas import (
     StructuredOutputs,
 )
 from services.gateway.tool_calls.closed_objects import closed
+from services.gateway.tool_calls.grammar import (
+    Calling,
+    behind_reasoning,
+    calls_or,
+    required_calls,
+    strict_calls,
+)
+from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
+from services.gateway.tool_calls.parser import REASONING
+from services.gateway.tool_calls.schemas import (
+    CustomFunction,
+)
 from shared import limits
 from shared.errors import QueueFull
 from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, GrammarVerdict
 from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
 from shared.messages import Grammar
+from shared.messages.records import Parsing
 from shared.tasks import RoundRobin
 
 KEPT_VERDICTS = 256
@@ -381,3 +395,74 @@ class GrammarTurns(Generic[Job]):
                 spent.popleft()
             if not spent:
                 del self._spent[tenant]
+
+
+# --- with tools and reasoning ---------------------------------------------------------------------
+
+
+def demanded(
+    plan: ChatPlan,
+    parsing: Parsing | None,
+    answer: RequestedGrammar | None,
+    specials: Mapping[str, int],
+    *,
+    closes: bool = True,
+) -> RequestedGrammar | None:
+    """What is to be checked and sent to the ring; None: any text. `answer`: what the client says of the format.
+    `specials`: ids of the special tokens among the markers; `closes`: whether objects among arguments are closed.
+    Raises `InvalidParameter`."""
+    if parsing is None:
+        return answer
+    reasoning, opened = parsing.reasoning, parsing.opened
+    if not plan.family:
+        if answer is None or not (opened or _begins_with_marks(answer, reasoning)):
+            return answer
+        return _as(answer, behind_reasoning(answer.grammar, reasoning, specials, opened=opened))
+    calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials, closes)
+    if plan.asked.required:
+        grammar = required_calls(calling, reasoning, opened=opened)
+    elif answer is not None:
+        return _as(answer, calls_or(calling, answer.grammar, reasoning, opened=opened))
+    elif (strict := strict_calls(calling, reasoning, opened=opened)) is not None:
+        grammar = strict
+    else:
+        return None
+    name = "functions" if plan.asked.legacy else "tools"
+    return _small_enough(RequestedGrammar(grammar, name, f"Invalid '{name}'"))
+
+
+def _begins_with_marks(answer: RequestedGrammar, reasoning: str) -> bool:
+    """Whether the model writes something before `answer`, which a grammar can have before it."""
+    return bool(REASONING[reasoning].before_answer) and answer.grammar.kind in ("json_schema", "regex")
+
+
+def schemas_of(plan: ChatPlan) -> Iterator[RequestedGrammar]:
+    """The schema of each function alone: which of them does not compile."""
+    if not plan.family:
+        return
+    path = "functions[{}].parameters" if plan.asked.legacy else "tools[{}].function.parameters"
+    for index, function in enumerate(plan.asked.shown):
+        schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
+        where, what = path.format(index), f"Invalid schema for function '{function.name}'"
+        if isinstance(function, CustomFunction):
+            where, what = (
+                f"tools[{index}].custom.format",
+                f"Invalid format of the custom tool '{function.name}'",
+            )
+        yield RequestedGrammar(grammar_of_schema(schema), where, what)
+
+
+def _as(wanted: RequestedGrammar, grammar: Grammar) -> RequestedGrammar:
+    return _small_enough(RequestedGrammar(grammar, wanted.param, wanted.subject))
+
+
+def _small_enough(wanted: RequestedGrammar) -> RequestedGrammar:
+    size = len(wanted.grammar.text.encode())
+    if size > limits.GRAMMAR_BYTES.value:
+        raise InvalidParameter(
+            f"{wanted.subject}: as a grammar it has {size} bytes; send fewer or smaller schemas "
+            f"({limits.GRAMMAR_BYTES.cited()}).",
+            param=wanted.param,
+            reason="string_above_max_length",
+        )
+    return wanted

@@ -4,8 +4,13 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.prompts.chat import demanded, plan_of, schemas_of
-from services.gateway.intake.sampling.structured_output import RequestedGrammar, wanted_by
+from services.gateway.intake.prompts.chat import plan_of
+from services.gateway.intake.sampling.structured_output import (
+    RequestedGrammar,
+    demanded,
+    schemas_of,
+    wanted_by,
+)
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import traits_of
 from shared.messages import ModelCard

@@ -8,9 +8,9 @@ import pytest
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.field_errors import too_deep
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.prompts.chat import Asked, asked_of
 from services.gateway.intake.prompts.conversation import messages_for_template
-from services.gateway.intake.prompts.tools import Asked, asked_of
-from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage, are_texts
+from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage
 from services.gateway.intake.validation import check_chat
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall, types_of
@@ -284,10 +284,8 @@ def test_texts_are_shown_as_they_are_beside_calls(native: bool) -> None:
     ]
     called = Message("assistant", tool_calls=[ToolCall("id", "function", CalledFunction("f", "{}"))])
     answer, question = Message("tool", "r", tool_call_id="id"), Message("user", "v")
-    assert are_texts(texts)
-    assert not are_texts([*texts, called])
-    assert not are_texts([answer])
-    assert not are_texts([Message("user", "u", name="n")])
-    assert not are_texts([TrainedMessage("user", "u", weight=1)])
+    assert all(text.is_text for text in texts)
+    named, trained = Message("user", "u", name="n"), TrainedMessage("user", "u", weight=1)
+    assert not any(other.is_text for other in (called, answer, named, trained))
     shown = messages_for_template([*texts, called, answer, question], Traits(), native=native)
     assert messages_for_template(texts, Traits(), native=native) == shown[: len(texts)]

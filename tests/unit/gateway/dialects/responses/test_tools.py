@@ -13,7 +13,7 @@ from services.gateway.dialects.responses.stream.events import ResponseEvents
 from services.gateway.dialects.responses.stream.items import ResponseShape
 from services.gateway.dialects.responses.tools import ignored_in_tools, placed_tools
 from services.gateway.dialects.responses.translation import chat_request, own_words, shown_fields
-from services.gateway.intake.prompts.tools import asked_of
+from services.gateway.intake.prompts.chat import asked_of
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from shared.messages import GenerationRequest, SamplingParams
 from shared.messages.records import GenerationRecord, ResponseRecord
