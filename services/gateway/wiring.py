@@ -27,7 +27,7 @@ from services.gateway.intake.endpoint import Endpoint
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.processor import InputProcessor
 from services.gateway.intake.record import RunDependencies as IntakeParts
-from services.gateway.intake.sampling.structured_output import Grammars
+from services.gateway.intake.sampling.grammars import Grammars
 from services.gateway.job_kinds import JobKind
 from services.gateway.jobs.runtime import JobResources
 from services.gateway.lifecycle.failover import GatewayFailover

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import refusal
+from services.gateway.core.errors import InvalidParameter, refusal
 from services.gateway.files.lines import FileLine
 from shared import limits
 from shared.errors import InvalidRequest

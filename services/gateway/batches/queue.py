@@ -14,8 +14,7 @@ from nats.aio.msg import Msg
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
-from services.gateway.core.errors import InvalidParameter, describe, status_of
-from services.gateway.core.field_errors import check_range, convert, refusal
+from services.gateway.core.errors import InvalidParameter, check_range, convert, describe, refusal, status_of
 from services.gateway.core.pagination import MOST
 from services.gateway.files.files import Files
 from services.gateway.intake.decoding import decode

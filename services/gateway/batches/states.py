@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.field_errors import check_range
+from services.gateway.core.errors import InvalidParameter, RouteError, check_range
 from shared.config import seconds_of
 from shared.messages.batches import OVER, BatchError, BatchJob, Counts, Ending, TokenCounts
 

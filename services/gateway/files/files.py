@@ -21,8 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterable
 import msgspec
 import structlog
 
-from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError
-from services.gateway.core.field_errors import check_range, missing
+from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError, check_range, missing
 from services.gateway.core.settings import GatewaySettings
 from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
 from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES

@@ -1,4 +1,4 @@
-"""From bytes to requests: decoded, checked against what their types say, refused in words of `core/field_errors.py`.
+"""From bytes to requests: decoded, checked against what their types say, refused in words of `core/errors.py`.
 
 A body that says what it means in another form than ours is read all the same, once it is refused:
 
@@ -19,8 +19,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, hinted
-from services.gateway.core.field_errors import convert, refusal
+from services.gateway.core.errors import InvalidParameter, convert, hinted, refusal
 from services.gateway.intake.schemas import Message
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.field_errors import missing
+from services.gateway.core.errors import InvalidParameter, RouteError, missing
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import InputProcessor

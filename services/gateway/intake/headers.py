@@ -5,8 +5,7 @@ from collections.abc import Iterable, MutableMapping
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import unsupported
+from services.gateway.core.errors import InvalidParameter, unsupported
 
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")

@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
-import structlog
 
 from services.gateway.core.catalog import Catalog, ModelNotLoaded, check_task
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode, lacks_model, with_model
-from services.gateway.intake.headers import EXACT_HEADER, IgnoredFields
+from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.prompts import embeddings
 from services.gateway.intake.prompts.chat import NamesModel, rendered
-from services.gateway.intake.prompts.context_window import predicted
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.prompts.input_files import FileReader, with_files_read
 from services.gateway.intake.prompts.prefill import ahead, next_prompt, without_answer
@@ -28,18 +26,14 @@ from services.gateway.intake.record import (
     Context,
     OuterResponse,
     RunDependencies,
-    may_cost,
     record_of,
     run_of,
+    tell_exact,
+    text_run,
 )
-from services.gateway.intake.sampling.params import bad_words, check_token_ids
-from services.gateway.intake.sampling.structured_output import (
-    Grammars,
-    closes_objects,
-    demanded,
-    schemas_of,
-    wanted_by,
-)
+from services.gateway.intake.sampling.grammars import Grammars
+from services.gateway.intake.sampling.params import bad_words, check_token_ids, predicted
+from services.gateway.intake.sampling.structured_output import closes_objects, demanded, schemas_of, wanted_by
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -54,15 +48,10 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import markers_of
 from shared import tracing
 from shared.messages import ModelCard
-from shared.messages.records import GenerationRecord
-
-log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Canonical = ChatCompletionRequest | CompletionRequest | EmbeddingRequest
 """What every request becomes that is not a score's."""
-SHOWN_OF_USER = 64
-"""Characters of `user` that logs show: it is a client's text."""
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
@@ -229,11 +218,14 @@ class InputProcessor:
         if plan.ignored:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self.ignored(context.answer_headers).tell(told)
+        schemas = schemas_of(plan)
         grammar = None
         if wanted is not None:
-            grammar = await self._grammars.checked(wanted, context.tenant, schemas_of(plan))
+            grammar = await self._grammars.checked(wanted, context.tenant, schemas)
         with tracing.stage("tokenize"):
             prompt = await tokenizer.encode_rendered(rendering)
+        words = await bad_words(request, tokenizer)
+        prediction = await predicted(request, card, tokenizer)
         record = record_of(
             [prompt],
             request,
@@ -243,12 +235,12 @@ class InputProcessor:
             grammar=grammar,
             parsing=parsing,
             response=response,
-            bad_words=await bad_words(request, tokenizer),
-            prediction=await predicted(request, card, tokenizer),
+            bad_words=words,
+            prediction=prediction,
         )
         if record.response is not None and record.response.prewarm:
             record = ahead(record)
-        return self._run(record, request, card, tokenizer, context)
+        return text_run(record, request, card, tokenizer, context, self.parts)
 
     async def whole_answer(self, request: ChatCompletionRequest, context: Context) -> str:
         """The text of the answer to a chat, counted as a request of its own. Raises as `prepare`, and what ended it."""
@@ -280,7 +272,7 @@ class InputProcessor:
             prompts = await _prompt_ids(given, tokenizer, card, special)
         words = await bad_words(request, tokenizer)
         record = record_of(prompts, request, card, context, self.parts, grammar=grammar, bad_words=words)
-        return self._run(record, request, card, tokenizer, context)
+        return text_run(record, request, card, tokenizer, context, self.parts)
 
     async def embedding(
         self,
@@ -320,7 +312,7 @@ class InputProcessor:
         with tracing.stage("tokenize"):
             prompt = await next_prompt(request, card, tokenizer, self.parts.settings.prompt_limit)
         record = ahead(record_of([prompt], request, card, context, self.parts))
-        return self._run(record, request, card, tokenizer, context)
+        return text_run(record, request, card, tokenizer, context, self.parts)
 
     async def _model(self, request: GenerationFields, ignored: Sequence[str], context: Context) -> ModelCard:
         """The one that is to answer. `context` gets the request's own id, and `ignored` fields, which change nothing,
@@ -334,26 +326,9 @@ class InputProcessor:
         check_task(card, "generate")
         return card
 
-    def _run(
-        self,
-        record: GenerationRecord,
-        request: GenerationFields,
-        card: ModelCard,
-        tokenizer: Tokenizer,
-        context: Context,
-    ) -> StreamReader:
-        _tell_exact(card, context)
-        if record.user:
-            log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
-        return run_of(record, may_cost(record, request), card, tokenizer, context, self.parts)
-
     def tell_exact(self, model: str, context: Context) -> None:
         """Of a generation that began earlier."""
-        _tell_exact(self._catalog.card_of_record(model), context)
-
-
-def _tell_exact(card: ModelCard, context: Context) -> None:
-    context.answer_headers[EXACT_HEADER] = "true" if card.exact else "false"
+        tell_exact(self._catalog.card_of_record(model), context)
 
 
 async def _prompt_ids(

@@ -7,23 +7,32 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import structlog
 
 from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.catalog import Resolved
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import unsupported
+from services.gateway.core.errors import InvalidParameter, check_range, unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.prompts.context_window import asked_tokens, fitting
-from services.gateway.intake.prompts.kv_cache import cache_salt, cache_ttl, session_named, session_of
+from services.gateway.intake.headers import EXACT_HEADER
+from services.gateway.intake.prompts.kv_cache import (
+    cache_salt,
+    cache_ttl,
+    session_named,
+    session_of,
+    sparse_of,
+)
 from services.gateway.intake.sampling.params import (
     prompt_logprobs,
     sampling_params,
     stop_token_ids,
     told_stop_ids,
 )
-from services.gateway.intake.sampling.sparse_attention import sparse_of
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+)
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState, new_identity, prefix_of, requests_of
 from services.gateway.lifecycle.request_tracker import RequestTracker
@@ -34,12 +43,16 @@ from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
 from shared import limits, tracing
-from shared.errors import PayloadTooLarge
-from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES
+from shared.errors import ContextLengthExceeded, PayloadTooLarge
+from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord
-from shared.nats.bus import encode
+from shared.nats.bus import encode as encode_message
 
+log = structlog.get_logger(__name__)
+
+SHOWN_OF_USER = 64
+"""Characters of `user` that logs show: it is a client's text."""
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
@@ -293,6 +306,26 @@ def run_of(
     return parts.presentations.run(answer, tokenizer, parts.answers, metrics=metrics, view=context.view)
 
 
+def text_run(
+    record: GenerationRecord,
+    request: GenerationFields,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    context: Context,
+    parts: RunDependencies,
+) -> StreamReader:
+    """As `run_of`, of a request for text."""
+    tell_exact(card, context)
+    if record.user:
+        log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
+    return run_of(record, may_cost(record, request), card, tokenizer, context, parts)
+
+
+def tell_exact(card: ModelCard, context: Context) -> None:
+    """In the answer's head."""
+    context.answer_headers[EXACT_HEADER] = "true" if card.exact else "false"
+
+
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
     """Tokens that it may come to; where the client names no limit, what answers usually are."""
     most = record.requests[0].max_tokens if asked_tokens(request) else UNNAMED_OUTPUT
@@ -339,7 +372,7 @@ def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) ->
         tokens += len(one.prompt) + len(one.prediction)
     if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
         return
-    size = count * sum(len(encode(one)) for one in requests)
+    size = count * sum(len(encode_message(one)) for one in requests)
     if size > most:
         raise PayloadTooLarge(
             f"The request's {count * len(requests)} generations have {size:,} bytes together, each with the whole "
@@ -353,3 +386,96 @@ def _deadline(started_at: float, context: Context, settings: GatewaySettings) ->
     given = started_at + settings.token_timeout
     later = context.background or context.key
     return given if later else min(given, context.deadline)
+
+
+# --- how many tokens -----------------------------------------------------------------------------
+
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+
+
+def max_tokens(
+    request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int, *, capped: bool = False
+) -> int:
+    """Output tokens at most. `default` 0: what the context leaves. `capped`: more than the context leaves is not
+    refused, and means what it leaves; a completion has the same default as a chat. Raises `ContextLengthExceeded`."""
+    room = card.context_length - prompt_tokens
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    asked = asked_tokens(request)
+    if room < (asked != 0):  # what is told of a prompt alone needs no room behind it
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and your {param} "
+            f"resulted in {prompt_tokens} tokens; shorten the {param}.",
+            param=param,
+        )
+    if asked is None and not capped and not isinstance(request, ChatCompletionRequest):
+        return min(COMPLETION_MAX_TOKENS, room)
+    if asked is None:
+        return min(default, room) if default else room
+    if asked > room and capped:
+        return room
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and you requested "
+            f"{prompt_tokens + asked} ({prompt_tokens} in the {param}, {asked} in the completion); "
+            f"reduce the {param} or max_tokens.",
+            param=param,
+        )
+    return asked
+
+
+def asked_tokens(request: GenerationFields) -> int | None:
+    """`max_tokens` under either of its names. Raises `InvalidParameter` when the two disagree."""
+    asked = request.max_tokens
+    if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
+        return asked
+    if asked not in (None, request.max_completion_tokens):
+        raise InvalidParameter(
+            f"Invalid 'max_tokens': it is {asked} and 'max_completion_tokens' is "
+            f"{request.max_completion_tokens}; give one of the two, the latter preferably.",
+            param="max_tokens",
+        )
+    return request.max_completion_tokens
+
+
+def fitting(
+    prompt: list[int], request: GenerationFields, card: ModelCard, settings: GatewaySettings, *, capped: bool
+) -> tuple[list[int], int]:
+    """A prompt as far as it is read, and the output tokens that it may have."""
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    if not prompt:
+        raise InvalidParameter(
+            f"Invalid '{param}': it resulted in no token; send at least one character.",
+            param=param,
+            reason="empty_prompt",
+        )
+    most = settings.prompt_limit
+    if request.truncate_prompt_tokens is not None:
+        prompt = truncated(request, card, prompt)
+    if most and len(prompt) > most:
+        raise ContextLengthExceeded(
+            f"This server takes prompts of at most {most} tokens, and yours has {len(prompt)}; shorten it "
+            f"({PROMPT_TOKENS.cited(most)}).",
+            param=param,
+        )
+    limit = max_tokens(request, card, len(prompt), settings.default_max_tokens, capped=capped)
+    if request.min_tokens is not None:
+        check_range("min_tokens", request.min_tokens, 0, limit)
+    return prompt, limit
+
+
+def truncated(request: GenerationFields, card: ModelCard, prompt: list[int]) -> list[int]:
+    """The end of `prompt` that `truncate_prompt_tokens` leaves. Raises `ContextLengthExceeded`."""
+    count = request.truncate_prompt_tokens
+    assert count is not None, "it is asked for"
+    if count > card.context_length:
+        raise ContextLengthExceeded(
+            f"truncate_prompt_tokens is {count} and this model's maximum context length is {card.context_length} "
+            "tokens; ask for fewer.",
+            param="truncate_prompt_tokens",
+        )
+    if count < 0:
+        chat_limit = getattr(request, "max_completion_tokens", None)
+        count = max(1, card.context_length - (chat_limit or request.max_tokens or 1))
+    return prompt[:count] if request.truncation_side == "right" else prompt[-count:]

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import check_range, empty_array, missing, unsupported
+from services.gateway.core.errors import InvalidParameter, check_range, empty_array, missing, unsupported
 from services.gateway.intake.rules import OneOf, Rule
 from services.gateway.intake.schemas import (
     MAX_SEED,

@@ -10,8 +10,7 @@ from services.gateway.api.grpc.call import GrpcCall
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate, Batches
-from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.field_errors import check_range, convert, missing
+from services.gateway.core.errors import InvalidParameter, RouteError, check_range, convert, missing
 from services.gateway.core.pagination import MOST, USUAL
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchJob

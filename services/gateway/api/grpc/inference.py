@@ -20,7 +20,7 @@ from services.gateway.api.grpc.session import (
     send_events,
     view_of,
 )
-from services.gateway.core.field_errors import missing
+from services.gateway.core.errors import missing
 from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.sampling.params import check_token_ids

@@ -10,8 +10,7 @@ from google.protobuf.message import Message as Protobuf
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.tools import calls_of, choice_of, format_of, object_in, tools_of
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert, missing
+from services.gateway.core.errors import InvalidParameter, convert, missing
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import missing
+from services.gateway.core.errors import InvalidParameter, missing
 
 Fields = dict[str, Any]
 _object = msgspec.json.Decoder(Fields)

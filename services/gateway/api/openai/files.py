@@ -11,8 +11,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import ANCHOR, BATCH_EXPIRY, expiry

@@ -10,7 +10,7 @@ from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.files import FileObject, Purpose, file_object
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.field_errors import convert, empty_array
+from services.gateway.core.errors import convert, empty_array
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import BATCH_EXPIRY, expiry
 from services.gateway.files.uploads import expiry_of, part_id

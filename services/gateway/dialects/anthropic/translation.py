@@ -24,8 +24,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, renamed
-from services.gateway.core.field_errors import convert, missing, unsupported
+from services.gateway.core.errors import InvalidParameter, convert, missing, renamed, unsupported
 from services.gateway.dialects.anthropic.schemas import (
     AnthropicTool,
     AnthropicToolChoice,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from services.gateway.core.field_errors import unsupported
+from services.gateway.core.errors import unsupported
 from services.gateway.dialects.ollama.formats import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.dialects.ollama.schemas import (
     OllamaChatRequest,

@@ -17,8 +17,7 @@ from starlette.routing import Route
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.models.routes import BODY, MANAGING
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.field_errors import missing, unsupported
+from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
 from services.gateway.core.registry import not_registered
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.ollama import shapes

@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api import shapes
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import convert
 from services.gateway.core.pagination import ListPage
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import check_range
+from services.gateway.core.errors import InvalidParameter, check_range
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, equal, neutral
 from services.gateway.intake.schemas import (

@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.field_errors import empty_array
+from services.gateway.core.errors import empty_array
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.responses.conversation.history import History
 from services.gateway.dialects.responses.conversation.items import read_input

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from services.gateway.core.field_errors import unsupported
+from services.gateway.core.errors import unsupported
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.conversation.history import History, room_of
 from services.gateway.dialects.responses.conversation.items import Reference, droppable, read_input

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import check_range, empty_array, unsupported
+from services.gateway.core.errors import InvalidParameter, check_range, empty_array, unsupported
 from services.gateway.dialects.responses.conversation.compaction import ContextManagement
 from services.gateway.dialects.responses.tools import placed_tools
 from services.gateway.intake.rules import (

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, renamed
-from services.gateway.core.field_errors import convert, unsupported
+from services.gateway.core.errors import InvalidParameter, convert, renamed, unsupported
 from services.gateway.dialects.responses.stream.items import NAMESPACE, qualified
 from services.gateway.intake.validation import asks_for_nothing
 from services.gateway.tool_calls.schemas import ToolNameText

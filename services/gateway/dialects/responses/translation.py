@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import own_name, renamed
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import convert, own_name, renamed
 from services.gateway.dialects.responses.conversation.items import chat_messages
 from services.gateway.dialects.responses.schemas import (
     CompactRequest,

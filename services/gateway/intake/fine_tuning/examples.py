@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, renamed
-from services.gateway.core.field_errors import unsupported
+from services.gateway.core.errors import InvalidParameter, renamed, unsupported
 from services.gateway.intake import validation
 from services.gateway.intake.fine_tuning.schemas import (
     ConversationLine,

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import missing, too_deep, unsupported
+from services.gateway.core.errors import InvalidParameter, missing, too_deep, unsupported
 from services.gateway.intake.prompts.conversation import (
     DEFAULT_FAMILY,
     functions_for_template,

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import too_deep
+from services.gateway.core.errors import InvalidParameter, too_deep
 from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tool_calls.families import FAMILIES

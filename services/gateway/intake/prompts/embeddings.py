@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from services.gateway.core.catalog import check_task
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import check_range, check_size
+from services.gateway.core.errors import InvalidParameter, check_range, check_size
 from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.rules import OneOf, Ruled, Rules

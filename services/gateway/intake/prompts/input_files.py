@@ -15,8 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError
-from services.gateway.core.field_errors import above, missing, unsupported
+from services.gateway.core.errors import InvalidParameter, RouteError, above, missing, unsupported
 from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message
 from shared import limits
 from shared.errors import PayloadTooLarge

@@ -1,4 +1,4 @@
-"""Under which names a prompt's KV blocks are found again, and for how long they are kept: sessions, salts, times.
+"""Under which names a prompt's KV blocks are found again, for how long they are kept, and which of them are read.
 
 The session is for sticky routing; a plain prompt has none: schedulers place it by its beginning
 (`scheduler/request.py`).
@@ -8,7 +8,19 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields, Message
+import msgspec
+
+from services.gateway.core.catalog import Resolved
+from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.intake.schemas import (
+    ChatCompletionRequest,
+    GenerationFields,
+    Message,
+    SparseAttentionField,
+    SparseAttentionOptions,
+)
+from shared.messages import ModelCard, SparseAttention
+from shared.sparse_attention import FIELDS, WrongChoice, check
 
 
 def conversation_key(messages: Sequence[Message]) -> str:
@@ -90,3 +102,36 @@ def cache_ttl(request: GenerationFields) -> float:
     if options is not None and options.mode == "explicit" and len(given) == named:
         return -1.0
     return max([CACHE_SECONDS.get(ttl, 0.0) for ttl in given if ttl is not None], default=0.0)
+
+
+# --- which of them are read -----------------------------------------------------------------------
+
+
+def sparse_of(given: SparseAttentionField | None, model: Resolved, card: ModelCard) -> SparseAttention | None:
+    """Which earlier tokens the request's tokens read; None: all. Raises `InvalidParameter`."""
+    if given is None:
+        return model.sparse if model.sparse_unasked else None
+    if given is False:
+        return None
+    choice = model.sparse or SparseAttention()
+    if isinstance(given, SparseAttentionOptions):
+        fields = {name: value for name in FIELDS if (value := getattr(given, name)) is not None}
+        choice = msgspec.structs.replace(choice, **fields)
+    try:
+        check(choice, card.page_tokens)
+    except WrongChoice as error:
+        name = f"sparse_attention.{error.field}"
+        raise InvalidParameter(f"Invalid '{name}': {error}.", param=name) from None
+    if choice.kind in card.sparse:
+        return choice
+    if "window" in card.sparse:
+        why = (
+            f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "
+            f"model loaded with them (ryzanstein models set {card.model} --sparse-attention on)"
+        )
+    else:
+        why = (
+            f"{card.model} cannot: none of its layers attends to all earlier tokens, or its groups are of an earlier "
+            "version; leave it out"
+        )
+    raise unsupported("sparse_attention", why)

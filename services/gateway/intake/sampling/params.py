@@ -4,11 +4,18 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.intake.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ContentPart,
+    GenerationFields,
+)
 from services.gateway.lifecycle.request_state import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
+from shared.errors import ContextLengthExceeded
+from shared.limits import PREDICTION
 from shared.messages import ModelCard, SamplingParams
 
 _OTHERS = ("seed", "logprobs", "bad_words")
@@ -127,3 +134,36 @@ def _ways_to_say(plain: list[int], spaced: list[int]) -> list[list[int]]:
     """The tokens of a word at the beginning of a text, and after a space where these are as many others."""
     differs = len(spaced) == len(plain) and spaced[:1] != plain[:1]
     return [tokens for tokens in ([plain, spaced] if differs else [plain]) if tokens]
+
+
+# --- what the answer is expected to be ------------------------------------------------------------
+
+
+async def predicted(request: GenerationFields, card: ModelCard, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of the answer that `request` expects. Raises `InvalidParameter`, `ContextLengthExceeded`."""
+    if not isinstance(request, ChatCompletionRequest) or request.prediction is None:
+        return []
+    text = _predicted_text(request.prediction.content)
+    _check_prediction(tokenizer.fewest_tokens(text), card)  # by its size, before it is tokenized
+    prediction = await tokenizer.encode(text, special=False)
+    _check_prediction(len(prediction), card)
+    return prediction
+
+
+def _check_prediction(tokens: int, card: ModelCard) -> None:
+    """An answer has no more tokens than the context, and nothing is expected behind its end."""
+    if tokens > card.context_length:
+        raise ContextLengthExceeded(
+            f"Invalid 'prediction': it has {tokens} tokens or more, more than any answer can have; shorten it "
+            f"({PREDICTION.cited(card.context_length)}).",
+            param="prediction",
+        )
+
+
+def _predicted_text(content: str | list[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise unsupported(f"prediction.content[{index}].{part.type[:64]}", "send text")
+    return "".join(part.text or "" for part in content)

@@ -1,30 +1,32 @@
-"""What of a request says how its answer's text must look, as a `Grammar`; and whether that grammar compiles.
+"""What of a request says how its answer's text must look, as a `Grammar`. Pure.
 
     response_format      text | json_object | json_schema        OpenAI; structural_tag: vLLM
     structured_outputs   json | regex | choice | grammar | structural_tag    vLLM
     guided_json, guided_regex, guided_choice, guided_grammar     vLLM, older
 
-At most one of them. What cannot be held to the letter is refused: nothing of a schema is left out silently.
+At most one of them. What cannot be held to the letter is refused: nothing of a schema is left out silently. Of a chat
+it is a part of the grammar that its tools and its reasoning demand (`demanded`).
 
-All tenants share one compiler: they take turns (`shared/tasks.py`), at most so many waiting, of a tenant and of all,
-each tenant with a share of the compiler's time.
+`structural_tag` is xgrammar's and vLLM's: tags in a text and what stands in them, as a grammar in Lark's notation.
+
+    {"type": "triggered_tags", "triggers": ["<f="], "tags": [{"begin": "<f=now>", "content": ..., "end": "</f>"}]}
+
+      ( text up to <f=   now> content </f> )*   text without <f=
+
+Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 """
 
-import asyncio
-import hashlib
 import operator
-import time
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import count
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, RateLimited
-from services.gateway.core.field_errors import missing
+from services.gateway.core.errors import InvalidParameter, convert, missing, too_deep
 from services.gateway.intake.prompts.chat import ChatPlan
-from services.gateway.intake.sampling.structural_tags import grammar_of_tags
 from services.gateway.intake.schemas import (
     GUIDED,
     GenerationFields,
@@ -34,26 +36,24 @@ from services.gateway.intake.schemas import (
 )
 from services.gateway.tool_calls.closed_objects import closed
 from services.gateway.tool_calls.grammar import (
+    NO_PARAMETERS,
     Calling,
+    Rules,
     behind_reasoning,
     calls_or,
+    joined,
+    literal,
+    regex_of,
     required_calls,
     strict_calls,
+    up_to,
 )
-from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
 from services.gateway.tool_calls.parser import REASONING
-from services.gateway.tool_calls.schemas import (
-    CustomFunction,
-)
+from services.gateway.tool_calls.schemas import CustomFunction
 from shared import limits
-from shared.errors import QueueFull
-from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, GrammarVerdict
-from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
+from shared.grammars import ANY_OBJECT, embedded, inexact
 from shared.messages import Grammar
 from shared.messages.records import Parsing
-from shared.tasks import RoundRobin
-
-KEPT_VERDICTS = 256
 
 
 class RequestedGrammar(msgspec.Struct, frozen=True):
@@ -243,160 +243,6 @@ def _empty(param: str) -> InvalidParameter:
     )
 
 
-# --- whether it compiles -------------------------------------------------------------------------
-
-
-class _Job(NamedTuple):
-    """A grammar that somebody waits for."""
-
-    tenant: str
-    grammar: Grammar
-    verdict: asyncio.Future[GrammarVerdict]
-
-
-class Grammars:
-    """Grammars of requests, each compiled once to see whether it can be; the verdicts are remembered. Tenants take
-    turns."""
-
-    def __init__(self) -> None:
-        self._check = GrammarCheck()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
-        self._turns: GrammarTurns[_Job] = GrammarTurns()
-        self._working: asyncio.Task[None] | None = None
-
-    async def of(self, request: GenerationFields, tenant: str = "", *, closes: bool = True) -> Grammar | None:
-        """What the answer to `request` must match; None: nothing. `closes`: as of `wanted_by`. Raises
-        `InvalidParameter`, `QueueFull`, `RateLimited`."""
-        wanted = wanted_by(request, closes=closes)
-        return None if wanted is None else await self.checked(wanted, tenant)
-
-    async def checked(
-        self, wanted: RequestedGrammar, tenant: str = "", parts: Iterable[RequestedGrammar] = ()
-    ) -> Grammar:
-        """The grammar to send to a ring. `tenant`: whose turn and time it is; `parts`: of `wanted`. Raises
-        `InvalidParameter` when it does not compile, of the part that does not, `QueueFull`, `RateLimited`."""
-        if wanted.grammar is ANY_OBJECT:
-            return ANY_OBJECT
-        key = hashlib.sha256(msgspec.msgpack.encode(wanted.grammar)).digest()
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = await self._ask(wanted.grammar, tenant)
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > KEPT_VERDICTS:
-                self._verdicts.popitem(last=False)
-        if verdict.grammar is None:
-            for part in parts:
-                await self.checked(part, tenant)
-            raise InvalidParameter(
-                f"{wanted.subject}: {verdict.problem}.", param=wanted.param, reason="invalid_grammar"
-            )
-        return verdict.grammar
-
-    async def _ask(self, grammar: Grammar, tenant: str) -> GrammarVerdict:
-        job = _Job(tenant, grammar, asyncio.get_running_loop().create_future())
-        self._turns.add(tenant, job, time.monotonic())
-        if self._working is None or self._working.done():
-            self._working = asyncio.create_task(self._work())
-        return await job.verdict
-
-    async def _work(self) -> None:
-        """Compiles what waits, one after the other."""
-        loop = asyncio.get_running_loop()
-        while (job := self._turns.next()) is not None:
-            if job.verdict.done():  # whoever waited has gone
-                continue
-            began = time.monotonic()
-            try:
-                verdict = await loop.run_in_executor(self._thread, self._check.check, job.grammar)
-            except BaseException:
-                if not job.verdict.done():
-                    job.verdict.cancel()
-                raise
-            now = time.monotonic()
-            self._turns.spent(
-                job.tenant, min(now - began, CPU_SECONDS), now
-            )  # a busy machine is not its fault
-            if not job.verdict.done():
-                job.verdict.set_result(verdict)
-
-    async def stop(self) -> None:
-        """Ends the process that compiles."""
-        await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._check.interrupt()
-        self._thread.shutdown()
-        self._check.close()
-
-
-MINUTE = 60.0
-
-Job = TypeVar("Job")
-
-
-class GrammarTurns(Generic[Job]):
-    """Jobs of tenants that wait, and the seconds that each tenant's have taken within the last minute."""
-
-    def __init__(self) -> None:
-        self._turns: RoundRobin[Job] = RoundRobin()
-        self._spent: dict[str, deque[tuple[float, float]]] = {}
-        """By tenant: when a job ended, and the seconds that it took."""
-
-    def add(self, tenant: str, job: Job, now: float) -> None:
-        """`now`: seconds of any steady clock. Raises `QueueFull` where too many wait, `RateLimited` where the
-        tenant's have taken too long."""
-        for limit, count in ((GRAMMARS_WAITING, self.waiting), (TENANT_GRAMMARS, self._turns.of(tenant))):
-            if count >= limit.value:
-                raise QueueFull(
-                    f"{count} new schemas and grammars wait to be compiled; try again in a moment ({limit.cited()}).",
-                    retry_after=1,
-                )
-        if wait := self._until_free(tenant, now):
-            raise RateLimited(
-                "Your schemas and grammars took too long to compile within a minute; use those that were compiled "
-                f"before, or try again in {wait:.0f} s ({GRAMMAR_SECONDS.cited()}).",
-                kind="requests",
-                wait=wait,
-            )
-        self._turns.add(tenant, job)
-
-    def next(self) -> Job | None:
-        """The job whose turn it is; None: none waits."""
-        return self._turns.next()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._turns)
-
-    def spent(self, tenant: str, seconds: float, now: float) -> None:
-        """A job of `tenant` took `seconds` and has ended `now`."""
-        self._forget(now)
-        self._spent.setdefault(tenant, deque()).append((now, seconds))
-
-    def _until_free(self, tenant: str, now: float) -> float:
-        """Seconds until it has time left; 0: it has some."""
-        self._forget(now)
-        spent = self._spent.get(tenant, ())
-        over = sum(seconds for _, seconds in spent) - GRAMMAR_SECONDS.value
-        for ended, seconds in spent:
-            if over < 0:
-                break
-            over -= seconds
-            if over < 0:
-                return ended + MINUTE - now
-        return 0.0
-
-    def _forget(self, now: float) -> None:
-        for tenant in list(self._spent):
-            spent = self._spent[tenant]
-            while spent and spent[0][0] <= now - MINUTE:
-                spent.popleft()
-            if not spent:
-                del self._spent[tenant]
-
-
 # --- with tools and reasoning ---------------------------------------------------------------------
 
 
@@ -466,3 +312,237 @@ def _small_enough(wanted: RequestedGrammar) -> RequestedGrammar:
             reason="string_above_max_length",
         )
     return wanted
+
+
+# --- structural tags ------------------------------------------------------------------------------
+
+
+Text = Annotated[str, Meta(min_length=1)]
+_ANY = "/(?s:.*)/"
+
+
+class _Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class ConstString(_Format, frozen=True, tag="const_string"):
+    value: str
+
+
+class JsonSchema(_Format, frozen=True, tag="json_schema"):
+    json_schema: dict[str, Any]
+
+
+class Regex(_Format, frozen=True, tag="regex"):
+    pattern: Text
+
+
+class AnyText(_Format, frozen=True, tag="any_text"):
+    """Up to the end of the tag that it stands in, or of the answer."""
+
+
+class InOrder(_Format, frozen=True, tag="sequence"):
+    elements: Annotated[list["Format"], Meta(min_length=1)]
+
+
+class Or(_Format, frozen=True, tag="or"):
+    elements: Annotated[list["Format"], Meta(min_length=1)]
+
+
+class Tag(_Format, frozen=True, tag="tag"):
+    begin: str
+    content: "Format"
+    end: str
+
+
+class TriggeredTags(_Format, frozen=True, tag="triggered_tags"):
+    """Any text; behind each trigger one of the tags that begin so."""
+
+    triggers: Annotated[list[Text], limits.STRUCTURAL_TRIGGERS.length(min_length=1)]
+    tags: Annotated[list[Tag], Meta(min_length=1)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class TagsWithSeparator(_Format, frozen=True, tag="tags_with_separator"):
+    """Tags, and nothing else."""
+
+    tags: Annotated[list[Tag], Meta(min_length=1)]
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+Format = ConstString | JsonSchema | Regex | AnyText | InOrder | Or | Tag | TriggeredTags | TagsWithSeparator
+
+
+class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The older form of a tag."""
+
+    begin: str
+    end: str
+    schema: dict[str, Any] = {}
+
+
+class _Older(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    triggers: Annotated[list[Text], limits.STRUCTURAL_TRIGGERS.length(min_length=1)]
+    structures: Annotated[list[Structure], Meta(min_length=1)]
+
+
+def grammar_of_tags(given: Mapping[str, Any], param: str, *, closes: bool) -> Grammar:
+    """Of what stands at `param` in a request: a `format`, or the older `structures` and `triggers`. `closes`: whether
+    the objects of schemas are closed. Raises `InvalidParameter`."""
+    maker = _Maker(param, closes=closes)
+    maker.rules.add("start", maker.of(_read(given, param)))
+    text = maker.rules.text().replace("::=", "\\u003a:=")  # else it would look like GBNF (`shared.grammars`)
+    return Grammar("lark", text)
+
+
+class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: Format
+
+
+def _read(given: Mapping[str, Any], param: str) -> Format:
+    """What is wrong is told by its place in the request."""
+    if too_deep(given):
+        raise _wrong(param, f"it is nested too deeply ({limits.NESTING.cited()})")
+    fields = {name: value for name, value in given.items() if name != "type" and value is not None}
+    kind, names = _Older if "structures" in fields else Tags, param.split(".")
+    for name in reversed(names):
+        fields = {name: fields}
+    found: Any = convert(fields, _at(param, kind))
+    for name in names:
+        found = getattr(found, name)
+    if isinstance(found, Tags):
+        return found.format
+    tags = [Tag(one.begin, JsonSchema(one.schema), one.end) for one in found.structures]
+    return TriggeredTags(found.triggers, tags)
+
+
+@cache
+def _at(param: str, kind: Any) -> Any:
+    for name in reversed(param.split(".")):
+        kind = msgspec.defstruct("At", [(name, kind)])
+    return kind
+
+
+def _wrong(param: str, what: str) -> InvalidParameter:
+    return InvalidParameter(f"Invalid '{param}': {what}.", param=param)
+
+
+class _Maker:
+    """Expressions of formats, each with the text that stands behind it: any text goes up to that."""
+
+    def __init__(self, param: str, *, closes: bool) -> None:
+        self.rules = Rules()
+        self._param, self._closes = param, closes
+        self._numbers = count()
+
+    def of(self, given: Format, end: str = "") -> str:
+        """Raises `InvalidParameter`."""
+        behind = literal(end, {})
+        match given:
+            case ConstString():
+                return literal(given.value + end, {})
+            case JsonSchema():
+                return joined(self._schema(given.json_schema), behind)
+            case Regex():
+                return joined(f"/{given.pattern.replace('/', chr(92) + '/')}/", behind)
+            case AnyText():
+                return self._any_text(end)
+            case InOrder():
+                return self._sequence(given.elements, end)
+            case Or():
+                return self._one_of([self.of(element, end) for element in given.elements])
+            case Tag():
+                return joined(self._tag(given, ""), behind)
+            case TriggeredTags():
+                return self._triggered(given, end)
+        return joined(self._separated(given), behind)
+
+    def _add(self, word: str, body: str, attributes: str = "") -> str:
+        return self.rules.add(f"{word}_{next(self._numbers)}", body, attributes)
+
+    def _one_of(self, bodies: Sequence[str]) -> str:
+        return f"({' | '.join(bodies)})"
+
+    def _schema(self, schema: dict[str, Any]) -> str:
+        if (number := inexact(schema)) is not None:
+            raise _wrong(
+                self._param, f"{number} in it is a whole number beyond 2^53, which cannot be held exactly"
+            )
+        return self._add("schema", embedded(closed(schema) if self._closes else schema))
+
+    def _any_text(self, end: str) -> str:
+        if not end:
+            return _ANY
+        attributes, body = up_to(end, {})
+        return self._add("text", body, attributes)
+
+    def _sequence(self, elements: Sequence[Format], end: str) -> str:
+        *before, last = elements
+        if any(map(_is_open, before)):
+            raise _wrong(
+                self._param,
+                "any text that more follows in a sequence has no end; put it last, or in a tag",
+            )
+        return joined(*(self.of(element) for element in before), self.of(last, end))
+
+    def _tag(self, tag: Tag, said: str) -> str:
+        """The tag behind `said`, with which it begins."""
+        return joined(literal(tag.begin.removeprefix(said), {}), self.of(tag.content, tag.end))
+
+    def _triggered(self, given: TriggeredTags, end: str) -> str:
+        tags: dict[str, list[str]] = {}
+        for tag in given.tags:
+            triggers = [trigger for trigger in given.triggers if tag.begin.startswith(trigger)]
+            if len(triggers) != 1:
+                raise _wrong(
+                    self._param,
+                    f"{len(triggers)} of the triggers begin the tag {tag.begin[:64]!r}; give it one alone",
+                )
+            tags.setdefault(triggers[0], []).append(self._tag(tag, triggers[0]))
+        up_to_one_of = self._up_to_one_of([*given.triggers, end] if end else given.triggers)
+        one = self._one_of(
+            [joined(up_to_one_of(trigger), self._one_of(bodies)) for trigger, bodies in tags.items()]
+        )
+        rest = up_to_one_of(end)
+        if given.stop_after_first:
+            last = joined(one, literal(end, {}))
+            return last if given.at_least_one else self._one_of([last, rest])
+        return f"{one}{'+' if given.at_least_one else '*'} {rest}"
+
+    def _up_to_one_of(self, ends: Sequence[str]) -> Callable[[str], str]:
+        """Makes expressions for any text up to the first of `ends`, where that is the one given; "": for any text
+        without them."""
+        number = next(self._numbers)
+        some = f"(?s:.*)({'|'.join(map(regex_of, ends))})"
+        self.rules.add(f"SOME_{number}", f"/{some}(?s:.*)/")
+        self.rules.add(f"BEFORE_{number}", f"/{some}(?s:.+)/")
+
+        def make(end: str) -> str:
+            if not end:
+                return self._add("FREE", f"{_ANY} & ~SOME_{number}")
+            return self._add("UPTO", f"/(?s:.*){regex_of(end)}/ & ~BEFORE_{number}")
+
+        return make
+
+    def _separated(self, given: TagsWithSeparator) -> str:
+        tag = self._add("tag", self._one_of([self._tag(one, "") for one in given.tags]))
+        more = "" if given.stop_after_first else f"({joined(literal(given.separator, {}), tag)})*"
+        tags = joined(tag, more)
+        return tags if given.at_least_one else f"({tags})?"
+
+
+def _is_open(given: Format) -> bool:
+    """Whether it ends with any text."""
+    match given:
+        case AnyText():
+            return True
+        case TriggeredTags():
+            return not (given.stop_after_first and given.at_least_one)
+        case InOrder():
+            return _is_open(given.elements[-1])
+        case Or():
+            return any(map(_is_open, given.elements))
+    return False

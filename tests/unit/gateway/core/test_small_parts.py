@@ -20,8 +20,8 @@ from services.gateway.core.errors import (
     status_of,
 )
 from services.gateway.core.metrics import GatewayMetrics
-from services.gateway.intake.prompts.context_window import max_tokens
 from services.gateway.intake.prompts.kv_cache import cache_key, cache_salt, conversation_key, session_of
+from services.gateway.intake.record import max_tokens
 from services.gateway.intake.sampling.params import sampling_params
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, Message
 from services.gateway.lifecycle.records import Misses

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.core.pagination import PageQuery
 from services.gateway.dialects.responses.schemas import ResponseRequest
 from services.gateway.intake.decoding import decode, read_query

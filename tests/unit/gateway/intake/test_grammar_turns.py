@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.core.errors import RateLimited
-from services.gateway.intake.sampling.structured_output import MINUTE, GrammarTurns
+from services.gateway.intake.sampling.grammars import MINUTE, GrammarTurns
 from shared.errors import QueueFull
 from shared.limits import GRAMMAR_SECONDS, GRAMMARS_WAITING, TENANT_GRAMMARS
 

@@ -10,8 +10,8 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import headers
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.chat import plan_of
-from services.gateway.intake.prompts.context_window import truncated
 from services.gateway.intake.prompts.kv_cache import cache_salt
+from services.gateway.intake.record import truncated
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.validation import check_chat, ignored_fields
 from services.gateway.tokenizer.templates import Traits

@@ -14,8 +14,7 @@ from openai.types.chat import (
 )
 from openai.types.chat import completion_create_params as chat_create_params
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.intake import validation
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.kv_cache import cache_ttl

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.api.openapi.constraints import constrain
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert
-from services.gateway.intake.prompts.context_window import predicted as tokens_of_prediction
+from services.gateway.core.errors import InvalidParameter, convert
+from services.gateway.intake.sampling.params import predicted as tokens_of_prediction
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.validation import check_chat, marked
 from services.gateway.streams.formats import PredictionTally

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.sampling.structural_tags import grammar_of_tags
+from services.gateway.intake.sampling.structured_output import grammar_of_tags
 from tests.unit.gateway.tool_calls.test_grammar import Vocabulary, lets_through
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -10,9 +10,10 @@ import pytest
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.sampling import grammars as compiling
 from services.gateway.intake.sampling import structured_output
+from services.gateway.intake.sampling.grammars import Grammars
 from services.gateway.intake.sampling.structured_output import (
-    Grammars,
     grammar_of_choices,
     grammar_of_schema,
     wanted_by,
@@ -230,7 +231,7 @@ async def test_gbnf_goes_to_the_ring_as_lark() -> None:
 
 async def test_no_more_wait_to_be_compiled_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     none = msgspec.structs.replace(limits.GRAMMARS_WAITING, value=0)
-    monkeypatch.setattr(structured_output, "GRAMMARS_WAITING", none)
+    monkeypatch.setattr(compiling, "GRAMMARS_WAITING", none)
     grammars = Grammars()
     try:
         with pytest.raises(QueueFull, match="wait to be compiled"):

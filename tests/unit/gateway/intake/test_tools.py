@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import too_deep
+from services.gateway.core.errors import InvalidParameter, too_deep
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.prompts.chat import Asked, asked_of
 from services.gateway.intake.prompts.conversation import messages_for_template

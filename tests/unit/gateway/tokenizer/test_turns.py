@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.intake.fine_tuning.examples import conversation_of
 from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest

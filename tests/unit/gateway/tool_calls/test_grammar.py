@@ -12,13 +12,13 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.grammar import (
+    VARIANTS,
     Calling,
     behind_reasoning,
     calls_or,
     required_calls,
     strict_calls,
 )
-from services.gateway.tool_calls.grammar_rules import VARIANTS
 from services.gateway.tool_calls.parser import Parser
 from services.gateway.tool_calls.parsers import gemma, harmony, tagged
 from services.gateway.tool_calls.parsers.scanner import Event

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import convert
+from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.intake.prompts.chat import ChatPlan, plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import ChatTemplate, traits_of

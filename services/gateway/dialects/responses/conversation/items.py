@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.field_errors import empty_array, missing, unsupported
+from services.gateway.core.errors import InvalidParameter, empty_array, missing, unsupported
 from services.gateway.dialects.responses.conversation import compaction
 from services.gateway.dialects.responses.schemas import (
     AnyItem,

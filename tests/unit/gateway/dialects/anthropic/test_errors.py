@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from services.gateway.api.dialect import PLAIN, Dialects
-from services.gateway.core.field_errors import unsupported
+from services.gateway.core.errors import unsupported
 from services.gateway.dialects.anthropic import errors
 from services.gateway.dialects.anthropic.dialect import ANTHROPIC
 from services.gateway.dialects.registry import DIALECTS
