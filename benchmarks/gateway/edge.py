@@ -8,6 +8,7 @@ request's CPU time is what the API costs and what both share of it.
 import asyncio
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from services.gateway.api.backend import GatewayBackend
 from services.gateway.api.backend import GatewayServices as BackendParts
 from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
-from services.gateway.core.catalog import Resolved
+from services.gateway.core.catalog import Catalog, Resolved, SparseKinds
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.registry import DIALECTS
@@ -112,13 +113,14 @@ def edge_parts() -> EdgeParts:
     async def loaded(*_: object, **__: object) -> ModelCard:
         return card
 
-    named = Resolved(card.model)
+    named, kinds = Resolved(card.model), SparseKinds([], [])
     known = {
         "card": lambda _: card,
         "listed": lambda: [card],
         "is_model": lambda _: True,
     }
-    catalog = cast(Any, SimpleNamespace(**known, of_request=lambda *_: (card, named)))
+    catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named, sparse_kinds=lambda _: kinds))
+    catalog.of_request = partial(Catalog.of_request, catalog)
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
     endpoints = [one for dialect in DIALECTS for one in dialect.endpoints]
     presentations = Presentations({one.name: one.presentation for one in endpoints})

@@ -316,13 +316,13 @@ class InputProcessor:
 
     async def _model(self, request: GenerationFields, ignored: Sequence[str], context: Context) -> ModelCard:
         """The one that is to answer. `context` gets the request's own id, and `ignored` fields, which change nothing,
-        are told. Raises as `loaded` and `resolve`."""
+        are told. Raises as `loaded`, and `UnknownModel`."""
         if ignored:
             self.ignored(context.answer_headers).tell(ignored)
         if request.request_id is not None:
             context.request_id = context.answer_headers["x-request-id"] = request.request_id
         card = await self.loaded(request, context)
-        card = self.resolve(request.model, card, context)
+        card, context.model = self._catalog.of_request(request.model, card, context.tenant)
         check_task(card, "generate")
         return card
 

@@ -47,7 +47,7 @@ from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord
-from shared.nats.bus import encode as encode_message
+from shared.nats.bus import encode
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +56,7 @@ SHOWN_OF_USER = 64
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
+_as_json = msgspec.json.Encoder().encode
 _TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
 """Bytes of a token on the wire, and of all else in a generation, at most."""
 
@@ -258,7 +259,7 @@ def _shown(
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
     if request.store and isinstance(request, ChatCompletionRequest):
-        shown["messages"] = msgspec.json.encode(request.messages)
+        shown["messages"] = _as_json(request.messages)
     return shown
 
 
@@ -372,7 +373,7 @@ def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) ->
         tokens += len(one.prompt) + len(one.prediction)
     if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
         return
-    size = count * sum(len(encode_message(one)) for one in requests)
+    size = count * sum(len(encode(one)) for one in requests)
     if size > most:
         raise PayloadTooLarge(
             f"The request's {count * len(requests)} generations have {size:,} bytes together, each with the whole "

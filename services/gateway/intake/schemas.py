@@ -301,6 +301,7 @@ _SPEAKERS = frozenset(("system", "developer", "user", "assistant"))
 _BESIDES = tuple(name for name in Message.__struct_fields__ if name not in ("role", "content"))
 _of_besides = operator.attrgetter(*_BESIDES)
 _NO_BESIDES = (None,) * len(_BESIDES)
+IS_TEXT = operator.attrgetter("is_text")
 
 
 Messages = Annotated[list[Message], limits.MESSAGES.length(min_length=1)]

@@ -13,6 +13,7 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter, check_range, empty_array, missing, unsupported
 from services.gateway.intake.rules import OneOf, Rule
 from services.gateway.intake.schemas import (
+    IS_TEXT,
     MAX_SEED,
     PART_TYPES,
     ChatCompletionRequest,
@@ -114,11 +115,11 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
 
 def _check_generation(request: GenerationFields) -> list[str]:
     """What both kinds of request have in common."""
-    ignored = checked_fields(request)
+    check_fields(request)
     if request.seed is not None:
         check_range("seed", request.seed, -(2**63), MAX_SEED)
     check_truncation(request.truncate_prompt_tokens)
-    return ignored
+    return ignored_fields(request)
 
 
 def check_truncation(count: int | None) -> None:
@@ -139,7 +140,7 @@ def check_chat(request: ChatCompletionRequest) -> list[str]:
     """The fields of `request` that change nothing. Raises `InvalidParameter` for the first thing wrong in it, as far as
     that needs no model."""
     ignored = _check_generation(request)
-    if not all(message.is_text for message in request.messages):
+    if not all(map(IS_TEXT, request.messages)):
         check_messages(request.messages)
         check_conversation(request.messages)
     return ignored

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, too_deep
-from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage
+from services.gateway.intake.schemas import IS_TEXT, ChatCompletionRequest, Message, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parsers.values import to_json
@@ -58,7 +58,7 @@ def messages_for_template(
 ) -> list[Shown]:
     """`native`: the template shows calls and results; otherwise they are put into words: those of `family`, where the
     template shows its tools, and results as they are."""
-    if all(message.is_text for message in messages):
+    if all(map(IS_TEXT, messages)):
         return [
             {"role": "system" if message.role == "developer" else message.role, "content": message.content}
             for message in messages

@@ -79,7 +79,7 @@ _of_tenant = lru_cache(1024)(_digest)
 """Of a tenant: the same with all its requests."""
 
 
-CACHE_SECONDS = {"30m": 1800.0, "12h": 43200.0, "24h": 86400.0}
+CACHE_SECONDS = {"in_memory": 0.0, "in-memory": 0.0, "30m": 1800.0, "12h": 43200.0, "24h": 86400.0}
 
 
 def cache_ttl(request: GenerationFields) -> float:
@@ -101,7 +101,7 @@ def cache_ttl(request: GenerationFields) -> float:
             ]
     if options is not None and options.mode == "explicit" and len(given) == named:
         return -1.0
-    return max([CACHE_SECONDS.get(ttl, 0.0) for ttl in given if ttl is not None], default=0.0)
+    return max(map(CACHE_SECONDS.__getitem__, filter(None, given)), default=0.0)
 
 
 # --- which of them are read -----------------------------------------------------------------------
