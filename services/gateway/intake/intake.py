@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from services.gateway.auth.authenticator import Authenticator, Principal
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import RouteError
 from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
-from services.gateway.intake.decoding import lacks_model, with_model
 from services.gateway.intake.endpoint import BodyEndpoint, Endpoint, Endpoints, streamed
 from services.gateway.intake.headers import IgnoredFields
 from services.gateway.intake.processor import Canonical, InputProcessor, decoded_chat
@@ -54,9 +53,9 @@ class Intake:
         """
         self._authenticator.check(context.principal)
         found = self._endpoints.bodies.get(endpoint) or self._endpoints.named(endpoint, body)
-        if not context.key:
-            return await self._prepared(found, body, context, always_streamed)
         make = partial(self._prepared, found, body, context, always_streamed)
+        if not context.key:
+            return await make()
         return await self._repeatable(found.name, fingerprint(body), context, make)
 
     async def _prepared(
@@ -68,12 +67,7 @@ class Intake:
             if type(body) is not bytes or len(body) > LARGE_REQUEST:
                 await self.large.turn(context.tenant, context.body_bytes)
             ignored = IgnoredFields(context.answer_headers, self.processor.strict)
-            try:
-                request = endpoint.decode(body, ignored)
-            except InvalidParameter as error:
-                if not lacks_model(error):
-                    raise
-                request = endpoint.decode(with_model(body, self.processor.only_model()), ignored)
+            request = self.processor.of_some_model(partial(endpoint.decode, ignored=ignored), body)
             if always_streamed:
                 request = streamed(endpoint, request)
             return await endpoint.prepare(self.processor, request, context)
@@ -84,11 +78,8 @@ class Intake:
         """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
         `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
         self._authenticator.check(context.principal)
-        if not context.key:
-            return await self._prepared_decoded(request, context)
-        return await self._repeatable(
-            endpoint, print_, context, partial(self._prepared_decoded, request, context)
-        )
+        make = partial(self._prepared_decoded, request, context)
+        return await (self._repeatable(endpoint, print_, context, make) if context.key else make())
 
     async def _prepared_decoded(self, request: Canonical, context: Context) -> StreamReader:
         with tracing.stage("prepare"):

@@ -119,7 +119,7 @@ class InputProcessor:
             )
         return names[0]
 
-    def of_some_model(self, decoded: Callable[[bytes], T], body: bytes) -> T:
+    def of_some_model(self, decoded: Callable[[bytes | msgspec.Raw], T], body: bytes | msgspec.Raw) -> T:
         """`body`, decoded; where it names no model, with the one that is served. Raises `InvalidParameter`."""
         try:
             return decoded(body)
@@ -209,9 +209,7 @@ class InputProcessor:
         tokenizer = await self._tokenizers.get(card, context.tenant)
         closes = closes_objects(request, usual=settings.close_objects)
         wanted = wanted_by(request, closes=closes)
-        plan, rendering = await rendered(request, card, tokenizer)
-        cut = request.truncate_prompt_tokens is not None
-        check_text("messages", rendering.text, card, tokenizer, settings.prompt_limit, cut=cut)
+        plan, rendering = await rendered(request, card, tokenizer, settings.prompt_limit)
         parsing = plan.parsing(rendering.text)
         if parsing is not None:
             wanted = demanded(plan, parsing, wanted, tokenizer.specials(markers_of(parsing)), closes=closes)
@@ -219,9 +217,7 @@ class InputProcessor:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self.ignored(context.answer_headers).tell(told)
         schemas = schemas_of(plan)
-        grammar = None
-        if wanted is not None:
-            grammar = await self._grammars.checked(wanted, context.tenant, schemas)
+        grammar = await self._grammars.checked(wanted, context.tenant, schemas) if wanted else None
         with tracing.stage("tokenize"):
             prompt = await tokenizer.encode_rendered(rendering)
         words = await bad_words(request, tokenizer)
@@ -257,8 +253,7 @@ class InputProcessor:
 
     async def completion(self, request: CompletionRequest, context: Context) -> StreamReader:
         """Raises as `Intake.prepare`."""
-        ignored = validation.check_completion(request)
-        card = await self._model(request, ignored, context)
+        card = await self._model(request, validation.check_completion(request), context)
         given = validation.prompts_of(request)
         closes = self.parts.settings.close_objects
         grammar = await self._grammars.of(request, context.tenant, closes=closes)
@@ -275,15 +270,11 @@ class InputProcessor:
         return text_run(record, request, card, tokenizer, context, self.parts)
 
     async def embedding(
-        self,
-        request: EmbeddingRequest,
-        context: Context,
-        endpoint: str = "embeddings",
+        self, request: EmbeddingRequest, context: Context, endpoint: str = "embeddings"
     ) -> StreamReader:
         """A vector of each input. Raises as `Intake.prepare`."""
         given = embeddings.inputs_of(request)
-        card = await self.loaded(request, context)
-        card = self.resolve(request.model, card, context)
+        card = self.resolve(request.model, await self.loaded(request, context), context)
         embeddings.check(request, card)
         tokenizer = await self.tokenizer_of(card, context.tenant)
         limit = self.parts.settings.prompt_limit

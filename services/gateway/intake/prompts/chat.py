@@ -19,7 +19,7 @@ from services.gateway.intake.prompts.conversation import (
     with_instructions,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters
+from services.gateway.intake.validation import LEAST_TRUNCATED, check_characters, check_text
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
@@ -342,9 +342,11 @@ class Planned(NamedTuple):
     prompt: Rendered
 
 
-async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer) -> Planned:
-    """A request that was checked, in the model's own form. Raises `InvalidParameter`, `ContextLengthExceeded`,
-    `QueueFull`."""
+async def rendered(
+    request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int | None = None
+) -> Planned:
+    """A request that was checked, in the model's own form. `prompt_limit`: tokens that it may have at most, 0: what the
+    context has; None: it is not generated from. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
     plan = plan_of(request, card, tokenizer.traits)
     characters = 0
     for message in plan.messages:
@@ -355,4 +357,8 @@ async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: T
             characters += sum([len(part.get("text") or "") for part in content])
     if characters > LEAST_TRUNCATED:
         check_characters(characters, card)
-    return Planned(plan, await tokenizer.render_chat(plan.messages, plan.tools, plan.options))
+    prompt = await tokenizer.render_chat(plan.messages, plan.tools, plan.options)
+    if prompt_limit is not None:
+        cut = request.truncate_prompt_tokens is not None
+        check_text("messages", prompt.text, card, tokenizer, prompt_limit, cut=cut)
+    return Planned(plan, prompt)

@@ -21,7 +21,6 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.prompts.chat import rendered
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
-from services.gateway.intake.validation import check_text
 from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
@@ -75,10 +74,8 @@ async def next_prompt(
     request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, most: int
 ) -> list[int]:
     """The tokens with which the prompt begins that the conversation will have with the user's next message. `most`: as
-    of `check_text`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
-    planned = await rendered(request, card, tokenizer)
-    cut = request.truncate_prompt_tokens is not None
-    check_text("messages", planned.prompt.text, card, tokenizer, most, cut=cut)
+    the limit of `rendered`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
+    planned = await rendered(request, card, tokenizer, most)
     last = request.messages[-1]
     if last.role in _BEFORE_USER and not last.tool_calls and not last.function_call:
         prompts = []

@@ -226,10 +226,10 @@ def _checked_choices(choices: list[str], param: str) -> list[str]:
     return choices
 
 
-def _check_size(size: int, param: str, subject: str) -> None:
+def _check_size(size: int, param: str, subject: str, told: str = "it has {} bytes; make it smaller") -> None:
     if size > limits.GRAMMAR_BYTES.value:
         raise InvalidParameter(
-            f"{subject}: it has {size} bytes; make it smaller ({limits.GRAMMAR_BYTES.cited()}).",
+            f"{subject}: {told.format(size)} ({limits.GRAMMAR_BYTES.cited()}).",
             param=param,
             reason="string_above_max_length",
         )
@@ -263,18 +263,20 @@ def demanded(
     if not plan.family:
         if answer is None or not (opened or _begins_with_marks(answer, reasoning)):
             return answer
-        return _as(answer, behind_reasoning(answer.grammar, reasoning, specials, opened=opened))
+        grammar = behind_reasoning(answer.grammar, reasoning, specials, opened=opened)
+        return _made(grammar, answer.param, answer.subject)
     calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials, closes)
     if plan.asked.required:
         grammar = required_calls(calling, reasoning, opened=opened)
     elif answer is not None:
-        return _as(answer, calls_or(calling, answer.grammar, reasoning, opened=opened))
+        grammar = calls_or(calling, answer.grammar, reasoning, opened=opened)
+        return _made(grammar, answer.param, answer.subject)
     elif (strict := strict_calls(calling, reasoning, opened=opened)) is not None:
         grammar = strict
     else:
         return None
     name = "functions" if plan.asked.legacy else "tools"
-    return _small_enough(RequestedGrammar(grammar, name, f"Invalid '{name}'"))
+    return _made(grammar, name, f"Invalid '{name}'")
 
 
 def _begins_with_marks(answer: RequestedGrammar, reasoning: str) -> bool:
@@ -298,20 +300,11 @@ def schemas_of(plan: ChatPlan) -> Iterator[RequestedGrammar]:
         yield RequestedGrammar(grammar_of_schema(schema), where, what)
 
 
-def _as(wanted: RequestedGrammar, grammar: Grammar) -> RequestedGrammar:
-    return _small_enough(RequestedGrammar(grammar, wanted.param, wanted.subject))
-
-
-def _small_enough(wanted: RequestedGrammar) -> RequestedGrammar:
-    size = len(wanted.grammar.text.encode())
-    if size > limits.GRAMMAR_BYTES.value:
-        raise InvalidParameter(
-            f"{wanted.subject}: as a grammar it has {size} bytes; send fewer or smaller schemas "
-            f"({limits.GRAMMAR_BYTES.cited()}).",
-            param=wanted.param,
-            reason="string_above_max_length",
-        )
-    return wanted
+def _made(grammar: Grammar, param: str, subject: str) -> RequestedGrammar:
+    """`grammar`, which was made of what stands at `param` in a request."""
+    told = "as a grammar it has {} bytes; send fewer or smaller schemas"
+    _check_size(len(grammar.text.encode()), param, subject, told)
+    return RequestedGrammar(grammar, param, subject)
 
 
 # --- structural tags ------------------------------------------------------------------------------
