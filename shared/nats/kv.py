@@ -13,7 +13,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig
 from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
 
-from shared.errors import BrokerFull, BrokerUnavailable
+from shared.errors import BrokerFull, BrokerUnavailable, InternalError
 from shared.nats.bus import LEADER_PAUSE, Bus, encode
 from shared.nats.errors import BROKER_ERRORS, reason_of, translated
 from shared.nats.streams import (
@@ -84,10 +84,8 @@ class Bucket(Generic[T]):
     (`shared/nats/tenants.py`) they are those of NATS, as they stand.
 
     Every method raises `BrokerUnavailable` when the broker does not answer or will not do it. A value
-    that cannot be decoded is logged and taken for one that is not there.
+    that cannot be decoded is logged and taken for one that is not there. Before `ensure` they raise `InternalError`.
     """
-
-    _store: KeyValue
 
     def __init__(
         self,
@@ -108,6 +106,7 @@ class Bucket(Generic[T]):
         self._max_bytes = max_bytes
         self._plain = plain
         self._decoder = msgspec.msgpack.Decoder(value_type)
+        self._opened: KeyValue | None = None
 
     @classmethod
     async def open(cls, bus: Bus, name: str, value_type: type[T], **options: Any) -> "Bucket[T]":
@@ -124,9 +123,15 @@ class Bucket(Generic[T]):
             await self._bound()
         with translated(f"open the bucket {name}"):
             if self._max_bytes or await made_by_others(bus, f"KV_{name}"):
-                self._store = await _existing(bus, name)
+                self._opened = await _existing(bus, name)
             else:
-                self._store = await when_led(bus, lambda: _find_or_create(bus, name, self._ttl))
+                self._opened = await when_led(bus, lambda: _find_or_create(bus, name, self._ttl))
+
+    @property
+    def _store(self) -> KeyValue:
+        if self._opened is None:
+            raise InternalError(f"The bucket {self._name} was not opened; await its ensure first.")
+        return self._opened
 
     async def _bound(self) -> None:
         """Creates the stream of one with `max_bytes`, which NATS' own buckets do not know to drop from."""
