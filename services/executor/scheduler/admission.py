@@ -1,14 +1,15 @@
 """Whether a request can be taken at all: what a ring refuses before it costs anything, and what has ended before."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import problem_with, problem_with_bans, token_bans_of
-from services.executor.core.sparse_attention import problem_with as problem_with_choice
 from services.executor.scheduler.sequence import finish_reason
 from shared import limits
 from shared.errors import (
@@ -19,7 +20,6 @@ from shared.errors import (
     RyzansteinError,
 )
 from shared.messages import GenerationRequest, Refusal, TokenEntry
-from shared.messages.registry import DIGEST_DIGITS, is_digest
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
@@ -51,6 +51,26 @@ class BatchSettings(msgspec.Struct, frozen=True):
             )
 
 
+FieldSize = tuple[str, int, limits.Limit, int | None]
+"""A field, how large it is, its bound, and what is in place of the bound's value where the model decides."""
+Check = Callable[[GenerationRequest, EngineSpec], InvalidRequest | None]
+
+
+class RequestChecks(NamedTuple):
+    """What a feature of steps demands of requests. `Admission` asks every feature for one of these before it asks the
+    first for the next, in this order."""
+
+    numbers: Check | None = None
+    """Of numbers that `sizes` are made of."""
+    sizes: Callable[[GenerationRequest], Iterable[FieldSize]] | None = None
+    tokens: tuple[str, ...] = ()
+    """Fields that hold ids of tokens."""
+    check: Check | None = None
+    """All else."""
+
+
+NO_CHECKS = RequestChecks()
+_TOKENS = ("prompt", "generated", "prediction")
 _NAMES = (
     "generation_id",
     "request_id",
@@ -68,117 +88,80 @@ _NAMES = (
 _TEXTS: Callable[[GenerationRequest], tuple[str, ...]] = attrgetter(*_NAMES)
 
 
-def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
-    """Why no ring of this model could compute the request; a bad token id would take a GPU down."""
-    if not request.prompt:
-        return InvalidRequest("The prompt has no tokens; send at least one.")
-    if request.max_tokens < 0:
-        return InvalidRequest(f"max_tokens is {request.max_tokens}; ask for 0 or more.")
-    if not -1 <= request.prompt_logprobs <= spec.vocab_size:
-        return InvalidRequest(
-            f"prompt_logprobs is {request.prompt_logprobs} and must be between -1 and {spec.vocab_size}."
-        )
-    if (large := _oversized(request, spec)) is not None:
-        return large
-    given = (
-        ("prompt", request.prompt),
-        ("generated", request.generated),
-        ("prediction", request.prediction),
-        ("logprob_token_ids", request.logprob_token_ids),
-    )
-    for name, tokens in given:
-        if tokens and not (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
-            return InvalidRequest(
-                f"The request's {name} has a token outside the model's vocabulary of {spec.vocab_size}; "
-                "use the model's own tokenizer."
-            )
-    if request.adapter and (wrong := _adapter_problem(request.adapter, spec)) is not None:
-        return wrong
-    if (wrong := _task_problem(request, spec) or _sparse_problem(request, spec)) is not None:
-        return wrong
+class Admission:
+    """Whether a ring can compute a request at all: its own checks, and those of its features in their order."""
+
+    def __init__(self, spec: EngineSpec, features: Iterable[RequestChecks]) -> None:
+        self._spec = spec
+        brought = list(features)
+        self._numbers = [one.numbers for one in brought if one.numbers is not None]
+        self._sizes = [one.sizes for one in brought if one.sizes is not None]
+        self._checks = [one.check for one in brought if one.check is not None]
+        self._tokens = (*_TOKENS, *(name for one in brought for name in one.tokens))
+        self._ids: Callable[[GenerationRequest], tuple[Seq[int], ...]] = attrgetter(*self._tokens)
+
+    def malformed(self, request: GenerationRequest) -> RyzansteinError | None:
+        """Why no ring of this model could compute the request; a bad token id would take a GPU down."""
+        if not request.prompt:
+            return InvalidRequest("The prompt has no tokens; send at least one.")
+        if request.max_tokens < 0:
+            return InvalidRequest(f"max_tokens is {request.max_tokens}; ask for 0 or more.")
+        for check in self._numbers:
+            if (wrong := check(request, self._spec)) is not None:
+                return wrong
+        if (wrong := self._oversized(request)) is not None:
+            return wrong
+        vocabulary = self._spec.vocab_size
+        for name, tokens in zip(self._tokens, self._ids(request), strict=True):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+                return InvalidRequest(
+                    f"The request's {name} has a token outside the model's vocabulary of {vocabulary}; "
+                    "use the model's own tokenizer."
+                )
+        for check in self._checks:
+            if (wrong := check(request, self._spec)) is not None:
+                return wrong
+        return _sampling_problem(request, vocabulary)
+
+    def _oversized(self, request: GenerationRequest) -> InvalidRequest | None:
+        """Whether a field is larger than any gateway sends it: its cost is the whole group's, step by step. What it
+        would cost to look further into such a request is not spent."""
+        sampling = request.sampling
+        sizes: list[FieldSize] = [
+            ("prediction", len(request.prediction), limits.PREDICTION, self._spec.context_length),
+            ("stop_token_ids", len(request.stop_token_ids), limits.RING_STOP_TOKENS, None),
+            ("logit_bias", len(sampling.logit_bias), limits.LOGIT_BIASES, None),
+            ("allowed_token_ids", len(sampling.allowed_token_ids), limits.ALLOWED_TOKENS, None),
+            ("bad_words", len(sampling.bad_words), limits.RING_BAD_WORDS, None),
+        ]
+        for of_feature in self._sizes:
+            sizes += of_feature(request)
+        if request.grammar is not None:
+            sizes.append(("grammar", len(request.grammar.text), limits.GRAMMAR_BYTES, None))
+        texts = _TEXTS(request)
+        if sum(map(len, texts)) > limits.RING_TEXT.value:  # seldom
+            sizes += [
+                (name, len(text), limits.RING_TEXT, None) for name, text in zip(_NAMES, texts, strict=True)
+            ]
+        sizes += [("bad_words", len(word), limits.BAD_WORD_TOKENS, None) for word in sampling.bad_words[:256]]
+        for name, size, limit, most in sizes:
+            if size > (limit.value if most is None else most):
+                return InvalidRequest(
+                    f"The request's {name} has {size:,} {limit.unit}; send fewer ({limit.cited(most)})."
+                )
+        return None
+
+
+def _sampling_problem(request: GenerationRequest, vocabulary: int) -> InvalidRequest | None:
     if (
         request.grammar is not None
         and token_bans_of(request.sampling, request.stop_token_ids, ()) is not None
     ):
         return InvalidRequest("A grammar cannot be combined with min_tokens, allowed_token_ids or bad_words.")
-    problem = problem_with(request.sampling, spec.vocab_size) or problem_with_bans(
-        request.sampling, request.stop_token_ids, spec.vocab_size
+    problem = problem_with(request.sampling, vocabulary) or problem_with_bans(
+        request.sampling, request.stop_token_ids, vocabulary
     )
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
-
-
-def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
-    """Whether the request asks for what the model does not do, or for two things at once."""
-    if spec.generates and not (request.pools or request.second_segment):
-        return None  # nearly always
-    tasks = spec.tasks
-    if request.embed and "embed" not in tasks:
-        return InvalidRequest("This model makes no vectors; choose one whose pooling is mean, last or cls.")
-    if request.classify and "classify" not in tasks:
-        return InvalidRequest("This model has no classification head; choose one that has.")
-    if not request.embed and not request.classify and "generate" not in tasks:
-        return InvalidRequest(
-            f"This model generates no text (it does {' and '.join(tasks)}); choose a language model."
-        )
-    if request.embed + request.classify + bool(request.logprob_token_ids) > 1:
-        return InvalidRequest("embed, classify and logprob_token_ids exclude each other; send one.")
-    if request.pools and request.prompt_logprobs >= 0:
-        return InvalidRequest("prompt_logprobs cannot be combined with embed, classify or logprob_token_ids.")
-    if not 0 <= request.second_segment <= len(request.prompt):
-        return InvalidRequest(
-            f"second_segment is {request.second_segment} and must be between 0 and the prompt's "
-            f"{len(request.prompt)} tokens."
-        )
-    return None
-
-
-def _sparse_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
-    wanted = request.sparse
-    return None if wanted is None else problem_with_choice(wanted, spec.block_size, spec.sparse)
-
-
-def _adapter_problem(adapter: str, spec: EngineSpec) -> InvalidRequest | None:
-    if not is_digest(adapter):
-        return InvalidRequest(
-            f"The request's adapter is not a digest of {DIGEST_DIGITS} hexadecimal digits in lower case."
-        )
-    if not spec.max_adapters:
-        return InvalidRequest(
-            "This group computes no LoRA adapters; start it with --max-adapters above 0, or ask for the model alone."
-        )
-    return None
-
-
-def _oversized(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
-    """Whether a field is larger than any gateway sends it: its cost is the whole group's, step by step. What it
-    would cost to look further into such a request is not spent."""
-    sampling = request.sampling
-    sizes = [
-        ("prediction", len(request.prediction), limits.PREDICTION, spec.context_length),
-        ("stop_token_ids", len(request.stop_token_ids), limits.RING_STOP_TOKENS, None),
-        ("logit_bias", len(sampling.logit_bias), limits.LOGIT_BIASES, None),
-        ("allowed_token_ids", len(sampling.allowed_token_ids), limits.ALLOWED_TOKENS, None),
-        ("bad_words", len(sampling.bad_words), limits.RING_BAD_WORDS, None),
-        ("logprob_token_ids", len(request.logprob_token_ids), limits.LOGPROB_TOKEN_IDS, None),
-        (
-            "prompt_logprobs",
-            len(request.prompt) * (request.prompt_logprobs + 1),
-            limits.PROMPT_LOGPROBS,
-            None,
-        ),
-    ]
-    if request.grammar is not None:
-        sizes.append(("grammar", len(request.grammar.text), limits.GRAMMAR_BYTES, None))
-    texts = _TEXTS(request)
-    if sum(map(len, texts)) > limits.RING_TEXT.value:  # seldom
-        sizes += [(name, len(text), limits.RING_TEXT, None) for name, text in zip(_NAMES, texts, strict=True)]
-    sizes += [("bad_words", len(word), limits.BAD_WORD_TOKENS, None) for word in sampling.bad_words[:256]]
-    for name, size, limit, most in sizes:
-        if size > (limit.value if most is None else most):
-            return InvalidRequest(
-                f"The request's {name} has {size:,} {limit.unit}; send fewer ({limit.cited(most)})."
-            )
-    return None
 
 
 def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry | None:

@@ -33,7 +33,7 @@ from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler import admission
-from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.admission import Admission, BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
@@ -104,8 +104,9 @@ class Scheduler:
         self._directories: dict[str, str] = {}
         """Where the files of adapters are, by digest."""
         context = FeatureContext(spec, self._tables, self._planner, self._directories)
-        made = [make(context) for make in FEATURES]
+        made = [feature.make(context) for feature in FEATURES]
         self._features: list[StepFeature] = [feature for feature in made if feature is not None]
+        self._admission = Admission(spec, [feature.checks for feature in FEATURES])
         self._ended = admission.RecentlyEnded()
         self._owed: Entries = {}
         self._leaving = False
@@ -132,7 +133,7 @@ class Scheduler:
         if self.knows(request):
             return None
         self._replace(request.generation_id)
-        error = admission.malformed(request, self._spec)
+        error = self._admission.malformed(request)
         if error is not None:
             return admission.refusal(request, error)
         entry = admission.finished_before(request, self._spec)

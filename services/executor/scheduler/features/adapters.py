@@ -2,12 +2,31 @@
 
 from typing import Any
 
+from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import to_bytes
 from services.executor.scheduler.adapter_slots import NO_SLOT
-from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+from services.executor.scheduler.admission import RequestChecks
+from services.executor.scheduler.features.base import Feature, FeatureContext, PlannedStep, StepFeature
+from shared.errors import InvalidRequest
+from shared.messages import GenerationRequest
+from shared.messages.registry import DIGEST_DIGITS, is_digest
 
 
-def adapters(context: FeatureContext) -> StepFeature | None:
+def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
+    if not request.adapter:
+        return None
+    if not is_digest(request.adapter):
+        return InvalidRequest(
+            f"The request's adapter is not a digest of {DIGEST_DIGITS} hexadecimal digits in lower case."
+        )
+    if not spec.max_adapters:
+        return InvalidRequest(
+            "This group computes no LoRA adapters; start it with --max-adapters above 0, or ask for the model alone."
+        )
+    return None
+
+
+def _make(context: FeatureContext) -> StepFeature | None:
     held, directories = context.planner.slots, context.directories
 
     def fields(step: PlannedStep) -> dict[str, Any] | None:
@@ -20,3 +39,6 @@ def adapters(context: FeatureContext) -> StepFeature | None:
         return {"adapters": to_bytes(slots), "adapter_loads": loads}
 
     return fields if context.spec.max_adapters > 0 else None
+
+
+ADAPTERS = Feature(_make, RequestChecks(check=_check))

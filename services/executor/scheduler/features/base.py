@@ -1,9 +1,8 @@
 """The interface of features: what a step does for them beside computing tokens.
 
-    before a step   fields of its plan, and who takes what comes of it
-    behind it       each `ResultHandler` ──▶ sequences that are over
-
-Who is admitted, and with how many tokens, is decided before (`step_planner.py`).
+a request       `RequestChecks`: whether it can be computed
+before a step   fields of its plan, and who takes what comes of it
+behind it       each `ResultHandler` ──▶ sequences that are over
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.admission import NO_CHECKS, RequestChecks
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.state_slots import Rows
 from services.executor.scheduler.step_planner import StepPlanner
@@ -47,3 +47,10 @@ StepFeature = Callable[[PlannedStep], Mapping[str, Any] | None]
 """Fields of a step's `StepPlan`; None: it needs none of this. May have blocks evicted, and add to its handlers."""
 FeatureMaker = Callable[[FeatureContext], StepFeature | None]
 """None: this engine has no use for it."""
+
+
+class Feature(NamedTuple):
+    """A line of the catalog."""
+
+    make: FeatureMaker
+    checks: RequestChecks = NO_CHECKS

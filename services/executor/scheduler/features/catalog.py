@@ -1,18 +1,18 @@
 """The features of a ring's steps, in the order in which they are asked. Taking a line out takes the feature out."""
 
-from services.executor.scheduler.features.adapters import adapters
-from services.executor.scheduler.features.base import FeatureMaker
-from services.executor.scheduler.features.hand_over import hand_over
-from services.executor.scheduler.features.prompt_results import prompt_results
-from services.executor.scheduler.features.recurrent_states import recurrent_states
-from services.executor.scheduler.features.segments import segments
-from services.executor.scheduler.features.sparse_choices import sparse_choices
+from services.executor.scheduler.features.adapters import ADAPTERS
+from services.executor.scheduler.features.base import Feature
+from services.executor.scheduler.features.hand_over import HAND_OVER
+from services.executor.scheduler.features.prompt_results import PROMPT_RESULTS
+from services.executor.scheduler.features.recurrent_states import RECURRENT_STATES
+from services.executor.scheduler.features.segments import SEGMENTS
+from services.executor.scheduler.features.sparse_choices import SPARSE_CHOICES
 
-FEATURES: tuple[FeatureMaker, ...] = (
-    recurrent_states,
-    prompt_results,
-    hand_over,
-    adapters,
-    segments,
-    sparse_choices,
+FEATURES: tuple[Feature, ...] = (
+    RECURRENT_STATES,
+    ADAPTERS,
+    PROMPT_RESULTS,
+    HAND_OVER,
+    SEGMENTS,
+    SPARSE_CHOICES,
 )

@@ -25,16 +25,57 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from services.executor.core.engine import EngineSpec
 from services.executor.core.prompt_results import Floats, PromptRows, PromptTokenScores
 from services.executor.core.step_plan import to_bytes
-from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+from services.executor.scheduler.admission import FieldSize, RequestChecks
+from services.executor.scheduler.features.base import Feature, FeatureContext, PlannedStep, StepFeature
 from services.executor.scheduler.sequence import Ending, Sequence
 from services.executor.scheduler.state_slots import Rows
-from shared.messages import TokenEntry
+from shared import limits
+from shared.errors import InvalidRequest
+from shared.messages import GenerationRequest, TokenEntry
+
+# --- what is refused -----------------------------------------------------------------------------
 
 
-def prompt_results(context: FeatureContext) -> StepFeature:
-    return _fields
+def _numbers(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
+    if -1 <= request.prompt_logprobs <= spec.vocab_size:
+        return None
+    return InvalidRequest(
+        f"prompt_logprobs is {request.prompt_logprobs} and must be between -1 and {spec.vocab_size}."
+    )
+
+
+def _sizes(request: GenerationRequest) -> list[FieldSize]:
+    scores = len(request.prompt) * (request.prompt_logprobs + 1)
+    return [
+        ("logprob_token_ids", len(request.logprob_token_ids), limits.LOGPROB_TOKEN_IDS, None),
+        ("prompt_logprobs", scores, limits.PROMPT_LOGPROBS, None),
+    ]
+
+
+def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
+    """Whether the request asks for what the model does not do, or for two things at once."""
+    if spec.generates and not request.pools:
+        return None  # nearly always
+    tasks = spec.tasks
+    if request.embed and "embed" not in tasks:
+        return InvalidRequest("This model makes no vectors; choose one whose pooling is mean, last or cls.")
+    if request.classify and "classify" not in tasks:
+        return InvalidRequest("This model has no classification head; choose one that has.")
+    if not request.embed and not request.classify and "generate" not in tasks:
+        return InvalidRequest(
+            f"This model generates no text (it does {' and '.join(tasks)}); choose a language model."
+        )
+    if request.embed + request.classify + bool(request.logprob_token_ids) > 1:
+        return InvalidRequest("embed, classify and logprob_token_ids exclude each other; send one.")
+    if request.pools and request.prompt_logprobs >= 0:
+        return InvalidRequest("prompt_logprobs cannot be combined with embed, classify or logprob_token_ids.")
+    return None
+
+
+# --- rows of steps -------------------------------------------------------------------------------
 
 
 class PromptPart(NamedTuple):
@@ -155,3 +196,12 @@ def _take(
         told += [(s, s.scores_entry()) for s in _take_scores(scored, scores)]
         told += [(s, s.vector_entry()) for s in _take_named(named, scores)]
     return told
+
+
+def _make(context: FeatureContext) -> StepFeature:
+    return _fields
+
+
+PROMPT_RESULTS = Feature(
+    _make, RequestChecks(numbers=_numbers, sizes=_sizes, tokens=("logprob_token_ids",), check=_check)
+)

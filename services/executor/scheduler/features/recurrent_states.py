@@ -1,9 +1,9 @@
 """States of layers that keep one for each sequence, in slots (`state_slots.py`)."""
 
-from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+from services.executor.scheduler.features.base import Feature, FeatureContext, PlannedStep, StepFeature
 
 
-def recurrent_states(context: FeatureContext) -> StepFeature | None:
+def _make(context: FeatureContext) -> StepFeature | None:
     tables, planner = context.tables, context.planner
 
     def fields(step: PlannedStep) -> dict[str, bytes]:
@@ -12,3 +12,6 @@ def recurrent_states(context: FeatureContext) -> StepFeature | None:
         return tables.states.plan(step.rows, room)
 
     return fields if tables.states.total else None
+
+
+RECURRENT_STATES = Feature(_make)

@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from services.executor.core.engine import EngineSpec
-from services.executor.scheduler.admission import malformed, too_long
+from services.executor.scheduler.admission import Admission, too_long
+from services.executor.scheduler.features.catalog import FEATURES
 from shared import limits
+from shared.errors import RyzansteinError
 from shared.messages import GenerationRequest, Grammar, SamplingParams, SparseAttention
 
 SPEC = EngineSpec(block_size=16, num_blocks=1 << 20, context_length=256, vocab_size=1 << 21)
@@ -35,6 +37,10 @@ def request(sampling: SamplingParams | None = None, **fields: Any) -> Generation
         "max_tokens": 8,
     }
     return GenerationRequest(**(usual | fields), sampling=sampling or SamplingParams())
+
+
+def malformed(given: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
+    return Admission(spec, [feature.checks for feature in FEATURES]).malformed(given)
 
 
 def cases() -> list[Any]:
