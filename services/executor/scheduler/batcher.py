@@ -33,10 +33,11 @@ from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler import admission
+from services.executor.scheduler.adapter_slots import AdapterSlots
 from services.executor.scheduler.admission import Admission, BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.features.base import FeatureContext, PlannedStep, StepFeature
+from services.executor.scheduler.features.base import FeatureContext, PlannedStep
 from services.executor.scheduler.features.catalog import FEATURES
 from services.executor.scheduler.overlap import (
     OverlapScheduling,
@@ -103,9 +104,12 @@ class Scheduler:
         """Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched."""
         self._directories: dict[str, str] = {}
         """Where the files of adapters are, by digest."""
-        context = FeatureContext(spec, self._tables, self._planner, self._directories)
+        self._slots = AdapterSlots(spec.max_adapters)
+        context = FeatureContext(spec, self._tables, self._planner.running, self._slots, self._directories)
         made = [feature.make(context) for feature in FEATURES]
-        self._features: list[StepFeature] = [feature for feature in made if feature is not None]
+        features = [feature for feature in made if feature is not None]
+        self._planner.add_features(features)
+        self._fields = [feature.fields for feature in features if feature.fields is not None]
         self._admission = Admission(spec, [feature.checks for feature in FEATURES])
         self._ended = admission.RecentlyEnded()
         self._owed: Entries = {}
@@ -198,12 +202,12 @@ class Scheduler:
     @property
     def adapters_in_use(self) -> set[str]:
         """Digests of adapters whose files some request needs, or a step that is still to be planned."""
-        return {s.request.adapter for s in self._live.values()} | set(self._planner.slots.pending)
+        return {s.request.adapter for s in self._live.values()} | set(self._slots.pending)
 
     @property
     def adapters(self) -> list[str]:
         """Digests of the adapters that the ranks hold in memory."""
-        return self._planner.slots.digests
+        return self._slots.digests
 
     def _awaiting_adapter(self, digest: str) -> list[Sequence]:
         return [s for s in self._held.values() if "adapter" in s.awaits and s.request.adapter == digest]
@@ -337,8 +341,8 @@ class Scheduler:
     def _fields_of(self, step: PlannedStep) -> dict[str, Any]:
         """Before copies are taken: what a feature says may have blocks evicted."""
         fields: dict[str, Any] = {}
-        for feature in self._features:
-            if found := feature(step):
+        for of_feature in self._fields:
+            if found := of_feature(step):
                 fields.update(found)
         return fields
 
@@ -455,7 +459,7 @@ class Scheduler:
     @property
     def adapter_reads(self) -> tuple[int, int]:
         """Adapters that were read into a slot; those whose slot another was read into."""
-        return self._planner.slots.loads, self._planner.slots.evictions
+        return self._slots.loads, self._slots.evictions
 
     @property
     def cached_tokens(self) -> int:

@@ -165,6 +165,8 @@ class Sequence:
         """Where its recurrent state is; below 0: it does not run, or the model keeps none."""
         self.adapter_slot = NO_SLOT
         """Where its LoRA adapter is; below 0: it does not run, or has none."""
+        self.budgeted = False
+        """Whether a feature limits how many of its tokens a step computes; said when it gets its place."""
         self.snapshot: array[int] = array("i")
         """Blocks of the snapshot of that state that it begins with, until it has been loaded."""
         self.alike = 0

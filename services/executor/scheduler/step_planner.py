@@ -13,27 +13,26 @@ runs beside them keeps its place meanwhile.
 A prompt that needs more than one step gets a share of the time of each while somebody waits for decodes
 (`prefill_pace.py`); several such prompts take turns, a step each. Shorter ones are computed at once.
 
+Features may keep a sequence from its place, and limit what is computed of it (`features/base.py`).
+
 Batch work may starve while others keep the ring full: that is what the lane is for. What bounds it is the
 request's deadline (`Scheduler.expire`).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
-from services.executor.core.sparse_attention import DENSE
-from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, SlotClaims
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables, PrefixMatch
+from services.executor.scheduler.features.base import PlaceClaims, StepBudget, StepFeature
 from services.executor.scheduler.prefill_pace import PrefillPace
 from services.executor.scheduler.sequence import Sequence, SequenceState
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 from shared.messages import LANES
 
 URGENCY = attrgetter("urgency")
-SCORED_LOGITS_BYTES = 256 << 20
-"""Of the logits, in float32 and over all ranks, that a step computes to score prompts at most."""
 TIMED_EVERY = 8
 """Of the steps while no long prompt runs, one is timed, so that what decodes cost is known when one comes."""
 _BATCH = (LANES.index("batch"),)
@@ -41,15 +40,17 @@ _BATCH = (LANES.index("batch"),)
 
 
 class _Step:
-    def __init__(self, budget: int, scorable: int, claims: SlotClaims) -> None:
-        self.claims = claims
+    def __init__(self, budget: int, hooks: "_FeatureHooks") -> None:
+        self._hooks = hooks
+        self._claims: list[PlaceClaims] | None = None
+        self._budgets: list[StepBudget] | None = None
         self.passed = 0
-        """How many of those that wait, from the first on, cannot have a slot for their adapter now."""
+        """How many of those that wait, from the first on, cannot have a place now, as a feature says."""
+        self.refusing: list[PlaceClaims] = []
+        """What keeps the one behind them from a place, until sequences of the batch lane have made way."""
         self.chunks: list[ScheduledTokens] = []
         self.budget = budget
         """Tokens that it may still compute."""
-        self.scorable = scorable
-        """Rows of prompts that it may still score."""
         self.before: list[Sequence] = []
         """Those whose prompts were looked at, most urgent first."""
         self.only: Sequence | None = None
@@ -67,10 +68,23 @@ class _Step:
         last = length == sequence.remaining
         self.chunks.append(ScheduledTokens(sequence, length, last and sequence.continues))
         self.budget = max(0, self.budget - length)
-        if sequence.scores is not None and sequence.scoring:
-            self.scorable -= length
-        if sequence.named is not None and last:
-            self.scorable = max(0, self.scorable - len(sequence.named.targets))
+        if sequence.budgeted and self._budgets is not None:
+            for budget in self._budgets:
+                budget.charge(sequence, length)
+
+    def most(self, sequence: Sequence, length: int) -> int:
+        """How many of the next `length` tokens of a sequence that is `budgeted` it may compute."""
+        if self._budgets is None:
+            self._budgets = [make() for make in self._hooks.budgets]
+        for budget in self._budgets:
+            length = budget.most(sequence, length)
+        return length
+
+    def refuse(self, sequence: Sequence) -> list[PlaceClaims]:
+        """What keeps a sequence that waits from a place."""
+        if self._claims is None:
+            self._claims = [make() for make in self._hooks.claims]
+        return [claims for claims in self._claims if not claims.admits(sequence)]
 
     def has(self, sequence: Sequence) -> bool:
         """Whether the step computes something of `sequence`, or restores some of its blocks."""
@@ -87,6 +101,20 @@ class _Step:
         return not (False in self.preempted or (sequence.is_batch and self.preempted))
 
 
+class _FeatureHooks:
+    """What features do in planning, each kind in a list of its own."""
+
+    def __init__(self, features: Iterable[StepFeature] = ()) -> None:
+        brought = list(features)
+        self.claims: list[Callable[[], PlaceClaims]] = [one.claims for one in brought if one.claims]
+        self.budgets: list[Callable[[], StepBudget]] = [one.budget for one in brought if one.budget]
+        self.admitted: list[Callable[[Sequence], None]] = [one.admitted for one in brought if one.admitted]
+        self.left: list[Callable[[Sequence], None]] = [one.left for one in brought if one.left]
+        self.checks: list[Callable[[Collection[Sequence]], None]] = [
+            one.check for one in brought if one.check
+        ]
+
+
 class StepPlanner:
     """Owns the two queues of a ring, both in order of urgency, and fills steps from them."""
 
@@ -94,14 +122,13 @@ class StepPlanner:
         self._spec = spec
         self._settings = settings
         self._tables = tables
-        self._scorable = max(1, SCORED_LOGITS_BYTES // (4 * spec.vocab_size))
+        self._hooks = _FeatureHooks()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._decodes: dict[Sequence, ScheduledTokens] = {}
         """Of those that run: the chunk that each of their decodes is."""
         self.rows: dict[Sequence, SampledRow] = {}
         """Of those that run: the row that each of their chunks without drafts is sampled in."""
-        self.slots = AdapterSlots(spec.max_adapters)
         self.admitted: list[Sequence] = []
         """Who has got a place since this was last taken."""
         self.preemptions = 0
@@ -119,14 +146,16 @@ class StepPlanner:
         self._long = 0
         """How many of those that run have begun with a long prompt."""
         self._planned = 0
-        self.choosing = 0
-        """How many of those that run choose which earlier tokens they read."""
         self._turn = 0
         self._was_alone = False
 
+    def add_features(self, features: Iterable[StepFeature]) -> None:
+        """Before the first step."""
+        self._hooks = _FeatureHooks(features)
+
     def plan(self) -> list[ScheduledTokens]:
         """The next step's chunks. Their tables cover what they compute."""
-        step = _Step(self._settings.max_batch_tokens, self._scorable, SlotClaims(self.slots))
+        step = _Step(self._settings.max_batch_tokens, self._hooks)
         for step.only in self._turns() if self.isolates else (None,):
             for batch_lane in (False, True):
                 self._add_decodes(step, batch_lane)
@@ -148,7 +177,7 @@ class StepPlanner:
     def _turns(self) -> list[Sequence | None]:
         """For whom the next step may be, the first that can be computed: those that are computed alone take turns
         with each other, and all of them with the others (None)."""
-        head = self._first(_Step(0, 0, SlotClaims(self.slots)))
+        head = self._first(_Step(0, self._hooks))
         alone = sorted((s for s in (*self.running, head) if s and s.alone), key=attrgetter("turn"))
         self.isolates = bool(alone) or any(s.alone for s in self.waiting)
         return [None, *alone] if self._was_alone else [*alone, None]
@@ -174,9 +203,9 @@ class StepPlanner:
         return sequence.remaining
 
     def could_admit(self) -> bool:
-        """Whether the first that waits, of those that can have a slot for their adapter, would get a place now, were a
-        step planned."""
-        head = self._first(_Step(0, 0, SlotClaims(self.slots)))
+        """Whether the first that waits, of those that no feature keeps from it, would get a place now, were a step
+        planned."""
+        head = self._first(_Step(0, self._hooks))
         if head is None:
             return False
         lent = [] if head.is_batch else self._running_in(batch_lane=True)
@@ -207,24 +236,19 @@ class StepPlanner:
         self._decodes.pop(sequence, None)
         self.rows.pop(sequence, None)
         self._long -= sequence.is_long
-        self.choosing -= sequence.choice.kind != DENSE
-        if sequence.adapter_slot != NO_SLOT:
-            self.slots.release(sequence.adapter_slot)
-            sequence.adapter_slot = NO_SLOT
+        for left in self._hooks.left:
+            left(sequence)
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
         for sequences in (self.waiting, self.running):
             assert sequences == sorted(sequences, key=URGENCY), "a queue is out of order"
         assert len(self.running) <= self._settings.max_sequences, "too many sequences run"
-        with_adapter = [s for s in self.running if s.request.adapter]
-        assert all(s.adapter_slot != NO_SLOT for s in with_adapter), "a sequence runs without its adapter"
         assert self._long == sum(s.is_long for s in self.running), "long prompts are counted wrongly"
         known = self._decodes.keys() | self.rows.keys()
         assert known <= set(self.running), "what was made for a sequence is kept behind its end"
-        choosing = sum(s.choice.kind != DENSE for s in self.running)
-        assert self.choosing == choosing, "those that choose what they read are counted wrongly"
-        self.slots.check((s.adapter_slot, s.request.adapter) for s in with_adapter)
+        for check in self._hooks.checks:
+            check(self.running)
 
     def _running_in(self, batch_lane: bool) -> list[Sequence]:
         """Those of the batch lane, or all others."""
@@ -245,7 +269,7 @@ class StepPlanner:
                 continue
             if sequence.alone if only is None else sequence is not only:
                 continue
-            if sequence.named is not None and not self._may_name(step, sequence):
+            if sequence.budgeted and not step.most(sequence, 1):
                 continue
             if (sequence.restoring or sequence.snapshot) and not self._tables.restore(sequence):
                 continue
@@ -254,7 +278,7 @@ class StepPlanner:
             )  # one in a block's tokens of those that decode
             if lacks and not self._grow(step, sequence):
                 continue
-            if sequence.scores is not None or sequence.named is not None:
+            if sequence.budgeted:
                 step.add(sequence, 1)
                 continue
             chunk = self._decodes.get(sequence)
@@ -352,62 +376,49 @@ class StepPlanner:
 
     def _end_within(self, step: _Step, sequence: Sequence) -> int:
         """How far of a prompt the step may compute: its tokens before that position."""
-        room = min(step.budget, step.scorable) if sequence.scoring else step.budget
+        room = step.budget
         if self._spec.whole_prompts and sequence.remaining > room:
             if step.chunks:
                 return sequence.num_computed
             room = sequence.remaining  # the step is its own: it is never cut
         if step.paced and sequence.is_long:
             room = min(room, step.allowed)
-        end = sequence.num_computed + min(sequence.remaining, room)
-        # the last row's logits may have to be computed by another step
-        return end - (end == len(sequence.tokens) and not self._may_name(step, sequence))
-
-    def _may_name(self, step: _Step, sequence: Sequence) -> bool:
-        """Whether the step has room for the logits of the tokens that a sequence names behind its prompt."""
-        if sequence.named is None or step.scorable == self._scorable:
-            return True
-        return len(sequence.named.targets) <= step.scorable
+        length = min(sequence.remaining, room)
+        return sequence.num_computed + (step.most(sequence, length) if sequence.budgeted else length)
 
     # --- places ----------------------------------------------------------------------------------
 
     def _first(self, step: _Step) -> Sequence | None:
-        """The most urgent of those that wait and can have a slot for their adapter, or need none. What waits before it
-        claims slots."""
+        """The most urgent of those that wait and that no feature keeps from a place, or that can have one if sequences
+        of the batch lane give up theirs. What waits before it has its claims."""
         while step.passed < len(self.waiting):
             sequence = self.waiting[step.passed]
-            if step.claims.may_take(sequence.request.adapter):
-                return sequence
-            if (
-                not sequence.is_batch
-                and step.claims.is_waiting(sequence.request.adapter)
-                and self._lent_slot()
-            ):
+            step.refusing = step.refuse(sequence)
+            if not step.refusing or (not sequence.is_batch and self._lenders(step, sequence)):
                 return sequence
             step.passed += 1
         return None
 
     def _head(self, step: _Step, batch_lane: bool) -> Sequence | None:
-        """As `_first`; before the batch lane is looked at, a slot that only that uses is made free for others."""
+        """As `_first`; before the batch lane is looked at, what only that uses is made free for others."""
         head = self._first(step)
-        if head is None or not head.request.adapter or step.claims.may_take(head.request.adapter):
+        if head is None or not step.refusing:
             return head
-        lent = self._lent_slot()
+        lent = self._lenders(step, head)
         if batch_lane or not step.admits(head) or not self._tables.could_allocate(head, self.running, lent):
             return None
         for sequence in lent:
             self._preempt_for(step, sequence)
-        step.claims.withdraw(head.request.adapter)
+        for claims in step.refusing:
+            claims.withdraw(head)
         return head
 
-    def _lent_slot(self) -> list[Sequence]:
-        """The sequences of a slot that only the batch lane uses, of the one with the fewest; none: there is none."""
-        lent: dict[int, list[Sequence]] = {}
-        for sequence in self._running_in(batch_lane=True):
-            if sequence.adapter_slot != NO_SLOT and not sequence.in_flight:
-                lent.setdefault(sequence.adapter_slot, []).append(sequence)
-        whole = [found for slot, found in lent.items() if len(found) == self.slots.users(slot)]
-        return min(whole, key=len, default=[])
+    def _lenders(self, step: _Step, sequence: Sequence) -> list[Sequence]:
+        """The sequences of the batch lane without which a feature would let `sequence` in; none: that would not help,
+        or several features keep it out."""
+        if len(step.refusing) > 1:
+            return []
+        return step.refusing[0].lenders(sequence, self._running_in(batch_lane=True))
 
     def _admit(self, step: _Step, sequence: Sequence) -> bool:
         """Moves the first waiting sequence into the batch, where there is room for all tokens it has."""
@@ -417,14 +428,13 @@ class StepPlanner:
         if found is None:
             return False
         self._tables.admit(sequence, found)
-        if sequence.request.adapter:
-            sequence.adapter_slot = self.slots.take(sequence.request.adapter)
+        for admitted in self._hooks.admitted:
+            admitted(sequence)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=URGENCY)
         sequence.state = SequenceState.RUNNING
         sequence.is_long = self._is_long(sequence)
         self._long += sequence.is_long
-        self.choosing += sequence.choice.kind != DENSE
         if sequence.is_long and not sequence.alone:
             self._turn += 1
             sequence.turn = self._turn

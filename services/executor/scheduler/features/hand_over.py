@@ -9,7 +9,7 @@ def _make(context: FeatureContext) -> StepFeature:
     def fields(step: PlannedStep) -> dict[str, bytes] | None:
         return exchange.take_fields() if step.ahead is None and exchange.ready else None
 
-    return fields
+    return StepFeature(fields)
 
 
 HAND_OVER = Feature(_make)

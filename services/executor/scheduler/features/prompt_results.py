@@ -75,6 +75,42 @@ def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | Non
     return None
 
 
+# --- how much of it a step computes --------------------------------------------------------------
+
+SCORED_LOGITS_BYTES = 256 << 20
+"""Of the logits, in float32 and over all ranks, that a step computes to score prompts at most."""
+
+
+class _LogitsBudget:
+    """`StepBudget`: rows of logits beside those that are sampled, `rows` of them."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = self._left = rows
+
+    def most(self, sequence: Sequence, length: int) -> int:
+        if sequence.scoring:
+            length = min(length, self._left)
+        if length == sequence.remaining and not self._names(sequence):
+            length -= 1  # the last row's logits may have to be computed by another step
+        return length
+
+    def _names(self, sequence: Sequence) -> bool:
+        """Whether there is room for the logits of the tokens that it names behind its prompt."""
+        if sequence.named is None or self._left == self._rows:
+            return True
+        return len(sequence.named.targets) <= self._left
+
+    def charge(self, sequence: Sequence, length: int) -> None:
+        if sequence.scoring:
+            self._left -= length
+        if sequence.named is not None and length == sequence.remaining:
+            self._left = max(0, self._left - len(sequence.named.targets))
+
+
+def _admitted(sequence: Sequence) -> None:
+    sequence.budgeted = sequence.scores is not None or sequence.named is not None
+
+
 # --- rows of steps -------------------------------------------------------------------------------
 
 
@@ -199,7 +235,8 @@ def _take(
 
 
 def _make(context: FeatureContext) -> StepFeature:
-    return _fields
+    rows = max(1, SCORED_LOGITS_BYTES // (4 * context.spec.vocab_size))
+    return StepFeature(_fields, budget=partial(_LogitsBudget, rows), admitted=_admitted)
 
 
 PROMPT_RESULTS = Feature(

@@ -4,14 +4,14 @@ from services.executor.scheduler.features.base import Feature, FeatureContext, P
 
 
 def _make(context: FeatureContext) -> StepFeature | None:
-    tables, planner = context.tables, context.planner
+    tables, running = context.tables, context.running
 
     def fields(step: PlannedStep) -> dict[str, bytes]:
         """Snapshots may have blocks evicted."""
-        room = tables.free_blocks(planner.running) - tables.reserve(len(planner.running))
+        room = tables.free_blocks(running) - tables.reserve(len(running))
         return tables.states.plan(step.rows, room)
 
-    return fields if tables.states.total else None
+    return StepFeature(fields) if tables.states.total else None
 
 
 RECURRENT_STATES = Feature(_make)

@@ -23,7 +23,7 @@ def _fields(step: PlannedStep) -> dict[str, bytes] | None:
 
 
 def _make(context: FeatureContext) -> StepFeature | None:
-    return _fields if context.spec.whole_prompts else None
+    return StepFeature(_fields) if context.spec.whole_prompts else None
 
 
 SEGMENTS = Feature(_make, RequestChecks(check=_check))

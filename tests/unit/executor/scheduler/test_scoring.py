@@ -9,10 +9,10 @@ import pytest
 from services.executor.core.prompt_results import LEAST, PromptScores, PromptTokenScores
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.leader.frames import FRAME_BYTES, KEPT_BYTES, Gathering, RecentFrames, in_frames
-from services.executor.scheduler.step_planner import SCORED_LOGITS_BYTES
+from services.executor.scheduler.features import prompt_results
 from shared import limits
 from shared.messages import TokenEntry
-from tests.unit.executor.scheduler.fake_engine import undisturbed
+from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
 
 TOP = 2
@@ -138,11 +138,10 @@ def test_a_prompt_without_output_may_fill_the_context() -> None:
     assert len(told(ring.last("fits").prompt_scores, 0)) == 11
 
 
-def test_a_step_scores_no_more_rows_than_their_logits_may_take() -> None:
+def test_a_step_scores_no_more_rows_than_their_logits_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several requests share the room; what is not scored is computed in longer chunks."""
-    vocabulary = SCORED_LOGITS_BYTES // 4 // 6  # room for six rows
+    monkeypatch.setattr(prompt_results, "SCORED_LOGITS_BYTES", 4 * VOCAB * 6)
     ring = Ring(tokens=64)
-    ring.batcher._planner._scorable = SCORED_LOGITS_BYTES // (4 * vocabulary)
     ring.add(ask("a", 20, prompt_logprobs=0), ask("b", 8, prompt_logprobs=0), ask("c", 30))
     run(ring)
     assert max(len(as_int32(plan.score_rows)) for plan, _ in ring.plans) == 6

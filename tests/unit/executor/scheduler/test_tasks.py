@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import as_int32
-from services.executor.scheduler import step_planner
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
+from services.executor.scheduler.features import prompt_results
 from services.executor.worker.stub import StubEngine, StubSettings, stub_logit, stub_named_logprob
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
@@ -74,7 +74,7 @@ def test_all_tasks_share_steps() -> None:
 
 def test_the_logits_of_named_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step has room for those of seven tokens, and a prompt that names more has a step of its own for them."""
-    monkeypatch.setattr(step_planner, "SCORED_LOGITS_BYTES", 4 * 256 * 7)
+    monkeypatch.setattr(prompt_results, "SCORED_LOGITS_BYTES", 4 * 256 * 7)
     ring = StubbedRing(tokens=64)
     names = {f"n{at}": [97 + at] * (1 + 4 * (at % 3)) for at in range(8)}
     wanted = {name: [110, 121, 122][: 1 + at % 3] for at, name in enumerate(names)} | {"n7": [97] * 9}
