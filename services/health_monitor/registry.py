@@ -83,9 +83,12 @@ def _lasting(record: GroupRecord | ServiceRecord | HostRecord) -> object:
     """What must be known at once."""
     if isinstance(record, HostRecord):
         host = record.host
-        trainings = [(one.job, one.attempt) for one in host.trainings]
+        jobs = [
+            (kind, told.places, [(one.job, one.attempt) for one in told.jobs])
+            for kind, told in host.jobs.items()
+        ]
         models = [(one.model, one.state) for one in host.models]
-        return record.state, host.memory, host.used, host.trains, trainings, models
+        return record.state, host.memory, host.used, jobs, models
     if isinstance(record, GroupRecord):
         pids = [rank.pid for rank in record.ranks]
         return record.model, record.state, record.epoch, record.instance, record.weight < 1, pids

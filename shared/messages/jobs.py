@@ -1,4 +1,8 @@
-"""What every job that outlives its gateway has, whatever its kind: batches and fine-tuning jobs extend it."""
+"""What every job that outlives its gateway has, whatever its kind: batches and fine-tuning jobs extend it. And what
+hosts say of those that run beside models, whatever their kind (`HostBeat.jobs`)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -26,3 +30,30 @@ class JobRecord(_Named, frozen=True, omit_defaults=True, kw_only=True):
     """Id of the API key that it came under, whose limits it keeps; empty: none."""
     traceparent: str = ""
     """Of the span that created it, where that was sampled: the traces of its work link to it."""
+
+
+class HostJob(Protocol):
+    """What a host says of a job that it has."""
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it was promised."""
+        ...
+
+
+class HostJobs(NamedTuple):
+    """Of one kind, on one host."""
+
+    places: int
+    """How many it takes at a time; 0: none."""
+    jobs: Sequence[HostJob]
+    """Those that it has."""

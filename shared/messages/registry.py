@@ -13,6 +13,7 @@ import msgspec
 
 from shared.data_types import DType, KvDType
 from shared.messages.generations import SparseAttention
+from shared.messages.jobs import HostJobs
 
 MAX_MODELS = 1024
 """Models in the registry."""
@@ -211,6 +212,11 @@ class HostBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fine-tuning jobs that it takes at a time; 0: none."""
     trainings: list[HostTraining] = []
     """Those that it has."""
+
+    @property
+    def jobs(self) -> dict[str, HostJobs]:
+        """Its jobs beside models, by kind: whoever does not care which kinds there are reads these."""
+        return {"fine-tuning": HostJobs(self.trains, self.trainings)}
 
 
 class HostRecord(msgspec.Struct, frozen=True, omit_defaults=True):

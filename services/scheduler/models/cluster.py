@@ -7,8 +7,8 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shared.messages import GroupLoad, GroupRecord, GroupStatus, HostModel, HostRecord
-from shared.messages.registry import MAX_MODELS, HostTraining
+from shared.messages import GroupLoad, GroupRecord, GroupStatus, HostBeat, HostModel, HostRecord
+from shared.messages.registry import MAX_MODELS
 
 SLEEP_BANDWIDTH = 8e9
 DISK_BANDWIDTH = 1.5e9
@@ -117,10 +117,11 @@ class Host:
     idle: int = 0
     """Bytes of groups that serve and in which nothing runs: no more than these can be given up at once."""
     gone: bool = False
-    trains: int = 0
-    """Fine-tuning jobs that it takes at a time; 0 while it is not ready."""
-    trainings: list[HostTraining] = field(default_factory=list)
-    """Those that it says it has. Models that are loaded are given their memory."""
+    is_ready: bool = False
+    said: HostBeat = field(default_factory=HostBeat)
+    """In its last heartbeat."""
+    job_memory: int = 0
+    """Bytes of the jobs that it has. Models that are loaded are given their memory."""
 
     def count(self) -> None:
         """Brings `free` and `idle` up to date."""
@@ -135,9 +136,9 @@ class Host:
         self.index.moved(self)
 
     @property
-    def room_to_train(self) -> int:
-        """Bytes that neither groups nor fine-tuning jobs have."""
-        return self.free - sum(training.memory for training in self.trainings)
+    def room_for_jobs(self) -> int:
+        """Bytes that neither groups nor jobs have."""
+        return self.free - self.job_memory
 
     @property
     def is_busy(self) -> bool:
@@ -237,11 +238,11 @@ class ClusterView:
             for replica in self._groups.values():
                 if replica.host == host.name:
                     host.replicas[replica.group] = replica
-        said = record.host
+        said = host.said = record.host
+        host.is_ready = record.state == "ready"
         host.memory, host.used_by_beat, host.devices = said.memory, said.used, said.devices
-        host.takes = said.takes_models and record.state == "ready"
-        host.trains = said.trains if record.state == "ready" else 0
-        host.trainings = said.trainings
+        host.takes = said.takes_models and host.is_ready
+        host.job_memory = sum(one.memory for told in said.jobs.values() for one in told.jobs)
         self._forget_loading(host)
         self._hear(host, {item.model: item for item in said.models[:MAX_MODELS]})
         for item in host.models.values():

@@ -135,7 +135,7 @@ class TrainingPlacer:
     def _stop_others(self) -> None:
         """Hosts that train what is another's by now, or nobody's, are told to look at the record."""
         for host in self._cluster.hosts.values():
-            for training in host.trainings:
+            for training in host.said.trainings:
                 key = tenant_key(training.tenant, training.job)
                 job = self._jobs.get(key)
                 mine = job is not None and host.name in job.hosts and job.attempt <= training.attempt
@@ -202,9 +202,9 @@ class TrainingPlacer:
             if (host := self._cluster.hosts.get(name)) is not None and not _shows(host, job)
         )
         return {
-            name: host.trains - len(host.trainings) - taken[name]
+            name: host.said.trains - len(host.said.trainings) - taken[name]
             for name, host in self._cluster.hosts.items()
-            if host.trains
+            if host.is_ready and host.said.trains
         }
 
     def _hosts_for(self, key: str, job: TrainingJob, places: Mapping[str, int]) -> tuple[list[str], str]:
@@ -252,15 +252,15 @@ class TrainingPlacer:
         refusal = self._refused.get((key, host.name))
         if refusal is None:
             return False
-        has_room = refusal.memory and host.room_to_train >= refusal.memory
+        has_room = refusal.memory and host.room_for_jobs >= refusal.memory
         return not has_room and self._now < refusal.until
 
     def _rank(self, host: Host, job: TrainingJob) -> tuple[bool, bool, bool, int, float, int]:
         """The smaller the better."""
         serves = any(replica.model == job.model for replica in host.replicas.values())
         stored = self._cluster.reported(job.model, host) is not None
-        room = host.room_to_train / max(1, host.memory)
-        return not serves, not stored, host.is_busy, len(host.trainings), -room, host.number
+        room = host.room_for_jobs / max(1, host.memory)
+        return not serves, not stored, host.is_busy, len(host.said.trainings), -room, host.number
 
 
 NOBODY = "No executor with a free place takes"
@@ -314,4 +314,4 @@ def _given(job: TrainingJob, hosts: list[str]) -> TrainingJob:
 
 def _shows(host: Host, job: TrainingJob) -> bool:
     mine = (job.id, job.tenant, job.attempt)
-    return any((training.job, training.tenant, training.attempt) == mine for training in host.trainings)
+    return any((training.job, training.tenant, training.attempt) == mine for training in host.said.trainings)

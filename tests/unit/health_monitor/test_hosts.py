@@ -12,6 +12,7 @@ from shared.messages import (
     RankBeat,
     ServiceRecord,
 )
+from tests.unit.scheduler.models.exporting import Export, ExportingBeat
 
 WORK = GroupLoad(running=1, free_blocks=3, total_blocks=4)
 HOST = HostBeat(memory=100)
@@ -104,3 +105,15 @@ def test_what_a_host_says_of_a_model_is_written_at_once_and_its_progress_once_in
     assert not changes.due({"h": record("loading", 2)}, 0.5).put
     assert changes.due({"h": record("loading", 2)}, 1.0).put
     assert changes.due({"h": record("failed", 1)}, 0.1).put
+
+
+def test_which_jobs_a_host_has_is_written_at_once_whatever_their_kind() -> None:
+    changes: DueRecords[HostRecord] = DueRecords(1.0)
+
+    def record(*exports: Export) -> HostRecord:
+        return HostRecord("h", ExportingBeat(exports=[*exports]), "ready")
+
+    changes.mark_written("h", record(Export("one")), 0.0)
+    assert not changes.due({"h": record(Export("one", done=3))}, 0.5).put
+    assert changes.due({"h": record(Export("one", attempt=2))}, 0.1).put
+    assert changes.due({"h": record()}, 0.1).put

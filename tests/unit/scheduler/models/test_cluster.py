@@ -12,6 +12,8 @@ from services.scheduler.models.failures import Failures
 from services.scheduler.models.host_selection import RoomSearch
 from services.scheduler.models.plans import Plans
 from shared.messages import GroupLoad, GroupRecord, HostBeat, HostModel, HostRecord
+from shared.messages.registry import HostTraining
+from tests.unit.scheduler.models.exporting import Export, ExportingBeat
 from tests.unit.scheduler.models.hosts import BEGIN, GB, spec
 
 MODELS = tuple("abc")
@@ -152,3 +154,17 @@ def test_no_host_would_have_been_better(
         if found.victims:
             return
         found.host.promise(f"promised {number}", max(1, view.size("a", found.host)))
+
+
+def test_jobs_of_every_kind_take_memory() -> None:
+    view = ClusterView()
+    beat = ExportingBeat(
+        memory=10 * GB,
+        trains=1,
+        trainings=[HostTraining("job", "t", 1, "training", memory=3 * GB)],
+        exports=[Export("one", memory=GB), Export("two", memory=2 * GB)],
+    )
+    view.host(HostRecord("h", beat, "ready"))
+    assert view.hosts["h"].room_for_jobs == 4 * GB
+    view.host(HostRecord("h", ExportingBeat(memory=10 * GB), "ready"))
+    assert view.hosts["h"].room_for_jobs == 10 * GB
