@@ -9,9 +9,9 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import (
@@ -107,6 +107,18 @@ def load_settings(kind: type[SettingsT], **overrides: Any) -> SettingsT:
     """Reads settings once; an override of None means "not given". Raises `ConfigurationError`."""
     given = {name: value for name, value in overrides.items() if value is not None}
     return _validated(kind, lambda: kind(**given))
+
+
+def with_sections(kind: type[SettingsT], sections: Iterable[type[CommonSettings]]) -> type[SettingsT]:
+    """`kind` with the settings that features bring; `section_of` gives each its own."""
+    about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    return cast("type[SettingsT]", type(kind.__name__, (kind, *sections), about))
+
+
+def section_of(settings: CommonSettings, section: type[SettingsT]) -> SettingsT:
+    """The part of a service's settings that a feature has brought; where these were made without it, as the environment
+    has it. Raises `ConfigurationError`."""
+    return settings if isinstance(settings, section) else load_settings(section)
 
 
 def parse_settings(kind: type[SettingsT], command: str, arguments: Sequence[str]) -> SettingsT:

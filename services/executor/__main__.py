@@ -29,4 +29,4 @@ def make(settings: ExecutorSettings) -> ExecutorService | RingNode:
 if __name__ == "__main__":
     if sys.argv[1:] == WAITING:
         take_arguments()
-    raise SystemExit(lifecycle.main(make, ExecutorSettings, "ryzanstein serve executor"))
+    raise SystemExit(lifecycle.main(make, ExecutorService.settings_type(), "ryzanstein serve executor"))

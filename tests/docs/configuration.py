@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from services.cli.target import LocalSettings, StackSettings
-from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.service import ExecutorService
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
@@ -22,7 +22,7 @@ _SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | No
     ("Gateway", "`ryzanstein serve gateway`", GatewaySettings, CommonSettings),
     ("Scheduler", "`ryzanstein serve scheduler`", SchedulerSettings, CommonSettings),
     ("Health monitor", "`ryzanstein serve health-monitor`", HealthMonitorSettings, CommonSettings),
-    ("Executor", "`ryzanstein serve executor`", ExecutorSettings, CommonSettings),
+    ("Executor", "`ryzanstein serve executor`", ExecutorService.settings_type(), CommonSettings),
     ("Command line", "What the commands of `ryzanstein` read.", LocalSettings, CommonSettings),
     (
         "Local stack",

@@ -170,12 +170,6 @@ class ExecutorSettings(ModelStoreSettings):
     host_memory: int = Field(default=0, ge=0)
     """Bytes that all groups of the executor may take together, weights and KV cache: of its GPUs' memory where it
     computes on GPUs, else of the host's; 0: 90% of what is there."""
-    trains: int = Field(default=1, ge=0, le=16)
-    """Fine-tuning jobs that the executor trains at a time, in the time that interactive requests leave; 0: none. One
-    that is a host of several (`nnodes`) trains none."""
-    training_state_interval: float = Field(default=60.0, ge=0)
-    """Seconds of training that a fine-tuning job loses at most when its executor dies: between two states that its
-    trainer writes, unless one takes so long that they would cost more than 2%. 0: a state after every step."""
     served_model_name: str = ""
     """Name that clients use; empty: made from `model`."""
     group: str = ""

@@ -132,7 +132,7 @@ class ModelHost:
         self._log_level = LevelChange()
         self._tasks = TaskSet(failed="host_task_failed")
         self._adapters = HostAdapters()
-        self.jobs = [make(settings, service, self.memory, self) for make in job_kinds]
+        self.jobs = [kind.make(settings, service, self.memory, self) for kind in job_kinds]
         self._stopping = False
 
     # --- its own group ---------------------------------------------------------------------------

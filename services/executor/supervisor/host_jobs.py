@@ -2,13 +2,14 @@
 `ExecutorService.job_kinds`; without its line in that list an executor takes none of a kind."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client.registry import Collector
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.host_memory import HostMemory
+from shared.config import CommonSettings
 from shared.messages import HostCommand, HostReply, ModelSpec
 from shared.nats.bus import Bus
 
@@ -75,4 +76,7 @@ class HostJobs(Protocol):
         ...
 
 
-HostJobKind = Callable[[ExecutorSettings, JobService, HostMemory, HostModels], HostJobs]
+class HostJobKind(NamedTuple):
+    make: Callable[[ExecutorSettings, JobService, HostMemory, HostModels], HostJobs]
+    settings: type[CommonSettings]
+    """Its section of the executor's settings: `make` takes it out of those (`section_of`)."""

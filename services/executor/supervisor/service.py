@@ -20,7 +20,8 @@ from services.executor.supervisor.host_jobs import HostJobKind
 from services.executor.supervisor.metrics import MergedCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import HeadNode
 from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank, fork_client
-from services.executor.supervisor.trainings.host_trainings import HostTrainings
+from services.executor.supervisor.trainings.host_trainings import TRAININGS
+from shared.config import with_sections
 from shared.errors import ConfigurationError, InvalidRequest
 from shared.messages import GroupBeat, HostBeat, HostCommand, HostReply, ServiceName
 from shared.nats import subjects
@@ -40,8 +41,13 @@ _commands: msgspec.msgpack.Decoder[HostCommand] = msgspec.msgpack.Decoder(HostCo
 
 class ExecutorService(Service):
     name: ClassVar[ServiceName] = "executor"
-    job_kinds: tuple[HostJobKind, ...] = (HostTrainings,)
+    job_kinds: tuple[HostJobKind, ...] = (TRAININGS,)
     """Kinds of jobs that run beside models; taking a line out takes the feature out."""
+
+    @classmethod
+    def settings_type(cls) -> type[ExecutorSettings]:
+        """An executor's settings, and those of its kinds of jobs."""
+        return with_sections(ExecutorSettings, [kind.settings for kind in cls.job_kinds])
 
     def __init__(self, settings: ExecutorSettings, *, start_rank: StartRank = LocalRank.start) -> None:
         """`start_rank`: its processes."""

@@ -13,7 +13,6 @@ import msgspec
 import psutil
 import pytest
 
-from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.host_jobs import HostJobKind
 from services.executor.supervisor.host_memory import RANK_OVERHEAD
 from services.executor.supervisor.service import ExecutorService
@@ -209,7 +208,7 @@ async def test_the_model_that_an_executor_was_started_with_goes_and_comes_too(
         assert len((await reader.finish("one"))[0]) == 8
 
 
-@pytest.mark.parametrize("gone", ExecutorService.job_kinds, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("gone", ExecutorService.job_kinds, ids=lambda kind: kind.settings.__name__)
 async def test_without_a_kind_of_jobs_it_starts_and_serves(
     bus: Bus,
     nats_settings: CommonSettings,
@@ -224,9 +223,10 @@ async def test_without_a_kind_of_jobs_it_starts_and_serves(
         "served_model_name": "a",
         "group": "a-group",
         "instance": INSTANCE,
-        "trains": 1,
     }
-    service = ExecutorService(ExecutorSettings(**{**nats_settings.model_dump(), **values}))
+    made = ExecutorService.settings_type()
+    assert not set(made.model_fields) & set(gone.settings.model_fields) - set(CommonSettings.model_fields)
+    service = ExecutorService(made(**{**nats_settings.model_dump(), **values}))
     running = asyncio.create_task(service.run())
     try:
         async with asyncio.timeout(30):

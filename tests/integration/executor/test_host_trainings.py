@@ -19,7 +19,8 @@ from services.executor.supervisor.host_memory import HostMemory
 from services.executor.supervisor.trainings import trainer_process, training
 from services.executor.supervisor.trainings.host_trainings import STUB_BYTES, HostTrainings
 from services.executor.supervisor.trainings.job_changes import MOST_CRASHES
-from shared.config import load_settings
+from services.executor.supervisor.trainings.settings import TrainingSettings
+from shared.config import load_settings, with_sections
 from shared.errors import InvalidRequest, ModelNotStored, Unavailable
 from shared.messages import HostReply, ModelSpec, StartTraining, StopTraining
 from shared.messages.training import (
@@ -38,6 +39,7 @@ from tests.processes import until_status
 from tests.unit.executor.model.lanes import in_lanes
 
 STEPS = 20
+SETTINGS = with_sections(ExecutorSettings, [TrainingSettings])
 
 
 class Service:
@@ -51,7 +53,7 @@ class Service:
         self.ready = asyncio.Event()
         self.ready.set()
         self.settings = load_settings(
-            ExecutorSettings, engine="stub", served_model_name="base", stub_step_ms=20.0, trains=2
+            SETTINGS, engine="stub", served_model_name="base", stub_step_ms=20.0, trains=2
         )
 
     def step_ms(self, value: float) -> None:

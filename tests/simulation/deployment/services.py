@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.service import ExecutorService
-from services.executor.supervisor.trainings.host_trainings import HostTrainings
+from services.executor.supervisor.trainings.host_trainings import TRAININGS
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
@@ -69,7 +69,9 @@ class Executor(Told, ExecutorService):
         stand_in()
         files = directory_of(self._world, CURRENT.get().host)
         settings = settings.model_copy(update={"model_cache": files})
-        self.job_kinds = (partial(HostTrainings, start_trainer=self._start_trainer),)
+        self.job_kinds = (
+            TRAININGS._replace(make=partial(TRAININGS.make, start_trainer=self._start_trainer)),
+        )
         super().__init__(settings, start_rank=self._start_rank)
 
     async def run(self) -> None:
@@ -96,7 +98,7 @@ ROLES: dict[str, Role] = {
     "broker": Role(BrokerSettings, Broker),
     "health-monitor": Role(HealthMonitorSettings, HealthMonitor),
     "scheduler": Role(SchedulerSettings, Scheduler),
-    "executor": Role(ExecutorSettings, Executor),
+    "executor": Role(ExecutorService.settings_type(), Executor),
     "gateway": Role(GatewaySettings, Gateway),
 }
 """In the order in which they are started. Who has another kind of service adds it."""

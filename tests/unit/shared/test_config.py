@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import CommonSettings, load_settings, parse_settings
+from shared.config import CommonSettings, load_settings, parse_settings, section_of, with_sections
 from shared.errors import ConfigurationError
 
 
@@ -141,3 +141,23 @@ def test_secrets_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pyte
     secret.write_bytes(b"\xff")
     with pytest.raises(ConfigurationError, match="nats_password is not UTF-8"):
         load_settings(CommonSettings)
+
+
+class OfService(CommonSettings):
+    port: int = 1
+
+
+class Section(CommonSettings):
+    """What a feature brings."""
+
+    exports: int = 3
+    """How many."""
+
+
+def test_a_feature_brings_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = with_sections(OfService, [Section])
+    settings = parse_settings(kind, "test", ["--exports", "7", "--host", "here"])
+    assert (settings.host, section_of(settings, Section).exports) == ("here", 7)
+    assert kind.model_fields["exports"].description == "How many."
+    monkeypatch.setenv("RYZANSTEIN_EXPORTS", "5")
+    assert section_of(OfService(), Section).exports == 5

@@ -14,16 +14,18 @@ from typing import Any
 import structlog
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.supervisor.host_jobs import HostModels, JobService
+from services.executor.supervisor.host_jobs import HostJobKind, HostModels, JobService
 from services.executor.supervisor.host_memory import GPU_OVERHEAD, HostMemory
 from services.executor.supervisor.model_files import StoredModel, read_config
 from services.executor.supervisor.trainings.job_changes import MAX_REASON
 from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes
 from services.executor.supervisor.trainings.metrics import TrainingCounts
+from services.executor.supervisor.trainings.settings import TrainingSettings
 from services.executor.supervisor.trainings.suspension import Suspension
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from services.executor.supervisor.trainings.training import Halt, ReadyBase, Training
+from shared.config import section_of
 from shared.errors import (
     BrokerUnavailable,
     InvalidRequest,
@@ -69,8 +71,10 @@ class HostTrainings:
         self._service = service
         self._memory = memory
         self._models = models
-        self.preemptible = settings.trains > 0
-        self._places = settings.trains if settings.nnodes == 1 else 0
+        section = section_of(settings, TrainingSettings)
+        self.preemptible = section.trains > 0
+        self.state_interval = section.training_state_interval
+        self._places = section.trains if settings.nnodes == 1 else 0
         self._trainings: dict[str, Training] = {}
         """By the keys of their jobs."""
         self._held: dict[str, ModelInUse] = {}
@@ -278,3 +282,6 @@ class HostTrainings:
         self._memory.release_job(key)
         if (held := self._held.pop(key, None)) is not None:
             held.release()
+
+
+TRAININGS = HostJobKind(HostTrainings, TrainingSettings)

@@ -85,6 +85,8 @@ class TrainingHost(Protocol):
     threads: int
     """That a job is computed with which begins here."""
     start_trainer: StartTrainer
+    state_interval: float
+    """Seconds between two states that trainers write."""
 
     @property
     def bus(self) -> Bus: ...
@@ -338,7 +340,7 @@ class Training:
             replica=self._replica,
             secret=job.secret,
             store=job.meeting,
-            state_interval=base.settings.training_state_interval,
+            state_interval=self._host.state_interval,
         )
         self._process = await self._host.start_trainer(spec, base.settings, base.variables)
         self._host.trainer_started(self)
