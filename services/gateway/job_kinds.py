@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from services.gateway.api.backend import GatewayBackend, RouteMaker
 from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.fine_tuning import fine_tuning_routes
+from services.gateway.batches.settings import BatchJobSettings
 from services.gateway.batches.wiring import BatchRuntime
 from services.gateway.dialects.anthropic.batches import message_batch_routes
 from services.gateway.jobs.runtime import JobResources, JobRuntime
+from services.gateway.training.settings import FineTuningSettings
 from services.gateway.training.wiring import TrainingRuntime
+from shared.config import CommonSettings
 
 if TYPE_CHECKING:
     from services.gateway.api.grpc.call import GrpcCall
@@ -27,6 +30,8 @@ class JobKind:
 
     make: Callable[[JobResources], JobRuntime]
     """Called once by each gateway, before it is connected."""
+    settings: type[CommonSettings]
+    """Its section of the gateway's settings: `make` takes it out of those (`section_of`)."""
     routes: tuple[RouteMaker, ...]
     calls: Callable[[GatewayBackend], Calls] = lambda backend: {}
 
@@ -38,6 +43,6 @@ def _batch_calls(backend: GatewayBackend) -> Calls:
 
 
 KINDS = (
-    JobKind(BatchRuntime, (batch_routes, message_batch_routes), _batch_calls),
-    JobKind(TrainingRuntime, (fine_tuning_routes,)),
+    JobKind(BatchRuntime, BatchJobSettings, (batch_routes, message_batch_routes), _batch_calls),
+    JobKind(TrainingRuntime, FineTuningSettings, (fine_tuning_routes,)),
 )

@@ -22,6 +22,7 @@ from services.gateway.server.held import HeldWatch
 from services.gateway.server.http1 import guarded_http
 from services.gateway.server.websocket import GuardedWebSocket
 from services.gateway.wiring import Container
+from shared.config import with_sections
 from shared.errors import ConfigurationError
 from shared.messages import ServiceName
 from shared.service.endpoints import OpsApp, Receive, Scope, Send
@@ -68,6 +69,11 @@ class GatewayService(Service):
     traces: ClassVar[bool] = True
     job_kinds: ClassVar[tuple[JobKind, ...]] = KINDS
     settings: GatewaySettings
+
+    @classmethod
+    def settings_type(cls) -> type[GatewaySettings]:
+        """A gateway's settings, and those of its kinds of jobs."""
+        return with_sections(GatewaySettings, [kind.settings for kind in cls.job_kinds])
 
     def __init__(self, settings: GatewaySettings) -> None:
         super().__init__(settings)

@@ -12,14 +12,14 @@ from pydantic.fields import FieldInfo
 
 from services.cli.target import LocalSettings, StackSettings
 from services.executor.supervisor.service import ExecutorService
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
 
 _SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | None], ...] = (
     ("Every service", "", CommonSettings, None),
-    ("Gateway", "`ryzanstein serve gateway`", GatewaySettings, CommonSettings),
+    ("Gateway", "`ryzanstein serve gateway`", GatewayService.settings_type(), CommonSettings),
     ("Scheduler", "`ryzanstein serve scheduler`", SchedulerSettings, CommonSettings),
     ("Health monitor", "`ryzanstein serve health-monitor`", HealthMonitorSettings, CommonSettings),
     ("Executor", "`ryzanstein serve executor`", ExecutorService.settings_type(), CommonSettings),

@@ -14,6 +14,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.lines import refuse_for_lines
 from services.gateway.batches.results import Results
 from services.gateway.batches.service import LineUrl
+from services.gateway.batches.settings import BatchJobSettings
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import PREFIX
@@ -96,5 +97,6 @@ class BatchParts(msgspec.Struct, frozen=True):
     cold_starts: ColdStarts
     metrics: BatchMetrics
     settings: GatewaySettings
+    own: BatchJobSettings
     authenticator: Authenticator
     instance: str

@@ -148,7 +148,7 @@ class LineRunner:
     def _has_room(self, model: str, alone: bool) -> bool:
         """While no group is up nothing is begun: what waits is the batch, not its lines in a queue."""
         catalog = self._parts.catalog
-        most = room(catalog.places(model), self._parts.settings.batch_parallelism, self._batches())
+        most = room(catalog.places(model), self._parts.own.batch_parallelism, self._batches())
         fits = len(self._tasks) < most and catalog.has_ready_group(model)
         return fits and self._gate.admits(self, alone=alone)
 

@@ -165,9 +165,8 @@ class BatchRunner:
     # --- validating ------------------------------------------------------------------------------
 
     async def _validate(self) -> None:
-        settings = self._parts.settings
         check = partial(self._endpoint.check, tenant=self._job.tenant)
-        checker = Checker(self._job.endpoint, check, settings.batch_requests)
+        checker = Checker(self._job.endpoint, check, self._parts.own.batch_requests)
         await self._count_loss()
         lost = len(self._job.lost)
         if lost > states.ALONE:
@@ -360,7 +359,7 @@ def batch_work(parts: BatchParts) -> RunnerSpec[BatchJob]:
     return RunnerSpec(
         states.needs_work,
         lambda job: job.endpoint in parts.endpoints,
-        parts.settings.batch_jobs,
+        parts.own.batch_jobs,
         lambda lease, running: BatchRunner(lease, parts, LineRunner(parts, running, gate)),
         parts.metrics.running,
         parts.metrics.taken_over,

@@ -10,9 +10,9 @@ from msgspec import Meta
 
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches import states
+from services.gateway.batches.settings import BatchJobSettings
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import page
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import BATCH_EXPIRY, Files
 from services.gateway.intake.schemas import Metadata
 from services.gateway.jobs.leases import Jobs, JobTraits, fingerprint, job_id
@@ -68,14 +68,14 @@ def unknown_batch(batch: str) -> RouteError:
 class Batches:
     """The same for HTTP and the queue. Methods raise `InvalidRequest`, `BrokerUnavailable`."""
 
-    def __init__(self, jobs: Jobs[BatchJob], files: Files, settings: GatewaySettings) -> None:
+    def __init__(self, jobs: Jobs[BatchJob], files: Files, settings: BatchJobSettings) -> None:
         self._jobs = jobs
         self._files = files
-        self._settings = settings
+        self.settings = settings
 
     def check(self, wanted: BatchCreate) -> float:
         """The seconds of its window. Raises `InvalidParameter` for what is wrong, its file aside."""
-        return states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
+        return states.window_seconds(wanted.completion_window, self.settings.batch_window_limit)
 
     async def submit_lines(
         self,

@@ -8,15 +8,17 @@ from services.gateway.batches.queue import BatchQueue
 from services.gateway.batches.results import Results
 from services.gateway.batches.runner import batch_work
 from services.gateway.batches.service import Batches, batch_jobs
+from services.gateway.batches.settings import BatchJobSettings
 from services.gateway.jobs.runners import Runners, sweep
 from services.gateway.jobs.runtime import JobResources
+from shared.config import section_of
 
 
 class BatchRuntime:
     """As `JobRuntime`."""
 
     def __init__(self, given: JobResources) -> None:
-        files, settings = given.files, given.settings
+        files, settings = given.files, section_of(given.settings, BatchJobSettings)
         self._jobs = batch_jobs(given.bus, settings.tenant_batches)
         self._results = Results(given.bus, files.objects, settings.batch_window_limit)
         self.service = Batches(self._jobs, files, settings)
@@ -28,6 +30,7 @@ class BatchRuntime:
             given.catalog,
             given.cold_starts,
             BatchMetrics(given.registry),
+            given.settings,
             settings,
             given.authenticator,
             given.instance,

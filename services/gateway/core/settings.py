@@ -150,29 +150,6 @@ class GatewaySettings(CommonSettings):
     """Bytes of all uploaded files of a tenant together; outputs of batches may take as many again."""
     tenant_files: int = Field(default=10_000, gt=0)
     """Files of a tenant; beyond them uploads are refused."""
-    batch_requests: int = Field(default=200_000, gt=0)
-    """Most lines of a batch."""
-    batch_window_limit: float = Field(default=604_800.0, gt=0)
-    """Longest completion window of a batch, in seconds."""
-    tenant_batches: int = Field(default=200, gt=0)
-    """Unfinished batches of a tenant; beyond them submissions are refused."""
-    tenant_training_jobs: int = Field(default=16, gt=0)
-    """Unfinished fine-tuning jobs of a tenant; beyond them submissions are refused."""
-    tenant_training_bytes: int = Field(default=3 << 30, gt=0)
-    """Bytes of a tenant's fine-tuned models, and of what its unfinished fine-tuning jobs may come to (examples, states,
-    checkpoints); beyond them submissions are refused."""
-    tenant_fine_tuned_models: int = Field(default=512, gt=0)
-    """Fine-tuned models and checkpoints of a tenant, four of each unfinished job counted; beyond them submissions are
-    refused."""
-    training_examples: int = Field(default=200_000, gt=0)
-    """Most examples of a fine-tuning file."""
-    training_tokens: int = Field(default=1 << 24, gt=0)
-    """Most tokens of a fine-tuning job's examples together; a gateway needs some 15 bytes for each while it checks
-    them."""
-    batch_jobs: int = Field(default=8, ge=0)
-    """Batches that this gateway runs at a time; 0: it leaves them to other gateways."""
-    batch_parallelism: int = Field(default=256, gt=0)
-    """Most batch lines in flight from this gateway; it never has more than the groups have places for."""
     pending_frames: int = Field(default=65_536, gt=0)
     """Token frames that may be queued for reading; beyond them frames are dropped, and read from the journal."""
     max_connections: int = Field(default=10_000, gt=0)

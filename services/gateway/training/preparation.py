@@ -21,7 +21,6 @@ import structlog
 from services.gateway.core.catalog import Catalog, check_task
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, ModelLoadFailed, QuotaExceeded
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
 from services.gateway.intake.fine_tuning.dataset import Dataset, chosen
 from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
@@ -29,6 +28,7 @@ from services.gateway.jobs.leases import JobLease, Jobs
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.training import states
+from services.gateway.training.settings import FineTuningSettings
 from services.gateway.training.storage import TrainingStorage
 from services.gateway.training.tokenization import BaseModelTokenizer, TokenizedFile, TrainingFileReader
 from shared.errors import (
@@ -98,13 +98,14 @@ class FilePreparation:
         catalog: Catalog,
         cold_starts: ColdStarts,
         tokenizers: TokenizerStore,
-        settings: GatewaySettings,
+        body_limit: int,
+        settings: FineTuningSettings,
     ) -> None:
         self._jobs, self._files, self._objects, self._events, self._storage = stores
         self._catalog = catalog
         self._cold_starts = cold_starts
         self._tokenizers = tokenizers
-        self._settings = settings
+        self._body_limit, self._settings = body_limit, settings
         self._places = asyncio.Semaphore(AT_ONCE)
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -199,7 +200,9 @@ class FilePreparation:
         given = job.hyperparameters
         data = Dataset(job.method, base.card.context_length, given.max_tokens, truncate=given.truncate)
         file = TokenizedFile(data, Faults(param))
-        reader = TrainingFileReader(self._files, self._settings, base, job.method, file, before)
+        reader = TrainingFileReader(
+            self._files, self._body_limit, self._settings, base, job.method, file, before
+        )
         try:
             await reader.read(name)
         except MissingObject:

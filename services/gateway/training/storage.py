@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.errors import QuotaExceeded
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.training.settings import FineTuningSettings
 from shared.limits import TENANT_FINE_TUNED_MODELS, TENANT_TRAINING_BYTES
 from shared.messages import ModelCard
 from shared.messages.training import TRAINING_OVER, Hyperparameters, TrainingJob
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 class TrainingStorage:
     """One per gateway."""
 
-    def __init__(self, adapters: AdapterRegistry, settings: GatewaySettings) -> None:
+    def __init__(self, adapters: AdapterRegistry, settings: FineTuningSettings) -> None:
         self._adapters = adapters
         self._most = settings.tenant_training_bytes
         self._most_models = settings.tenant_fine_tuned_models

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.files.files import Files
 from services.gateway.files.lines import FileLine, input_lines
 from services.gateway.intake.fine_tuning.dataset import Dataset
@@ -25,6 +24,7 @@ from services.gateway.intake.fine_tuning.schemas import TextLine
 from services.gateway.tokenizer.templates import TemplateInput
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tokenizer.turns import TrainedText
+from services.gateway.training.settings import FineTuningSettings
 from shared.errors import InternalError, QueueFull
 from shared.limits import TRAINING_EXAMPLES, TRAINING_TOKENS
 from shared.messages import ModelCard
@@ -61,7 +61,8 @@ class TrainingFileReader:
     def __init__(
         self,
         files: Files,
-        settings: GatewaySettings,
+        body_limit: int,
+        settings: FineTuningSettings,
         base: BaseModelTokenizer,
         method: TrainingMethod,
         into: TokenizedFile,
@@ -69,7 +70,7 @@ class TrainingFileReader:
     ) -> None:
         """`tokens_before`: of the job's other file."""
         self._files = files
-        self._settings = settings
+        self._body_limit, self._settings = body_limit, settings
         self._base = base
         self._method: TrainingMethod = method
         self._data, self._faults = into
@@ -88,9 +89,7 @@ class TrainingFileReader:
         group: list[FileLine] = []
         size = 0
         try:
-            async with contextlib.aclosing(
-                input_lines(self._files, object_name, self._settings.body_limit)
-            ) as lines:
+            async with contextlib.aclosing(input_lines(self._files, object_name, self._body_limit)) as lines:
                 async for line in lines:
                     if group and (len(group) == GROUP_LINES or size + len(line.data) > GROUP_BYTES):
                         yield group
@@ -117,7 +116,7 @@ class TrainingFileReader:
             if self._faults.full:
                 return
             if one is None:
-                self._faults.check_line(line.number, line.fault, self._settings.body_limit)
+                self._faults.check_line(line.number, line.fault, self._body_limit)
             elif isinstance(one, InvalidParameter):
                 self._faults.add(line.number, one)
             else:

@@ -9,7 +9,9 @@ from services.gateway.training.preparation import FilePreparation, Stores
 from services.gateway.training.publication import Publication
 from services.gateway.training.runner import FineTuningMetrics, fine_tuning_jobs, preparing, publishing
 from services.gateway.training.service import FineTuning
+from services.gateway.training.settings import FineTuningSettings
 from services.gateway.training.storage import TrainingStorage
+from shared.config import section_of
 from shared.nats.adapters import AdapterFiles
 from shared.nats.training import TrainingEvents, training_objects
 
@@ -18,7 +20,8 @@ class TrainingRuntime:
     """As `JobRuntime`."""
 
     def __init__(self, given: JobResources) -> None:
-        bus, settings, files, catalog = given.bus, given.settings, given.files, given.catalog
+        bus, files, catalog = given.bus, given.files, given.catalog
+        settings = section_of(given.settings, FineTuningSettings)
         self._jobs = fine_tuning_jobs(bus, settings.tenant_training_jobs)
         self._events = TrainingEvents(bus)
         self._objects = training_objects(bus)
@@ -27,7 +30,9 @@ class TrainingRuntime:
         self.service = FineTuning(self._jobs, files, self._events, catalog, self._files, self._storage)
         metrics = FineTuningMetrics(given.registry)
         stores = Stores(self._jobs, files, self._objects, self._events, self._storage)
-        preparation = FilePreparation(stores, catalog, given.cold_starts, given.tokenizers, settings)
+        preparation = FilePreparation(
+            stores, catalog, given.cold_starts, given.tokenizers, given.settings.body_limit, settings
+        )
         publication = Publication(given.adapters, files, self._events, self._objects)
         # Owners of their own: of one gateway, too, the check of a file has ended before anything is cleaned up.
         self._runners = (

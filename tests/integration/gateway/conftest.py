@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
 from shared.config import CommonSettings
 from shared.keys import KeyRecord
@@ -42,7 +41,7 @@ class RunningGateway:
 async def run_gateway(nats: CommonSettings, **changes: Any) -> AsyncIterator[RunningGateway]:
     """A gateway with some settings changed; stopped at the end."""
     given = {"port": 0, "drain_timeout": 5.0} | changes
-    service = GatewayService(GatewaySettings(**(nats.model_dump() | given)))
+    service = GatewayService(GatewayService.settings_type()(**(nats.model_dump() | given)))
     task = asyncio.create_task(service.run())
     await until(lambda: service.state == "ready" or task.done())
     if task.done():

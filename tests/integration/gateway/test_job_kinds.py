@@ -55,6 +55,9 @@ async def test_without_a_kind_the_others_work(
 ) -> None:
     await batches.ready(ring)
     monkeypatch.setattr(GatewayService, "job_kinds", tuple(kind for kind in KINDS if kind is not gone))
+    own = set(gone.settings.model_fields) - set(CommonSettings.model_fields)
+    assert own
+    assert not own & set(GatewayService.settings_type().model_fields)
     async with run_gateway(nats_settings, grpc_port=0) as gateway:
         async with gateway.openai() as client:
             question = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.service import ExecutorService
 from services.executor.supervisor.trainings.host_trainings import TRAININGS
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
@@ -99,6 +98,6 @@ ROLES: dict[str, Role] = {
     "health-monitor": Role(HealthMonitorSettings, HealthMonitor),
     "scheduler": Role(SchedulerSettings, Scheduler),
     "executor": Role(ExecutorService.settings_type(), Executor),
-    "gateway": Role(GatewaySettings, Gateway),
+    "gateway": Role(GatewayService.settings_type(), Gateway),
 }
 """In the order in which they are started. Who has another kind of service adds it."""

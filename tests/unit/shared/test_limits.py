@@ -3,12 +3,12 @@
 import pytest
 
 from services.executor.core.settings import ExecutorSettings
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.service import GatewayService
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX
 from shared.limits import LIMITS, Limit
 
-SETTINGS = (GatewaySettings, SchedulerSettings, ExecutorSettings)
+SETTINGS = (GatewayService.settings_type(), SchedulerSettings, ExecutorSettings)
 DEFAULTS = [
     (ENV_PREFIX + name.upper(), field.default)
     for settings in SETTINGS

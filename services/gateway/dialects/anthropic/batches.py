@@ -180,8 +180,8 @@ async def create(ask: RequestContext) -> dict[str, Any]:
     if key and (known := await batches.find_by_key(ask.principal, key, print_)) is not None:
         return batch_object(known)
     await ask.counted()
-    lines = await _checked(ask, given)
-    window = f"{max(1, min(DAY, int(ask.settings.batch_window_limit)))}s"
+    lines = await _checked(ask, given, batches.settings.batch_requests)
+    window = f"{max(1, min(DAY, int(batches.settings.batch_window_limit)))}s"
 
     def batch_create(file: str) -> BatchCreate:
         return BatchCreate(input_file_id=file, endpoint="/v1/messages", completion_window=window)
@@ -192,10 +192,11 @@ async def create(ask: RequestContext) -> dict[str, Any]:
     return batch_object(job)
 
 
-async def _checked(ask: RequestContext, given: _RawCreate) -> bytes:
-    """The requests as lines. Raises `InvalidParameter` or `UnknownModel` for the first that is wrong."""
+async def _checked(ask: RequestContext, given: _RawCreate, most: int) -> bytes:
+    """The requests as lines, `most` at most. Raises `InvalidParameter` or `UnknownModel` for the first that is
+    wrong."""
     endpoint = LineEndpoint("messages", ask.parts.intake, ask.parts.catalog)
-    checker = Checker(MESSAGES, partial(endpoint.check, tenant=ask.tenant), ask.settings.batch_requests)
+    checker = Checker(MESSAGES, partial(endpoint.check, tenant=ask.tenant), most)
     lines: list[bytes] = []
     for index, request in enumerate(given.requests):
         line = line_of(request.custom_id, request.params)

@@ -99,9 +99,8 @@ class Gateway:
             metrics=BatchMetrics(new_registry()),
             authenticator=SimpleNamespace(vouched=lambda key, tenant: None),
             catalog=SimpleNamespace(places=lambda model: PLACES, has_ready_group=lambda model: True),
-            settings=SimpleNamespace(
-                batch_parallelism=PLACES, tenant_file_bytes=1 << 30, batch_requests=1000
-            ),
+            settings=SimpleNamespace(tenant_file_bytes=1 << 30),
+            own=SimpleNamespace(batch_parallelism=PLACES, batch_requests=1000),
         )
         self.lease = Lease(world)
         self.gate = LineGate()

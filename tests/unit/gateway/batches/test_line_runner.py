@@ -66,7 +66,7 @@ async def run(
         metrics=BatchMetrics(new_registry()),
         authenticator=SimpleNamespace(vouched=lambda key, tenant: None),
         catalog=SimpleNamespace(places=lambda model: 1, has_ready_group=lambda model: True),
-        settings=SimpleNamespace(batch_parallelism=4),
+        own=SimpleNamespace(batch_parallelism=4),
     )
     runner, tally = LineRunner(parts, lambda: 1, LineGate()), CompletionBitmap()
     job = BatchJob("b", "", 0.0, "/v1/completions", "f", "f", "24h", time.time() + 60)

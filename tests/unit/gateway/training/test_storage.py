@@ -8,7 +8,7 @@ import pytest
 
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.errors import QuotaExceeded
-from services.gateway.core.settings import GatewaySettings
+from services.gateway.training.settings import FineTuningSettings
 from services.gateway.training.storage import Kept, TrainingStorage
 from shared.messages import ModelCard
 from shared.messages.registry import AdapterRecord
@@ -20,7 +20,7 @@ CARD = ModelCard("m", 2048, 256, [0], "", 1, adapter_widths={"q_proj": MIB})
 
 
 def world(**settings: Any) -> tuple[TrainingStorage, AdapterRegistry]:
-    given = GatewaySettings(**settings)
+    given = FineTuningSettings(**settings)
     bus = cast("Bus", SimpleNamespace(settings=given))
     adapters = AdapterRegistry(bus, 100.0)
     return TrainingStorage(adapters, given), adapters
