@@ -40,8 +40,8 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import MOST_DRAFTS, MTP
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from shared.messages import GenerationRequest, SamplingParams
 
 CONTEXT = 2048

@@ -33,8 +33,8 @@ from services.executor.leader.step_loop import EngineLoop, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.structured_output import GrammarState, GrammarWork
 from shared.errors import ConfigurationError, NoGroupAvailable, RyzansteinError
 from shared.messages import (

@@ -35,10 +35,10 @@ class BatchSettings(msgspec.Struct, frozen=True):
     session_ttl: float = 0.0
     """Seconds after its last use for which a session's blocks are kept before others'."""
     max_drafts: int = 0
-    """Tokens that one sequence's step checks ahead at most (`speculation.py`); 0: none."""
+    """Tokens that one sequence's step checks ahead at most (`drafts/speculation.py`); 0: none."""
     prefill_stretch: float = 0.0
     """How many times as long as without it a step with part of a long prompt may take, beside decodes that somebody
-    waits for (`prefill_pace.py`), above 1; 0: any time."""
+    waits for (`planning/prefill_pace.py`), above 1; 0: any time."""
     prefill_gap: float = 0.0
     """Seconds that it may take in any case."""
 

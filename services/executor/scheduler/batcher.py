@@ -11,9 +11,9 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
 
     one step:  1. recovery and interactive requests: decodes, then prompts in chunks, running or admitted
                   now; where there is no room, the least urgent running sequence gives up its blocks, and
-                  one of the batch lane its place too, and is computed again later (`step_planner.py`)
+                  one of the batch lane its place too, and is computed again later (`planning/step_planner.py`)
                2. what is left of the token budget: the same for the batch lane
-               3. what is left then: drafts of the decodes' next tokens (`drafting.py`)
+               3. what is left then: drafts of the decodes' next tokens (`drafts/drafting.py`)
 
 No hang: each step advances some sequence, or restores spilled blocks of one. The most urgent running
 sequence may take every other's blocks, and one that does not fit the whole cache ends with an error.
@@ -36,19 +36,19 @@ from services.executor.scheduler import admission
 from services.executor.scheduler.adapter_slots import AdapterSlots
 from services.executor.scheduler.admission import Admission, BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.features.base import FeatureContext, PlannedStep
 from services.executor.scheduler.features.catalog import FEATURES
-from services.executor.scheduler.overlap import (
+from services.executor.scheduler.planning.overlap import (
     OverlapScheduling,
     StepsUnderWay,
     drop_wasted_rows,
     plan_ahead,
     step_ahead,
 )
+from services.executor.scheduler.planning.step_planner import StepPlanner
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes, vector_of
 from services.executor.scheduler.stats import Stages, load_of, view_of
-from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import (
     NO_STEP,
     SampledRow,
@@ -71,7 +71,7 @@ class Scheduler:
     """Decides every step of one ring, and owns its sequences and KV blocks. No clock, no I/O.
 
     Life of a step: `schedule()` → the engine executes the plan, in any thread → `update()` or
-    `fail_step()`. While it is under way `schedule_ahead()` may give the next one (`overlap.py`); both are
+    `fail_step()`. While it is under way `schedule_ahead()` may give the next one (`planning/overlap.py`); both are
     executed in order, and the calls that end a step end the older one. A sequence that is cancelled
     meanwhile keeps its blocks until its steps are over, since the ranks still write to them.
     """

@@ -178,7 +178,7 @@ class Sequence:
         self.preempted = False
         """Whether it has ever been: what it finds in the cache then may be its own."""
         self.proposing: dict[str, Any] = {}
-        """What proposers keep of it, by their names (`proposer.py`)."""
+        """What proposers keep of it, by their names (`drafts/proposer.py`)."""
         self.followed = 0
         """How many of the tokens that are computed the engine has computed for its drafts too, from the first one on;
         `LOST`."""

@@ -15,8 +15,8 @@ import msgspec
 from services.executor.core.engine import EngineSpec
 from services.executor.ipc.board import BoardKind, RingBoard
 from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.planning.step_planner import StepPlanner
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
-from services.executor.scheduler.step_planner import StepPlanner
 from shared.messages import GroupLoad
 from shared.messages.debugging import AllocatorDump, HolderDump
 

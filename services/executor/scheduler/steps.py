@@ -61,7 +61,7 @@ class Step(NamedTuple):
     handlers: Seq[ResultHandler] = ()
     """Who takes what it gives beside tokens."""
     ahead: bool = False
-    """Whether it was planned before the tokens of the step before it were known (`overlap.py`)."""
+    """Whether it was planned before the tokens of the step before it were known (`planning/overlap.py`)."""
     followed: bool = False
     """`StepPlan.followed`"""
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.executor.core.sampling_state import SamplingState, TokenBans, problem_with_bans, token_bans_of
 from services.executor.sampling.sampler import Sampler
-from services.executor.scheduler.proposers.ngrams import Estimates, PromptLookup
+from services.executor.scheduler.drafts.proposers.ngrams import Estimates, PromptLookup
 from services.executor.worker.stub import StubEngine, StubSettings
 from shared.messages import SamplingParams
 

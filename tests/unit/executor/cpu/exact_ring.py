@@ -30,7 +30,7 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import SampledRow
 from services.executor.worker.backend import make_runner

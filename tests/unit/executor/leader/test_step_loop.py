@@ -26,9 +26,9 @@ from services.executor.leader.step_loop import EngineLoop, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Entries, Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
-from services.executor.scheduler.speculation import StepCost
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.speculation import StepCost
 from services.executor.structured_output import GrammarWork
 from services.executor.worker.launches import Launches
 from shared.errors import RingLost

@@ -5,16 +5,16 @@ from collections.abc import Sequence as Seq
 
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
-from services.executor.scheduler.proposers.engine_drafts import (
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.proposers.engine_drafts import (
     AcceptanceStats,
     DraftPolicy,
     EngineDrafts,
     Proposal,
 )
+from services.executor.scheduler.drafts.speculation import StepCost
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.speculation import StepCost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, next_token
 
 

@@ -14,11 +14,16 @@ from services.executor.core.engine import DraftToken, EngineSpec
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
-from services.executor.scheduler.proposers.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.proposers.engine_drafts import (
+    SUNK,
+    AcceptanceStats,
+    DraftPolicy,
+    Proposal,
+)
+from services.executor.scheduler.drafts.speculation import Offer, Speculation, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
-from services.executor.scheduler.speculation import Offer, Speculation, StepCost
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel

@@ -15,8 +15,8 @@ from services.executor.core.step_plan import as_int32
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.scheduler.steps import prompt_tokens
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry

@@ -8,7 +8,7 @@ from msgspec import structs
 from services.executor.core.engine import SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import to_bytes
-from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.worker.launches import with_tokens
 from shared.errors import InternalError, RingLost
 from shared.messages import GenerationRequest, SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.executor.core.settings import longest_stretch
-from services.executor.scheduler.prefill_pace import PATIENCE, QUIET_EVERY, PrefillPace
+from services.executor.scheduler.planning.prefill_pace import PATIENCE, QUIET_EVERY, PrefillPace
 from tests.unit.executor.scheduler.fake_engine import undisturbed
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask, lens
 

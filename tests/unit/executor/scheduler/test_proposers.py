@@ -7,12 +7,12 @@ import pytest
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposer import ProposerMaker
-from services.executor.scheduler.proposers.catalog import PROPOSERS
-from services.executor.scheduler.proposers.draft_heads import draft_heads
-from services.executor.scheduler.proposers.draft_models import draft_models
-from services.executor.scheduler.proposers.ngrams import ngrams
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposer import ProposerMaker
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.proposers.draft_heads import draft_heads
+from services.executor.scheduler.drafts.proposers.draft_models import draft_models
+from services.executor.scheduler.drafts.proposers.ngrams import ngrams
 from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask

@@ -12,10 +12,10 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import GrammarMask, Mask
 from services.executor.core.settings import MOST_DRAFTS, MOST_EVER, ExecutorSettings, most_drafts
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.ngrams import Estimates, NgramProposer, PromptLookup
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.ngrams import Estimates, NgramProposer, PromptLookup
+from services.executor.scheduler.drafts.speculation import StepCost
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.speculation import StepCost
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.scheduler.stepped_ring import ask

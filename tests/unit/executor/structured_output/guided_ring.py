@@ -3,8 +3,8 @@
 from services.executor.core.engine import GrammarFailed
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Entries, Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.structured_output import GrammarCompiler, GrammarState, GrammarWork, Vocabulary
 from services.executor.worker.stub import STUB_EOS_TOKEN, StubEngine, StubSettings
 from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams, TokenEntry

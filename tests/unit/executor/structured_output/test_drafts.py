@@ -15,7 +15,7 @@ from services.executor.core.engine import SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.sampling.sampler import Sampler
-from services.executor.scheduler import drafting
+from services.executor.scheduler.drafts import drafting
 from services.executor.structured_output import (
     FORCED_BYTES,
     DraftMatcher,

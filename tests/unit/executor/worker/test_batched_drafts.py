@@ -13,8 +13,8 @@ from services.executor.core.step_plan import as_int32
 from services.executor.native import library
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.scheduler.drafting import Drafter
-from services.executor.scheduler.proposers.catalog import PROPOSERS
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.worker.engine import RingEngine
 from shared.messages import GenerationRequest, SamplingParams
 from tests.unit.executor.model.lanes import in_lanes

@@ -3,8 +3,8 @@
 What it has computed behind its own proposals, with states of its own, is better computed again.
 """
 
-from services.executor.scheduler.proposer import DraftingContext
-from services.executor.scheduler.proposers.engine_drafts import EngineDrafts
+from services.executor.scheduler.drafts.proposer import DraftingContext
+from services.executor.scheduler.drafts.proposers.engine_drafts import EngineDrafts
 
 
 class DraftHead(EngineDrafts):

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from services.executor.core.engine import DraftPlan, DraftToken
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.proposer import DraftingContext, EngineCounts, Result
+from services.executor.scheduler.drafts.proposer import DraftingContext, EngineCounts, Result
+from services.executor.scheduler.drafts.speculation import Offer, Rate, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
-from services.executor.scheduler.speculation import Offer, Rate, StepCost
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens, build_draft_plan, in_draft_order
 
 _FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0

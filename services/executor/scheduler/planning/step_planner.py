@@ -27,7 +27,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables, PrefixMatch
 from services.executor.scheduler.features.base import PlaceClaims, StepBudget, StepFeature
-from services.executor.scheduler.prefill_pace import PrefillPace
+from services.executor.scheduler.planning.prefill_pace import PrefillPace
 from services.executor.scheduler.sequence import Sequence, SequenceState
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 from shared.messages import LANES

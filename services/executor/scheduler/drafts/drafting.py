@@ -19,15 +19,15 @@ from msgspec import structs
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.proposer import (
+from services.executor.scheduler.drafts.proposer import (
     DraftingContext,
     EngineCounts,
     EngineProposer,
     ProposerMaker,
     Result,
 )
+from services.executor.scheduler.drafts.speculation import Offer, Speculation
 from services.executor.scheduler.sequence import Ending, Sequence
-from services.executor.scheduler.speculation import Offer, Speculation
 from services.executor.scheduler.steps import ScheduledTokens, Step
 
 _KEEP = 0.9

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.core.sampling_state import GrammarMask
-from services.executor.scheduler.proposer import DraftingContext, Result
+from services.executor.scheduler.drafts.proposer import DraftingContext, Result
+from services.executor.scheduler.drafts.speculation import Offer, Rate
 from services.executor.scheduler.sequence import Sequence, SequenceState
-from services.executor.scheduler.speculation import Offer, Rate
 
 _MEMORY = 0.9
 """Weight of what was seen, after each further guess: about the last ten count."""

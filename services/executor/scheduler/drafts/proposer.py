@@ -16,8 +16,8 @@ from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.drafts.speculation import Offer, StepCost
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.speculation import Offer, StepCost
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 
 

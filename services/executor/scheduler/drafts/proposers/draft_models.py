@@ -1,7 +1,7 @@
 """A ring's draft model: a smaller model beside the one that is served, which reads tokens alone (docs/adr/0033)."""
 
-from services.executor.scheduler.proposer import DraftingContext
-from services.executor.scheduler.proposers.engine_drafts import EngineDrafts
+from services.executor.scheduler.drafts.proposer import DraftingContext
+from services.executor.scheduler.drafts.proposers.engine_drafts import EngineDrafts
 
 
 def draft_models(context: DraftingContext) -> EngineDrafts | None:

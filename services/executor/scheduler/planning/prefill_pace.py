@@ -22,7 +22,7 @@ from math import ceil, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.scheduler.speculation import StepCost
+from services.executor.scheduler.drafts.speculation import StepCost
 
 PATIENCE = 8
 """Steps after which a prompt goes on, whatever that costs: it ends at any depth, on any machine."""

@@ -38,9 +38,9 @@ from services.executor.core.engine import SampledToken
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.drafts.drafting import Drafter
+from services.executor.scheduler.planning.step_planner import StepPlanner
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
-from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import (
     NO_STEP,
     SampledRow,

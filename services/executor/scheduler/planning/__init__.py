@@ -1,0 +1,1 @@
+"""Which tokens of which sequences the next step computes, and the one behind it."""

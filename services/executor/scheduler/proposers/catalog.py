@@ -1,9 +1,0 @@
-"""The proposers of a ring. Taking a line out takes the feature out."""
-
-from services.executor.scheduler.proposer import ProposerMaker
-from services.executor.scheduler.proposers.draft_heads import draft_heads
-from services.executor.scheduler.proposers.draft_models import draft_models
-from services.executor.scheduler.proposers.ngrams import ngrams
-
-PROPOSERS: tuple[ProposerMaker, ...] = (draft_heads, draft_models, ngrams)
-"""Of two offers that promise as much the earlier one's is taken."""
