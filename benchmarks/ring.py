@@ -41,7 +41,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
-from services.executor.supervisor.rank_process import SPIN_COUNT
+from services.executor.supervisor.ranks.rank_process import SPIN_COUNT
 from shared.data_types import KvDType
 from shared.messages import SamplingParams
 

@@ -6,7 +6,7 @@ With the argument `-` it does its imports, and then takes what it is to be from 
 
 import sys
 
-from services.executor.supervisor.early_fork_server import WAITING, start_early, take_arguments
+from services.executor.supervisor.ranks.early_fork_server import WAITING, start_early, take_arguments
 
 if __name__ == "__main__":
     start_early(sys.argv[1:])  # before the imports below, which run beside its own

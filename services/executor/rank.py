@@ -22,7 +22,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver
 from services.executor.ipc.rank_pipe import Failed, RankSpec, Rendezvous, SupervisorPipe, read_spec
-from services.executor.supervisor.fork_server import leave
+from services.executor.supervisor.ranks.fork_server import leave
 from services.executor.worker.diagnostics import RankDebug
 from services.executor.worker.stub import StubEngine, StubSettings
 from shared import tracing

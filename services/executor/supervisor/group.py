@@ -23,7 +23,7 @@ from services.executor.supervisor.diagnostics.service import DebugService
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector
 from services.executor.supervisor.multinode.head import HeadNode
-from services.executor.supervisor.rank_process import ForkClient, StartRank
+from services.executor.supervisor.ranks.rank_process import ForkClient, StartRank
 from services.executor.supervisor.ring import Ring, RingEnd
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, RyzansteinError, error_from_code
 from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath

@@ -37,7 +37,7 @@ from services.executor.ipc.rank_pipe import (
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
-from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank
+from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank, StartRank
 from shared.messages import GroupTraits, RingDeath, StreamedWeights
 
 log = structlog.get_logger(__name__)

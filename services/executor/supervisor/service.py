@@ -15,11 +15,11 @@ from nats.aio.msg import Msg
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.group import GroupSupervisor
-from services.executor.supervisor.host import ModelHost
-from services.executor.supervisor.host_jobs import HostJobKind
+from services.executor.supervisor.host.jobs import HostJobKind
+from services.executor.supervisor.host.model_host import ModelHost
 from services.executor.supervisor.metrics import MergedCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import HeadNode
-from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank, fork_client
+from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank, StartRank, fork_client
 from services.executor.supervisor.trainings.host_trainings import TRAININGS
 from shared.config import with_sections
 from shared.errors import ConfigurationError, InvalidRequest

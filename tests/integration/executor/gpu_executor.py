@@ -2,7 +2,7 @@
 
 from services.executor.__main__ import make
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor import rank_process
+from services.executor.supervisor.ranks import rank_process
 from shared.service import lifecycle
 
 if __name__ == "__main__":

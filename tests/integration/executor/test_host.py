@@ -13,8 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from services.executor.supervisor.host_jobs import HostJobKind
-from services.executor.supervisor.host_memory import RANK_OVERHEAD
+from services.executor.supervisor.host.jobs import HostJobKind
+from services.executor.supervisor.host.memory import RANK_OVERHEAD
 from services.executor.supervisor.service import ExecutorService
 from shared.config import CommonSettings
 from shared.errors import InvalidRequest

@@ -15,7 +15,7 @@ import pytest
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import ActivityPage, HostActivity
 from services.executor.ipc.trainer_pipe import TrainerFailed
-from services.executor.supervisor.host_memory import HostMemory
+from services.executor.supervisor.host.memory import HostMemory
 from services.executor.supervisor.trainings import trainer_process, training
 from services.executor.supervisor.trainings.host_trainings import STUB_BYTES, HostTrainings
 from services.executor.supervisor.trainings.job_changes import MOST_CRASHES

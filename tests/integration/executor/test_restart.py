@@ -131,7 +131,7 @@ async def test_a_ring_comes_back_by_what_was_kept(
         files = sorted(ring.cache.glob("*.packed"))
         assert len(files) == TP
         [server] = ring.fork_servers
-        assert "services.executor.supervisor.fork_server" in server.cmdline()
+        assert "services.executor.supervisor.ranks.fork_server" in server.cmdline()
         assert all("services.executor.rank" in rank.cmdline() for rank in ring.ranks)
         assert {rank.ppid() for rank in ring.ranks} == {ring.executor.pid}
 

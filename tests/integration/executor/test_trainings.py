@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.executor.supervisor.host_memory import RANK_OVERHEAD
+from services.executor.supervisor.host.memory import RANK_OVERHEAD
 from services.executor.supervisor.trainings.job_changes import MOST_CRASHES
 from shared.config import CommonSettings
 from shared.messages import (

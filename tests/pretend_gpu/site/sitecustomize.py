@@ -3,7 +3,7 @@
 import os
 import sys
 
-if {"services.executor.rank", "services.executor.supervisor.fork_server"} & {*sys.orig_argv}:
+if {"services.executor.rank", "services.executor.supervisor.ranks.fork_server"} & {*sys.orig_argv}:
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.pretend_gpu.device import pretend_gpu
 

@@ -29,7 +29,7 @@ from services.executor.leader import leader as leading
 from services.executor.leader.leader import Leader
 from services.executor.rank import failed, stub_settings
 from services.executor.supervisor import group, ring
-from services.executor.supervisor.rank_process import ForkClient, LocalRank
+from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank
 from services.executor.worker.stub import StubEngine, StubRing
 from shared.messages.debugging import LeaderDump
 from tests.simulation.core.processes import CURRENT, Host

@@ -19,7 +19,7 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.multinode import wire
 from services.executor.supervisor.multinode.wire import Channel, LineLost
-from services.executor.supervisor.rank_process import ForkClient, LocalRank, fork_client
+from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank, fork_client
 from shared.messages import ServiceName
 from shared.process import VERSION
 from shared.service.endpoints import Health

@@ -14,9 +14,9 @@ from typing import Any
 import structlog
 
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.supervisor.host_jobs import HostJobKind, HostModels, JobService
-from services.executor.supervisor.host_memory import GPU_OVERHEAD, HostMemory
-from services.executor.supervisor.model_files import StoredModel, read_config
+from services.executor.supervisor.host.jobs import HostJobKind, HostModels, JobService
+from services.executor.supervisor.host.memory import GPU_OVERHEAD, HostMemory
+from services.executor.supervisor.host.model_files import StoredModel, read_config
 from services.executor.supervisor.trainings.job_changes import MAX_REASON
 from services.executor.supervisor.trainings.job_record import LocalJobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes

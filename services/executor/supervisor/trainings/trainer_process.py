@@ -14,7 +14,7 @@ import structlog
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.trainer_pipe import SUSPENDED, TrainerEvent, TrainerSpec
-from services.executor.supervisor.rank_process import environment
+from services.executor.supervisor.ranks.rank_process import environment
 from shared.process import die_with_parent
 
 TRAINER = "services.executor.training"

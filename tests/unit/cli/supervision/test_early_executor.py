@@ -13,8 +13,8 @@ import pytest
 from services.cli.supervision import early_executor
 from services.cli.supervision.nats_server import stop_process
 from services.cli.supervision.stack import Child
-from services.executor.supervisor.early_fork_server import BUILDERS
-from services.executor.supervisor.fork_server import ImportModules
+from services.executor.supervisor.ranks.early_fork_server import BUILDERS
+from services.executor.supervisor.ranks.fork_server import ImportModules
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="early executors are for Linux")
 

@@ -6,8 +6,8 @@ import socket
 import sys
 from unittest.mock import Mock
 
-from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.early_fork_server import StartedForkServer, take_arguments
+from services.executor.supervisor.ranks import early_fork_server
+from services.executor.supervisor.ranks.early_fork_server import StartedForkServer, take_arguments
 
 if __name__ == "__main__":
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

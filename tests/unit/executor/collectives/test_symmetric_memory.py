@@ -29,7 +29,7 @@ from services.executor.collectives.symmetric_memory import (
 from services.executor.collectives.torch_distributed import TorchDistributed
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.supervisor.rank_process import NCCL_DEFAULTS, environment
+from services.executor.supervisor.ranks.rank_process import NCCL_DEFAULTS, environment
 from services.executor.worker import rendezvous
 from services.executor.worker.rendezvous import lead
 from shared.config import load_settings

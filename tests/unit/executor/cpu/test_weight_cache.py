@@ -360,7 +360,7 @@ WATCHED = (
 def test_a_native_rank_imports_no_modelling_code() -> None:
     """What a start from the cache imports: each of these would add a tenth of a second or more."""
     code = (
-        "import sys; from services.executor.supervisor.fork_server import prepare; prepare(); import torch; "
+        "import sys; from services.executor.supervisor.ranks.fork_server import prepare; prepare(); import torch; "
         f"print([name for name in {WATCHED} if name in sys.modules] + dir(torch._meta_registrations)[8:])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

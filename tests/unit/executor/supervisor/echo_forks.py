@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 
-from services.executor.supervisor import fork_server
-from services.executor.supervisor.fork_server import ForkServer
+from services.executor.supervisor.ranks import fork_server
+from services.executor.supervisor.ranks.fork_server import ForkServer
 
 FAULT = os.environ.get("ECHO_FORKS", "")
 

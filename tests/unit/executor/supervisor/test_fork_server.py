@@ -16,9 +16,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor import early_fork_server, fork_server, rank_process
-from services.executor.supervisor.fork_server import ForkRefused, ForkServer
-from services.executor.supervisor.rank_process import ForkClient, LocalRank
+from services.executor.supervisor.ranks import early_fork_server, fork_server, rank_process
+from services.executor.supervisor.ranks.fork_server import ForkRefused, ForkServer
+from services.executor.supervisor.ranks.rank_process import ForkClient, LocalRank
 from shared.config import load_settings
 
 DOUBLE = "tests.unit.executor.supervisor.echo_forks"
@@ -159,9 +159,9 @@ async def test_what_a_rank_has_started_ends_with_it(
 
 EXECUTOR = """
 import asyncio, os, signal, sys
-from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.rank_process import ForkClient
-from services.executor.supervisor.rank_process import LocalRank
+from services.executor.supervisor.ranks import early_fork_server
+from services.executor.supervisor.ranks.rank_process import ForkClient
+from services.executor.supervisor.ranks.rank_process import LocalRank
 from services.executor.core.settings import ExecutorSettings
 from shared.config import load_settings
 
@@ -241,7 +241,7 @@ async def test_imports_are_asked_for_once_and_again_of_a_new_server(
 def test_the_real_imports_leave_one_thread_and_little_memory() -> None:
     """What is forked must be, and what it costs to keep it."""
     code = (
-        "import importlib, psutil; from services.executor.supervisor import fork_server; "
+        "import importlib, psutil; from services.executor.supervisor.ranks import fork_server; "
         "[importlib.import_module(name) for name in fork_server.MODULES]; "
         "print(fork_server.why_not_to_fork() or 'none'); print(psutil.Process().memory_full_info().uss >> 20)"
     )

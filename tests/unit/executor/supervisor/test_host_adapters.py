@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor.host_adapters import HostAdapters
+from services.executor.supervisor.host.adapters import HostAdapters
 from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError
 from shared.messages import PullAdapter
 from shared.messages.registry import ModelSpec
@@ -61,7 +61,7 @@ async def test_whoever_asks_again_waits_for_what_is_being_read(
         prepared.append(source)
         return Path(source)
 
-    monkeypatch.setattr("services.executor.supervisor.host_adapters.prepare_adapter", prepare)
+    monkeypatch.setattr("services.executor.supervisor.host.adapters.prepare_adapter", prepare)
     settings: Any = {"model": "m", "engine": "stub", "model_directories": str(tmp_path)}
     path = str(adapter(tmp_path / "adapter", b"{"))
     host, settings = HostAdapters(), ExecutorSettings(**settings)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.supervisor.host_memory import (
+from services.executor.supervisor.host.memory import (
     GIB,
     GPU_OVERHEAD,
     KV_SHARE,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from services.executor.core.settings import ExecutorSettings, packed_directory, packed_name, packed_share
-from services.executor.supervisor import model_files
-from services.executor.supervisor.host import settings_of
+from services.executor.supervisor.host import model_files
+from services.executor.supervisor.host.model_files import ResidentFiles, StoredModel, size_of
+from services.executor.supervisor.host.model_host import settings_of
 from services.executor.supervisor.metrics import GpuReader
-from services.executor.supervisor.model_files import ResidentFiles, StoredModel, size_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import ModelSettings, ModelSpec, SparseAttention

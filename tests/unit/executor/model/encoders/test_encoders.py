@@ -23,7 +23,7 @@ from services.executor.model.encoders.families import family_of
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
-from services.executor.supervisor.model_files import size_of
+from services.executor.supervisor.host.model_files import size_of
 from services.executor.worker.encoder import EncoderRunner, load_encoder_rank
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import GenerationRequest

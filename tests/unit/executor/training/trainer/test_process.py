@@ -41,7 +41,7 @@ from services.executor.ipc.trainer_pipe import (
 )
 from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.loading.loader import load_config
-from services.executor.supervisor.rank_process import environment
+from services.executor.supervisor.ranks.rank_process import environment
 from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.process import run
 from shared.errors import RingLost

@@ -18,9 +18,9 @@ import msgspec
 import structlog
 
 from services.executor.core.settings import ExecutorSettings, thread_count
-from services.executor.supervisor import early_fork_server
-from services.executor.supervisor.early_fork_server import RUNTIME, StartedForkServer
-from services.executor.supervisor.fork_server import (
+from services.executor.supervisor.ranks import early_fork_server
+from services.executor.supervisor.ranks.early_fork_server import RUNTIME, StartedForkServer
+from services.executor.supervisor.ranks.fork_server import (
     LONGEST_MESSAGE,
     RANK_MODULE,
     Fork,

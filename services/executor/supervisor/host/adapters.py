@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor.model_files import StoredModel
+from services.executor.supervisor.host.model_files import StoredModel
 from shared.errors import InvalidRequest, ModelLoadError, ModelNotStored, reason_of
 from shared.messages import AdapterRecord, PullAdapter
 from shared.model_store.preparation import prepare_adapter

@@ -1,4 +1,4 @@
-"""A process that has done a rank's imports and forks ranks: `python -m services.executor.supervisor.fork_server FD`.
+"""A process that has done a rank's imports and forks ranks: `python -m` this module, with a descriptor.
 
     executor ──socket──▶ fork server ──fork──▶ child ──fork──▶ rank      the child ends at once, and the rank becomes
              ◀──pid of the rank──┘                                       the executor's: it outlives the fork server
@@ -26,7 +26,7 @@ import msgspec
 from services.executor.core.torch_imports import import_torch
 from shared.process import VERSION, die_with_parent
 
-MODULE = "services.executor.supervisor.fork_server"
+MODULE = "services.executor.supervisor.ranks.fork_server"
 RANK_MODULE = "services.executor.rank"
 MODULES = (RANK_MODULE, "services.executor.leader.leader", "services.executor.worker.engine")
 """What every rank of the torch engine needs. Neither starts threads nor touches GPUs."""

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import ActivityPage
-from services.executor.supervisor.host_memory import HostMemory
+from services.executor.supervisor.host.memory import HostMemory
 from shared.config import CommonSettings
 from shared.messages import HostCommand, HostReply, ModelSpec
 from shared.nats.bus import Bus

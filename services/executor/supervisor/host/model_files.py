@@ -16,7 +16,7 @@ import msgspec
 
 from services.executor.core.settings import MTP, ExecutorSettings, packed_directory, packed_name, packed_share
 from services.executor.model.catalogue import is_encoder
-from services.executor.supervisor.host_memory import ModelSize
+from services.executor.supervisor.host.memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
 from shared.data_types import WEIGHT_BITS
 from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError

@@ -5,7 +5,7 @@
 
 A host without GPUs is one device, which all ranks of a group share; of GPUs each rank takes one. What a group is
 promised is held until its last process has ended. Weights that sleep are in the host's memory and make way for whatever
-is loaded, those that have slept longest first. Jobs (`host_jobs.py`) have what groups leave, and make way for them: the
+is loaded, those that have slept longest first. Jobs (`jobs.py`) have what groups leave, and make way for them: the
 latest first.
 """
 

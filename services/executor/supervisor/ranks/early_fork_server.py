@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from shared.process import die_with_parent
 
-MODULE = "services.executor.supervisor.fork_server"
+MODULE = "services.executor.supervisor.ranks.fork_server"
 RUNTIME = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_NUM_THREADS": "1"}
 """What libraries read while they are imported. GOMP_SPINCOUNT: turns that an OpenMP thread waits before it sleeps, the
 time between two operations. OpenBLAS, which NumPy has for products that nobody asks for, would start threads, and a

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.supervisor.group import GroupHost, GroupSupervisor
-from services.executor.supervisor.host_adapters import HostAdapters
-from services.executor.supervisor.host_jobs import HostJobKind
-from services.executor.supervisor.host_load import HostLoad
-from services.executor.supervisor.host_memory import HostMemory, MemoryPlacement, ModelSize
-from services.executor.supervisor.metrics import HostMetrics
-from services.executor.supervisor.model_files import (
+from services.executor.supervisor.host.adapters import HostAdapters
+from services.executor.supervisor.host.jobs import HostJobKind
+from services.executor.supervisor.host.load import HostLoad
+from services.executor.supervisor.host.memory import HostMemory, MemoryPlacement, ModelSize
+from services.executor.supervisor.host.metrics import HostMetrics
+from services.executor.supervisor.host.model_files import (
     MEMORY_SHARE,
     ResidentFiles,
     StoredModel,

@@ -1,0 +1,1 @@
+"""Processes of ranks, and the server that forks them."""
