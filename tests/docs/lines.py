@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 CEILINGS = {
-    ("services", "shared"): 134_860,  # to come: 112,000
+    ("services", "shared"): 135_280,  # to come: 112,000
     ("benchmarks",): 13_900,  # to come: 13,000
-    ("tests",): 143_730,  # to come: 120,000
+    ("tests",): 143_910,  # to come: 120,000
 }
 """By the folders that are counted together."""
 
