@@ -32,8 +32,8 @@ from services.executor.scheduler.drafts.speculation import StepCost
 from services.executor.structured_output import GrammarWork
 from services.executor.worker.launches import Launches
 from shared.errors import RingLost
-from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
-from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
+from tests.unit.executor.scheduler.drafts.fake_draft_model import FakeDraftModel
+from tests.unit.executor.scheduler.drafts.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 

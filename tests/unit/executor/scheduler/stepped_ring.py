@@ -12,7 +12,7 @@ from services.executor.scheduler.steps import SampledRow
 from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
-from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
+from tests.unit.executor.scheduler.drafts.fake_drafter import FakeDrafter
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, pairs
 
 BLOCK = 4

@@ -23,8 +23,8 @@ from services.executor.scheduler.steps import SampledRow
 from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
-from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
-from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
+from tests.unit.executor.scheduler.drafts.fake_draft_model import FakeDraftModel
+from tests.unit.executor.scheduler.drafts.fake_drafter import FakeDrafter
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 
 BLOCK = 4

@@ -19,7 +19,7 @@ from services.executor.worker.engine import RingEngine
 from shared.messages import GenerationRequest, SamplingParams
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
-from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
+from tests.unit.executor.scheduler.drafts.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_draft_model import model_in
 

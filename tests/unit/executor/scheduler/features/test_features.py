@@ -16,9 +16,9 @@ from services.executor.scheduler.features.recurrent_states import RECURRENT_STAT
 from services.executor.scheduler.features.segments import SEGMENTS
 from services.executor.scheduler.features.sparse_choices import SPARSE_CHOICES
 from shared.messages import SparseAttention
+from tests.unit.executor.scheduler.drafts.test_proposers import Said
 from tests.unit.executor.scheduler.fake_engine import VOCAB
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask, lens
-from tests.unit.executor.scheduler.test_proposers import Said
 
 ENGINES = {
     "plain": {},

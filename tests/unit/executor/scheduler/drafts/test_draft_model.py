@@ -26,8 +26,8 @@ from services.executor.scheduler.drafts.speculation import Offer, Speculation, S
 from services.executor.scheduler.sequence import LOST, Sequence
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
-from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
-from tests.unit.executor.scheduler.fake_drafter import DevotedPolicy, engine_of
+from tests.unit.executor.scheduler.drafts.fake_draft_model import FakeDraftModel
+from tests.unit.executor.scheduler.drafts.fake_drafter import DevotedPolicy, engine_of
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 

@@ -13,7 +13,7 @@ from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from services.executor.scheduler.drafts.proposers.draft_heads import draft_heads
 from services.executor.scheduler.drafts.proposers.draft_models import draft_models
 from services.executor.scheduler.drafts.proposers.ngrams import ngrams
-from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
+from tests.unit.executor.scheduler.drafts.fake_draft_model import FakeDraftModel
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 
