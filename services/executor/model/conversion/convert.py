@@ -34,10 +34,12 @@ from services.executor.model.conversion.partial_file import (
     size_of_file,
     write_tensors,
 )
+from services.executor.model.families.gguf import GgufArchitecture
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.loading.gguf_file import GgufFile, GgufTensor, open_parts
+from services.executor.model.loading.gguf_transforms import transform_of
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.text_models import whole_of
@@ -144,7 +146,7 @@ def _to_gguf(
     architecture = gguf_header.architecture_of(config)
     names = gguf_header.names_of([tensor.name for tensor in model.tensors], architecture, config)
     named = [
-        (names[tensor.name], _as_gguf_has_it(tensor, architecture, config))
+        (names[tensor.name], _as_gguf_has_it(tensor, names[tensor.name], architecture, config))
         for tensor in model.tensors
         if tensor.name in names
     ]
@@ -284,21 +286,15 @@ def _made(values: Tensor) -> SourceTensor:
 
 
 def _as_gguf_has_it(
-    tensor: SourceTensor, architecture: gguf_header.GgufArchitecture, config: Mapping[str, Any]
+    tensor: SourceTensor, name: str, architecture: GgufArchitecture, config: Mapping[str, Any]
 ) -> SourceTensor:
-    if architecture.norm_offset and tensor.name.endswith("norm.weight"):
-        return tensor.mapped(lambda values: values.float() + architecture.norm_offset)
-    count = _heads_of(tensor.name, config) if architecture.interleaved else None
-    if count is None:
+    """`name`: the file's."""
+    transform = transform_of(architecture, name)
+    if transform is None:
         return tensor
-    return tensor.mapped(lambda rows: gguf_header.interleaved(rows, count))
-
-
-def _heads_of(name: str, config: Mapping[str, Any]) -> int | None:
-    """None where the tensor is not turned."""
-    heads = config["num_attention_heads"]
-    by_name = {"q_proj": heads, "k_proj": config.get("num_key_value_heads") or heads}
-    return by_name.get(name.rpartition(".")[0].rpartition(".")[2])
+    heads = {"num_attention_heads": config["num_attention_heads"]}
+    heads["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return tensor.mapped(lambda rows: transform.write(rows, name, heads))
 
 
 def _gguf_tensor(tensor: SourceTensor, kind: Type) -> WrittenTensor:

@@ -1,14 +1,13 @@
 """What llama.cpp and its like have to know of a model beside its tensors, and what they call those.
 
-Sources: the GGUF specification (ggml, docs/gguf.md), through the package `gguf`; the order of the rows of queries and
-keys is told at `interleaved`. Models that the format would hold otherwise than they are meant are refused.
+Source: the GGUF specification (ggml, docs/gguf.md), through the package `gguf`. Models that the format would hold
+otherwise than they are meant are refused.
 """
 
 import math
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from services.executor.model.conversion.gguf_tokenizer import add_tokenizer, read_json
 from services.executor.model.conversion.gguf_types import GgufDtype, nbytes_of
-from services.executor.model.loading.checkpoints import LARGEST
+from services.executor.model.families.gguf import GgufArchitecture
+from services.executor.model.families.gguf_architectures import GGUF
 from services.executor.model.loading.gguf_file import GgufFile
 from services.executor.model.loading.gguf_metadata import SAMPLING
 from shared.errors import ModelLoadError
@@ -27,41 +27,6 @@ from shared.errors import ModelLoadError
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 
 
-@dataclass(frozen=True)
-class GgufArchitecture:
-    """How GGUF holds one type of model, and what programs that read it take for granted."""
-
-    name: str
-    enum: gguf.MODEL_ARCH
-    interleaved: bool = False
-    """Queries and keys are rotated by neighbours."""
-    biases: bool = False
-    """Of queries, keys and values, where config.json says attention_bias; else there are none."""
-    norm_offset: float = 0.0
-    """What is added to the weights of norms"""
-    activations: tuple[str, ...] = ("silu",)
-    windows: int = 0
-    """0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ..."""
-
-
-_GELU = ("gelu_pytorch_tanh",)
-_ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", gguf.MODEL_ARCH.LLAMA, interleaved=True),
-    "mistral": GgufArchitecture("llama", gguf.MODEL_ARCH.LLAMA, interleaved=True),
-    "qwen2": GgufArchitecture("qwen2", gguf.MODEL_ARCH.QWEN2),
-    "qwen3": GgufArchitecture("qwen3", gguf.MODEL_ARCH.QWEN3),
-    "granite": GgufArchitecture("granite", gguf.MODEL_ARCH.GRANITE, interleaved=True),
-    "smollm3": GgufArchitecture("smollm3", gguf.MODEL_ARCH.SMOLLM3, interleaved=True),
-    "seed_oss": GgufArchitecture("seed_oss", gguf.MODEL_ARCH.SEED_OSS, biases=True),
-    "phi3": GgufArchitecture("phi3", gguf.MODEL_ARCH.PHI3, windows=1),
-    "gemma": GgufArchitecture("gemma", gguf.MODEL_ARCH.GEMMA, norm_offset=1.0, activations=(*_GELU, "gelu")),
-    "gemma2": GgufArchitecture(
-        "gemma2", gguf.MODEL_ARCH.GEMMA2, norm_offset=1.0, activations=_GELU, windows=2
-    ),
-    "gemma3_text": GgufArchitecture(
-        "gemma3", gguf.MODEL_ARCH.GEMMA3, norm_offset=1.0, activations=_GELU, windows=6
-    ),
-}
 _EVERY_FOURTH = 4
 """Of SmolLM3's layers has no rotary positions; llama.cpp takes that for granted."""
 _LOCAL_THETA = 10_000.0
@@ -71,10 +36,11 @@ _LOCAL_THETA = 10_000.0
 def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
     """Raises `ModelLoadError` for a model that a GGUF file written here would hold otherwise than it is."""
     kind = config["model_type"]
-    found = _ARCHITECTURES.get(kind)
+    written = {name: row for row in GGUF.values() for name in row.written}
+    found = written.get(kind)
     if found is None:
         raise ModelLoadError(
-            f"Models of type {kind!r} are not written as GGUF, but {', '.join(_ARCHITECTURES)} are; convert to "
+            f"Models of type {kind!r} are not written as GGUF, but {', '.join(written)} are; convert to "
             "safetensors, or use llama.cpp's own converter."
         )
     for differs in (_biases, _windows, _rotary, _scores, _activation):
@@ -114,14 +80,14 @@ def _rotary(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
 
 def _scores(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
     """Gemma's scale of queries and soft caps; without a place in the file they have to be what readers assume."""
-    if architecture.name not in LARGEST:
+    if not architecture.largest:
         return ""
-    widest = config["num_hidden_layers"] == LARGEST[architecture.name]
+    widest = config["num_hidden_layers"] == architecture.largest
     width = config["hidden_size"] // config["num_attention_heads"] if widest else _head_dim(config)
     if config["query_pre_attn_scalar"] != width:
         return f"a query_pre_attn_scalar other than {width}, and config.json has {config['query_pre_attn_scalar']}"
     caps = [config.get(name) for name in _CAPS]
-    if all(caps) != (architecture.name == "gemma2") or any(caps) != all(caps):
+    if all(caps) != architecture.soft_caps or any(caps) != all(caps):
         return f"soft caps as config.json has them ({', '.join(_CAPS)})"
     return "attention in both directions" if config.get("use_bidirectional_attention") else ""
 
@@ -134,27 +100,16 @@ def _activation(config: Mapping[str, Any], architecture: GgufArchitecture) -> st
     return "" if found in architecture.activations else f"the activation {found}"
 
 
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows of a q or k projection in the order of GGUF's llama.
-
-    Transformers rotates channel i with channel i + d/2 of a head, GGUF's llama channel 2i with 2i + 1, as the original
-    Llama did. [heads * d, ...] to the same shape.
-    """
-    return (
-        rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-    )
-
-
 def names_of(
     names: Sequence[str], architecture: GgufArchitecture, config: Mapping[str, Any]
 ) -> dict[str, str]:
     """For each of the checkpoint's `names` GGUF's. Raises `ModelLoadError` where there is none."""
-    table = gguf.get_tensor_name_map(architecture.enum, config["num_hidden_layers"])
+    name_in_file = architecture.tensor_names(config["num_hidden_layers"])
     found = {}
     for name in names:
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        target = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        target = name_in_file(name)
         if target is None:
             raise ModelLoadError(
                 f"GGUF's architecture {architecture.name} has no place for the tensor {name}; convert to safetensors."
@@ -333,13 +288,10 @@ def _add_config(
     _rope_scaling(config)(writer)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"] == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
+    for key, word in (architecture.settings or {}).items():  # scales, of what is written
+        writer.add_float32(f"{architecture.name}.{key}", config[word])
     if architecture.windows and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    if architecture.name == "gemma2":
+    if architecture.soft_caps:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from services.executor.model.catalogue import check_supported
+from services.executor.model.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
-from services.executor.model.loading.gguf_metadata import ARCHITECTURES
 from services.executor.model.loading.prediction_heads import PredictionHeads, heads_among
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.quantized_tensors import CodedRows, Fp8, Nf4
@@ -118,11 +118,11 @@ def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
 def _of_gguf(path: Path) -> tuple[str, list[TensorFacts]]:
     files = open_parts(path)
     architecture = str(files[0].header.metadata.get("general.architecture", "unknown"))
-    tensors = []
+    row, tensors = gguf_architecture(files[0].header.metadata), []
     for file in files:
         for one in file.header.tensors:
-            kept = has_codes(one.kind) and architecture in ARCHITECTURES
-            served = _computed_by(one.shape, architecture, one.kind.name in _PLAIN, kept)
+            kept = has_codes(one.kind) and row.kept
+            served = _computed_by(one.shape, row.model_type or architecture, one.kind.name in _PLAIN, kept)
             tensors.append(TensorFacts(one.name, one.kind.name, one.shape, one.nbytes, served))
     return architecture, sorted(tensors, key=lambda tensor: tensor.name)
 
@@ -134,19 +134,15 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""What transformers calls models of an architecture of GGUF, where it is another name."""
-
-
-def _computed_by(shape: tuple[int, ...], architecture: str, plain: bool, kept: bool) -> str:
+def _computed_by(shape: tuple[int, ...], model_type: str, plain: bool, kept: bool) -> str:
     """What multiplies by the tensor on this machine's CPU, as codes where they are `kept`."""
     if len(shape) < 2:
         return "-"
     library = load_library()
     if library is None:
         return f"PyTorch ({why_not().split(';')[0]})"
-    if _TYPES.get(architecture, architecture) not in FAMILIES:
-        return f"PyTorch (models of type {architecture})"
+    if model_type not in FAMILIES:
+        return f"PyTorch (models of type {model_type})"
     if kept:
         return f"kernel for codes, {library.level}"
     return f"bf16 kernel, {library.level}" + ("" if plain else ", unpacked when it is loaded")

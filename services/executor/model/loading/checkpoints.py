@@ -1,8 +1,8 @@
 """From what a user names (a directory, a .gguf file, a hub name) to a model directory.
 
 Of a GGUF file the configuration and the tokenizer are written into a directory, which leads to the file by a link: the
-weights are served from it. What is not served so (`gguf_metadata.ARCHITECTURES`) is unpacked there, once, as bf16. The
-directory is made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
+weights are served from it. What is not served so (`families/gguf_architectures.py`) is unpacked there, once, as bf16.
+The directory is made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
 """
 
 import json
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.executor.model.catalogue import check_sizes
+from services.executor.model.families.gguf import GgufArchitecture
+from services.executor.model.families.gguf_architectures import GGUF, gguf_architecture
 from services.executor.model.loading.gguf_metadata import (
-    ARCHITECTURES,
     check_described,
     end_tokens,
     positive,
@@ -45,23 +46,6 @@ log = structlog.get_logger(__name__)
 ConversionProgress = Callable[[str, int, int], None]
 """Called with (stage, stages done, stages in all)."""
 
-_ENCODERS = frozenset(
-    {
-        "bert",
-        "eurobert",
-        "gemma-embedding",
-        "jina-bert-v2",
-        "jina-bert-v3",
-        "modern-bert",
-        "neo-bert",
-        "nomic-bert",
-        "nomic-bert-moe",
-        "t5encoder",
-    }
-)
-"""What GGUF calls models that read a text in both directions."""
-_UNPACKED_SCALED = ("gpt-oss",)
-"""Architectures of which transformers reads scaled positions."""
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
     r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -138,16 +122,16 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
 
     files = open_parts(file)
     check_sizes(files[0].header.metadata)
-    architecture = files[0].header.metadata.get("general.architecture")
-    if architecture in _ENCODERS:
+    row = gguf_architecture(files[0].header.metadata)
+    if row.weights == "refused":
         raise ModelLoadError(
-            f"The model of {file} is an encoder ({architecture!r}), and encoders are not served from GGUF; use its "
+            f"The model of {file} is an encoder ({row.name!r}), and encoders are not served from GGUF; use its "
             "safetensors directory, or its name on the hub."
         )
-    unpack = architecture not in ARCHITECTURES
+    unpack = not row.kept
     if unpack and len(files) > 1:
         raise ModelLoadError(
-            f"The model of {file} is in {len(files)} files, and one of the architecture {architecture!r} is only read "
+            f"The model of {file} is in {len(files)} files, and one of the architecture {row.name!r} is only read "
             "from one; join them with llama-gguf-split --merge, or use a safetensors directory."
         )
     from services.executor.model.loading.config_file import (
@@ -187,10 +171,10 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     check_described(file, files[0].header)
     with read_once(files[0]):
         ends = end_tokens(file, header)
-    architecture = header.get("general.architecture")
-    if unpack and _rope_scaling(files) and architecture not in _UNPACKED_SCALED:
+    row = gguf_architecture(header)
+    if unpack and _rope_scaling(files) and not row.scales_unpacked:
         raise ModelLoadError(
-            f"The file {file} scales rotary positions ({architecture}.rope.scaling, or a tensor of factors), and such "
+            f"The file {file} scales rotary positions ({row.name}.rope.scaling, or a tensor of factors), and such "
             "a model of its architecture is not unpacked; use a safetensors directory."
         )
     named = _alone(file, made.with_name("file"))
@@ -213,14 +197,14 @@ def _describe(
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file, header = files[0].path, files[0].header.metadata
-    architecture = header.get("general.architecture")
+    row = GGUF.get(str(header.get("general.architecture")))
     config = model.config if model is not None else _config(files, named)
     for name, word in _TOKENS.items():
         if f"tokenizer.ggml.{word}_token_id" not in header:
             setattr(config, f"{name}_token_id", None)  # else it is what transformers takes by default
     config.eos_token_id = ends[0]
     stage("tokenizer")
-    reader = PreTrainedTokenizerFast if architecture in _OWN else AutoTokenizer
+    reader = AutoTokenizer if row is None or row.settings is None else PreTrainedTokenizerFast
     tokenizer = reader.from_pretrained(**named)
     if tokenizer.eos_token_id != ends[0]:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
@@ -256,60 +240,60 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if _kind(files[0].header.metadata) in _OWN:
-        config = AutoConfig.for_model(**_own_settings(files))
+    row = gguf_architecture(files[0].header.metadata)
+    if row.settings is not None:
+        config = AutoConfig.for_model(**_own_settings(files, row, row.settings))
     else:
         config = AutoConfig.from_pretrained(**named)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = torch.bfloat16
     header = files[0].header.metadata
-    if f"{header['general.architecture']}.attention.head_count_kv" not in header:
+    if f"{row.name}.attention.head_count_kv" not in header:
         config.num_key_value_heads = config.num_attention_heads
-    if width := header.get(f"{header['general.architecture']}.attention.key_length"):
+    if width := header.get(f"{row.name}.attention.key_length"):
         config.head_dim = width
-    if width := header.get(f"{header['general.architecture']}.expert_feed_forward_length"):
+    if width := header.get(f"{row.name}.expert_feed_forward_length"):
         config.moe_intermediate_size = width
     config.tie_word_embeddings = "output.weight" not in {
         tensor.name for file in files for tensor in file.header.tensors
     }
-    for name, value in _left_out(config, header).items():
+    for name, value in _left_out(config, header, row).items():
         setattr(config, name, value)
-    _set_rotary(config, header, _rope_scaling(files))
+    _set_rotary(config, header, row, _rope_scaling(files))
     return config
 
 
-def _left_out(config: Any, header: "Mapping[str, Value]") -> dict[str, Any]:
+def _left_out(config: Any, header: "Mapping[str, Value]", row: GgufArchitecture) -> dict[str, Any]:
     """What a file says of an architecture, or llama.cpp takes for granted, and transformers' reader passes over.
 
     Raises `ModelLoadError`.
     """
-    architecture = str(header["general.architecture"])
-    if architecture == "qwen2moe":
-        inner = positive(header, "qwen2moe.expert_shared_feed_forward_length") or config.intermediate_size
-        return {"shared_expert_intermediate_size": inner}
-    if architecture == "phi3":
-        original = positive(header, "phi3.rope.scaling.original_context_length")
-        window = {"sliding_window": header.get("phi3.attention.sliding_window") or None}
-        return window if original is None else {**window, "original_max_position_embeddings": original}
-    if architecture not in LARGEST:
-        return {}
-    largest = config.num_hidden_layers == LARGEST[architecture]
-    width = config.hidden_size // config.num_attention_heads if largest else config.head_dim
-    names = [f"{name}_logit_softcapping" for name in ("attn", "final")]
-    caps = {name: positive(header, f"{architecture}.{name}") for name in names}
-    return {"query_pre_attn_scalar": width, **{name: cap for name, cap in caps.items() if cap is not None}}
+    settings = {
+        **row.constants,
+        **{name: like and getattr(config, like) for name, like in row.defaults.items()},
+    }
+    for key, name in row.optional.items():
+        said = f"{row.name}.{key}"
+        value = (header.get(said) or None) if key in _NONE_BY_ZERO else positive(header, said)
+        settings |= {} if value is None else {name: value}
+    if row.largest:
+        widest = config.num_hidden_layers == row.largest
+        width = config.hidden_size // config.num_attention_heads if widest else config.head_dim
+        settings["query_pre_attn_scalar"] = width
+    return settings
 
 
-LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Layers of Gemma's 27B: it scales queries by the width over the heads, smaller ones by the width of a head."""
+_NONE_BY_ZERO = ("attention.sliding_window",)
 
 
-def _set_rotary(config: Any, header: "Mapping[str, Value]", scaling: dict[str, Any]) -> None:
-    if header["general.architecture"] == "phi3":
+def _set_rotary(
+    config: Any, header: "Mapping[str, Value]", row: GgufArchitecture, scaling: dict[str, Any]
+) -> None:
+    if row.rotates_in_part:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if rotated := positive(header, "phi3.rope.dimension_count", head_dim):
+        if rotated := positive(header, f"{row.name}.rope.dimension_count", head_dim):
             scaling = {**scaling, "partial_rotary_factor": rotated / head_dim}
-    if f"{header['general.architecture']}.rope.freq_base" not in header:
+    if f"{row.name}.rope.freq_base" not in header:
         scaling = {"rope_theta": _THETA, **scaling}
     held = config.rope_parameters or {}
     if "full_attention" in held:  # windows have positions of their own, which are not scaled
@@ -329,40 +313,21 @@ _SETTINGS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 """What a file has to say, behind its architecture's name, and config.json's word for it."""
-_OWN: dict[str, dict[str, str]] = {
-    "gemma": {},
-    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    "granite": {
-        "attention.scale": "attention_multiplier",
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    },
-    "seed_oss": {},
-    "smollm3": {},
-}
-"""Architectures that transformers does not read from GGUF, with what they have to say beside. Source: llama.cpp,
-convert_hf_to_gguf.py; it gives SmolLM3's layers rotary positions as config.json does by default."""
 
 
-def _kind(header: "Mapping[str, Value]") -> str:
-    """The model's type where its architecture does not tell: Mixtral's is Llama's, with experts."""
-    architecture = str(header.get("general.architecture"))
-    return "mixtral" if architecture == "llama" and header.get("llama.expert_count") else architecture
-
-
-def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
+def _own_settings(
+    files: "Sequence[GgufFile]", row: GgufArchitecture, settings: Mapping[str, str]
+) -> dict[str, Any]:
     """Of config.json. Raises `ModelLoadError` where the file does not say what it has to."""
     header = files[0].header.metadata
-    architecture = str(header["general.architecture"])
     said = {
-        key.removeprefix(f"{architecture}."): value
+        key.removeprefix(f"{row.name}."): value
         for key, value in header.items()
         if isinstance(value, int | float)
     }
-    wanted = _SETTINGS | _OWN[_kind(header)]
+    wanted = {key: name for key, name in {**_SETTINGS, **settings}.items() if name}
     if missing := [key for key in wanted if key not in said]:
-        raise unsaid(files[0].path, f"{architecture}.{missing[0]}")
+        raise unsaid(files[0].path, f"{row.name}.{missing[0]}")
     tensors = {tensor.name: tensor for file in files for tensor in file.header.tensors}
     if (embedding := tensors.get("token_embd.weight")) is None:
         raise ModelLoadError(
@@ -371,7 +336,7 @@ def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
     heads = said["attention.head_count"]
     tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
     return {
-        "model_type": _kind(header),
+        "model_type": row.config_type(),
         **{name: said[key] for key, name in wanted.items()},
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", said["embedding_length"] // max(1, heads)),

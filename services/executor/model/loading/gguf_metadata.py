@@ -6,61 +6,22 @@ key. Keys whose absence means something to every reader stay free: no chat templ
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.executor.model.families.gguf_architectures import gguf_architecture
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # with torch
     from services.executor.model.loading.gguf_file import GgufHeader, Value
 
 
-@dataclass(frozen=True)
-class GgufDifferences:
-    """How the files of an architecture differ from the model that transformers builds."""
-
-    pairs: bool = False
-    """Rows of queries and keys that are turned together follow each other; in the model they are half a head apart."""
-    norm_offset: float = 0.0
-    """What the files have added to the weights of norms"""
-
-
-ARCHITECTURES = {
-    "llama": GgufDifferences(pairs=True),
-    "mistral": GgufDifferences(pairs=True),
-    "qwen2": GgufDifferences(),
-    "qwen3": GgufDifferences(),
-    "qwen2moe": GgufDifferences(),
-    "qwen3moe": GgufDifferences(),
-    "phi3": GgufDifferences(),
-    "granite": GgufDifferences(pairs=True),
-    "smollm3": GgufDifferences(pairs=True),
-    "seed_oss": GgufDifferences(),
-    "gemma": GgufDifferences(norm_offset=1.0),
-    "gemma2": GgufDifferences(norm_offset=1.0),
-    "gemma3": GgufDifferences(norm_offset=1.0),
-}
-"""Those that are served from their files, by `general.architecture`. Source: llama.cpp, convert_hf_to_gguf.py."""
-
 _SIZES = ("context_length", "embedding_length", "block_count", "attention.head_count")
 _WIDTHS = ("feed_forward_length", "expert_feed_forward_length")
 """One of them: a model of experts alone has no other width."""
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_OF_EXPERTS = ("expert_count", "expert_used_count")
-_BESIDE = {
-    "gemma2": ("attention.sliding_window",),
-    "gemma3": ("attention.sliding_window",),
-    "qwen2moe": _OF_EXPERTS,
-    "qwen3moe": _OF_EXPERTS,
-    "gpt-oss": _OF_EXPERTS,
-    "minimax-m2": _OF_EXPERTS,
-}
-"""By architecture, behind its name."""
 _OF_TOKENIZERS = {"gpt2": ("merges",), "llama": ("scores",)}
 """By `tokenizer.ggml.model`, behind `tokenizer.ggml.`."""
-_SPLIT_BY_NAME = frozenset({"llama", "granite", "smollm3", "seed_oss"})
-"""Architectures whose byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which."""
 
 SAMPLING = {
     "temp": "temperature",
@@ -90,10 +51,10 @@ _DIGITS = 6
 def check_described(file: Path, header: "GgufHeader") -> None:
     """Raises `ModelLoadError` where `file` does not say what its model is built and its texts are tokenized by."""
     architecture, tokenizer = header.metadata.get("general.architecture"), header.metadata.get(_TOKENIZER)
-    keys = ["general.architecture"]
-    keys += [f"{architecture}.{name}" for name in (*_SIZES, *_BESIDE.get(str(architecture), ()))]
+    row = gguf_architecture(header.metadata)
+    keys = ["general.architecture", *(f"{architecture}.{name}" for name in (*_SIZES, *row.needs))]
     names = ["tokens", "token_type", *_OF_TOKENIZERS.get(str(tokenizer), ())]
-    if tokenizer == "gpt2" and architecture in _SPLIT_BY_NAME:
+    if tokenizer == "gpt2" and row.splits_by_name:
         names.append("pre")
     if header.metadata.get("tokenizer.ggml.add_bos_token"):
         names.append("bos_token_id")

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.executor.model.families.gguf import GgufArchitecture
+from services.executor.model.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.weight_files import some_of
 from shared.errors import ModelLoadError
 
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
 
 _EXPERTS = (".ffn_gate_exps", ".ffn_up_exps")
 """Halves of one weight: where one of them is missing the reader leaves zeros."""
-_FOLLOW = {"gemma4": frozenset({"rope_freqs.weight"})}
-"""Tensors that follow from an architecture's configuration."""
 
 
 def unpacked_model(file: "GgufFile", named: dict[str, Any]) -> Any:
@@ -40,13 +40,13 @@ def unpacked_model(file: "GgufFile", named: dict[str, Any]) -> Any:
             "program, fetch it again, or use a safetensors directory."
         ) from error
     _check_sizes(file.path, report["mismatched_keys"])
-    architecture = str(file.header.metadata.get("general.architecture"))
+    row = gguf_architecture(file.header.metadata)
     stored = {tensor.name for tensor in file.header.tensors}
-    places = {} if _names_all(architecture) else _places(model, architecture)
+    places = {} if _names_all(row.name) else _places(model, row)
     missing = _missing(stored, places, report["missing_keys"])
     unread = set(report["unexpected_keys"])
     if places:
-        unread |= stored - places.keys() - _FOLLOW.get(architecture, frozenset())
+        unread |= stored - places.keys() - set(row.follow)
     if missing or unread:
         raise ModelLoadError(_refusal(file.path, missing, sorted(unread)))
     return model
@@ -70,7 +70,7 @@ def _names_all(architecture: str) -> bool:
     return bool(is_gguf_arch_supported(architecture))
 
 
-def _places(model: Any, architecture: str) -> dict[str, str]:
+def _places(model: Any, architecture: GgufArchitecture) -> dict[str, str]:
     """By the file's name of a tensor what transformers' reader makes it a part of."""
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
@@ -78,11 +78,10 @@ def _places(model: Any, architecture: str) -> dict[str, str]:
         get_gguf_hf_weights_map,
     )
 
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    processor = TENSOR_PROCESSORS.get(architecture.name, TensorProcessor)(config=model.config.to_dict())
     places: dict[str, str] = get_gguf_hf_weights_map(model, processor)
     experts = {f"{name}.weight": place for name, place in places.items() if name.endswith("_exps")}
-    head = {"output.weight": "lm_head.weight"} if architecture == "gpt2" else {}
-    return {**places, **experts, **head}
+    return {**places, **experts, **architecture.names}
 
 
 def _missing(stored: set[str], places: Mapping[str, str], unfound: Iterable[str]) -> list[str]:

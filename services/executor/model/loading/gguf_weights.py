@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import gguf
 import structlog
 import torch
 from torch import Tensor
 
 from services.executor.core.sharding import ShardRange
+from services.executor.model.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
-from services.executor.model.loading.gguf_metadata import ARCHITECTURES
+from services.executor.model.loading.gguf_transforms import Transform, transform_of
 from services.executor.model.loading.reading import Progress, Read, ReadMeter
 from services.executor.model.loading.sources import CheckpointSources
 from services.executor.model.quantized import DeferredRows, QuantizedRows
@@ -48,14 +48,12 @@ class GgufWeights:
             tensor.name: (file, _as_matrix(tensor)) for file in files for tensor in file.header.tensors
         }
         self._files = files
-        name = files[0].header.metadata.get("general.architecture")
-        if name not in ARCHITECTURES:
+        self._architecture = row = gguf_architecture(files[0].header.metadata)
+        if not row.kept:
             raise ModelLoadError(
-                f"The file {files[0].path} holds a model of the architecture {name!r}, which is not served from its "
-                "file; give the file by its own path, and it is unpacked."
+                f"The file {files[0].path} holds a model of the architecture {row.name!r}, which is not served from "
+                "its file; give the file by its own path, and it is unpacked."
             )
-        self._name = str(name)
-        self._architecture = ARCHITECTURES[self._name]
 
     def __enter__(self) -> "GgufWeights":
         return self
@@ -70,18 +68,17 @@ class GgufWeights:
 
     def sources(self, model: Any) -> CheckpointSources:
         """Which tensor each parameter is, of a model as transformers builds it."""
-        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _table(self._name))
-        table = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+        name_in_file = self._architecture.tensor_names(model.config.num_hidden_layers)
         shapes = self.shapes
         parameters = {}
         for name in model.state_dict():
-            found = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            if (experts := name.partition(_EXPERTS))[2]:
-                sides = [
-                    table.get_name(f"{experts[0]}.experts.{side}") for side in _SIDES.get(experts[2], ())
-                ]
+            found = name_in_file(name)
+            joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
+            if joined is not None:
+                ends = self._architecture.joined[joined]
+                sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
                 parameters[name] = _of_experts([f"{side}.weight" for side in sides], shapes)
-            elif found in shapes and self._is_served(found):
+            elif found is not None and found in shapes and self._is_served(found):
                 parameters[name] = Composition.whole(found, shapes[found])
         used = {part.source for composition in parameters.values() for part in composition.parts}
         return CheckpointSources(parameters, frozenset(shapes.keys() - used - _NO_PARAMETERS))
@@ -193,17 +190,16 @@ class GgufWeights:
 
     def _plain(self, read: Read, config: Any, device: torch.device, meter: ReadMeter) -> Weight:
         made = torch.empty(read.content.shape, dtype=read.dtype, device=device)
-        offset = self._architecture.norm_offset
         for part in read.content.parts:
-            place = part.place(made)
+            place, transform = part.place(made), self._transform(part.source)
             for first, raw in self._slabs(part, config):
                 numbers = self._taken(partial(values, dtype=read.dtype), part, raw)
                 if len(part.size) == 1:
                     numbers = numbers.squeeze(1)
                 else:
                     numbers = numbers[:, part.origin[1] : part.origin[1] + part.size[1]]
-                if offset and part.source.endswith("norm.weight"):
-                    numbers = numbers.float() - offset
+                if transform is not None and transform.numbers is not None:
+                    numbers = transform.numbers(numbers)
                 place[first : first + len(numbers)].copy_(numbers)
                 meter.add(raw.numel())
         return made if read.codec is None else quantize(made, read.codec)
@@ -224,18 +220,19 @@ class GgufWeights:
 
     def _order(self, tensor: GgufTensor, config: Any) -> Tensor:
         """int64 [rows]: the row of the file for each of the model's."""
-        count = _rows_of(tensor)
-        order = torch.arange(count)
-        parts = tensor.name.split(".")
-        if not self._architecture.pairs or len(parts) < 3 or parts[2] not in ("attn_q", "attn_k"):
-            return order
-        heads = config.num_attention_heads if parts[2] == "attn_q" else config.num_key_value_heads
-        if count % (2 * heads):
+        transform = self._transform(tensor.name)
+        if transform is None or transform.order is None:
+            return torch.arange(_rows_of(tensor))
+        heads = {name: int(getattr(config, name)) for name in ("num_attention_heads", "num_key_value_heads")}
+        try:
+            return transform.order(_rows_of(tensor), tensor.name, heads)
+        except ValueError as error:
             raise ModelLoadError(
-                f"The tensor {tensor.name} has {count} rows, which are not {heads} heads; the file is damaged, fetch "
-                "it again."
-            )
-        return order.view(heads, -1, 2).transpose(1, 2).reshape(-1)
+                f"The tensor {tensor.name} {error}; the file is damaged, fetch it again."
+            ) from error
+
+    def _transform(self, name: str) -> Transform | None:
+        return transform_of(self._architecture, name)
 
     def _taken(self, take: Callable[[Tensor, Any], _T], part: TensorBox, raw: Tensor) -> _T:
         file, tensor = self._tensors[part.source]
@@ -263,10 +260,6 @@ def _rows_of(tensor: GgufTensor) -> int:
     return tensor.rows if len(tensor.shape) > 1 else tensor.shape[0]
 
 
-_EXPERTS = ".experts."
-_SIDES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
 def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> Composition:
     """The tensors `names` [experts, out, in], each of whose rows the file has one after the other, side by side."""
     sides = []
@@ -287,7 +280,3 @@ def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> 
         raise ModelLoadError(
             f"The file's {', '.join(names)} do not fit ({error}); fetch it again."
         ) from error
-
-
-def _table(architecture: str) -> str:
-    return "llama" if architecture == "mistral" else architecture

@@ -19,12 +19,13 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.model.catalogue import longest_context
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import convert
-from services.executor.model.conversion.gguf_header import interleaved, rope_factors
+from services.executor.model.conversion.gguf_header import rope_factors
 from services.executor.model.conversion.gguf_tokenizer import pre_tokenizer
 from services.executor.model.conversion.gguf_types import _BLOCKS, DTYPES, encoded, nbytes_of, type_of
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.safetensors_file import packed
 from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.gguf_transforms import interleaved
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.ggml import _gguf_parse_value
 
 from services.executor.model.conversion.__main__ import main
+from services.executor.model.families.gguf_architectures import GGUF
 from services.executor.model.loading import checkpoints
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
 from services.executor.model.loading.gguf_fields import read_once
@@ -128,7 +129,7 @@ def test_a_directory_leads_to_the_file_wherever_it_is_moved(file: Path, tmp_path
 def test_unpacked_weights_are_those_of_the_file(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "ARCHITECTURES", {})
+    monkeypatch.delitem(GGUF, "llama")
     convert_gguf(file, tmp_path / "out", ignore)
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), dtype=torch.float32)
     tensor = next(t for t in gguf.GGUFReader(str(file)).tensors if t.name == "blk.1.ffn_down.weight")

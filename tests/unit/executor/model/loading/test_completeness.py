@@ -22,7 +22,7 @@ from torch import Tensor
 from services.executor.core.engine import EngineSpec
 from services.executor.model.card import read_card
 from services.executor.model.conversion.convert import convert
-from services.executor.model.loading import checkpoints
+from services.executor.model.families.gguf_architectures import GGUF
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.gguf_file import GgufFile
 from services.executor.model.loading.gguf_metadata import check_described
@@ -100,7 +100,7 @@ def as_served(form: str) -> Iterator[None]:
     """From their files, or unpacked."""
     with pytest.MonkeyPatch.context() as patch:
         if form == "unpacked":
-            patch.setattr(checkpoints, "ARCHITECTURES", {})
+            patch.setitem(GGUF, "llama", replace(GGUF["llama"], weights="unpacked"))
         yield
 
 

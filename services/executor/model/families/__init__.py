@@ -1,0 +1,1 @@
+"""What is declared once of each family of models."""

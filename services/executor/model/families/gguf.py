@@ -1,0 +1,92 @@
+"""What one row says of a GGUF architecture, from which its files are read, checked and written.
+
+A row is data: names of tensors, how their rows and numbers differ from the model's, keys of the metadata and
+config.json's words for them. Its transforms are named; `loading/gguf_transforms.py` has them. Rows stand in
+`gguf_architectures.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EXPERTS = {
+    "experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
+    "experts.down_proj": ("experts.down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """How files hold models of one architecture, and what programs that read them take for granted."""
+
+    name: str
+    """`general.architecture`"""
+    model_type: str = ""
+    """transformers' for the text model; empty: the same name"""
+    weights: Literal["kept", "unpacked", "refused"] = "kept"
+    """Served from the file; unpacked as bf16 by transformers' reader; or refused: an encoder."""
+
+    names_of: str = ""
+    """The architecture whose table in the package `gguf` names the tensors; empty: its own"""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that the table does not name: the file's name, `{}` for the layer, and the model's"""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
+    """How names of parameters end that are several tensors of the file side by side, and how theirs would"""
+    transforms: Mapping[str, str] = field(default_factory=dict)
+    """By pattern of the file's names: what was done to the model's rows or numbers"""
+    follow: tuple[str, ...] = ()
+    """Tensors that follow from the configuration"""
+
+    settings: Mapping[str, str] | None = None
+    """Keys behind the architecture's name that files must have beside the common ones, and config.json's words, empty
+    for none; None: transformers reads the configuration"""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """Those that they may have, which transformers' reader passes over"""
+    defaults: Mapping[str, str | None] = field(default_factory=dict)
+    """Settings of which a file says nothing, and the setting whose value they have; None: none"""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that all models of the architecture have"""
+    needs: tuple[str, ...] = ()
+    """Other keys without which the model cannot be built"""
+    splits_by_name: bool = False
+    """Its byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which."""
+    largest: int = 0
+    """Layers of Gemma's 27B, which scales queries by the width over the heads; smaller ones by the width of a head"""
+    rotates_in_part: bool = False
+    """`rope.dimension_count` may be a part of a head."""
+    scales_unpacked: bool = False
+    """transformers reads scaled positions where it unpacks the file."""
+    with_experts: "GgufArchitecture | None" = None
+    """The row of files that have `expert_count`"""
+
+    written: tuple[str, ...] = ()
+    """transformers' types of models that are written so"""
+    biases: bool = False
+    """Of queries, keys and values, where config.json says attention_bias; else there are none."""
+    activations: tuple[str, ...] = ("silu",)
+    windows: int = 0
+    """0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ..."""
+    soft_caps: bool = False
+    """Of scores and logits"""
+
+    @property
+    def kept(self) -> bool:
+        return self.weights == "kept"
+
+    def config_type(self) -> str:
+        """transformers' `model_type`."""
+        return self.model_type or self.name
+
+    def tensor_names(self, layers: int) -> Callable[[str], str | None]:
+        """What files with so many layers call a parameter; None: nothing."""
+        import gguf  # takes a while, and most who ask for a row read no tensors
+
+        wanted = self.names_of or self.name
+        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
+        table = gguf.get_tensor_name_map(number, layers)
+        own = {
+            model.format(layer): file.format(layer)
+            for file, model in self.names.items()
+            for layer in range(layers)
+        }
+        return lambda name: own.get(name) or table.get_name(name, try_suffixes=(".weight", ".bias"))
