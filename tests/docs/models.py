@@ -2,15 +2,8 @@
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from services.executor.model.catalogue import (
-    ENCODERS,
-    LISTED_ELSEWHERE,
-    REFUSED,
-    SERVED,
-    TEXT_ALONE,
-    refusal_of,
-)
-from services.executor.model.encoders.families import ONE_RANK
+from services.executor.families.registry import DECODERS, ENCODERS
+from services.executor.model.catalogue import REFUSED, TEXT_ALONE, refusal_of
 
 PROVEN_RANKS = (1, 2, 3)
 PROVEN_ERROR = 1e-4
@@ -21,14 +14,14 @@ def served() -> str:
     """Decoders, by name."""
     causal = len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     lines = [
-        f"{len(set(SERVED) - LISTED_ELSEWHERE)} of transformers' {causal} causal types:",
+        f"{sum(not row.listed_elsewhere for row in DECODERS.values())} of transformers' {causal} causal types:",
         "",
         "| architecture | `model_type` | for example | shown |",
         "| --- | --- | --- | --- |",
     ]
     lines += [
         f"| {row.title} | `{name}` | {row.examples} | {row.shown} |"
-        for name, row in sorted(SERVED.items(), key=lambda item: item[1].title.lower())
+        for name, row in sorted(DECODERS.items(), key=lambda item: item[1].title.lower())
     ]
     types = ", ".join(f"`{name}`" for name in sorted(TEXT_ALONE))
     lines += ["", f"Types of models that take images or sound too, served as their text model: {types}."]
@@ -41,7 +34,7 @@ def encoders() -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {'1' if name in ONE_RANK else '1, 2'} |"
+        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {'1' if row.one_rank else '1, 2'} |"
         for name, row in ENCODERS.items()
     ]
     lines.append(

@@ -18,20 +18,11 @@ What becomes of it is multiplied on one of them, so that every q head counts onc
 from dataclasses import dataclass
 from itertools import pairwise
 
+from services.executor.families.registry import family_of
 from shared.errors import ConfigurationError, ModelLoadError
 
 _MULTIPLES = (64, 32, 16, 8)
 """Row counts that matrix kernels like, best first."""
-_PAIRED = frozenset({"diffllama"})
-"""Types whose head i and head i + n/2, of n, make one head twice as wide: their values are one."""
-_STATE_HEADS = {
-    "falcon_mamba": "intermediate_size",
-    "mamba": "intermediate_size",
-    "mamba2": "num_heads",
-    "rwkv": "attention_hidden_size",
-    "xlstm": "num_heads",
-}
-"""Of types without attention: what counts the channels or heads of their states, which are split in its place."""
 _WORTH = 1.1
 """How much larger than an equal share the largest must be for ranks to share heads: it costs a meeting per layer."""
 
@@ -75,9 +66,9 @@ class HeadCounts:
         `ModelLoadError` where heads are not uniform."""
         if getattr(config, "is_heterogeneous", False):
             config = config.per_layer_config[0]  # type: ignore[attr-defined]
-        of_states = _STATE_HEADS.get(getattr(config, "model_type", ""))
-        if of_states is not None:
-            count = _count(config, of_states)
+        family = family_of(getattr(config, "model_type", ""))
+        if family.state_heads:
+            count = _count(config, family.state_heads)
             return cls(count, count, 1)
         q_heads = _count(config, "num_attention_heads")
         if getattr(config, "kv_lora_rank", None):
@@ -92,7 +83,7 @@ class HeadCounts:
                     "its config.json must name head_dim."
                 )
             head_dim = hidden // q_heads
-        if getattr(config, "model_type", None) in _PAIRED:
+        if family.paired_heads:
             return cls(q_heads // 2, kv_heads // 2, 2 * int(head_dim))
         return cls(q_heads, kv_heads, int(head_dim))
 

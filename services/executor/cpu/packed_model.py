@@ -28,11 +28,11 @@ from services.executor.cpu.packed_linear import (
     split_rows,
 )
 from services.executor.cpu.quantized import PANEL
+from services.executor.families.family import Scores
 from services.executor.model import lowering
 from services.executor.model.lowered_experts import (
     RouterConfig,
     Routing,
-    Scores,
     expert_bias,
     expert_weights,
     release_experts,

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.model.lowering import FAMILIES
+from services.executor.families.registry import family_of
 from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 
@@ -18,7 +18,7 @@ def choose_dtype(settings: ExecutorSettings, device: torch.device, config: objec
     stored = getattr(config, "dtype", None)
     if stored in (torch.float32, "float32"):
         return torch.float32
-    may_be_native = not why_not() and getattr(config, "model_type", "") in FAMILIES
+    may_be_native = not why_not() and family_of(getattr(config, "model_type", "")).lowered is not None
     return torch.bfloat16 if has_fast_bf16(device) or may_be_native else torch.float32
 
 

@@ -23,13 +23,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
+from services.executor.families.family import ModelFamily
 from services.executor.model.attention import keep_lines, lines_of
 from services.executor.model.step_context import PrefillChunk, StepContext
-
-_INTERLEAVED = frozenset({"dots3_note_text", "glm_moe_dsa"})
-"""Architectures whose indexers turn neighbouring values; others turn the halves of what is turned."""
-_ROTATED_LAST = frozenset({"hy_v4"})
-"""Architectures whose indexers turn the last values of a head; others turn the first."""
 
 _CPU_BYTES = 32 << 20
 """Scores of all heads of the rows that are scored at once, on a CPU."""
@@ -46,9 +42,9 @@ class IndexerMasks:
     """Of each chunk: [rows, K]"""
 
 
-def choose_tokens(attention: Any, model_type: str, page: int) -> None:
+def choose_tokens(attention: Any, family: ModelFamily, page: int) -> None:
     """Has `attention`'s indexer keep its keys in page layer `page`, and make an `IndexerMasks`."""
-    indexer = _Indexer(attention.indexer, model_type, page)
+    indexer = _Indexer(attention.indexer, family, page)
     attention.register_forward_pre_hook(indexer.begin, with_kwargs=True)
     attention.indexer.forward = indexer.choose
 
@@ -56,10 +52,11 @@ def choose_tokens(attention: Any, model_type: str, page: int) -> None:
 class _Indexer:
     """What computes in place of the forward of transformers' module."""
 
-    def __init__(self, module: Any, model_type: str, page: int) -> None:
+    def __init__(self, module: Any, family: ModelFamily, page: int) -> None:
         self._module, self._page = module, page
-        self._rotate = apply_rotary_pos_emb_interleave if model_type in _INTERLEAVED else apply_rotary_pos_emb
-        self._rotated_last = model_type in _ROTATED_LAST
+        interleaved = family.indexer_interleaved
+        self._rotate = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+        self._rotated_last = family.indexer_rotates_last
         self._step: StepContext | None = None
 
     def begin(

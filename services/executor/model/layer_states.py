@@ -1,7 +1,7 @@
-"""What the layers of each architecture keep, from its configuration alone (`core/layer_state.py`).
+"""What layers keep, from the configuration alone (`core/layer_state.py`).
 
-An architecture that is named nowhere here keeps keys and values in every layer. The others each have a function that
-says for one rank what its layers keep: sizes follow the rank's heads, as its weights do (`parallel/plans.py`).
+A family declares one of these kinds of states, most keys and values in every layer. Each kind has a function that says
+for one rank what its layers keep: sizes follow the rank's heads, as its weights do (`parallel/plans.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +13,8 @@ import msgspec
 
 from services.executor.core.layer_state import Kind, LayerState, LayerStates, Pages, StateTensor, attention
 from services.executor.core.sharding import HeadCounts, ShardLayout, ShardRange
+from services.executor.families.family import States
+from services.executor.families.registry import family_of
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
 
 Rule = Callable[[Any, ShardLayout], LayerStates]
@@ -21,7 +23,7 @@ Rule = Callable[[Any, ShardLayout], LayerStates]
 def layer_states(config: Any, layout: ShardLayout) -> LayerStates:
     """Of the model of this transformers text configuration, on the rank of `layout`. Raises `ModelLoadError` where it
     does not say so."""
-    rule = _RULES.get(config.model_type, _attention_everywhere)
+    rule = _RULES[family_of(config.model_type).states]
     try:
         return rule(config, layout)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -33,8 +35,8 @@ def layer_states(config: Any, layout: ShardLayout) -> LayerStates:
 
 def layer_layouts(config: Any, layout: ShardLayout) -> tuple[ShardLayout, ...]:
     """How the attention heads of each layer are split: as `layout` has it, unless layers have heads of their own."""
-    if config.model_type in _HEADS:
-        heads = _HEADS[config.model_type](config)
+    if by_layer := family_of(config.model_type).heads_by_layer:
+        heads = _HEADS[by_layer](config)
     elif getattr(config, "is_heterogeneous", False):
         heads = tuple(HeadCounts.from_config(layer) for layer in config.per_layer_config)
     else:
@@ -86,11 +88,11 @@ def _mimo_heads(config: Any) -> Iterable[HeadCounts]:
 
 _HEADS: Mapping[str, Callable[[Any], Iterable[HeadCounts]]] = MappingProxyType(
     {
-        "laguna": _laguna_heads,
-        "mimo_v2_flash": _mimo_heads,
+        "listed": _laguna_heads,
+        "wider_windows": _mimo_heads,
     }
 )
-"""By `model_type`: the heads of each layer."""
+"""The heads of each layer, by `heads_by_layer` of a family."""
 
 
 def latent(config: Any) -> LayerState:
@@ -147,11 +149,6 @@ def _compressed(config: Any, layout: ShardLayout) -> LayerStates:
 
 
 _COMPRESSED = ("heavily_compressed_attention", "compressed_sparse_attention")
-
-
-def keeps_latents(model_type: str) -> bool:
-    """Whether attention is latent in the layers of this architecture that attend."""
-    return model_type in LATENT or model_type in INDEXED or model_type in _LATENT_BETWEEN
 
 
 def _latent(config: Any, layout: ShardLayout) -> LayerStates:
@@ -314,27 +311,13 @@ class StateSpaceSizes:
 
     @classmethod
     def of(cls, config: Any) -> "StateSpaceSizes":
-        return cls(*(int(getattr(config, name)) for name in _STATE_SPACE[config.model_type]))
+        return cls(*(int(getattr(config, name)) for name in family_of(config.model_type).state_sizes))
 
     def heads_of(self, layout: ShardLayout) -> ShardLayout:
         """How they are split over the ranks of `layout`: in groups, as queries are over keys."""
         return ShardLayout.of(
             HeadCounts(self.heads, self.groups, self.head_dim), layout.world_size, layout.rank
         )
-
-
-_MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv")
-_STATE_SPACE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "bamba": _MAMBA,
-        "falcon_h1": _MAMBA,
-        "granitemoehybrid": _MAMBA,
-        "mamba2": ("num_heads", "n_groups", "head_dim", "state_size", "conv_kernel"),
-        "nemotron_h": ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel"),
-        "zamba2": ("n_mamba_heads", "mamba_ngroups", "mamba_headdim", "mamba_d_state", "mamba_d_conv"),
-    }
-)
-"""By `model_type`: what configurations call the sizes, in the order of `StateSpaceSizes`."""
 
 
 def _state_space(config: Any, layout: ShardLayout) -> LayerStates:
@@ -422,89 +405,26 @@ def _with_bias(config: Any, layout: ShardLayout) -> LayerStates:
 KEY_BIAS_WIDTH = 8
 """Values stored after a key: its bias, then zeros."""
 
-LATENT = frozenset(
+_RULES: Mapping[States, Rule] = MappingProxyType(
     {
-        "axk1",
-        "deepseek_v2",
-        "deepseek_v3",
-        "glm4_moe_lite",
-        "longcat_flash",
-        "minicpm3",
-        "mistral4",
-        "youtu",
-    }
-)
-"""Types in all of whose layers attention is latent."""
-_LATENT_BETWEEN = frozenset({"bailing_hybrid", "kimi_linear"})
-"""Types in some of whose layers it is."""
-
-INDEXED = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
-"""Types in whose layers attention is latent, and of chosen tokens alone."""
-
-_RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "deepseek_v4": _compressed,
-        "doge": _with_bias,
-        "minimax_m3_vl_text": _chosen_blocks,
-        "gemma3n_text": _shared_keys,
-        "gemma4_text": _shared_keys,
-        "gemma4_unified_text": _shared_keys,
-        **dict.fromkeys(sorted(LATENT), _latent),
-        "bailing_hybrid": _kimi_delta,
-        "falcon_mamba": _selective_scan,
-        "jamba": _selective_scan,
-        "kimi_linear": _kimi_delta,
-        **dict.fromkeys(sorted(_STATE_SPACE), _state_space),
-        **dict.fromkeys(sorted(INDEXED), _indexed),
-        "lfm2": _short_convolution,
-        "lfm2_moe": _short_convolution,
-        "lfm3": _short_convolution,
-        "mamba": _selective_scan,
-        "minimax": _linear,
-        "olmo_hybrid": _gated_delta,
-        "qwen3_5_moe_text": _gated_delta,
-        "llama4_text": _chunked,
-        "qwen3_5_text": _gated_delta,
-        "qwen3_next": _gated_delta,
-        "qwen4_exp_text": _gated_delta_beside_ngrams,
-        "recurrent_gemma": _gated_recurrence,
+        "attention": _attention_everywhere,
+        "biased_keys": _with_bias,
+        "chosen_blocks": _chosen_blocks,
+        "chunked": _chunked,
+        "compressed": _compressed,
+        "convolved_keys": _convolved_keys,
+        "gated_delta": _gated_delta,
+        "gated_delta_beside_ngrams": _gated_delta_beside_ngrams,
+        "gated_recurrence": _gated_recurrence,
+        "indexed": _indexed,
+        "kimi_delta": _kimi_delta,
+        "latent": _latent,
+        "lightning": _linear,
+        "matrix_memory": _matrix_memory,
         "rwkv": _rwkv,
-        "xlstm": _matrix_memory,
-        "zamba": _selective_scan,
-        "zaya": _convolved_keys,
+        "selective_scan": _selective_scan,
+        "shared_keys": _shared_keys,
+        "short_convolution": _short_convolution,
+        "state_space": _state_space,
     }
 )
-"""By `model_type`."""
-
-RECURRENT_MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "bailing_hybrid": ("self_attn",),
-        "bamba": ("mamba",),
-        "deepseek_v4": ("self_attn",),
-        "falcon_h1": ("mamba",),
-        "falcon_mamba": ("mixer",),
-        "granitemoehybrid": ("mamba",),
-        "jamba": ("mamba",),
-        "kimi_linear": ("self_attn",),
-        "lfm2": ("conv",),
-        "lfm2_moe": ("conv",),
-        "lfm3": ("conv",),
-        "mamba": ("mixer",),
-        "mamba2": ("mixer",),
-        "minimax": ("self_attn",),
-        "nemotron_h": ("mixer",),
-        "olmo_hybrid": ("linear_attn",),
-        "qwen3_5_moe_text": ("linear_attn",),
-        "qwen3_5_text": ("linear_attn",),
-        "qwen3_next": ("linear_attn",),
-        "qwen4_exp_text": ("linear_attn", "ple"),
-        "recurrent_gemma": ("temporal_block",),
-        "rwkv": ("attention", "feed_forward"),
-        "xlstm": ("mlstm_layer",),
-        "zamba": ("mamba", "mamba_decoder.mamba"),
-        "zamba2": ("mamba", "mamba_decoder.mamba"),
-        "zaya": ("self_attn.qkv_proj",),
-    }
-)
-"""By `model_type`: what the module that keeps recurrent state is called in its layer: by all names where layers
-differ. Where several modules of a layer do, the names of a module's tensors begin with its own and a dot."""

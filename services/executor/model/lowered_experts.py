@@ -3,15 +3,14 @@ modules call them (`native/decoder.h`, rz_experts).
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from services.executor.families.family import Scores
 from services.executor.model.parallel.layers import expert_weight_of, keep_quantized_experts
 from services.executor.model.weight_formats import Weight
-
-Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Which models our own decoders can run, and what they need to know of them.
 
-A model is lowered when its layers have the shape that `native/decoder.h` and docs/adr/0020 draw. Its type must be
-listed here: structure alone does not tell what a forward pass does between its modules. Everything else is read
-from the modules, so that one function serves all of them. What only one decoder asks for, it checks itself.
+A model is lowered when its layers have the shape that `native/decoder.h` and docs/adr/0020 draw. Its family must say so
+(`lowered`): structure alone does not tell what a forward pass does between its modules. Everything else is read from
+the modules, so that one function serves all of them. What only one decoder asks for, it checks itself.
 
 One `Decoder` per kind of machine computes a lowered model in place of transformers' modules:
 
@@ -23,8 +23,10 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
-from services.executor.model.layer_states import RECURRENT_MODULES, layer_layouts
-from services.executor.model.lowered_experts import Routing, Scores, lower_experts, lower_experts_apart
+from services.executor.families.family import LayerStyle
+from services.executor.families.registry import family_of
+from services.executor.model.layer_states import layer_layouts
+from services.executor.model.lowered_experts import Routing, lower_experts, lower_experts_apart
 from services.executor.model.lowered_inputs import LayerInput, ModelInputs, lower_inputs, lower_layer_input
 from services.executor.model.lowered_latent import Latent, lower_latent
 from services.executor.model.lowered_recurrent import CannotLower as CannotLower
@@ -91,80 +93,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
-    """What sets a type of model apart, beyond what its modules show."""
-
-    norm_offset: float = 0.0
-    """Added to the weights of norms; where it is, values are multiplied by them before they are rounded."""
-    post_norms: bool = False
-    """Norms after attention and feed-forward too, under Gemma's names."""
-    scaled: bool = False
-    """Granite's multipliers."""
-    turns_windows_alone: bool = False
-    """Where some layers see a window, those that see all turn nothing."""
-    wide_norms: bool = False
-    """Queries and keys are normed over all heads at once."""
-    norms_turned: bool = False
-    """Queries and keys are normed after their rotation."""
-    interleaved: bool = False
-    """Values that turn together stand side by side."""
-    last_norms: bool = False
-    """Norms after attention and feed-forward, and none before them."""
-    scores: Scores = "softmax"
-    """What makes a router's outputs scores, where there are experts."""
-    norms_values: bool = False
-    """Values are normed, without a weight."""
-    gated: bool = False
-    """What is attended is multiplied by the sigmoid of a gate, which follows each head's query in its projection."""
-
-
-FAMILIES = {
-    "axk1": Family(scores="sigmoid"),
-    "deepseek_v2": Family(interleaved=True),
-    "deepseek_v3": Family(scores="sigmoid"),
-    "llama": Family(),
-    "minicpm3": Family(scaled=True),
-    "mistral": Family(),
-    "mistral4": Family(),
-    "ministral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "smollm3": Family(),
-    "seed_oss": Family(),
-    "phi3": Family(),
-    "granite": Family(scaled=True),
-    "mixtral": Family(),
-    "qwen2_moe": Family(),
-    "qwen3_moe": Family(),
-    "dots1": Family(scores="sigmoid"),
-    "glm4_moe": Family(scores="sigmoid"),
-    "glm4_moe_lite": Family(scores="sigmoid"),
-    "solar_open": Family(scores="sigmoid"),
-    "exaone_moe": Family(scores="sigmoid", turns_windows_alone=True),
-    "granitemoe": Family(scaled=True),
-    "granitemoehybrid": Family(scaled=True),
-    "granitemoeshared": Family(scaled=True),
-    "hy_v3": Family(scores="sigmoid"),
-    "mellum": Family(),
-    "qwen3_5_moe_text": Family(norm_offset=1.0, gated=True),
-    "qwen3_5_text": Family(norm_offset=1.0, gated=True),
-    "qwen3_next": Family(norm_offset=1.0, gated=True),
-    "ernie4_5_moe": Family(interleaved=True),
-    "flex_olmo": Family(wide_norms=True, last_norms=True),
-    "gpt_oss": Family(),
-    "hunyuan_v1_moe": Family(norms_turned=True),
-    "minimax_m2": Family(scores="sigmoid", wide_norms=True),
-    "olmoe": Family(wide_norms=True),
-    "gemma": Family(norm_offset=1.0),
-    "gemma2": Family(norm_offset=1.0, post_norms=True),
-    "gemma3_text": Family(norm_offset=1.0, post_norms=True),
-    "gemma4_text": Family(post_norms=True, norms_values=True),
-    "gemma4_unified_text": Family(post_norms=True, norms_values=True),
-    "youtu": Family(),
-}
-
-
 @dataclass
 class LoweredLayer:
     """One layer. Norm weights are float32, on the model's device; linears are still the modules'."""
@@ -222,7 +150,7 @@ class Scalars:
 class Lowered:
     """All of a model but its linears' weights."""
 
-    family: Family
+    family: LayerStyle
     heads: list[HeadCounts]
     """Of the whole model: as many kinds as there are."""
     layers: list[LoweredLayer]
@@ -269,7 +197,7 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
     Raises `CannotLower` with the reason, on all ranks or on none.
     """
     config = model.config
-    family = FAMILIES.get(config.model_type)
+    family = family_of(config.model_type).lowered
     if family is None:
         raise CannotLower(f"models of type {config.model_type} run through PyTorch")
     if getattr(config, "clip_qkv", None) is not None:
@@ -402,7 +330,7 @@ def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
 def _layer(
     layer: Any,
     config: Any,
-    family: Family,
+    family: LayerStyle,
     frequencies: "_Frequencies",
     recurrent: Recurrent | None,
     heads: int,
@@ -440,7 +368,7 @@ def _layer(
     )
 
 
-def _vectors(layer: Any, attention: Any, family: Family) -> dict[str, Tensor]:
+def _vectors(layer: Any, attention: Any, family: LayerStyle) -> dict[str, Tensor]:
     """`LoweredLayer.norms`; `attention`: None where the layer does not attend."""
     norms = {} if family.last_norms else {"attention_norm": layer.input_layernorm}
     if family.last_norms:
@@ -474,7 +402,7 @@ def _feed_forward(layer: Any) -> Any:
 
 def _recurrent(layer: Any, model_type: str) -> Recurrent | None:
     """What keeps recurrent state in a layer in place of attention."""
-    names = RECURRENT_MODULES.get(model_type, ())
+    names = family_of(model_type).recurrent_modules
     found = (getattr(layer, name, None) for name in names)
     module = next((module for module in found if module is not None), None)
     return None if module is None else lower_recurrent(module)
@@ -493,7 +421,7 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
         raise CannotLower(f"a {type(part).__name__} is built of other layers")
 
 
-def norm_weight(norm: Any, family: Family) -> Tensor:
+def norm_weight(norm: Any, family: LayerStyle) -> Tensor:
     """float32, as `LoweredLayer.norms` has them."""
     weight: Tensor = norm.weight.detach().float() + family.norm_offset
     return weight.contiguous()
@@ -525,7 +453,7 @@ class _Frequencies:
             scaling = getattr(rotary, name.replace("inv_freq", "attention_scaling"), 1.0)
             self.sets.append((getattr(rotary, name).detach().float().contiguous(), float(scaling)))
 
-    def of(self, attention: Any, config: Any, family: Family) -> int:
+    def of(self, attention: Any, config: Any, family: LayerStyle) -> int:
         """Index of the set that a layer turns by; -1 where it turns nothing."""
         alone = family.turns_windows_alone and config.sliding_window is not None
         turns = bool(self._names) and getattr(attention, "use_rope", True)
@@ -537,7 +465,7 @@ class _Frequencies:
 
 
 def _scalars(
-    model: Any, config: Any, family: Family, layers: list[LoweredLayer], dtype: torch.dtype
+    model: Any, config: Any, family: LayerStyle, layers: list[LoweredLayer], dtype: torch.dtype
 ) -> Scalars:
     attention: Any = next((layer.attention for layer in layers if layer.attention is not None), None)
     scale = getattr(model.model.embed_tokens, "embed_scale", None)

@@ -9,7 +9,9 @@ import sys
 
 import msgspec
 
-from services.executor.model.catalogue import ENCODERS, REFUSED, SERVED, WITHOUT_ATTENTION, Architecture
+from services.executor.families.family import ModelFamily
+from services.executor.families.registry import DECODERS, ENCODERS
+from services.executor.model.catalogue import REFUSED
 
 _STATES = (
     ("sliding", r"sliding"),
@@ -49,21 +51,21 @@ class Catalogue(msgspec.Struct, frozen=True):
     refused: list[UnsupportedArchitectures]
 
 
-def state_of(model_type: str, row: Architecture) -> list[str]:
+def state_of(row: ModelFamily) -> list[str]:
     """The kinds of state that the layers of an architecture keep; an encoder's keep none."""
-    if model_type in ENCODERS:
+    if row.model_type in ENCODERS:
         return []
     found = [kind for kind, words in _STATES if re.search(words, row.shown)]
     instead = {"latent", "compressed"} & set(found)
-    return found if instead or model_type in WITHOUT_ATTENTION else ["full", *found]
+    return found if instead or row.state_heads else ["full", *found]
 
 
 def catalogue() -> Catalogue:
     """All architectures, the served ones by title."""
     return Catalogue(
         [
-            Supported(name, row.title, row.examples, row.shown, state_of(name, row))
-            for name, row in sorted({**SERVED, **ENCODERS}.items(), key=lambda item: item[1].title.lower())
+            Supported(name, row.title, row.examples, row.shown, state_of(row))
+            for name, row in sorted({**DECODERS, **ENCODERS}.items(), key=lambda item: item[1].title.lower())
         ],
         [UnsupportedArchitectures(row.because, row.model_types) for row in REFUSED],
     )

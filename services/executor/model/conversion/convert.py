@@ -11,6 +11,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
+from services.executor.families.gguf import GgufArchitecture
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.conversion import gguf_header, gguf_types, safetensors_file
 from services.executor.model.conversion.calibration import Calibration
@@ -34,7 +35,6 @@ from services.executor.model.conversion.partial_file import (
     size_of_file,
     write_tensors,
 )
-from services.executor.model.families.gguf import GgufArchitecture
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import values

@@ -16,10 +16,10 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
+from services.executor.families.gguf import GgufArchitecture
+from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.conversion.gguf_tokenizer import add_tokenizer, read_json
 from services.executor.model.conversion.gguf_types import GgufDtype, nbytes_of
-from services.executor.model.families.gguf import GgufArchitecture
-from services.executor.model.families.gguf_architectures import GGUF
 from services.executor.model.loading.gguf_file import GgufFile
 from services.executor.model.loading.gguf_metadata import SAMPLING
 from shared.errors import ModelLoadError

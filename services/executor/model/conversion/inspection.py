@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from services.executor.families.gguf_architectures import gguf_architecture
+from services.executor.families.registry import family_of
 from services.executor.model.catalogue import check_supported
-from services.executor.model.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
@@ -16,7 +17,6 @@ from services.executor.model.loading.prediction_heads import PredictionHeads, he
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.quantized_tensors import CodedRows, Fp8, Nf4
 from services.executor.model.loading.weight_files import WeightFiles
-from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import load_library, why_not
 from shared.errors import ModelLoadError
 from shared.models import linked_gguf
@@ -141,7 +141,7 @@ def _computed_by(shape: tuple[int, ...], model_type: str, plain: bool, kept: boo
     library = load_library()
     if library is None:
         return f"PyTorch ({why_not().split(';')[0]})"
-    if model_type not in FAMILIES:
+    if family_of(model_type).lowered is None:
         return f"PyTorch (models of type {model_type})"
     if kept:
         return f"kernel for codes, {library.level}"

@@ -2,24 +2,9 @@
 
 from typing import Any, NamedTuple
 
+from services.executor.families.registry import family_of as declared_family
 from services.executor.model.catalogue import longest_context
 from shared.errors import ConfigurationError
-
-ONE_RANK = frozenset({"deberta", "deberta-v2", "mpnet"})
-"""Types that add to their scores what follows from distances, within attention of their own: texts of one length
-are computed together, and others apart, by one rank."""
-_BEHIND_PADDING = frozenset(
-    {
-        "camembert",
-        "data2vec-text",
-        "mpnet",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-    }
-)
-"""Types whose learned positions begin behind the padding token's number."""
 
 
 class EncoderFamily(NamedTuple):
@@ -30,9 +15,9 @@ class EncoderFamily(NamedTuple):
 
 def family_of(config: Any) -> EncoderFamily:
     """Of a transformers configuration."""
-    kind = config.model_type
-    first = (config.pad_token_id or 0) + 1 if kind in _BEHIND_PADDING else 0
-    return EncoderFamily(kind not in ONE_RANK, first)
+    declared = declared_family(config.model_type)
+    first = (config.pad_token_id or 0) + 1 if declared.behind_padding else 0
+    return EncoderFamily(not declared.one_rank, first)
 
 
 def most_tokens_of(config: Any) -> int:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.executor.families.gguf import GgufArchitecture
+from services.executor.families.gguf_architectures import GGUF, gguf_architecture
 from services.executor.model.catalogue import check_sizes
-from services.executor.model.families.gguf import GgufArchitecture
-from services.executor.model.families.gguf_architectures import GGUF, gguf_architecture
 from services.executor.model.loading.gguf_metadata import (
     check_described,
     end_tokens,

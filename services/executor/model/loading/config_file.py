@@ -9,6 +9,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
+from services.executor.families.registry import family_of
 from services.executor.model.catalogue import TEXT_ALONE, check_sizes, check_text_served, nearest, refusal_of
 from services.executor.model.configuration import check_configuration, check_described, check_layer_types
 from services.executor.model.loading.text_models import takes_more_than_text, text_config
@@ -69,8 +70,8 @@ def _may_be_served(model_type: object) -> bool:
 def _read_config(directory: Path, described: dict[str, Any]) -> Any:
     """xLSTM 7B's names the kernels that its authors computed with, which transformers refuses where their package is
     not installed. None of them computes here."""
-    if described.get("model_type") == "xlstm":
-        own = {key: value for key, value in described.items() if not key.endswith("_kernel")}
+    if end := family_of(described.get("model_type")).authors_kernels:
+        own = {key: value for key, value in described.items() if not key.endswith(end)}
         return AutoConfig.for_model(**own)
     return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
 

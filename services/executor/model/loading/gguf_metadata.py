@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.executor.model.families.gguf_architectures import gguf_architecture
+from services.executor.families.gguf_architectures import gguf_architecture
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # with torch

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from services.executor.model.families.gguf import GgufArchitecture
+from services.executor.families.gguf import GgufArchitecture
 
 Heads = Mapping[str, int]
 """`num_attention_heads` and `num_key_value_heads`"""

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.executor.model.families.gguf import GgufArchitecture
-from services.executor.model.families.gguf_architectures import gguf_architecture
+from services.executor.families.gguf import GgufArchitecture
+from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.weight_files import some_of
 from shared.errors import ModelLoadError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import ShardRange
-from services.executor.model.families.gguf_architectures import gguf_architecture
+from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
+from services.executor.families.registry import family_of
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import (
     check_supported,
@@ -40,7 +41,6 @@ from services.executor.model.loading.reading import Progress, Read, read_all
 from services.executor.model.loading.sources import CheckpointSources, find_sources
 from services.executor.model.loading.text_models import know_causal
 from services.executor.model.loading.weight_files import WeightFiles, some_of
-from services.executor.model.lowering import FAMILIES
 from services.executor.model.parallel.latent import register_latent_attention
 from services.executor.model.parallel.layers import (
     LinearShard,
@@ -109,7 +109,7 @@ def load_model(
         )
     with LOADING, _open(directory, find) as files:
         # On CPUs PyTorch computes others' experts, and multiplies by plain weights alone.
-        kernels = device.type == "cuda" or config.model_type in FAMILIES
+        kernels = device.type == "cuda" or family_of(config.model_type).lowered is not None
         with_experts = dtype is torch.bfloat16 and kernels
         model, plan = _planned(
             directory,

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
+from services.executor.families.registry import family_of
 
 
 def adapt_feed_forwards(model: nn.Module, config: Any, collectives: Collectives) -> None:
     """Gives those modules of the architecture their forward, before they are split."""
-    adapt = _ADAPTED.get(config.model_type)
+    adapt = _ADAPTED.get(family_of(config.model_type).own_feed_forward)
     if adapt is not None:
         for module in model.modules():
             adapt(module, collectives)
@@ -66,8 +67,8 @@ def _cut_off(module: Any, collectives: Collectives, share: Tensor) -> Tensor:
 
 _ADAPTED: Mapping[str, Callable[[Any, Collectives], None]] = MappingProxyType(
     {
-        "gemma3n_text": _gemma3n,
-        "llama4_text": _llama4,
+        "gemma3n": _gemma3n,
+        "llama4": _llama4,
     }
 )
-"""By `model_type`, for every module."""
+"""By `own_feed_forward` of a family, for every module."""

@@ -23,7 +23,8 @@ Mamba 1 and RG-LRU stand in `diagonal_recurrence.py`, Mamba 2 in `state_space.py
 `matrix_memory.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -136,15 +137,15 @@ def _lightning(config: Any, layout: ShardLayout) -> MixerSplit:
     )
 
 
-def _kimi_delta(config: Any, layout: ShardLayout) -> MixerSplit:
+def _kimi_delta(
+    config: Any, layout: ShardLayout, gates: Sequence[str] = ("g_proj", "forget_gate.f_proj")
+) -> MixerSplit:
     """Kimi's delta attention: the gated delta rule, with a decay for each channel of a key. The first of two factors of
     a gate, one head wide, is whole on every rank."""
     heads = linear_heads(config, layout)
     size, count = heads.head_dim, heads.total.q_heads
     span, one_each = heads.q_heads.scaled(size), (heads.q_heads,)
     qkv = merged([shifted(span, part * count * size) for part in range(3)])
-    factored = config.model_type == "kimi_linear"
-    gates = ("g_b_proj", "forget_gate.f_b_proj") if factored else ("g_proj", "forget_gate.f_proj")
     return MixerSplit(
         outputs={**dict.fromkeys(("q_proj", "k_proj", "v_proj", *gates), (span,)), "b_proj": one_each},
         channels={"conv1d": qkv},
@@ -204,32 +205,22 @@ def _short_convolution(config: Any, layout: ShardLayout) -> MixerSplit:
 
 MIXERS: Mapping[str, Callable[[Any, ShardLayout], MixerSplit | Mapping[str, MixerSplit]]] = MappingProxyType(
     {
-        "bailing_hybrid": _kimi_delta,
-        "bamba": state_space,
-        "deepseek_v4": _compressed,
-        "falcon_h1": state_space,
-        "falcon_mamba": selective_scan,
-        "granitemoehybrid": state_space,
-        "jamba": selective_scan,
-        "kimi_linear": _kimi_delta,
-        "lfm2": _short_convolution,
-        "lfm2_moe": _short_convolution,
-        "lfm3": _short_convolution,
-        "mamba": selective_scan,
-        "mamba2": state_space,
-        "minimax": _lightning,
-        "nemotron_h": state_space,
-        "olmo_hybrid": _separate_gated_delta,
-        "qwen3_5_moe_text": _gated_delta,
-        "qwen3_5_text": _gated_delta,
-        "qwen3_next": _grouped_gated_delta,
-        "qwen4_exp_text": _delta_beside_ngrams,
-        "recurrent_gemma": gated_recurrence,
+        "compressed": _compressed,
+        "convolved_keys": _convolved_keys,
+        "factored_kimi_delta": partial(_kimi_delta, gates=("g_b_proj", "forget_gate.f_b_proj")),
+        "gated_delta": _gated_delta,
+        "gated_delta_beside_ngrams": _delta_beside_ngrams,
+        "gated_recurrence": gated_recurrence,
+        "grouped_gated_delta": _grouped_gated_delta,
+        "kimi_delta": _kimi_delta,
+        "lightning": _lightning,
+        "matrix_memory": matrix_memory,
         "rwkv": rwkv,
-        "xlstm": matrix_memory,
-        "zamba": selective_scan_by_heads,
-        "zamba2": state_space,
-        "zaya": _convolved_keys,
+        "selective_scan": selective_scan,
+        "selective_scan_by_heads": selective_scan_by_heads,
+        "separate_gated_delta": _separate_gated_delta,
+        "short_convolution": _short_convolution,
+        "state_space": state_space,
     }
 )
-"""By `model_type`; where several modules of a layer keep state, of each by its name."""
+"""By `mixer` of a family, or its `states`; where several modules of a layer keep state, of each by its name."""

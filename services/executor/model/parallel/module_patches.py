@@ -24,20 +24,12 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotat
 from transformers.models.jetmoe.modeling_jetmoe import apply_rotary_pos_emb as rotate_jetmoe
 
 from services.executor.core.sharding import ShardLayout
+from services.executor.families.registry import family_of
 from services.executor.model.attention import ATTENTION_NAME, WINDOW_ATTRIBUTE, paged_attention
-from services.executor.model.layer_states import KEY_BIAS_WIDTH, keeps_latents
+from services.executor.model.layer_states import KEY_BIAS_WIDTH
 from services.executor.model.parallel.latent import LATENT_NAME
 from services.executor.model.step_context import KeyBias, StepContext
 from shared.errors import ModelLoadError
-
-_STEP_DROPPED = frozenset({"nemotron", "stablelm"})
-"""Architectures whose layers hand their attention no further arguments."""
-
-_WITHOUT_CACHE = frozenset({"openai-gpt"})
-"""Architectures that know no past keys and values: a step is left with their attention modules."""
-
-_WITH_MASK = frozenset({"mpt"})
-"""Architectures that compute with a mask before anybody reads it. One of four dimensions they take as it is."""
 
 _LEFT = "step_left"
 
@@ -46,21 +38,23 @@ _Forward = Callable[..., tuple[Tensor | None, ...] | list[Tensor]]
 
 def attention_to_build_with(config: Any) -> str:
     """The attention implementation that the model of `config` must be built with."""
-    if keeps_latents(config.model_type):
+    family = family_of(config.model_type)
+    if family.keeps_latents:
         return LATENT_NAME
-    return "eager" if config.model_type in _FORWARDS else ATTENTION_NAME
+    return "eager" if family.own_attention else ATTENTION_NAME
 
 
 def rewire_attention(
     model: Any, config: Any, attentions: Mapping[str, nn.Module], layout: ShardLayout
 ) -> None:
     """Makes the attention modules of an architecture without `AttentionInterface` paged; others stay."""
-    make_forward = _FORWARDS.get(config.model_type)
-    if make_forward is None and config.model_type not in _STEP_DROPPED:
+    family = family_of(config.model_type)
+    make_forward = _FORWARDS[family.own_attention] if family.own_attention else None
+    if make_forward is None and not family.drops_step:
         return
-    hook = _leave_step(attentions) if config.model_type in _WITHOUT_CACHE else _step_as_cache
+    hook = _leave_step(attentions) if family.without_cache else _step_as_cache
     model.register_forward_pre_hook(hook, with_kwargs=True)
-    if config.model_type in _WITH_MASK:
+    if family.with_mask:
         model.register_forward_pre_hook(_any_mask, with_kwargs=True)
     for attention in attentions.values():
         if make_forward is None:
@@ -395,9 +389,10 @@ _FORWARDS: Mapping[str, Callable[[Any, Any, ShardLayout], _Forward]] = {
     "gptj": _gptj,
     "jetmoe": _jetmoe,
     "mpt": _mpt,
-    "openai-gpt": _openai_gpt,
-    "xglm": _unrotated,
+    "openai_gpt": _openai_gpt,
+    "unrotated": _unrotated,
 }
+"""By `own_attention` of a family."""
 
 
 def _attend(

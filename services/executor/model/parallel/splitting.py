@@ -21,10 +21,12 @@ from torch import nn
 from services.executor.collectives.base import Collectives
 from services.executor.core.layer_state import LayerStates, page_of, slot_of
 from services.executor.core.sharding import ShardLayout, ShardRange
+from services.executor.families.plans import Plan, Style
+from services.executor.families.registry import family_of
 from services.executor.model.attention import PAGE_ATTRIBUTE, READS_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.chosen_blocks import choose_blocks
 from services.executor.model.indexing import choose_tokens
-from services.executor.model.layer_states import RECURRENT_MODULES, layer_layouts, layer_states
+from services.executor.model.layer_states import layer_layouts, layer_states
 from services.executor.model.parallel.compressed_attention import attend_compressed
 from services.executor.model.parallel.experts import split_experts, split_stacks
 from services.executor.model.parallel.feed_forward import adapt_feed_forwards
@@ -52,7 +54,7 @@ from services.executor.model.parallel.module_patches import (
     rewire_attention,
     scale_queries_by_position,
 )
-from services.executor.model.parallel.plans import WINDOW_IN_MASK, Plan, Style, as_regex, plan_for
+from services.executor.model.parallel.plans import as_regex, plan_for
 from services.executor.model.parallel.pooled_blocks import choose_pooled_blocks
 from services.executor.model.recurrent import CurrentStep, keep_in_slots
 from services.executor.model.step_context import Chunks
@@ -187,11 +189,12 @@ def _attend_to_pages(
         setattr(attention, READS_ATTRIBUTE, True)
     if states[layer].kind == "chunked":
         setattr(attention, WINDOW_ATTRIBUTE, Chunks(config.attention_chunk_size))
-    if config.model_type in WINDOW_IN_MASK:
+    family = family_of(config.model_type)
+    if family.window_in_mask:
         setattr(attention, WINDOW_ATTRIBUTE, config.sliding_window)
     if getattr(attention, "attn_temperature_tuning", False):
         scale_queries_by_position(attention)
-    if config.model_type == "qwen4_exp_text":
+    if family.chooses_pooled_blocks:
         choose_pooled_blocks(attention, slot_of(states, layer), page + 1)
     elif getattr(attention, "indexer", None) is not None:
         if states[layer].pages[0].parts == 2:
@@ -199,7 +202,7 @@ def _attend_to_pages(
             of_heads = layout.kv_heads.scaled(attention.indexer.head_dim)
             attention.indexer.q_proj = ColumnParallelLinear(attention.indexer.q_proj, of_heads)
         else:
-            choose_tokens(attention, config.model_type, page + 1)
+            choose_tokens(attention, family, page + 1)
 
 
 def _layer_of(name: str) -> int:
@@ -440,7 +443,7 @@ def _mixers(base: nn.Module, config: Any, states: LayerStates) -> dict[str, _Mix
     found = {}
     for place, layer in enumerate(kept):
         tensors = [tensor.name for tensor in states[layer].slot]
-        for part in RECURRENT_MODULES[config.model_type]:
+        for part in family_of(config.model_type).recurrent_modules:
             if (name := f"{layers}.{layer}.{part}") in modules:
                 own = any(tensor.startswith(f"{part}.") for tensor in tensors)
                 found[name] = _Mixer(modules[name], part, layer, place, f"{part}." if own else "")
@@ -458,7 +461,8 @@ def _split_mixers(
     """Splits the modules that keep recurrent state, and has them find it in the store's slots."""
     if not mixers:
         return
-    splits, current = MIXERS[config.model_type](config, layout), CurrentStep(model)
+    family = family_of(config.model_type)
+    splits, current = MIXERS[family.mixer or family.states](config, layout), CurrentStep(model)
     for mixer in mixers.values():
         split = splits if isinstance(splits, MixerSplit) else splits[mixer.part]
         split_mixer(mixer.module, split, collectives)

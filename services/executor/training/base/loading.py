@@ -20,6 +20,7 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.packed_model import PackedModel
+from services.executor.families.registry import family_of
 from services.executor.model.adapters.targets import AdapterTarget, targets_of
 from services.executor.model.attention import ATTENTION_NAME as PAGED
 from services.executor.model.attention import SCALES_ATTRIBUTE, WINDOW_ATTRIBUTE
@@ -147,16 +148,6 @@ def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> 
     return torch.bfloat16 if has_fast_bf16(device) else torch.float32
 
 
-TRAINED = frozenset(
-    {
-        *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
-        *("glm", "glm4", "granite", "hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral"),
-        *("olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
-    }
-)
-"""Architectures whose gradients a test compares with peft's."""
-
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call them."""
 
@@ -174,7 +165,7 @@ def check_trainable(config: Any) -> None:
         raise _untrainable(f"the attention of {config.model_type!r} is not transformers' common one")
     if any(getattr(config, name, None) for name in _EXPERTS):
         raise _untrainable("it is a mixture of experts, and only dense layers can be trained")
-    if config.model_type not in TRAINED:
+    if not family_of(config.model_type).trained:
         raise _untrainable(f"gradients of models of type {config.model_type!r} are not tested")
 
 

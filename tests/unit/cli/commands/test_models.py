@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from services.cli.commands.models import local
 from services.cli.commands.models.local import models_app
 from services.cli.commands.models.tables import memory_of
-from services.executor.model.catalogue import ENCODERS, REFUSED, SERVED
+from services.executor.families.registry import DECODERS, ENCODERS
+from services.executor.model.catalogue import REFUSED
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_status import ModelStatus
 from shared.model_store import hub
@@ -48,7 +49,7 @@ def test_what_is_inspected_is_listed(tmp_path: Path) -> None:
 def test_architectures_that_are_served() -> None:
     found = json.loads(run("list", "--supported", "--json"))
     rows = {row["model_type"]: row for row in found["served"]}
-    assert rows.keys() == {*SERVED, *ENCODERS}
+    assert rows.keys() == {*DECODERS, *ENCODERS}
     assert rows["mistral"]["state"] == ["full", "sliding"]
     assert [row["because"] for row in found["refused"]] == [row.because for row in REFUSED]
     assert f"{len(rows)} architectures are served" in run("list", "--supported").replace("\n", " ")

@@ -29,7 +29,6 @@ from services.executor.kv_cache.codecs import COMPRESSING, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
-from services.executor.model.lowering import FAMILIES
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import largest_of
@@ -38,7 +37,7 @@ from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
 from shared.errors import RingLost
 from tests.unit.executor.model import ring as rings
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import LOWERED, in_lanes
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, NUM_SLOTS, SETTINGS, mixed_script
 from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, auto_class, make_model
@@ -102,7 +101,7 @@ def errors(runner: ModelRunner, expected: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     "model_type",
-    in_lanes(sorted(FAMILIES), ["gemma4_text", "gpt_oss", "granitemoehybrid", "llama", "qwen3_5_text"]),
+    in_lanes(LOWERED, ["gemma4_text", "gpt_oss", "granitemoehybrid", "llama", "qwen3_5_text"]),
 )
 def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)

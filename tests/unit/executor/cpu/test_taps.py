@@ -11,11 +11,10 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.model.draft_heads import StateTaps
 from services.executor.model.loading.loader import load_config
-from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import why_not
 from services.executor.worker.runner import NO_POOLS
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.lanes import STYLES, in_lanes
+from tests.unit.executor.model.lanes import LOWERED, STYLES, in_lanes
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import auto_class, make_model
 
@@ -24,7 +23,7 @@ PROMPT = 40
 
 
 @pytest.mark.parametrize(
-    "model_type", in_lanes(sorted(FAMILIES), ["llama", "gpt_oss", "gemma4_text", "qwen3_5_text"], STYLES)
+    "model_type", in_lanes(LOWERED, ["llama", "gpt_oss", "gemma4_text", "qwen3_5_text"], STYLES)
 )
 def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)

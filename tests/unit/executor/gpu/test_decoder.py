@@ -17,7 +17,6 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import INT8, Codec
-from services.executor.model.lowering import FAMILIES
 from services.executor.sampling.candidates import WANT, RowLogits
 from services.executor.worker.backend import reads_compressed
 from services.executor.worker.backends import modules
@@ -33,6 +32,7 @@ from tests.unit.executor.gpu.gpu_runners import (
     small_script,
 )
 from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.lanes import LOWERED
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import build, reference_logits
 
@@ -43,7 +43,7 @@ NATIVE = {
     *("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Families that CPUs alone have a decoder for."""
-LOWERED = sorted(FAMILIES.keys() - NATIVE)
+OTHERS = sorted(set(LOWERED) - NATIVE)
 SHARDED = ("gemma2", "llama", "phi3", "qwen2_moe")
 """Families that every run of the tests computes on two ranks: with caps, with a KV head that both have, with one tensor
 for queries, keys and values, with experts. The others' ranks share all of their code with these."""
@@ -74,7 +74,7 @@ def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dic
         *((family, 2) for family in SHARDED),
         *(
             pytest.param(family, ranks, marks=pytest.mark.nightly)
-            for family in LOWERED
+            for family in OTHERS
             for ranks in (1, 2)
             if family not in (SHARDED if ranks == 2 else ALONE)
         ),

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from services.executor.families.registry import DECODERS
+
 STYLES = {
     "llama",  # keys and values of each layer, norms before it
     "phi3",  # weights that lie together in a checkpoint
@@ -19,6 +21,9 @@ STYLES = {
     "qwen3_5_text",  # a recurrent state (delta rule) beside attention
     "granitemoehybrid",  # a state space beside attention
 }
+
+LOWERED = sorted(name for name, family in DECODERS.items() if family.lowered)
+TRAINED = sorted(name for name, family in DECODERS.items() if family.trained)
 
 
 def in_lanes(

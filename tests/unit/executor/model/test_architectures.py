@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.model.catalogue import SERVED, TEXT_ALONE
+from services.executor.families.registry import DECODERS
+from services.executor.model.catalogue import TEXT_ALONE
 from services.executor.model.parallel.layers import piece_of
 from tests.docs.models import PROVEN_ERROR, PROVEN_RANKS
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
@@ -161,4 +162,4 @@ def test_only_routers_and_position_embeddings_are_whole_on_every_rank(on_two_ran
 
 
 def test_every_architecture_that_is_served_is_proven() -> None:
-    assert {name.partition("/")[0] for name in ARCHITECTURES} == set(SERVED) | TEXT_ALONE
+    assert {name.partition("/")[0] for name in ARCHITECTURES} == set(DECODERS) | TEXT_ALONE

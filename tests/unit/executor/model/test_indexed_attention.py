@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.families.registry import DECODERS
 from services.executor.model import indexing
 from services.executor.model.attention import page_of
 from services.executor.model.indexing import IndexerMasks
-from services.executor.model.layer_states import INDEXED
 from services.executor.model.step_context import StepContext
 from services.executor.worker.runner import ModelRunner
 from shared.data_types import BlockDType
@@ -329,7 +329,10 @@ def make(kind: str, directory: Path) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=in_lanes(sorted(INDEXED), ["deepseek_v32", "dots3_note_text"]))
+INDEXED = sorted(name for name, family in DECODERS.items() if family.states == "indexed")
+
+
+@pytest.fixture(scope="module", params=in_lanes(INDEXED, ["deepseek_v32", "dots3_note_text"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     directory = tmp_path_factory.mktemp(request.param)
     return make(request.param, directory), directory

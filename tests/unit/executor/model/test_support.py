@@ -12,17 +12,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.model.catalogue import (
-    ENCODERS,
-    LISTED_ELSEWHERE,
-    REFUSED,
-    SERVED,
-    check_supported,
-    refusal_of,
-)
+from services.executor.families.plans import LLAMA_LIKE, Style
+from services.executor.families.registry import DECODERS, ENCODERS
+from services.executor.model.catalogue import REFUSED, check_supported, refusal_of
 from services.executor.model.loading.loader import context_length, load_config, load_model
 from services.executor.model.parallel.module_patches import rewire_attention
-from services.executor.model.parallel.plans import PLANS, Style, as_regex, plan_for
+from services.executor.model.parallel.plans import as_regex, plan_for
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
@@ -109,13 +104,13 @@ def test_each_refused_architecture_exists_and_is_refused() -> None:
         for model_type in refusal.model_types:
             assert model_type in CONFIG_MAPPING
             assert refusal_of(model_type) == refusal.because
-    assert all(refusal_of(model_type) is None for model_type in SERVED)
+    assert all(refusal_of(model_type) is None for model_type in DECODERS)
 
 
 def test_every_causal_type_is_served_or_refused_with_its_reason_once() -> None:
     refused = [model_type for refusal in REFUSED for model_type in refusal.model_types]
     encoders = set(ENCODERS) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    served = [*(set(SERVED) - LISTED_ELSEWHERE), *encoders]
+    served = [*(name for name, family in DECODERS.items() if not family.listed_elsewhere), *encoders]
     assert sorted([*served, *refused]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     with pytest.raises(ModelLoadError, match="made to read in one direction"):
         check_supported(CONFIG_MAPPING["bert"](is_decoder=True))
@@ -123,7 +118,8 @@ def test_every_causal_type_is_served_or_refused_with_its_reason_once() -> None:
 
 def test_every_plan_of_our_own_names_what_its_model_has() -> None:
     """A line that matches nothing is a layer that is replicated by mistake."""
-    for model_type, plan in PLANS.items():
+    planned = {name: family.plan for name, family in DECODERS.items() if family.plan}
+    for model_type, plan in planned.items():
         held: set[str] = set()
         for name in (name for name in ARCHITECTURES if name.partition("/")[0] == model_type):
             model = build(name, settings_of(name))
@@ -173,23 +169,21 @@ def test_plans_of_transformers_under_old_and_new_names() -> None:
 
 def test_norms_over_all_heads_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
-    monkeypatch.setattr(
-        "services.executor.model.parallel.splitting.plan_for", lambda config: PLANS["hunyuan_v1_dense"]
-    )
+    monkeypatch.setattr("services.executor.model.parallel.splitting.plan_for", lambda config: LLAMA_LIKE)
     refused(tmp_path, "spans several heads", world_size=2)
 
 
 def test_layers_and_experts_of_another_make_are_refused(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = {**PLANS["hunyuan_v1_dense"], "mlp.act_fn": Style.COLUMN}
+    plan = {**LLAMA_LIKE, "mlp.act_fn": Style.COLUMN}
     monkeypatch.setattr("services.executor.model.parallel.splitting.plan_for", lambda config: plan)
     refused(llama, "mlp.act_fn, which is a SiLUActivation and not a plain linear layer")
-    plan = {**PLANS["hunyuan_v1_dense"], "mlp": Style.EXPERTS}
+    plan = {**LLAMA_LIKE, "mlp": Style.EXPERTS}
     refused(llama, "experts layers.0.mlp hold .*, a form that is not served")
-    plan = {**PLANS["hunyuan_v1_dense"], "mlp.up_proj": Style.QUERY}
+    plan = {**LLAMA_LIKE, "mlp.up_proj": Style.QUERY}
     refused(llama, "is 96 wide where the heads in config.json make 144")
-    plan = {**PLANS["hunyuan_v1_dense"], "self_attn.q_norm": Style.QUERY_HEAD_NORM}
+    plan = {**LLAMA_LIKE, "self_attn.q_norm": Style.QUERY_HEAD_NORM}
     build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
     refused(tmp_path, "which is not one row for each of 9 heads")
     plan = {"mlp.up_proj": Style.COLUMN}

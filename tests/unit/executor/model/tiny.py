@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, initialization
 
-from services.executor.model.catalogue import LISTED_ELSEWHERE
+from services.executor.families.registry import family_of
 
 _normal = initialization.normal_
 
@@ -240,7 +240,7 @@ def settings_for(model_type: str, **changes: Any) -> dict[str, Any]:
 
 def auto_class(config: Any) -> Any:
     """transformers' class that makes models of such a configuration."""
-    is_causal = config.get_text_config() is config and config.model_type not in LISTED_ELSEWHERE
+    is_causal = config.get_text_config() is config and not family_of(config.model_type).listed_elsewhere
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 

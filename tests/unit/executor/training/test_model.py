@@ -10,11 +10,11 @@ from transformers import CONFIG_MAPPING
 from services.executor.training import model as training_model
 from services.executor.training.base import attention
 from services.executor.training.base.linear import Dropout
-from services.executor.training.base.loading import TRAINED, check_trainable
+from services.executor.training.base.loading import check_trainable
 from services.executor.training.batch import DropoutKey, PackedBatch
 from shared.errors import InvalidRequest, ModelLoadError
 from shared.messages.training import Hyperparameters
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import TRAINED, in_lanes
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.models import (
     backward,
@@ -46,7 +46,7 @@ def test_long_examples_are_attended_to_by_pytorch(
     test_gradients_are_those_of_peft(tmp_path, model_type, changes)
 
 
-OTHERS = sorted(TRAINED - {model_type for model_type, _ in FAMILIES})
+OTHERS = sorted(set(TRAINED) - {model_type for model_type, _ in FAMILIES})
 
 
 @pytest.mark.parametrize(

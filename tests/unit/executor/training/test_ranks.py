@@ -12,11 +12,10 @@ from torch import Tensor
 from services.executor.collectives.shared_memory import SharedMemory, can_share_memory, make_area
 from services.executor.native.library import why_not
 from services.executor.training import model as training_model
-from services.executor.training.base.loading import TRAINED
 from services.executor.training.batch import DropoutKey
 from services.executor.training.ranks import WithGradients
 from shared.messages.training import Hyperparameters
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import TRAINED, in_lanes
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
@@ -70,7 +69,7 @@ FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
     ("olmo2", 2, {}),  # norms over all heads
     ("phi3", 2, {}),  # fused projections
 ]
-OTHERS = sorted(TRAINED - {model_type for model_type, _, _ in FAMILIES})
+OTHERS = sorted(set(TRAINED) - {model_type for model_type, _, _ in FAMILIES})
 
 
 @pytest.mark.parametrize(

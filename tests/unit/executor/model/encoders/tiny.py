@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from services.executor.model.catalogue import BOTH_WAYS, ENCODERS
+from services.executor.families.registry import ENCODERS, family_of
 
 _BASE = {
     "hidden_size": 48,
@@ -56,7 +56,7 @@ def config_of(model_type: str, **settings: Any) -> Any:
 
 def make_encoder(directory: Path, model_type: str, head: str = "", **settings: Any) -> Path:
     """`head`: empty, `classes` or `words` (masked ones)."""
-    assert model_type in ENCODERS or model_type in BOTH_WAYS
+    assert model_type in ENCODERS or family_of(model_type).embeds_both_ways
     torch.manual_seed(len(model_type))
     kinds: dict[str, Any] = {
         "": AutoModel,

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.integrations.ggml import _gguf_parse_value
 
+from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.conversion.__main__ import main
-from services.executor.model.families.gguf_architectures import GGUF
 from services.executor.model.loading import checkpoints
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
 from services.executor.model.loading.gguf_fields import read_once

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.executor.core.engine import EngineSpec
+from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.card import read_card
 from services.executor.model.conversion.convert import convert
-from services.executor.model.families.gguf_architectures import GGUF
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.gguf_file import GgufFile
 from services.executor.model.loading.gguf_metadata import check_described

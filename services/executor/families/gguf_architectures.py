@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from services.executor.model.families.gguf import GgufArchitecture
+from services.executor.families.gguf import GgufArchitecture
 
 _PAIRS = {"blk.*.attn_q.*": "pairs", "blk.*.attn_k.*": "pairs"}
 _NORMS = {"*norm.weight": "plus_one"}

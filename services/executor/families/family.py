@@ -1,0 +1,184 @@
+"""What one record says of a family of models: all that the executor knows of it beyond its configuration and modules.
+
+A record is data. Where it names a way of computing (`states`, `mixer`, `own_attention`, ...), the module that computes
+so has it under that name. A family stands here when tests/unit/executor/model/test_architectures.py proves it: its
+logits equal transformers' own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from services.executor.families.plans import Plan
+
+Scores = Literal["softmax", "sigmoid"]
+States = Literal[
+    "attention",
+    "biased_keys",
+    "chosen_blocks",
+    "chunked",
+    "compressed",
+    "convolved_keys",
+    "gated_delta",
+    "gated_delta_beside_ngrams",
+    "gated_recurrence",
+    "indexed",
+    "kimi_delta",
+    "latent",
+    "lightning",
+    "matrix_memory",
+    "rwkv",
+    "selective_scan",
+    "shared_keys",
+    "short_convolution",
+    "state_space",
+]
+"""What layers keep (`model/layer_states.py`)."""
+MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv")
+_LATENT = ("latent", "indexed", "kimi_delta")
+_LINEAR = ("linear_attention",)
+_LAYER_TYPES: Mapping[States, tuple[str, ...]] = {
+    "chosen_blocks": ("minimax_m3_sparse",),
+    "chunked": ("chunked_attention",),
+    "compressed": ("compressed_sparse_attention", "heavily_compressed_attention"),
+    "convolved_keys": ("hybrid", "hybrid_sliding"),
+    "gated_delta": _LINEAR,
+    "gated_delta_beside_ngrams": ("indexed_attention", *_LINEAR),
+    "gated_recurrence": _LINEAR,
+    "indexed": ("indexed_attention",),
+    "kimi_delta": _LINEAR,
+    "lightning": _LINEAR,
+    "selective_scan": _LINEAR,
+    "short_convolution": ("conv",),
+    "state_space": _LINEAR,
+}
+"""What configurations call layers that keep other state than attention."""
+
+
+@dataclass(frozen=True)
+class LayerStyle:
+    """What sets layers apart for our own decoders, beyond what their modules show (`model/lowering.py`)."""
+
+    norm_offset: float = 0.0
+    """Added to the weights of norms; where it is, values are multiplied by them before they are rounded."""
+    post_norms: bool = False
+    """Norms after attention and feed-forward too, under Gemma's names."""
+    scaled: bool = False
+    """Granite's multipliers."""
+    turns_windows_alone: bool = False
+    """Where some layers see a window, those that see all turn nothing."""
+    wide_norms: bool = False
+    """Queries and keys are normed over all heads at once."""
+    norms_turned: bool = False
+    """Queries and keys are normed after their rotation."""
+    interleaved: bool = False
+    """Values that turn together stand side by side."""
+    last_norms: bool = False
+    """Norms after attention and feed-forward, and none before them."""
+    scores: Scores = "softmax"
+    """What makes a router's outputs scores, where there are experts."""
+    norms_values: bool = False
+    """Values are normed, without a weight."""
+    gated: bool = False
+    """What is attended is multiplied by the sigmoid of a gate, which follows each head's query in its projection."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models of one `model_type` of transformers."""
+
+    row: str
+    """`model_type` | title | models of it, for a reader who knows them by name | what the proof shows beside grouped
+    attention and rotary embeddings; MoE: mixture of experts"""
+    also: tuple[str, ...] = ()
+    """Other types of the same text model"""
+    listed_elsewhere: bool = False
+    """transformers lists its causal language model among those that take images."""
+
+    plan: Plan | None = None
+    """How its layers are split over ranks; None: as transformers' own plan says, which is there and gathers nothing
+    needlessly"""
+    lowered: LayerStyle | None = None
+    """None: PyTorch computes it."""
+    states: States = "attention"
+    state_sizes: tuple[str, ...] = ()
+    """What configurations call the sizes of Mamba 2's states, in the order of `StateSpaceSizes`"""
+    state_heads: str = ""
+    """Without attention: what counts the channels or heads of states, which are split in its place"""
+    heads_by_layer: Literal["", "listed", "wider_windows"] = ""
+    """Whether layers have heads of their own"""
+    paired_heads: bool = False
+    """Head i and head i + n/2, of n, make one head twice as wide: their values are one."""
+    layer_types: tuple[str, ...] = ()
+    """What `layer_types` of configurations may say besides full and sliding attention; empty: as `states` has it"""
+    recurrent_modules: tuple[str, ...] = ()
+    """What the module that keeps recurrent state is called in its layer: by all names where layers differ. Where
+    several modules of a layer do, the names of a module's tensors begin with its own and a dot."""
+    mixer: str = ""
+    """How these are split (`model/parallel/mixers.py`); empty: as `states` is called"""
+    own_attention: str = ""
+    """The forward in place of one without transformers' interface (`model/parallel/module_patches.py`)"""
+    own_feed_forward: str = ""
+    """What its feed-forward needs where ranks share it (`model/parallel/feed_forward.py`)"""
+    drops_step: bool = False
+    """Layers hand their attention no further arguments."""
+    without_cache: bool = False
+    """It knows no past keys and values: a step is left with its attention modules."""
+    with_mask: bool = False
+    """It computes with a mask before anybody reads it. One of four dimensions it takes as it is."""
+    window_in_mask: bool = False
+    """Attention learns of its sliding window from the mask alone, which is not built here."""
+    indexer_interleaved: bool = False
+    """Indexers turn neighbouring values; others turn the halves of what is turned."""
+    indexer_rotates_last: bool = False
+    """Indexers turn the last values of a head; others turn the first."""
+    chooses_pooled_blocks: bool = False
+    """Indexers choose blocks by what is pooled of them."""
+
+    unlimited: bool = False
+    """It attends within windows alone, and names no length."""
+    unserved: Mapping[str, str] = field(default_factory=dict)
+    """Settings that are not served where they are on, and why"""
+    authors_kernels: str = ""
+    """How settings end that name kernels, which transformers refuses where their package is not installed"""
+    trained: bool = False
+    """A test compares its gradients with peft's."""
+    embeds_both_ways: bool = False
+    """Models embed where their configuration says that they look ahead (`use_bidirectional_attention`)."""
+
+    one_rank: bool = False
+    """Of encoders that add to their scores what follows from distances, within attention of their own: texts of one
+    length are computed together, and others apart, by one rank."""
+    behind_padding: bool = False
+    """Of encoders whose learned positions begin behind the padding token's number"""
+
+    @cached_property
+    def _words(self) -> list[str]:
+        return self.row.split(" | ")
+
+    @property
+    def model_type(self) -> str:
+        return self._words[0]
+
+    @property
+    def title(self) -> str:
+        return self._words[1]
+
+    @property
+    def examples(self) -> str:
+        return self._words[2]
+
+    @property
+    def shown(self) -> str:
+        return self._words[3].replace("MoE", "mixture of experts")
+
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether attention is latent in the layers that attend."""
+        return self.states in _LATENT
+
+    @property
+    def other_layer_types(self) -> tuple[str, ...]:
+        """Those of layers that keep other state than attention."""
+        return self.layer_types or _LAYER_TYPES.get(self.states, ())
