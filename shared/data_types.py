@@ -3,7 +3,7 @@
 Each list stands here alone; checks, help and documentation are made of it.
 
 A codec of KV blocks is declared in `services/executor/kv_cache/codecs.py`, a weight format in
-`services/executor/model/quantizing.py`.
+`services/executor/core/weight_formats.py`.
 """
 
 from typing import Literal, get_args
@@ -22,5 +22,3 @@ WeightFormat = Literal["fp8", "int8", "q8_0", "q6_k", "q4_k", "int4"]
 WeightDType = Literal["auto", "bf16", WeightFormat]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDType)
-WEIGHT_BITS: dict[str, float] = {"int8": 8.0, "fp8": 8.0, "q8_0": 8.5, "q6_k": 6.6, "q4_k": 4.5, "int4": 4.4}
-"""Of a weight in each format, scales included."""

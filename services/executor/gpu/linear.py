@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.codecs import COMPRESSING
 from services.executor.model.lowering import Weights
 from services.executor.model.parallel.layers import (
     EXPERT_WEIGHTS,
@@ -181,11 +181,6 @@ def use_products(model: Any, make: MakeProduct = make_product) -> None:
             module.look_up_by(make_lookup(module.stored, module.weight.dtype))
 
 
-_EIGHT_BITS: dict[str, Codec] = {codec.name: codec for codec in (FP8, INT8)}
-_FIRST_WITH_FP8 = (8, 9)
-"""Compute capability of the first processors that multiply e4m3 (Ada)."""
-
-
 def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) -> WeightCodec | None:
     """How the weights of linear layers are kept; None: as they are computed with, which is `dtype`.
 
@@ -193,23 +188,23 @@ def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) ->
     """
     if kind in ("auto", "bf16"):
         return None
+    rows = CODECS[kind]
     if device.type != "cuda":
-        return CODECS[kind]
-    codec: WeightCodec = _EIGHT_BITS.get(kind) or CODECS[kind]
+        return rows
     if dtype != torch.bfloat16:
         raise ConfigurationError(
             f"--weight-dtype {kind} computes in bf16 and this model would be served in fp32; give --dtype bf16, "
             "or leave --weight-dtype at auto."
         )
     capability = torch.cuda.get_device_capability(device)
-    if codec is FP8 and capability < _FIRST_WITH_FP8:
+    if capability < rows.gpu_from:
         raise ConfigurationError(
-            f"--weight-dtype fp8 needs a GPU that multiplies fp8 (compute capability 8.9: Ada, Hopper or newer) and "
-            f"this one has {capability[0]}.{capability[1]}; use --weight-dtype int8, or leave it at auto."
+            f"--weight-dtype {kind} needs a GPU that multiplies {kind} (compute capability 8.9: Ada, Hopper or newer) "
+            f"and this one has {capability[0]}.{capability[1]}; use --weight-dtype int8, or leave it at auto."
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigurationError(
             f"--weight-dtype {kind} needs Triton, which is not installed; install the triton that belongs to this "
             "torch, or leave --weight-dtype at auto."
         )
-    return codec
+    return next(codec for codec in COMPRESSING if codec.name == kind) if rows.kv_codec else rows

@@ -1,16 +1,7 @@
-"""Quantizes weights while they are loaded, on the host: what `--weight-dtype` means, but for int8 and fp8 on
-GPUs.
+"""Quantizes weights while they are loaded, on the host, to a declared format (`core/weight_formats.py`).
 
-    int8    one scale per row                                              8 bits a weight
-    fp8     the same, codes of e4m3                                        8
-    q8_0    one float16 scale per 32 inputs                                8.5
-    q6_k    one 8-bit scale per 16 inputs, one float16 per 256             6.56
-    q4_k    one 6-bit scale and minimum per 32 inputs, two float16 per 256 4.5
-    int4    one float16 scale and a zero point per 64 inputs               4.375
-
-The `q` formats are GGUF's: github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h. Where a row is no multiple of 256
-inputs, fewer of them share the float16. Scales are searched for: of several near the one that spans the values, the one
-with the least squared error, large values counting for more (`native/quantize.c`).
+Scales are searched for: of several near the one that spans the values, the one with the least squared error, large
+values counting for more (`native/quantize.c`).
 """
 
 import ctypes
@@ -21,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.executor.core.weight_formats import WEIGHT_FORMATS, Scaling, WeightFormat
 from services.executor.model.quantized import E4M3, QuantizedRows
 from services.executor.native.library import RzCodes, best_level, compiled, kernels_at
 from shared.errors import ConfigurationError
 
-_SYMMETRIC, _SIGNED, _WITH_MINIMUMS, _WITH_ZEROS, _OF_E4M3 = range(5)
-"""As `quantized.h` numbers them."""
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """As `decoder.h` numbers them."""
 _PER_SUPER = 256
@@ -37,16 +27,8 @@ _PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")
 
 
 @dataclass(frozen=True)
-class RowsCodec:
-    """One way to quantize rows."""
-
-    name: str
-    bits: int
-    group: int
-    """Inputs that share a scale; 0: the row."""
-    kind: int
-    vocabulary: str
-    """Of the codec that embedding and head get: their errors no later layer evens out."""
+class RowsCodec(WeightFormat):
+    """Quantizes rows to a format."""
 
     def for_vocabulary(self) -> "RowsCodec":
         return CODECS[self.vocabulary]
@@ -57,20 +39,20 @@ class RowsCodec:
         groups = inputs // group
         room: dict[str, Any] = {"codes": torch.zeros(outputs, inputs, dtype=torch.uint8)}
         room |= {"bits": codec.bits, "group": group}
-        if codec.kind in (_SIGNED, _WITH_MINIMUMS):
+        if codec.kind in (Scaling.SIGNED, Scaling.WITH_MINIMUMS):
             per = next(per for per in range(min(_PER_SUPER // group, groups), 0, -1) if groups % per == 0)
-            whole = torch.int8 if codec.kind == _SIGNED else torch.uint8
+            whole = torch.int8 if codec.kind == Scaling.SIGNED else torch.uint8
             small, supers = ((outputs, groups), whole), ((outputs, groups // per), torch.float16)
             room |= {"per": per, "scales": _zeros(small), "supers": _zeros(supers)}
-            if codec.kind == _SIGNED:
+            if codec.kind == Scaling.SIGNED:
                 return QuantizedRows(offset=1 << (codec.bits - 1), **room)
             return QuantizedRows(mins=_zeros(small), super_mins=_zeros(supers), **room)
-        if codec.kind == _OF_E4M3:
+        if codec.kind == Scaling.E4M3:
             room["scales"] = _zeros(((outputs, groups), torch.float32))
             return QuantizedRows(floats=E4M3, **room)
-        of_rows = codec.kind == _SYMMETRIC and groups == 1
+        of_rows = codec.kind == Scaling.SYMMETRIC and groups == 1
         room["scales"] = _zeros(((outputs, groups), torch.float32 if of_rows else torch.float16))
-        if codec.kind == _SYMMETRIC:
+        if codec.kind == Scaling.SYMMETRIC:
             return QuantizedRows(offset=128, **room)
         return QuantizedRows(zeros=_zeros(((outputs, groups), torch.uint8)), **room)
 
@@ -109,7 +91,7 @@ class RowsCodec:
 
     def _fitting(self, inputs: int) -> "tuple[RowsCodec, int]":
         """(what quantizes rows of `inputs`, in groups of so many)"""
-        if self.kind == _OF_E4M3 and inputs % 4:
+        if self.kind == Scaling.E4M3 and inputs % 4:
             return CODECS["int8"], inputs
         if not self.group or inputs % self.group == 0:
             return self, self.group or inputs
@@ -121,15 +103,4 @@ def _zeros(spec: tuple[tuple[int, int], torch.dtype]) -> Tensor:
     return torch.zeros(spec[0], dtype=spec[1])
 
 
-CODECS = {
-    codec.name: codec
-    for codec in (
-        RowsCodec("int8", 8, 0, _SYMMETRIC, "int8"),
-        RowsCodec("fp8", 8, 0, _OF_E4M3, "q8_0"),
-        RowsCodec("q8_0", 8, 32, _SYMMETRIC, "q8_0"),
-        RowsCodec("q6_k", 6, 16, _SIGNED, "q6_k"),
-        RowsCodec("q4_k", 4, 32, _WITH_MINIMUMS, "q6_k"),
-        RowsCodec("int4", 4, 64, _WITH_ZEROS, "q6_k"),
-    )
-}
-"""What `--weight-dtype` names; on GPUs int8 and fp8 are the codecs of KV blocks."""
+CODECS = {name: RowsCodec(**vars(one)) for name, one in WEIGHT_FORMATS.items()}

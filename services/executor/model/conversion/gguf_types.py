@@ -5,9 +5,8 @@ github.com/ggml-org/llama.cpp: ggml/src/ggml-common.h has the blocks, src/llama-
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import gguf
 import numpy as np
@@ -16,10 +15,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.model.quantized import QuantizedRows
-from services.executor.model.quantizing import CODECS, RowsCodec
-
-Bytes = NDArray[np.uint8]
+from services.executor.model.loading.gguf_blocks import BLOCKS
 
 
 @dataclass(frozen=True)
@@ -105,93 +101,15 @@ def nbytes_of(shape: tuple[int, ...], kind: Type) -> int:
 
 def encoded(rows: Tensor, kind: Type) -> NDArray[np.generic]:
     """The bytes of `rows` [..., in] of any floating dtype."""
-    block = _BLOCKS.get(kind)
-    if block is not None:
-        codec, pack = block
+    block = BLOCKS.get(kind)
+    if block is not None and block.pack is not None and block.codec is not None:
         weight = rows.reshape(-1, rows.shape[-1])
-        room = codec.empty(*weight.shape)
-        codec.encode_into(room, weight)
-        return pack(room)
+        room = block.codec.empty(*weight.shape)
+        block.codec.encode_into(room, weight)
+        return block.pack(room)
     if kind is Type.BF16:
         return rows.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
     if kind is Type.F16:
         return rows.to(torch.float16).contiguous().numpy()
     values: NDArray[np.generic] = gguf.quantize(rows.float().contiguous().numpy(), kind)
     return values
-
-
-def _q2_k(rows: QuantizedRows) -> Bytes:
-    """16 + 64 + 4 bytes for 256 values: scales and minimums of 4 bits, codes, two float16."""
-    assert rows.mins is not None
-    blocks = rows.codes.numel() // 256
-    scales = rows.scales.numpy() | (rows.mins.numpy() << 4)
-    codes = _pairs_of_bits(rows.codes.numpy().reshape(blocks, 2, 4, 32))
-    return np.concatenate(
-        [scales.reshape(blocks, 16), codes, *_float16((rows.supers, rows.super_mins), blocks)], axis=1
-    )
-
-
-def _q3_k(rows: QuantizedRows) -> Bytes:
-    """32 + 64 + 12 + 2 bytes for 256 values: upper bits, lower two, 16 scales of 6 bits (32 more), float16."""
-    blocks = rows.codes.numel() // 256
-    codes = rows.codes.numpy().reshape(blocks, 8, 32)
-    low = _pairs_of_bits((codes & 3).reshape(blocks, 2, 4, 32))
-    scales = (rows.scales.numpy().reshape(blocks, 2, 8) + 32).astype(np.uint8)
-    nibbles = (scales[:, 0] & 15) | ((scales[:, 1] & 15) << 4)
-    fours = scales.reshape(blocks, 4, 4) >> 4
-    upper = fours[:, 0] | (fours[:, 1] << 2) | (fours[:, 2] << 4) | (fours[:, 3] << 6)
-    return np.concatenate(
-        [_single_bits(codes >> 2), low, nibbles, upper, *_float16((rows.supers,), blocks)], axis=1
-    )
-
-
-def _q4_k(rows: QuantizedRows) -> Bytes:
-    """128 + 16 bytes for 256 values (Q5_K: 32 more): two float16, 8 scales and 8 minimums of 6 bits, the fifth bits,
-    nibbles."""
-    assert rows.mins is not None
-    blocks = rows.codes.numel() // 256
-    scales, mins = rows.scales.numpy().reshape(blocks, 8), rows.mins.numpy().reshape(blocks, 8)
-    low = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
-    middle = mins[:, :4] | (mins[:, 4:] >> 4 << 6)
-    high = (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4)
-    codes = rows.codes.numpy().reshape(blocks, 4, 2, 32)
-    fifth = [_single_bits(codes.reshape(blocks, 8, 32) >> 4)] if rows.bits == _FIVE else []
-    nibbles = (codes[:, :, 0] & 15) | ((codes[:, :, 1] & 15) << 4)
-    halves = _float16((rows.supers, rows.super_mins), blocks)
-    return np.concatenate([*halves, low, middle, high, *fifth, nibbles.reshape(blocks, 128)], axis=1)
-
-
-def _q6_k(rows: QuantizedRows) -> Bytes:
-    """128 + 64 + 16 + 2 bytes for 256 values: nibbles, upper two bits, signed scales, float16."""
-    blocks = rows.codes.numel() // 256
-    codes = rows.codes.numpy().reshape(blocks, 2, 4, 32)
-    low = (codes[:, :, :2] & 15) | ((codes[:, :, 2:] & 15) << 4)
-    scales = rows.scales.numpy().view(np.uint8).reshape(blocks, 16)
-    high = _pairs_of_bits(codes >> 4)
-    return np.concatenate([low.reshape(blocks, 128), high, scales, *_float16((rows.supers,), blocks)], axis=1)
-
-
-def _single_bits(codes: NDArray[Any]) -> Bytes:
-    """[blocks, 8, 32] of one bit to [blocks, 32]: a bit of each eighth in a byte."""
-    return np.packbits(codes, axis=1, bitorder="little").reshape(len(codes), 32)
-
-
-def _pairs_of_bits(codes: NDArray[Any]) -> Bytes:
-    """[blocks, 2, 4, 32] of two bits to [blocks, 64]: of each half, two bits of each quarter in a byte."""
-    joined: Bytes = codes[:, :, 0] | (codes[:, :, 1] << 2) | (codes[:, :, 2] << 4) | (codes[:, :, 3] << 6)
-    return joined.reshape(len(codes), 64)
-
-
-def _float16(values: Sequence[Tensor | None], blocks: int) -> list[Bytes]:
-    assert all(one is not None for one in values), "of two levels"
-    return [one.contiguous().numpy().view(np.uint8).reshape(blocks, 2) for one in values if one is not None]
-
-
-_FIVE = 5
-_BLOCKS: dict[Type, tuple[RowsCodec, Callable[[QuantizedRows], Bytes]]] = {
-    Type.Q2_K: (replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), _q2_k),
-    Type.Q3_K: (replace(CODECS["q6_k"], name="q3_k", bits=3), _q3_k),
-    Type.Q4_K: (CODECS["q4_k"], _q4_k),
-    Type.Q5_K: (replace(CODECS["q4_k"], name="q5_k", bits=_FIVE), _q4_k),
-    Type.Q6_K: (CODECS["q6_k"], _q6_k),
-}

@@ -15,7 +15,7 @@ from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
 from services.executor.model.loading.prediction_heads import PredictionHeads, heads_among
 from services.executor.model.loading.quantization_schemes import scheme_of
-from services.executor.model.loading.quantized_tensors import CodedRows, Fp8, Nf4
+from services.executor.model.loading.quantized_tensors import CodedRows
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.native.library import load_library, why_not
 from shared.errors import ModelLoadError
@@ -109,9 +109,8 @@ def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
                 form = f"{quantization['quant_method']} int{coded.bits}, {group}"
             else:
                 form = type(coded).__name__.lower()
-            served = _computed_by(
-                shape, config.model_type, form in _PLAIN, isinstance(coded, CodedRows | Fp8 | Nf4)
-            )
+            kept = coded is not None and coded.has_products
+            served = _computed_by(shape, config.model_type, form in _PLAIN, kept)
             yield TensorFacts(name, form, shape, files.stored_bytes(name), served)
 
 

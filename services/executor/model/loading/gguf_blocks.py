@@ -1,24 +1,29 @@
-"""Blocks of GGUF tensors as codes and scales, bit for bit.
+"""Blocks of GGUF tensors as codes and scales, bit for bit, there and back.
 
 A row is blocks of 32 or 256 values: scales, and codes whose bits lie in planes. For each type a function takes the
 blocks of some rows apart; what it returns is `QuantizedRows`, whose `dequantized` is what ggml makes of the blocks.
+Another puts them together of rows that a codec has quantized.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-quants.c.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.native.library import load_library
 
+Bytes = NDArray[np.uint8]
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values, which are halves"""
@@ -31,19 +36,19 @@ _PLAIN = {
 
 def has_codes(kind: GGMLQuantizationType) -> bool:
     """Whether `quantized` reads the type."""
-    return kind in _FORMATS
+    return kind in BLOCKS
 
 
 def quantized(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
     """The weight whose rows are `raw`, uint8 [rows, bytes], by the native kernels where there are some for the type.
     Raises `ValueError` where its scales are no numbers."""
-    library = load_library() if kind in _NATIVE and raw.stride(1) == 1 else None
+    library = load_library() if BLOCKS[kind].native and raw.stride(1) == 1 else None
     return by_torch(raw, kind) if library is None else _by_kernels(library, raw, kind)
 
 
 def by_torch(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
     """As `quantized`."""
-    return _FORMATS[kind](_blocks(raw, GGML_QUANT_SIZES[kind][1]))
+    return BLOCKS[kind].read(_blocks(raw, GGML_QUANT_SIZES[kind][1]))
 
 
 def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -54,7 +59,7 @@ def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.f
     """
     if kind in _PLAIN:
         return raw.contiguous().view(_PLAIN[kind])
-    if kind in _FORMATS:
+    if kind in BLOCKS:
         weight = quantized(raw, kind)
         library = load_library()
         return weight.dequantized() if library is None or weight.table else _values(library, weight, dtype)
@@ -231,22 +236,109 @@ def _iq4_xs(blocks: Tensor) -> QuantizedRows:
     return QuantizedRows(_rows(codes), 4, 32, scales, table=_IQ4, supers=_halves(blocks, 0), per=8)
 
 
-_FORMATS: dict[GGMLQuantizationType, Callable[[Tensor], QuantizedRows]] = {
-    GGMLQuantizationType.Q4_0: _q4_0,
-    GGMLQuantizationType.Q4_1: _q4_1,
-    GGMLQuantizationType.Q5_0: _q5_0,
-    GGMLQuantizationType.Q5_1: _q5_1,
-    GGMLQuantizationType.Q8_0: _q8_0,
-    GGMLQuantizationType.Q2_K: _q2_k,
-    GGMLQuantizationType.Q3_K: _q3_k,
-    GGMLQuantizationType.Q4_K: _q4_k,
-    GGMLQuantizationType.Q5_K: _q5_k,
-    GGMLQuantizationType.Q6_K: _q6_k,
-    GGMLQuantizationType.IQ4_NL: _iq4_nl,
-    GGMLQuantizationType.IQ4_XS: _iq4_xs,
-    GGMLQuantizationType.MXFP4: _mxfp4,
+def _pack_q2_k(rows: QuantizedRows) -> Bytes:
+    """16 + 64 + 4 bytes for 256 values: scales and minimums of 4 bits, codes, two float16."""
+    assert rows.mins is not None
+    blocks = rows.codes.numel() // 256
+    scales = rows.scales.numpy() | (rows.mins.numpy() << 4)
+    codes = _pairs_of_bits(rows.codes.numpy().reshape(blocks, 2, 4, 32))
+    return np.concatenate(
+        [scales.reshape(blocks, 16), codes, *_float16((rows.supers, rows.super_mins), blocks)], axis=1
+    )
+
+
+def _pack_q3_k(rows: QuantizedRows) -> Bytes:
+    """32 + 64 + 12 + 2 bytes for 256 values: upper bits, lower two, 16 scales of 6 bits (32 more), float16."""
+    blocks = rows.codes.numel() // 256
+    codes = rows.codes.numpy().reshape(blocks, 8, 32)
+    low = _pairs_of_bits((codes & 3).reshape(blocks, 2, 4, 32))
+    scales = (rows.scales.numpy().reshape(blocks, 2, 8) + 32).astype(np.uint8)
+    nibbles = (scales[:, 0] & 15) | ((scales[:, 1] & 15) << 4)
+    fours = scales.reshape(blocks, 4, 4) >> 4
+    upper = fours[:, 0] | (fours[:, 1] << 2) | (fours[:, 2] << 4) | (fours[:, 3] << 6)
+    return np.concatenate(
+        [_single_bits(codes >> 2), low, nibbles, upper, *_float16((rows.supers,), blocks)], axis=1
+    )
+
+
+def _pack_q4_k(rows: QuantizedRows) -> Bytes:
+    """128 + 16 bytes for 256 values (Q5_K: 32 more): two float16, 8 scales and 8 minimums of 6 bits, the fifth bits,
+    nibbles."""
+    assert rows.mins is not None
+    blocks = rows.codes.numel() // 256
+    scales, mins = rows.scales.numpy().reshape(blocks, 8), rows.mins.numpy().reshape(blocks, 8)
+    low = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+    middle = mins[:, :4] | (mins[:, 4:] >> 4 << 6)
+    high = (scales[:, 4:] & 15) | ((mins[:, 4:] & 15) << 4)
+    codes = rows.codes.numpy().reshape(blocks, 4, 2, 32)
+    fifth = [_single_bits(codes.reshape(blocks, 8, 32) >> 4)] if rows.bits == _FIVE else []
+    nibbles = (codes[:, :, 0] & 15) | ((codes[:, :, 1] & 15) << 4)
+    halves = _float16((rows.supers, rows.super_mins), blocks)
+    return np.concatenate([*halves, low, middle, high, *fifth, nibbles.reshape(blocks, 128)], axis=1)
+
+
+def _pack_q6_k(rows: QuantizedRows) -> Bytes:
+    """128 + 64 + 16 + 2 bytes for 256 values: nibbles, upper two bits, signed scales, float16."""
+    blocks = rows.codes.numel() // 256
+    codes = rows.codes.numpy().reshape(blocks, 2, 4, 32)
+    low = (codes[:, :, :2] & 15) | ((codes[:, :, 2:] & 15) << 4)
+    scales = rows.scales.numpy().view(np.uint8).reshape(blocks, 16)
+    high = _pairs_of_bits(codes >> 4)
+    return np.concatenate([low.reshape(blocks, 128), high, scales, *_float16((rows.supers,), blocks)], axis=1)
+
+
+def _single_bits(codes: NDArray[Any]) -> Bytes:
+    """[blocks, 8, 32] of one bit to [blocks, 32]: a bit of each eighth in a byte."""
+    return np.packbits(codes, axis=1, bitorder="little").reshape(len(codes), 32)
+
+
+def _pairs_of_bits(codes: NDArray[Any]) -> Bytes:
+    """[blocks, 2, 4, 32] of two bits to [blocks, 64]: of each half, two bits of each quarter in a byte."""
+    joined: Bytes = codes[:, :, 0] | (codes[:, :, 1] << 2) | (codes[:, :, 2] << 4) | (codes[:, :, 3] << 6)
+    return joined.reshape(len(codes), 64)
+
+
+def _float16(values: Sequence[Tensor | None], blocks: int) -> list[Bytes]:
+    assert all(one is not None for one in values), "of two levels"
+    return [one.contiguous().numpy().view(np.uint8).reshape(blocks, 2) for one in values if one is not None]
+
+
+_FIVE = 5
+
+
+@dataclass(frozen=True)
+class GgufBlock:
+    """A type of blocks whose weights are kept as codes."""
+
+    read: Callable[[Tensor], QuantizedRows]
+    """Of uint8 [rows, blocks, bytes of a block]"""
+    native: bool = False
+    """`native/blocks.c` takes them apart."""
+    codec: RowsCodec | None = None
+    """What quantizes rows that are packed so; None: the package `gguf` writes them."""
+    pack: Callable[[QuantizedRows], Bytes] | None = None
+    """uint8 [blocks, bytes of a block] of rows of that codec"""
+
+
+BLOCKS = {
+    GGMLQuantizationType.Q4_0: GgufBlock(_q4_0, native=True),
+    GGMLQuantizationType.Q4_1: GgufBlock(_q4_1, native=True),
+    GGMLQuantizationType.Q5_0: GgufBlock(_q5_0, native=True),
+    GGMLQuantizationType.Q5_1: GgufBlock(_q5_1, native=True),
+    GGMLQuantizationType.Q8_0: GgufBlock(_q8_0, native=True),
+    GGMLQuantizationType.Q2_K: GgufBlock(
+        _q2_k, codec=replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), pack=_pack_q2_k
+    ),
+    GGMLQuantizationType.Q3_K: GgufBlock(
+        _q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k
+    ),
+    GGMLQuantizationType.Q4_K: GgufBlock(_q4_k, native=True, codec=CODECS["q4_k"], pack=_pack_q4_k),
+    GGMLQuantizationType.Q5_K: GgufBlock(
+        _q5_k, native=True, codec=replace(CODECS["q4_k"], name="q5_k", bits=_FIVE), pack=_pack_q4_k
+    ),
+    GGMLQuantizationType.Q6_K: GgufBlock(_q6_k, native=True, codec=CODECS["q6_k"], pack=_pack_q6_k),
+    GGMLQuantizationType.IQ4_NL: GgufBlock(_iq4_nl),
+    GGMLQuantizationType.IQ4_XS: GgufBlock(_iq4_xs),
+    GGMLQuantizationType.MXFP4: GgufBlock(_mxfp4),
 }
-_NATIVE = frozenset(
-    GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-)
-"""Those that `native/blocks.c` takes apart."""
+"""Others are unpacked when they are read."""

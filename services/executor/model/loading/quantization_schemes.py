@@ -30,7 +30,6 @@ from shared.errors import ModelLoadError
 Tensors = Mapping[str, Tensor]
 """Of a checkpoint, over its mapped bytes, by name."""
 
-SERVED = "gptq, awq, compressed-tensors, fp8, mxfp4 and bitsandbytes (nf4)"
 _LONGEST_STATE = 1 << 16
 """Bytes of a weight's `quant_state` of bitsandbytes, which is a few hundred."""
 
@@ -71,8 +70,10 @@ def scheme_of(config: Any) -> Find | None:
         if make is not None:
             return make(settings)
     except (AttributeError, TypeError, ValueError) as error:
-        raise _refused(f"described by a quantization_config that makes no sense ({error})", SERVED) from error
-    raise _refused(f"quantized by the method {method!r}", SERVED)
+        raise _refused(
+            f"described by a quantization_config that makes no sense ({error})", _methods()
+        ) from error
+    raise _refused(f"quantized by the method {method!r}", _methods())
 
 
 def coded_tensors(find: Find, tensors: Tensors) -> tuple[dict[str, CodedTensor], dict[str, tuple[str, ...]]]:
@@ -302,6 +303,12 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
 }
+"""By `quant_method`"""
+
+
+def _methods() -> str:
+    names = [f"{name} (nf4)" if make is _bitsandbytes else name for name, make in _METHODS.items()]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _weights(

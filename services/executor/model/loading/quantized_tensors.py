@@ -40,6 +40,8 @@ class CodedTensor(ABC):
     """Raises `ValueError`, one sentence without the tensor's name, where it is made of or holds what makes no sense."""
 
     shape: tuple[int, ...]
+    has_products = False
+    """Whether kernels multiply by its codes, of a matrix at least; others are unpacked."""
 
     @abstractmethod
     def values(self, box: Box) -> Tensor:
@@ -54,6 +56,7 @@ class CodedRows(CodedTensor):
     """A weight [out, in] that fits `QuantizedRows`."""
 
     shape: tuple[int, int]
+    has_products = True
     bits: int
     group: int
     """Inputs that share a scale."""
@@ -268,6 +271,8 @@ class Integers(CodedRows):
 class Fp8(CodedTensor):
     """e4m3 with scales per tensor, output or block."""
 
+    has_products = True
+
     def __init__(self, weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> None:
         """`block` [outputs, inputs]; None: `scales` are one, or one per output."""
         _expect("weight", weight, (torch.float8_e4m3fn,), (None, None))
@@ -345,6 +350,8 @@ class Nf4State:
 
 class Nf4(CodedTensor):
     """Indices of 4 bits, the higher nibble first, into 16 values between -1 and 1."""
+
+    has_products = True
 
     def __init__(
         self,

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from services.executor.core.settings import MTP, ExecutorSettings, packed_directory, packed_name, packed_share
+from services.executor.core.weight_formats import WEIGHT_FORMATS
 from services.executor.model.catalogue import is_encoder
 from services.executor.supervisor.host.memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
-from shared.data_types import WEIGHT_BITS
 from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
 from shared.model_store.disk import Named, remove, removing
@@ -91,8 +91,8 @@ def _factor(settings: ExecutorSettings, config: Mapping[str, Any], *, gguf: bool
         asked = config.get(WEIGHT_DTYPE) if settings.weight_dtype == "auto" else settings.weight_dtype
         return 16.0 / _CODE_BITS if asked == "bf16" else 1.0  # its codes are kept
     stored = _STORED_BITS.get(str(config.get("torch_dtype") or config.get("dtype") or ""), 16.0)
-    if settings.weight_dtype in WEIGHT_BITS:
-        return WEIGHT_BITS[settings.weight_dtype] / stored
+    if declared := WEIGHT_FORMATS.get(settings.weight_dtype):
+        return declared.stored_bits / stored
     return {"fp32": 32.0, "bf16": 16.0}.get(settings.dtype, stored) / stored
 
 

@@ -31,7 +31,9 @@ def served(configs: dict[str, Any]) -> Iterator[str]:
     """Types whose configurations are accepted, and say what layers keep and how they are split."""
     for model_type, config in configs.items():
         if model_type not in DECODERS:
-            with pytest.raises(ModelLoadError, match=rf"its architecture '{model_type}' .*; choose another model.*\.$"):
+            with pytest.raises(
+                ModelLoadError, match=rf"its architecture '{model_type}' .*; choose another model.*\.$"
+            ):
                 check_supported(config)
             continue
         check_supported(config)

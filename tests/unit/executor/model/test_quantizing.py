@@ -12,7 +12,7 @@ from services.executor.model import quantizing
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.native import library
-from shared.data_types import WEIGHT_BITS, WEIGHT_FORMATS
+from shared.data_types import WEIGHT_FORMATS
 from shared.errors import ConfigurationError
 
 
@@ -113,8 +113,8 @@ def test_without_kernels_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_format_that_settings_name_is_declared_once() -> None:
-    assert set(CODECS) == set(WEIGHT_FORMATS) == set(WEIGHT_BITS)
-    assert all(codec.bits <= WEIGHT_BITS[name] < codec.bits + 1 for name, codec in CODECS.items())
+    assert set(CODECS) == set(WEIGHT_FORMATS)
+    assert all(codec.bits <= codec.stored_bits < codec.bits + 1 for codec in CODECS.values())
     assert {codec.vocabulary for codec in CODECS.values()} <= set(CODECS)
 
 

@@ -21,10 +21,11 @@ from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_header import rope_factors
 from services.executor.model.conversion.gguf_tokenizer import pre_tokenizer
-from services.executor.model.conversion.gguf_types import _BLOCKS, DTYPES, encoded, nbytes_of, type_of
+from services.executor.model.conversion.gguf_types import DTYPES, encoded, nbytes_of, type_of
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.safetensors_file import packed
 from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.gguf_blocks import BLOCKS
 from services.executor.model.loading.gguf_transforms import interleaved
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.loading.quantization_schemes import scheme_of
@@ -109,8 +110,7 @@ def test_bytes_are_what_the_format_says(kind: Type) -> None:
     data = encoded(rows, kind)
     assert data.nbytes == nbytes_of((6, 512), kind)
     read = gguf.dequantize(data.view(np.uint8).reshape(6, -1), kind)
-    if kind in _BLOCKS:
-        codec = _BLOCKS[kind][0]
+    if kind in BLOCKS and (codec := BLOCKS[kind].codec):
         room = codec.empty(6, 512)
         codec.encode_into(room, rows)
         assert np.allclose(read, room.dequantized().numpy(), atol=1e-6)

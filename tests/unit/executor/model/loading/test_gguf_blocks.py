@@ -7,7 +7,7 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.executor.model.loading.gguf_blocks import by_torch, has_codes, quantized, values
+from services.executor.model.loading.gguf_blocks import BLOCKS, by_torch, has_codes, quantized, values
 from services.executor.native.library import why_not
 
 QUANTIZED = [kind for kind in GGMLQuantizationType if has_codes(kind)]
@@ -114,3 +114,14 @@ def test_types_without_codes_are_unpacked() -> None:
     numbers = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
     raw = gguf.quantize(numbers, kind)
     assert torch.equal(values(torch.from_numpy(raw), kind), torch.from_numpy(dequantize(raw, kind)))
+
+
+@pytest.mark.parametrize("left_out", QUANTIZED, ids=lambda kind: kind.name)
+def test_without_one_type_its_tensors_are_unpacked(
+    left_out: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(BLOCKS, left_out)
+    for kind in QUANTIZED:
+        raw = any_rows(kind, 1, 3, 2)
+        assert has_codes(kind) == (kind is not left_out)
+        assert torch.equal(values(torch.from_numpy(raw), kind), torch.from_numpy(dequantize(raw, kind)))

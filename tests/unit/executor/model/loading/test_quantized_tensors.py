@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.executor.core.sharding import ShardRange
+from services.executor.model.loading import quantization_schemes
 from services.executor.model.loading.quantization_schemes import coded_tensors, scheme_of, unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor, unpacked
 from shared.errors import ModelLoadError
@@ -271,3 +272,15 @@ def test_descriptions_of_any_values_are_read_or_refused_in_a_sentence(form: str)
 
 def test_a_model_without_a_quantization_config_has_no_coded_weights() -> None:
     assert scheme_of(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("left_out", quantization_schemes._METHODS)
+def test_without_one_method_the_rest_is_served(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(quantization_schemes._METHODS, left_out)
+    with pytest.raises(ModelLoadError, match=f"by the method '{left_out}', which is not served") as raised:
+        scheme_of(SimpleNamespace(quantization_config={"quant_method": left_out}))
+    assert left_out not in str(raised.value).partition("; served are ")[2].split(" (nf4)")[0].split(", ")
+    for make in FORMS.values():
+        written = make(np.random.default_rng(0), 32, 64)
+        if str(written.settings.get("quant_method")) != left_out:
+            read(written)
