@@ -41,7 +41,7 @@ class GgufArchitecture:
     """Keys behind the architecture's name that files must have beside the common ones, and config.json's words, empty
     for none; None: transformers reads the configuration"""
     optional: Mapping[str, str] = field(default_factory=dict)
-    """Those that they may have, which transformers' reader passes over"""
+    """Those that they may have; transformers' reader passes over them."""
     defaults: Mapping[str, str | None] = field(default_factory=dict)
     """Settings of which a file says nothing, and the setting whose value they have; None: none"""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -54,10 +54,12 @@ class GgufArchitecture:
     """Layers of Gemma's 27B, which scales queries by the width over the heads; smaller ones by the width of a head"""
     rotates_in_part: bool = False
     """`rope.dimension_count` may be a part of a head."""
+    rotations: tuple[str, ...] = ()
+    """Types of layers that have rotary positions of their own, which a file says once"""
     scales_unpacked: bool = False
     """transformers reads scaled positions where it unpacks the file."""
-    with_experts: "GgufArchitecture | None" = None
-    """The row of files that have `expert_count`"""
+    variants: "Mapping[str, GgufArchitecture]" = field(default_factory=dict)
+    """By a key: the row of files that have it, which hold models of another type"""
 
     written: tuple[str, ...] = ()
     """transformers' types of models that are written so"""

@@ -17,13 +17,15 @@ _ROWS = (
         transforms=_PAIRS,
         splits_by_name=True,
         written=("llama", "mistral"),
-        with_experts=GgufArchitecture(
-            "llama",
-            "mixtral",
-            transforms=_PAIRS,
-            splits_by_name=True,
-            settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        ),
+        variants={
+            "expert_count": GgufArchitecture(
+                "llama",
+                "mixtral",
+                transforms=_PAIRS,
+                splits_by_name=True,
+                settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+            )
+        },
     ),
     GgufArchitecture("mistral", names_of="llama", transforms=_PAIRS),
     GgufArchitecture("qwen2", written=("qwen2",)),
@@ -88,6 +90,29 @@ _ROWS = (
         needs=_EXPERTS,
     ),
     GgufArchitecture("qwen3moe", "qwen3_moe", needs=_EXPERTS),
+    GgufArchitecture("arcee", transforms=_PAIRS, splits_by_name=True, settings={}),
+    GgufArchitecture("ernie4_5", settings={}),
+    GgufArchitecture(
+        "exaone4",
+        splits_by_name=True,
+        settings={},
+        optional={"attention.sliding_window": "sliding_window"},
+        defaults={"sliding_window": None},
+    ),
+    GgufArchitecture(
+        "olmo2",
+        splits_by_name=True,
+        settings={},
+        variants={
+            "attention.sliding_window": GgufArchitecture(
+                "olmo2",
+                "olmo3",
+                splits_by_name=True,
+                settings={"attention.sliding_window": "sliding_window"},
+                rotations=("full_attention", "sliding_attention"),
+            )
+        },
+    ),
     GgufArchitecture("gemma4", weights="unpacked", follow=("rope_freqs.weight",)),
     GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
     GgufArchitecture("gpt2", weights="unpacked", names={"output.weight": "lm_head.weight"}),
@@ -109,4 +134,4 @@ def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
     """The row of the file that says this."""
     name = str(metadata.get("general.architecture"))
     row = GGUF.get(name) or GgufArchitecture(name, weights="unpacked")
-    return row.with_experts if row.with_experts and metadata.get(f"{name}.expert_count") else row
+    return next((other for key, other in row.variants.items() if metadata.get(f"{name}.{key}")), row)

@@ -269,17 +269,22 @@ def _left_out(config: Any, header: "Mapping[str, Value]", row: GgufArchitecture)
     Raises `ModelLoadError`.
     """
     settings = {
-        **row.constants,
         **{name: like and getattr(config, like) for name, like in row.defaults.items()},
+        **_said_beside(header, row),
     }
-    for key, name in row.optional.items():
-        said = f"{row.name}.{key}"
-        value = (header.get(said) or None) if key in _NONE_BY_ZERO else positive(header, said)
-        settings |= {} if value is None else {name: value}
     if row.largest:
         widest = config.num_hidden_layers == row.largest
         width = config.hidden_size // config.num_attention_heads if widest else config.head_dim
         settings["query_pre_attn_scalar"] = width
+    return settings
+
+
+def _said_beside(header: "Mapping[str, Value]", row: GgufArchitecture) -> dict[str, Any]:
+    settings: dict[str, Any] = dict(row.constants)
+    for key, name in row.optional.items():
+        said = f"{row.name}.{key}"
+        value = (header.get(said) or None) if key in _NONE_BY_ZERO else positive(header, said)
+        settings |= {} if value is None else {name: value}
     return settings
 
 
@@ -334,6 +339,7 @@ def _own_settings(
             f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model."
         )
     heads = said["attention.head_count"]
+    rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
     tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
     return {
         "model_type": row.config_type(),
@@ -341,11 +347,13 @@ def _own_settings(
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", said["embedding_length"] // max(1, heads)),
         "vocab_size": embedding.shape[0],
-        "rope_parameters": {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)},
+        "rope_parameters": {kind: dict(rope) for kind in row.rotations} or rope,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         **{f"{name}_token_id": number for name, number in tokens.items()},
+        **{name: None for name, like in row.defaults.items() if like is None},
+        **_said_beside(header, row),
     }
 
 

@@ -19,7 +19,12 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "phi3": "phi3",
 }
-OWN = {name: name for name in ("gemma", "granite", "smollm3", "seed_oss")} | {"mixtral": "llama"}
+OWN = {
+    **{name: name for name in ("gemma", "granite", "smollm3", "seed_oss")},
+    **{name: name for name in ("arcee", "ernie4_5", "exaone4", "olmo2")},
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+}
 """Those that transformers does not read."""
 ALL = ARCHITECTURES | OWN
 """Model type -> as GGUF calls it."""
@@ -72,7 +77,8 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
     if config.model_type in OWN:
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        rope = config.rope_parameters
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
     add_tokens(writer, config.vocab_size)
@@ -100,7 +106,7 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if (
-            architecture in ("llama", "granite", "smollm3")
+            architecture in ("arcee", "llama", "granite", "smollm3")
             and stored.endswith(".weight")
             and (".attn_q." in stored or ".attn_k." in stored)
         ):
