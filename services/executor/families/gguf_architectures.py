@@ -11,120 +11,48 @@ _GELU = ("gelu_pytorch_tanh",)
 _CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _WINDOW = ("attention.sliding_window",)
 
+# fmt: off
 _ROWS = (
-    GgufArchitecture(
-        "llama",
-        transforms=_PAIRS,
-        splits_by_name=True,
-        written=("llama", "mistral"),
-        variants={
-            "expert_count": GgufArchitecture(
-                "llama",
-                "mixtral",
-                transforms=_PAIRS,
-                splits_by_name=True,
-                settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-            )
-        },
-    ),
+    GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
+        variants={"expert_count": GgufArchitecture("llama", "mixtral", transforms=_PAIRS, splits_by_name=True,
+        settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"})}),
     GgufArchitecture("mistral", names_of="llama", transforms=_PAIRS),
     GgufArchitecture("qwen2", written=("qwen2",)),
     GgufArchitecture("qwen3", written=("qwen3",)),
-    GgufArchitecture(
-        "granite",
-        transforms=_PAIRS,
-        splits_by_name=True,
-        settings={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        written=("granite",),
-    ),
-    GgufArchitecture(
-        "smollm3", transforms=_PAIRS, splits_by_name=True, settings={}, written=("smollm3",)
-    ),  # its layers have rotary positions as config.json does by default
+    GgufArchitecture("granite", transforms=_PAIRS, splits_by_name=True,
+        settings={"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}, written=("granite",)),
+    # Its layers have rotary positions as config.json has them by default.
+    GgufArchitecture("smollm3", transforms=_PAIRS, splits_by_name=True, settings={}, written=("smollm3",)),
     GgufArchitecture("seed_oss", splits_by_name=True, settings={}, written=("seed_oss",), biases=True),
-    GgufArchitecture(
-        "phi3",
-        optional={
-            "attention.sliding_window": "sliding_window",
-            "rope.scaling.original_context_length": "original_max_position_embeddings",
-        },
-        defaults={"sliding_window": None},
-        rotates_in_part=True,
-        written=("phi3",),
-        windows=1,
-    ),
-    GgufArchitecture(
-        "gemma", transforms=_NORMS, settings={}, written=("gemma",), activations=(*_GELU, "gelu")
-    ),
-    GgufArchitecture(
-        "gemma2",
-        transforms=_NORMS,
-        optional=_CAPS,
-        needs=_WINDOW,
-        largest=46,
-        written=("gemma2",),
-        activations=_GELU,
-        windows=2,
-        soft_caps=True,
-    ),
-    GgufArchitecture(
-        "gemma3",
-        "gemma3_text",
-        transforms=_NORMS,
-        optional=_CAPS,
-        needs=_WINDOW,
-        largest=62,
-        written=("gemma3_text",),
-        activations=_GELU,
-        windows=6,
-    ),
-    GgufArchitecture(
-        "qwen2moe",
-        "qwen2_moe",
+    GgufArchitecture("phi3", optional={"attention.sliding_window": "sliding_window",
+        "rope.scaling.original_context_length": "original_max_position_embeddings"},
+        defaults={"sliding_window": None}, rotates_in_part=True, written=("phi3",), windows=1),
+    GgufArchitecture("gemma", transforms=_NORMS, settings={}, written=("gemma",), activations=(*_GELU, "gelu")),
+    GgufArchitecture("gemma2", transforms=_NORMS, optional=_CAPS, needs=_WINDOW, largest=46, written=("gemma2",),
+        activations=_GELU, windows=2, soft_caps=True),
+    GgufArchitecture("gemma3", "gemma3_text", transforms=_NORMS, optional=_CAPS, needs=_WINDOW, largest=62,
+        written=("gemma3_text",), activations=_GELU, windows=6),
+    GgufArchitecture("qwen2moe", "qwen2_moe",
         optional={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        defaults={"shared_expert_intermediate_size": "intermediate_size"},
-        needs=_EXPERTS,
-    ),
+        defaults={"shared_expert_intermediate_size": "intermediate_size"}, needs=_EXPERTS),
     GgufArchitecture("qwen3moe", "qwen3_moe", needs=_EXPERTS),
     GgufArchitecture("arcee", transforms=_PAIRS, splits_by_name=True, settings={}),
     GgufArchitecture("ernie4_5", settings={}),
-    GgufArchitecture(
-        "exaone4",
-        splits_by_name=True,
-        settings={},
-        optional={"attention.sliding_window": "sliding_window"},
-        defaults={"sliding_window": None},
-    ),
-    GgufArchitecture(
-        "olmo2",
-        splits_by_name=True,
-        settings={},
-        variants={
-            "attention.sliding_window": GgufArchitecture(
-                "olmo2",
-                "olmo3",
-                splits_by_name=True,
-                settings={"attention.sliding_window": "sliding_window"},
-                rotations=("full_attention", "sliding_attention"),
-            )
-        },
-    ),
+    GgufArchitecture("exaone4", splits_by_name=True, settings={},
+        optional={"attention.sliding_window": "sliding_window"}, defaults={"sliding_window": None}),
+    GgufArchitecture("olmo2", splits_by_name=True, settings={},
+        variants={"attention.sliding_window": GgufArchitecture("olmo2", "olmo3", splits_by_name=True,
+        settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
     GgufArchitecture("gemma4", weights="unpacked", follow=("rope_freqs.weight",)),
     GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
     GgufArchitecture("gpt2", weights="unpacked", names={"output.weight": "lm_head.weight"}),
     GgufArchitecture("minimax-m2", weights="unpacked", needs=_EXPERTS),
-    *(
-        GgufArchitecture(name, weights="refused")
-        for name in (
-            *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
-            *("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder"),
-        )
-    ),
+    *(GgufArchitecture(name, weights="refused") for name in (
+        "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
+        "nomic-bert-moe", "t5encoder")),
 )
+# fmt: on
 
 GGUF = {row.name: row for row in _ROWS}
 """By `general.architecture`; others are unpacked where transformers' reader knows them."""
