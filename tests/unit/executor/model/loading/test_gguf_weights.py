@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.sharding import ShardLayout
+from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.loading.checkpoints import convert_gguf
@@ -171,6 +172,16 @@ def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_typ
     for name in (before.keys() & known) - NOT_OF_THE_FILE:
         expected = before[name]
         assert after[name] == (pytest.approx(expected) if isinstance(expected, float) else expected), name
+
+
+def test_without_its_row_a_file_is_refused_and_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {kind: make(tmp_path / kind, kind, "F32") for kind in ("arcee", "olmo2")}
+    monkeypatch.delitem(GGUF, "arcee")
+    with pytest.raises(ModelLoadError, match=r"cannot be converted .* use a safetensors directory\.$"):
+        converted(files["arcee"])
+    assert load_config(converted(files["olmo2"])).model_type == "olmo2"
 
 
 NOT_OF_THE_FILE = {
