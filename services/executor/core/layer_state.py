@@ -1,30 +1,19 @@
-"""What each layer of a model keeps of a sequence, as data: kinds of state.
+"""What each layer of a model keeps of a sequence, as data.
 
-    kind        in KV blocks, for every token                        in the sequence's slot
-    full        a key and a value per KV head                        -
-    sliding     the same; tokens beyond the window are not read      -
-    chunked     the same; tokens of earlier chunks are not read      -
-    latent      one line for all heads: latent and rotary part       -
-    indexed     as latent or full, and an indexer's key              tokens of which keys are made, if of several
-    shared      nothing: the layer reads the pages of another        -
-    recurrent   nothing                                              convolution window, recurrent state
-    hybrid      as full or sliding, beside a recurrent part          the same
-    compressed  a line for every m tokens, an indexer's key likewise the last tokens' lines, and what lines are made of
-    none        nothing: the layer is a feed-forward                 -
+    kind       in KV blocks, for every token                      in the sequence's slot
+    full       a key and a value per KV head                      -
+    sliding    the same; tokens beyond the window are not read    -
+    others     pages of other shapes, or none                     tensors of one size
 
-Blocks grow with a sequence, a slot does not. Which sequence has which is the leader's to decide, alike for every kind
-(`kv_cache/allocator.py`); how many bytes they take follows from here (`kv_cache/capacity.py`).
+The others are declared in `model/states/`. Blocks grow with a sequence, a slot does not. Which sequence has which is
+the leader's to decide, alike for every kind (`kv_cache/allocator.py`); how many bytes they take follows from here
+(`kv_cache/capacity.py`).
 """
 
 import math
 from collections import Counter
-from typing import Literal
 
 import msgspec
-
-Kind = Literal[
-    "full", "sliding", "chunked", "latent", "indexed", "shared", "recurrent", "hybrid", "compressed", "none"
-]
 
 
 class Pages(msgspec.Struct, frozen=True):
@@ -70,7 +59,7 @@ class StateTensor(msgspec.Struct, frozen=True):
 class LayerState(msgspec.Struct, frozen=True):
     """What one layer keeps."""
 
-    kind: Kind = "full"
+    kind: str = "full"
     pages: tuple[Pages, ...] = ()
     slot: tuple[StateTensor, ...] = ()
     reads: int | None = None
@@ -81,7 +70,7 @@ LayerStates = tuple[LayerState, ...]
 """Of all layers of a model, in their order."""
 
 
-def attention(heads: int, width: int, kind: Kind = "full") -> LayerState:
+def attention(heads: int, width: int, kind: str = "full") -> LayerState:
     """Keys and values of `heads` KV heads, `width` values each."""
     return LayerState(kind, (Pages(2, heads, width),))
 

@@ -13,47 +13,7 @@ from typing import Literal
 from services.executor.families.plans import Plan
 
 Scores = Literal["softmax", "sigmoid"]
-States = Literal[
-    "attention",
-    "biased_keys",
-    "chosen_blocks",
-    "chunked",
-    "compressed",
-    "convolved_keys",
-    "gated_delta",
-    "gated_delta_beside_ngrams",
-    "gated_recurrence",
-    "indexed",
-    "kimi_delta",
-    "latent",
-    "lightning",
-    "matrix_memory",
-    "rwkv",
-    "selective_scan",
-    "shared_keys",
-    "short_convolution",
-    "state_space",
-]
-"""What layers keep (`model/layer_states.py`)."""
 MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv")
-_LATENT = ("latent", "indexed", "kimi_delta")
-_LINEAR = ("linear_attention",)
-_LAYER_TYPES: Mapping[States, tuple[str, ...]] = {
-    "chosen_blocks": ("minimax_m3_sparse",),
-    "chunked": ("chunked_attention",),
-    "compressed": ("compressed_sparse_attention", "heavily_compressed_attention"),
-    "convolved_keys": ("hybrid", "hybrid_sliding"),
-    "gated_delta": _LINEAR,
-    "gated_delta_beside_ngrams": ("indexed_attention", *_LINEAR),
-    "gated_recurrence": _LINEAR,
-    "indexed": ("indexed_attention",),
-    "kimi_delta": _LINEAR,
-    "lightning": _LINEAR,
-    "selective_scan": _LINEAR,
-    "short_convolution": ("conv",),
-    "state_space": _LINEAR,
-}
-"""What configurations call layers that keep other state than attention."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +61,8 @@ class ModelFamily:
     needlessly"""
     lowered: LayerStyle | None = None
     """None: PyTorch computes it."""
-    states: States = "attention"
+    states: str = "attention"
+    """What layers keep: keys and values, or a kind of `model/states/catalog.py`"""
     state_sizes: tuple[str, ...] = ()
     """What configurations call the sizes of Mamba 2's states, in the order of `StateSpaceSizes`"""
     state_heads: str = ""
@@ -116,7 +77,7 @@ class ModelFamily:
     """What the module that keeps recurrent state is called in its layer: by all names where layers differ. Where
     several modules of a layer do, the names of a module's tensors begin with its own and a dot."""
     mixer: str = ""
-    """How these are split (`model/parallel/mixers.py`); empty: as `states` is called"""
+    """How these are split, of the ways that the kind has (`StateKind.splits`)"""
     own_attention: str = ""
     """The forward in place of one without transformers' interface (`model/parallel/module_patches.py`)"""
     own_feed_forward: str = ""
@@ -133,8 +94,6 @@ class ModelFamily:
     """Indexers turn neighbouring values; others turn the halves of what is turned."""
     indexer_rotates_last: bool = False
     """Indexers turn the last values of a head; others turn the first."""
-    chooses_pooled_blocks: bool = False
-    """Indexers choose blocks by what is pooled of them."""
 
     unlimited: bool = False
     """It attends within windows alone, and names no length."""
@@ -172,13 +131,3 @@ class ModelFamily:
     @property
     def shown(self) -> str:
         return self._words[3].replace("MoE", "mixture of experts")
-
-    @property
-    def keeps_latents(self) -> bool:
-        """Whether attention is latent in the layers that attend."""
-        return self.states in _LATENT
-
-    @property
-    def other_layer_types(self) -> tuple[str, ...]:
-        """Those of layers that keep other state than attention."""
-        return self.layer_types or _LAYER_TYPES.get(self.states, ())

@@ -94,7 +94,7 @@ FAMILIES = (
         "expert, gated delta rule, gated attention, blocks of keys chosen by an indexer, embeddings of several "
         "tokens, hyper-connections",
         plan=plan(QWEN3_5_MOE, {"self_attn.indexer.*": Style.WHOLE}), states="gated_delta_beside_ngrams",
-        recurrent_modules=("linear_attn", "ple"), chooses_pooled_blocks=True),
+        recurrent_modules=("linear_attn", "ple")),
     ModelFamily("recurrent_gemma | RecurrentGemma | RecurrentGemma 2B, 9B | RG-LRU with gates by head, sliding "
         "window, partial rotation, soft cap on logits",
         plan=plan(under("temporal_block", QKVO), under("mlp_block", GATED)), states="gated_recurrence",

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.executor.families.family import ModelFamily
 from services.executor.families.registry import DECODERS, ENCODERS, family_of
+from services.executor.model.states.catalog import state_kind
 from shared.errors import ModelLoadError
 
 
@@ -201,8 +202,8 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "has an encoder"
     if getattr(config, "add_cross_attention", False):
         yield "attends to an encoder"
-    family = family_of(config.model_type)
-    if not family.keeps_latents and getattr(config, "kv_lora_rank", None):
+    family, kind = family_of(config.model_type), state_kind(config.model_type)
+    if not (kind is not None and kind.has_latents) and getattr(config, "kv_lora_rank", None):
         yield "has no latent attention, but its configuration does (kv_lora_rank)"
     looks_ahead = getattr(config, "use_bidirectional_attention", None)
     if looks_ahead not in (None, False, "vision") and not family.embeds_both_ways:  # vision: of images alone
@@ -210,9 +211,9 @@ def _reasons(config: Any) -> Iterator[str]:
     for setting, reason in family.unserved.items():
         if getattr(config, setting) not in _OFF:
             yield f"{reason} ({setting})"
-    known = _LAYER_TYPES.union(family.other_layer_types)
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - known)
-    if family.other_layer_types and not getattr(config, "layer_types", None):
+    more = family.layer_types or (kind.layer_types if kind is not None else ())
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES.union(more))
+    if more and not getattr(config, "layer_types", None):
         yield "has layers of several types, and its config.json no layer_types"
     if unknown:
         yield f"has layers of type {', '.join(unknown)}"

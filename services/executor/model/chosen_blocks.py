@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
-from services.executor.core.sharding import ShardLayout
 from services.executor.model.attention import keep_lines, lines_of
+from services.executor.model.parallel.layers import ColumnParallelLinear
+from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import BlockChoice, PrefillChunk, StepContext
 from shared.errors import ModelLoadError
 
@@ -24,20 +25,24 @@ _MOST_BYTES = 32 << 20
 """Scores of the rows that are scored at once: memory is bounded whatever the context is."""
 
 
-def choose_blocks(attention: Any, layout: ShardLayout, page: int) -> None:
-    """Has `attention`'s indexer keep its keys in page layer `page`, and make a `BlockChoice`; its queries are split.
+def choose_blocks(attention: Any, place: StatePlace) -> None:
+    """Has `attention`'s indexer, where it has one, keep its keys in the page layer after keys and values, and make a
+    `BlockChoice`; its queries are split.
 
     Raises `ModelLoadError` where it has not one head for each KV head.
     """
-    module = attention.indexer
+    module, layout = getattr(attention, "indexer", None), place.layout
+    if module is None:
+        return
     if module.num_heads != layout.total.kv_heads:
         raise ModelLoadError(
             f"The model's indexer has {module.num_heads} heads for {layout.total.kv_heads} KV heads where each needs "
             "one; its config.json is damaged, fetch the model again."
         )
-    indexer = _Indexer(module, page)
+    indexer = _Indexer(module, place.page + 1)
     attention.register_forward_pre_hook(indexer.begin, with_kwargs=True)
     module.forward = indexer.choose
+    module.q_proj = ColumnParallelLinear(module.q_proj, layout.kv_heads.scaled(module.head_dim))
 
 
 class _Indexer:

@@ -24,7 +24,9 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 )
 
 from services.executor.families.family import ModelFamily
+from services.executor.families.registry import family_of
 from services.executor.model.attention import keep_lines, lines_of
+from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import PrefillChunk, StepContext
 
 _CPU_BYTES = 32 << 20
@@ -42,9 +44,12 @@ class IndexerMasks:
     """Of each chunk: [rows, K]"""
 
 
-def choose_tokens(attention: Any, family: ModelFamily, page: int) -> None:
-    """Has `attention`'s indexer keep its keys in page layer `page`, and make an `IndexerMasks`."""
-    indexer = _Indexer(attention.indexer, family, page)
+def choose_tokens(attention: Any, place: StatePlace) -> None:
+    """Has `attention`'s indexer, where it has one, keep its keys in the page layer after the line's, and make an
+    `IndexerMasks`."""
+    if getattr(attention, "indexer", None) is None:
+        return
+    indexer = _Indexer(attention.indexer, family_of(place.config.model_type), place.page + 1)
     attention.register_forward_pre_hook(indexer.begin, with_kwargs=True)
     attention.indexer.forward = indexer.choose
 

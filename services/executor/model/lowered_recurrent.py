@@ -1,18 +1,18 @@
 """Recurrent layers, lowered: what `native/recurrent.h` computes with, whatever a model's own modules call it.
 
-One function for each module whose forward pass is one of the kinds there; all else is read from the module, which is
-one rank's share (`parallel/mixers.py`, `parallel/state_space.py`).
+One function for each module whose forward pass is one of the kinds there (`StateKind.lowered`); all else is read from
+the module, which is one rank's share (`parallel/mixers/`).
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from services.executor.model.parallel.layers import LinearShard, RowParallelLinear
+from services.executor.model.states.catalog import STATE_KINDS
 
 RecurrentKind = Literal["delta", "scan", "short"]
 
@@ -71,11 +71,13 @@ class Recurrent:
 
 
 def lower_recurrent(module: Any) -> Recurrent:
-    """Raises `CannotLower` for a module that no function here is for, or whose numbers no kernel takes."""
-    lower = _LOWER.get(type(module).__name__)
-    if lower is None:
-        raise CannotLower(f"a {type(module).__name__} is not among the recurrent layers that are lowered")
-    return lower(module)
+    """Raises `CannotLower` for a module of a class that no kind of state names, or whose numbers no kernel takes."""
+    name = type(module).__name__
+    for kind in STATE_KINDS:
+        if name in kind.lowered:
+            lowered: Recurrent = resolve_name(kind.lowered[name])(module)
+            return lowered
+    raise CannotLower(f"a {name} is not among the recurrent layers that are lowered")
 
 
 def _convolution(convolution: Any) -> dict[str, Tensor]:
@@ -95,7 +97,7 @@ def _first_output(output: Any, value_dim: int) -> int:
     return output.skip // value_dim
 
 
-def _gated_delta(module: Any) -> Recurrent:
+def gated_delta(module: Any) -> Recurrent:
     heads, groups = int(module.num_v_heads), int(module.num_k_heads)
     key_dim, value_dim = int(module.head_k_dim), int(module.head_v_dim)
     if module.activation not in ("silu", "swish"):
@@ -147,8 +149,8 @@ def _of_groups(linear: Any, groups: int, sizes: tuple[int, ...]) -> list[OutputR
     return rows
 
 
-def _state_space(module: Any) -> Recurrent:
-    """Mamba 2's mixer, as `parallel/state_space.py` splits it."""
+def state_space(module: Any) -> Recurrent:
+    """Mamba 2's mixer, as `parallel/mixers/state_space.py` splits it."""
     norm, width = module.norm, int(module.head_dim)
     if module.activation not in ("silu", "swish") or not (norm.norms and norm.gate_first):
         raise CannotLower("a Mamba 2 mixer has another activation, or norms no gated outputs")
@@ -185,14 +187,3 @@ def _state_space(module: Any) -> Recurrent:
         OutputRows(projected, inner + channels, inner + channels + heads),
     ]
     return Recurrent(module, shape, inputs, module.out_proj, {**_convolution(module.conv1d), **own})
-
-
-_LOWER: Mapping[str, Callable[[Any], Recurrent]] = MappingProxyType(
-    {
-        "GraniteMoeHybridMambaLayer": _state_space,
-        "Qwen3NextGatedDeltaNet": _gated_delta,
-        "Qwen3_5GatedDeltaNet": _gated_delta,
-        "Qwen3_5MoeGatedDeltaNet": _gated_delta,
-    }
-)
-"""By the names of transformers' classes: structure alone does not tell what a forward pass does."""

@@ -25,7 +25,6 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.families.family import LayerStyle
 from services.executor.families.registry import family_of
-from services.executor.model.layer_states import layer_layouts
 from services.executor.model.lowered_experts import Routing, lower_experts, lower_experts_apart
 from services.executor.model.lowered_inputs import LayerInput, ModelInputs, lower_inputs, lower_layer_input
 from services.executor.model.lowered_latent import Latent, lower_latent
@@ -36,6 +35,7 @@ from services.executor.model.parallel.layers import (
     VocabParallelEmbedding,
     WeightShard,
 )
+from services.executor.model.states.base import layer_layouts
 from services.executor.model.weight_formats import Weight
 
 

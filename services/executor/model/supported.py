@@ -12,20 +12,7 @@ import msgspec
 from services.executor.families.family import ModelFamily
 from services.executor.families.registry import DECODERS, ENCODERS
 from services.executor.model.catalogue import REFUSED
-
-_STATES = (
-    ("sliding", r"sliding"),
-    ("chunked", r"chunk"),
-    ("compressed", r"compressed"),
-    ("latent", r"latent"),
-    ("indexed", r"index"),
-    ("shared", r"(^|, )shared keys"),
-    (
-        "recurrent",
-        r"delta|Mamba|state[- ]space|recurr|linear attention|lightning|RWKV|LSTM|LRU|SSM|convolution",
-    ),
-)
-"""Kinds of state beside full attention, and how the catalogue's texts name them."""
+from services.executor.model.states.catalog import STATE_KINDS
 
 
 class Supported(msgspec.Struct, frozen=True):
@@ -55,7 +42,8 @@ def state_of(row: ModelFamily) -> list[str]:
     """The kinds of state that the layers of an architecture keep; an encoder's keep none."""
     if row.model_type in ENCODERS:
         return []
-    found = [kind for kind, words in _STATES if re.search(words, row.shown)]
+    named = [("sliding", "sliding"), *(named for kind in STATE_KINDS for named in kind.shown.items())]
+    found = list(dict.fromkeys(state for state, words in named if re.search(words, row.shown)))
     instead = {"latent", "compressed"} & set(found)
     return found if instead or row.state_heads else ["full", *found]
 

@@ -27,6 +27,8 @@ from torch.nn.functional import pad
 from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.indexing import chosen, scores_of
 from services.executor.model.parallel.latent import over_lines
+from services.executor.model.parallel.mixers.split import MixerSplit
+from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import (
     RecurrentPiece,
     ScoreRule,
@@ -41,13 +43,24 @@ _CPU_BYTES = 32 << 20
 _GPU_BYTES = 512 << 20
 
 
-def attend_compressed(attention: Any, layout: ShardLayout, slot: int, page: int) -> None:
-    """Gives transformers' `attention`, split already, a forward over whole steps, whose state is in the `slot`-th of
-    the layers with slots and in the page layers from `page` on."""
-    attention.forward = CompressedAttention(attention, layout, slot, page).forward
+def attend_compressed(attention: Any, place: StatePlace) -> None:
+    """Gives transformers' `attention`, split already, a forward over whole steps."""
+    attention.forward = CompressedAttention(attention, place.layout, place.slot, place.page).forward
 
 
-def output_groups(config: Any, layout: ShardLayout) -> ShardRange:
+def compressed(config: Any, layout: ShardLayout) -> MixerSplit:
+    """Queries and sinks by heads; the output projections: all of the groups in which the rank has heads."""
+    groups = _output_groups(config, layout)
+    inner = groups.scaled(config.o_lora_rank)
+    return MixerSplit(
+        outputs={"q_b_proj": (layout.q_heads.scaled(layout.head_dim),)},
+        values={"sinks": (layout.q_heads,), "o_a_proj.weight": (inner,)},
+        inputs={"o_b_proj": (inner, 0)},
+        attributes={"num_heads": layout.q_heads.size, "o_a_proj.n_groups": groups.size},
+    )
+
+
+def _output_groups(config: Any, layout: ShardLayout) -> ShardRange:
     """The groups of heads, each with a first output product of its own, in which this rank has heads.
 
     Raises `ModelLoadError` where groups would cut a head.
@@ -68,7 +81,7 @@ class CompressedAttention:
     def __init__(self, module: Any, layout: ShardLayout, slot: int, page: int) -> None:
         self._module, self._slot = module, slot
         self._window: int = module.sliding_window
-        groups = output_groups(module.config, layout)
+        groups = _output_groups(module.config, layout)
         each = layout.total.q_heads // module.config.o_groups
         self._around = (layout.q_heads.start - groups.start * each, groups.stop * each - layout.q_heads.stop)
         """Heads of this rank's groups that are others', before and behind its own."""

@@ -26,9 +26,11 @@ from transformers.models.jetmoe.modeling_jetmoe import apply_rotary_pos_emb as r
 from services.executor.core.sharding import ShardLayout
 from services.executor.families.registry import family_of
 from services.executor.model.attention import ATTENTION_NAME, WINDOW_ATTRIBUTE, paged_attention
-from services.executor.model.layer_states import KEY_BIAS_WIDTH
+from services.executor.model.layer_states import keeps_latents
 from services.executor.model.parallel.latent import LATENT_NAME
-from services.executor.model.step_context import KeyBias, StepContext
+from services.executor.model.states.attention import KEY_BIAS_WIDTH
+from services.executor.model.states.base import StatePlace
+from services.executor.model.step_context import Chunks, KeyBias, StepContext
 from shared.errors import ModelLoadError
 
 _LEFT = "step_left"
@@ -39,7 +41,7 @@ _Forward = Callable[..., tuple[Tensor | None, ...] | list[Tensor]]
 def attention_to_build_with(config: Any) -> str:
     """The attention implementation that the model of `config` must be built with."""
     family = family_of(config.model_type)
-    if family.keeps_latents:
+    if keeps_latents(config.model_type):
         return LATENT_NAME
     return "eager" if family.own_attention else ATTENTION_NAME
 
@@ -66,6 +68,12 @@ def rewire_attention(
             module.slow_but_exact = False  # it reads weights past their layers; its sum is the same
     # Nobody reads the mask that these models would build for their own attention.
     model.config._attn_implementation = ATTENTION_NAME  # noqa: SLF001  # no public name
+
+
+def attend_within_chunks(attention: Any, place: StatePlace) -> None:
+    """Llama 4's, in layers that do not see everything."""
+    if place.state.kind == "chunked":
+        setattr(attention, WINDOW_ATTRIBUTE, Chunks(place.config.attention_chunk_size))
 
 
 def scale_queries_by_position(attention: Any) -> None:

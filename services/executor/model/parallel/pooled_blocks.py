@@ -15,6 +15,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRotaryE
 
 from services.executor.model.attention import paged_attention
 from services.executor.model.indexing import chosen, scores_of
+from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import BlockChoice, PrefillChunk, StepContext
 from services.executor.model.token_lines import TokenLines
 
@@ -25,10 +26,11 @@ Waves = tuple[Tensor, Tensor]
 """cos and sin [1, T, d]."""
 
 
-def choose_pooled_blocks(attention: Any, slot: int, page: int) -> None:
-    """Gives transformers' `attention` a forward over whole steps, in which its indexer keeps keys of blocks in page
-    layer `page`, and those of tokens in the `slot`-th of the layers with slots."""
-    indexer = _Indexer(attention.indexer, Qwen4ExpTextRotaryEmbedding(attention.config), slot, page)
+def choose_pooled_blocks(attention: Any, place: StatePlace) -> None:
+    """Gives transformers' `attention` a forward over whole steps, in which its indexer keeps keys of blocks in the page
+    layer after keys and values, and those of tokens in the layer's slots."""
+    rotary = Qwen4ExpTextRotaryEmbedding(attention.config)
+    indexer = _Indexer(attention.indexer, rotary, place.slot, place.page + 1)
 
     def forward(
         hidden: Tensor, position_embeddings: Waves, *, step: StepContext, **others: Any

@@ -13,7 +13,8 @@ A rank's share of fused projections, in rows of the weight (outputs of the proje
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,10 +25,7 @@ from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.families.plans import Plan, Style
 from services.executor.families.registry import family_of
 from services.executor.model.attention import PAGE_ATTRIBUTE, READS_ATTRIBUTE, WINDOW_ATTRIBUTE
-from services.executor.model.chosen_blocks import choose_blocks
-from services.executor.model.indexing import choose_tokens
-from services.executor.model.layer_states import layer_layouts, layer_states
-from services.executor.model.parallel.compressed_attention import attend_compressed
+from services.executor.model.layer_states import layer_states
 from services.executor.model.parallel.experts import split_experts, split_stacks
 from services.executor.model.parallel.feed_forward import adapt_feed_forwards
 from services.executor.model.parallel.latent import keep_latent
@@ -47,17 +45,16 @@ from services.executor.model.parallel.layers import (
     piece_of,
     shifted,
 )
-from services.executor.model.parallel.mixer_split import MixerSplit, split_mixer
-from services.executor.model.parallel.mixers import MIXERS
+from services.executor.model.parallel.mixers.split import MixerSplit, split_mixer
 from services.executor.model.parallel.module_patches import (
     compute_chosen_logits,
     rewire_attention,
     scale_queries_by_position,
 )
 from services.executor.model.parallel.plans import as_regex, plan_for
-from services.executor.model.parallel.pooled_blocks import choose_pooled_blocks
 from services.executor.model.recurrent import CurrentStep, keep_in_slots
-from services.executor.model.step_context import Chunks
+from services.executor.model.states.base import StatePlace, layer_layouts
+from services.executor.model.states.catalog import state_kind
 from shared.errors import ModelLoadError
 
 
@@ -187,22 +184,18 @@ def _attend_to_pages(
     setattr(attention, PAGE_ATTRIBUTE, page)
     if states[layer].reads is not None:
         setattr(attention, READS_ATTRIBUTE, True)
-    if states[layer].kind == "chunked":
-        setattr(attention, WINDOW_ATTRIBUTE, Chunks(config.attention_chunk_size))
-    family = family_of(config.model_type)
-    if family.window_in_mask:
+    if family_of(config.model_type).window_in_mask:
         setattr(attention, WINDOW_ATTRIBUTE, config.sliding_window)
     if getattr(attention, "attn_temperature_tuning", False):
         scale_queries_by_position(attention)
-    if family.chooses_pooled_blocks:
-        choose_pooled_blocks(attention, slot_of(states, layer), page + 1)
-    elif getattr(attention, "indexer", None) is not None:
-        if states[layer].pages[0].parts == 2:
-            choose_blocks(attention, layout, page + 1)
-            of_heads = layout.kv_heads.scaled(attention.indexer.head_dim)
-            attention.indexer.q_proj = ColumnParallelLinear(attention.indexer.q_proj, of_heads)
-        else:
-            choose_tokens(attention, family, page + 1)
+    kind = state_kind(config.model_type)
+    if kind is not None and kind.attention:
+        resolve_name(kind.attention)(attention, _place(config, states, layer, layout))
+
+
+def _place(config: Any, states: LayerStates, layer: int, layout: ShardLayout) -> StatePlace:
+    """`layout`: of the layer's attention."""
+    return StatePlace(config, layout, states[layer], page_of(states, layer), slot_of(states, layer))
 
 
 def _layer_of(name: str) -> int:
@@ -408,10 +401,12 @@ def _check_whole(attention: nn.Module, name: str, layout: ShardLayout, plan: Pla
 
 def _check_layers(attentions: Mapping[str, nn.Module], config: Any, states: LayerStates) -> None:
     layers = sorted(getattr(attention, "layer_idx", -1) for attention in attentions.values())
+    kind = state_kind(config.model_type)
+    by_itself = kind is not None and kind.mixer
     expected = [
         layer
         for layer, state in enumerate(states)
-        if state.kind != "compressed" and (state.pages or state.reads is not None)
+        if not by_itself and (state.pages or state.reads is not None)
     ]
     if layers != expected:
         raise ModelLoadError(
@@ -419,6 +414,10 @@ def _check_layers(attentions: Mapping[str, nn.Module], config: Any, states: Laye
             f"where its configuration makes {len(expected)} of {config.num_hidden_layers} layers; choose a model of "
             "another architecture."
         )
+
+
+_SplitOf = Callable[[Any, ShardLayout], MixerSplit | Mapping[str, MixerSplit]]
+"""Where several modules of a layer keep state, of each by its name."""
 
 
 class _Mixer(NamedTuple):
@@ -461,13 +460,15 @@ def _split_mixers(
     """Splits the modules that keep recurrent state, and has them find it in the store's slots."""
     if not mixers:
         return
-    family = family_of(config.model_type)
-    splits, current = MIXERS[family.mixer or family.states](config, layout), CurrentStep(model)
+    kind = state_kind(config.model_type)
+    assert kind is not None, "its layers have slots"
+    split_of: _SplitOf = resolve_name(kind.splits[family_of(config.model_type).mixer])
+    splits, current = split_of(config, layout), CurrentStep(model)
     for mixer in mixers.values():
         split = splits if isinstance(splits, MixerSplit) else splits[mixer.part]
         split_mixer(mixer.module, split, collectives)
-        if states[mixer.layer].kind == "compressed":
-            attend_compressed(mixer.module, layout, mixer.place, page_of(states, mixer.layer))
+        if kind.mixer:
+            resolve_name(kind.mixer)(mixer.module, _place(config, states, mixer.layer, layout))
         else:
             keep_in_slots(mixer.module, mixer.place, current, mixer.prefix)
     if hasattr(model.base_model, "layers_are_rescaled"):

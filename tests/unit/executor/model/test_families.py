@@ -12,8 +12,9 @@ from services.executor.families.gguf_architectures import GGUF
 from services.executor.families.registry import DECODERS, ENCODERS, family_of
 from services.executor.model.catalogue import TEXT_ALONE, check_supported, nearest
 from services.executor.model.layer_states import layer_states
-from services.executor.model.parallel import feed_forward, mixers, module_patches
+from services.executor.model.parallel import feed_forward, module_patches
 from services.executor.model.parallel.plans import plan_for
+from services.executor.model.states.catalog import STATE_KINDS
 from services.executor.model.supported import catalogue
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
@@ -79,8 +80,7 @@ def test_each_type_stands_in_one_list() -> None:
 def test_what_families_name_is_computed() -> None:
     """A name that no module has would fail when the model is loaded; one that no family has computes nothing."""
     families = DECODERS.values()
-    recurrent = [family for family in families if family.recurrent_modules]
-    assert {family.mixer or family.states for family in recurrent} == set(mixers.MIXERS)
+    assert {family.states for family in families} == {"attention", *(kind.name for kind in STATE_KINDS)}
     assert {family.own_attention for family in families} - {""} == set(module_patches._FORWARDS)
     assert {family.own_feed_forward for family in families} - {""} == set(feed_forward._ADAPTED)
     assert family_of("emu3_text_model") is DECODERS["emu3"]

@@ -5,7 +5,8 @@ from transformers import CONFIG_MAPPING
 
 from services.executor.core.layer_state import Pages, described, page_layers
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.layer_states import layer_layouts, layer_states
+from services.executor.model.layer_states import layer_states
+from services.executor.model.states.base import layer_layouts
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import settings_of
 

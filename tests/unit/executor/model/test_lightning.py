@@ -2,7 +2,7 @@
 
 import torch
 
-from services.executor.model.lightning import faded
+from services.executor.model.parallel.mixers.lightning import faded
 
 
 def test_a_block_is_what_its_tokens_make_one_by_one() -> None:

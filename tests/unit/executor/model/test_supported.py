@@ -1,17 +1,15 @@
 """What `ryzanstein models list --supported` shows, and what an error names as the nearest that is served."""
 
-from typing import get_args
-
 import pytest
 from transformers import CONFIG_MAPPING
 
-from services.executor.core.layer_state import Kind
 from services.executor.core.sharding import ShardLayout
 from services.executor.families.family import ModelFamily
 from services.executor.families.registry import DECODERS, ENCODERS
 from services.executor.model.catalogue import check_supported, nearest
 from services.executor.model.layer_states import layer_states
-from services.executor.model.supported import _STATES, catalogue, state_of
+from services.executor.model.states.catalog import STATE_KINDS
+from services.executor.model.supported import catalogue, state_of
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 
@@ -66,7 +64,6 @@ def test_an_error_names_it() -> None:
 
 
 def test_every_kind_of_state_is_found_in_the_catalogue() -> None:
-    told = {"full", *(kind for kind, _ in _STATES)}
-    assert told == set(get_args(Kind)) - {"hybrid", "none"}, "a hybrid layer is told by its parts"
+    told = {"full", "sliding", *(state for kind in STATE_KINDS for state in kind.shown)}
     kept = {kind for row in catalogue().served for kind in row.state}
     assert kept == told

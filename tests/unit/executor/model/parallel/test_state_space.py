@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from services.executor.model.parallel.state_space import scanned
+from services.executor.model.parallel.mixers.state_space import scanned
 
 GROUPS, EACH, WIDTH, STATE = 2, 3, 4, 5
 RATES = -torch.tensor([[0.003, 0.2, 4.0], [0.05, 1.0, 16.0]])

@@ -6,6 +6,7 @@ float32: with i tokens of the block up to a row, and its state S before it,
     out_i = fade^i q_i S + sum over j <= i of fade^(i - j) (q_i . k_j) v_j
     S     = fade^n S + sum over j of fade^(n - j) k_j v_j
 
+Split by heads: qkv_proj has [q k v] of a head, then the next one's; output_gate, norm and out_proj by heads.
 Source: Qin et al., "Lightning Attention-2", https://arxiv.org/abs/2401.04658.
 """
 
@@ -14,15 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.executor.core.sharding import ShardRange
+from services.executor.core.sharding import ShardLayout, ShardRange
+from services.executor.model.parallel.layers import WideNorm
+from services.executor.model.parallel.mixers.split import MixerSplit, output_span
+from services.executor.model.states.base import linear_heads
 
 _BLOCK = 64
 """Tokens: within a block work grows with its square, between blocks it is one product with the state."""
-DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+_DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """Buffers of transformers' module that follow from the configuration, and are not needed."""
 
 
-def fade_by_heads(module: Any, heads: ShardRange) -> None:
+def lightning(config: Any, layout: ShardLayout) -> MixerSplit:
+    heads = linear_heads(config, layout)
+    size = heads.head_dim
+    span, counted = heads.q_heads.scaled(size), heads.output_heads.scaled(size)
+    return MixerSplit(
+        outputs={"qkv_proj": (heads.q_heads.scaled(3 * size),), "output_gate": (span,)},
+        replaced={"norm": lambda norm, ranks: WideNorm(norm, span, counted, ranks)},
+        inputs={"out_proj": output_span(heads, size)},
+        let_go=_DERIVED,
+        adapt=lambda module, collectives: _fade_by_heads(module, heads.q_heads),
+    )
+
+
+def _fade_by_heads(module: Any, heads: ShardRange) -> None:
     """Has transformers' `module`, of whose heads this rank holds `heads`, compute with a slot of states."""
     rates = module.get_slope_rate().float()[heads.start : heads.stop]
     module.register_buffer("rates", rates, persistent=False)

@@ -1,6 +1,6 @@
 """How a module that keeps recurrent state is made a rank's share: what of which of its parts, as data.
 
-Each architecture says what a rank holds (`mixers.py`); this makes it so, part by part.
+Each kind of state says what a rank holds (`StateKind.splits`); this makes it so, part by part.
 """
 
 from collections.abc import Callable, Mapping

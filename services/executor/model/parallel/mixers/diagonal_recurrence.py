@@ -26,10 +26,10 @@ from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.layer_states import ScanSizes, gate_heads
 from services.executor.model.parallel.layers import TensorSlice, merged, shifted
-from services.executor.model.parallel.mixer_split import MixerSplit, output_span
+from services.executor.model.parallel.mixers.split import MixerSplit, output_span
 from services.executor.model.recurrent import StateCache
+from services.executor.model.states.scans import ScanSizes, gate_heads
 
 _BLOCK = 32
 """Tokens whose states are in memory at once."""

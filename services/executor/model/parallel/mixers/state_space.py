@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.layer_states import StateSpaceSizes
 from services.executor.model.parallel.layers import TensorSlice, hold, merged, shifted
-from services.executor.model.parallel.mixer_split import MixerSplit, Spans, output_span
+from services.executor.model.parallel.mixers.split import MixerSplit, Spans, output_span
 from services.executor.model.recurrent import StateCache
+from services.executor.model.states.scans import StateSpaceSizes
 
 _BLOCK = 64
 """Tokens: within a block work grows with its square, between blocks it is one product with the state."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.parallel.diagonal_recurrence import recurred
-from services.executor.model.parallel.mixer_split import MixerSplit
+from services.executor.model.parallel.mixers.diagonal_recurrence import recurred
+from services.executor.model.parallel.mixers.split import MixerSplit
 from services.executor.model.recurrent import StateCache
 
 _BLOCK = 128

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.layer_states import memory_widths
-from services.executor.model.parallel.mixer_split import MixerSplit, output_span
+from services.executor.model.parallel.mixers.split import MixerSplit, output_span
 from services.executor.model.recurrent import StateCache
+from services.executor.model.states.linear_attention import memory_widths
 
 _BLOCK = 64
 """Tokens: within a block work grows with its square, between blocks it is one product with the state."""
