@@ -181,7 +181,7 @@ def _lead(
     sender, collectives = meeting.lead(settings, spec, torch.device("cpu"), Path(settings.model), pipe.send)
     member, sampler = _member(settings, spec, collectives), Sampler()
     runner, blocks = member.runner, member.engine_spec
-    pipe.send((blocks.num_blocks, blocks.num_cold))
+    pipe.send((blocks.num_blocks, blocks.num_quantized))
     while (order := pipe.recv()) is not None:
         plan, count = order
         rows = len(plan.sample_rows) // 4

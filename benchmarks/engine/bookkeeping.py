@@ -91,12 +91,12 @@ def _requests(case: Case, seed: int) -> Iterator[GenerationRequest]:
 
 def main(
     rounds: Rounds = 5,
-    cold: Annotated[int, typer.Option(help="Cold blocks (compressed KV cache); 0: none.")] = 0,
+    quantized: Annotated[int, typer.Option(help="Quantized blocks (compressed KV cache); 0: none.")] = 0,
     spill: Annotated[int, typer.Option(help="Spill slots; 0: none.")] = 0,
-    blocks: Annotated[int, typer.Option(help="Hot blocks; few of them cause evictions.", min=16)] = 4096,
+    blocks: Annotated[int, typer.Option(help="Writable blocks; few of them cause evictions.", min=16)] = 4096,
 ) -> None:
     """Microseconds of planning per step."""
-    spec = EngineSpec(BLOCK, blocks, 8192, VOCABULARY, num_cold=cold, num_host=spill)
+    spec = EngineSpec(BLOCK, blocks, 8192, VOCABULARY, num_quantized=quantized, num_host=spill)
     rows = []
     for case in CASES:
         times = min(

@@ -34,12 +34,13 @@ SHAPE = "1024,16,4,3968,16,32000"
 _MB = 1e6
 
 
-def compressed(plan: StepPlan, num_hot: int) -> StepPlan:
-    """`plan`, whose full blocks are cold: block b becomes `num_hot` + b. Each sequence's last one stays hot."""
+def compressed(plan: StepPlan, num_writable: int) -> StepPlan:
+    """`plan`, whose full blocks are quantized: block b becomes `num_writable` + b. Each sequence's last one stays
+    writable."""
     contexts = as_int32(plan.context_lens)
     ends = np.cumsum(-(-contexts // BLOCK)) - 1
-    tables = as_int32(plan.block_tables) + num_hot
-    tables[ends] -= num_hot
+    tables = as_int32(plan.block_tables) + num_writable
+    tables[ends] -= num_writable
     return structs.replace(plan, block_tables=to_bytes(tables))
 
 
@@ -49,7 +50,7 @@ def make_step(
     """A function that runs a step over blocks of random content."""
     runner, store = load_one_rank(directory, "bf16", threads, num_blocks, kind)
     for layer in range(store.shape.num_layers):
-        store.hot(layer).normal_()
+        store.writable(layer).normal_()
     if kind != "bf16":
         store.compress([[block, num_blocks + block] for block in range(num_blocks)])
 
@@ -68,12 +69,12 @@ class Long:
         self.runner, self.store = load_one_rank(
             directory, "bf16", threads, self._blocks, "int8", summaries=True
         )
-        for cold in self.store.cold_layers():
-            if cold.scales is None:
-                cold.codes.normal_()  # summaries
+        for quantized in self.store.quantized_layers():
+            if quantized.scales is None:
+                quantized.codes.normal_()  # summaries
             else:
-                cold.codes.random_(-127, 128)
-                cold.scales.fill_(0.01)
+                quantized.codes.random_(-127, 128)
+                quantized.scales.fill_(0.01)
 
     @property
     def weights(self) -> int:
@@ -86,7 +87,7 @@ class Long:
         """Bytes of the keys and values of so many tokens."""
         shape = self.store.shape
         pages = [at for at, page in enumerate(shape.pages) if not page.summary]
-        return sum(shape.cold_bytes(page) for page in pages) * (tokens // BLOCK)
+        return sum(shape.quantized_bytes(page) for page in pages) * (tokens // BLOCK)
 
     def steps(self, context: int) -> dict[str, Callable[[], tuple[float, float]]]:
         """Each returns the milliseconds of a step, and of its attention."""

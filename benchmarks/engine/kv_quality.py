@@ -99,7 +99,7 @@ class Feed:
         shape = model.shape(codec)
         self._store = KvStore(shape, sequences * self._fresh, CPU, sequences * per_sequence)
         self._runner = model.runner(self._store)
-        self._cold = self._store.num_hot + self._sequences * per_sequence + np.arange(per_sequence)
+        self._quantized = self._store.num_writable + self._sequences * per_sequence + np.arange(per_sequence)
         self._done = 0
 
     def restart(self) -> None:
@@ -110,10 +110,10 @@ class Feed:
         """Logits float32 [sequences, n, vocab] of the next `tokens` [sequences, n]."""
         begin, end = self._done, self._done + tokens.shape[1]
         last, rows = (end - 1) // BLOCK, len(tokens)
-        tables = np.hstack((self._cold[:, :last], self._hot(np.array([last]))))
-        written = self._hot(np.arange(last + 1))
+        tables = np.hstack((self._quantized[:, :last], self._writable(np.array([last]))))
+        written = self._writable(np.arange(last + 1))
         full = np.arange(begin // BLOCK, end // BLOCK)
-        pairs = np.stack((self._hot(full), self._cold[:, full]), axis=-1)
+        pairs = np.stack((self._writable(full), self._quantized[:, full]), axis=-1)
         plan = step_plan(
             [Row(end, end - begin, *blocks) for blocks in zip(tables, written, strict=True)],
             token_ids=to_bytes(tokens.ravel()),
@@ -130,8 +130,8 @@ class Feed:
         for begin in range(0, tokens.shape[1], chunk):
             yield begin, self.step(tokens[:, begin : begin + chunk])
 
-    def _hot(self, blocks: Tokens) -> Tokens:
-        """Hot ids [sequences, n] of the sequences' `blocks` [n]; they go round, since full ones are compressed."""
+    def _writable(self, blocks: Tokens) -> Tokens:
+        """Writable ids [sequences, n] of the sequences' `blocks` [n]; they go round, since full ones are compressed."""
         return self._sequences * self._fresh + blocks % self._fresh
 
 
@@ -215,7 +215,7 @@ def main(
         shape = loaded.shape(each)
         perplexity = math.exp(reading.loss / predicted)
         change = math.exp((reading.loss - first.loss) / predicted) - 1
-        nbytes = shape.bytes_per_cold_block
+        nbytes = shape.bytes_per_quantized_block
         sizes = (f"{nbytes / BLOCK:.0f}", f"{nbytes / shape.bytes_per_block:.2%}")
         same = f"{(reading.best == first.best).mean():.2%}"
         rows.append((each, *sizes, f"{perplexity:.4f}", f"{change:+.3%}", same))

@@ -81,11 +81,13 @@ class Streams(InProcess):
 
 def step_beside(store: KvStore, streams: int, count: int, depth: int) -> StepPlan:
     """A decode of each stream, 200 tokens long, and `count` tokens of a prompt behind `depth` that are computed."""
-    rows, hot, full = [], 0, store.num_hot
+    rows, writable, full = [], 0, store.num_writable
     for context, width in [*[(STREAM_TOKENS, 1)] * streams, *[(depth + count, count)] * bool(count)]:
         sealed, blocks = (context - width) // BLOCK, -(-context // BLOCK)
-        rows.append(Row(context, width, [*range(full, full + sealed), *range(hot, hot + blocks - sealed)]))
-        full, hot = full + sealed, hot + blocks - sealed
+        rows.append(
+            Row(context, width, [*range(full, full + sealed), *range(writable, writable + blocks - sealed)])
+        )
+        full, writable = full + sealed, writable + blocks - sealed
     return step_plan(rows, num_decodes=streams, sample_rows=to_bytes(list(range(streams))))
 
 

@@ -4,8 +4,8 @@ with those that compute the contexts they read.
 Cache that nobody has written is one page of zeros to the system, which costs no memory traffic. So every
 context is computed before it is measured, and its full blocks are compressed where a ring compresses:
 
-    hot     | each sequence's last block | the full blocks of the sequence that is being computed |
-    cold    | sequence 0's full blocks | sequence 1's | ...
+    writable   | each sequence's last block | the full blocks of the sequence that is being computed |
+    quantized  | sequence 0's full blocks | sequence 1's | ...
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def load_one_rank(
     *,
     summaries: bool = False,
 ) -> "tuple[ModelRunner, KvStore]":
-    """A runner and its store of `num_blocks` hot blocks, and as many cold ones unless `kind` is bf16; its weights
-    quantized where `weights` says how. `summaries`: with those that sparse attention chooses pages by.
+    """A runner and its store of `num_blocks` writable blocks, and as many quantized ones unless `kind` is bf16; its
+    weights quantized where `weights` says how. `summaries`: with those that sparse attention chooses pages by.
 
     `dtype_name`: bf16 or fp32.
     """
@@ -67,8 +67,8 @@ def load_one_rank(
     model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None, weights)
     settings = ExecutorSettings(block_size=BLOCK, sparse_attention=summaries)
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
-    cold, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
-    store = KvStore(shape, num_blocks, device, cold, slots)
+    quantized, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
+    store = KvStore(shape, num_blocks, device, quantized, slots)
     return make_runner(RunnerRequest(model, store, layout, SingleRank(), device, threads)), store
 
 
@@ -135,15 +135,15 @@ class Decode:
     sequences: int
     context: int
 
-    def steps(self, num_hot: int, num_cold: int) -> Steps:
-        """For a ring of so many blocks; without cold ones nothing is compressed."""
+    def steps(self, num_writable: int, num_quantized: int) -> Steps:
+        """For a ring of so many blocks; without quantized ones nothing is compressed."""
         full = (self.context - 1) // BLOCK
         staged = self.sequences + np.arange(full)
-        kept = (num_hot if num_cold else self.sequences) + np.arange(self.sequences * full)
+        kept = (num_writable if num_quantized else self.sequences) + np.arange(self.sequences * full)
         kept = kept.reshape(self.sequences, full)
         before = []
         for sequence in range(self.sequences):
-            written = np.append(staged if num_cold else kept[sequence], sequence)
+            written = np.append(staged if num_quantized else kept[sequence], sequence)
             prompt = _prompt(self.context - 1, written, kept[sequence])
             before.append(structs.replace(prompt, state_slots=to_bytes([1 + sequence])))
         rows = [Row(self.context, 1, np.append(kept[at], at)) for at in range(self.sequences)]
@@ -160,9 +160,9 @@ class Prefill:
 
     tokens: int
 
-    def steps(self, num_hot: int, num_cold: int) -> Steps:
+    def steps(self, num_writable: int, num_quantized: int) -> Steps:
         written = np.arange(-(-self.tokens // BLOCK))
-        plan = _prompt(self.tokens, written, written + num_hot if num_cold else written)
+        plan = _prompt(self.tokens, written, written + num_writable if num_quantized else written)
         return Steps([], structs.replace(plan, sample_rows=to_bytes([self.tokens - 1])))
 
 

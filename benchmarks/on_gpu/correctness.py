@@ -135,7 +135,7 @@ def _config(name: str) -> Any:
 
 def _plans(ids: list[int], ring: Served) -> Iterator[StepPlan]:
     """The prompt, every row of it sampled, then decodes over its blocks."""
-    prompt = prefill_plan(PROMPT, 0, ring.spec.num_blocks, ring.spec.num_cold, last=True)
+    prompt = prefill_plan(PROMPT, 0, ring.spec.num_blocks, ring.spec.num_quantized, last=True)
     yield structs.replace(prompt, token_ids=to_bytes(ids[:PROMPT]), sample_rows=to_bytes(np.arange(PROMPT)))
     for at in range(PROMPT, len(ids)):
         row = Sequence(at + 1, 1, range(at // BLOCK + 1))
@@ -163,7 +163,7 @@ def _bf16(bench: Bench) -> None:
     memory = int(4 * tokens * shape.kv_bytes("bf16")) + (1 << 20)
     options = {"kv_dtype": "bf16", "kv_memory": memory, "max_sequences": 1, "context_length": 2 * tokens}
     with served(config, bench.device, **options) as ring:
-        plan = prefill_plan(tokens, 0, ring.spec.num_blocks, ring.spec.num_cold, last=True)
+        plan = prefill_plan(tokens, 0, ring.spec.num_blocks, ring.spec.num_quantized, last=True)
         plan = structs.replace(plan, token_ids=to_bytes(ids), sample_rows=to_bytes(np.arange(tokens)))
         ours = _all_logits(ring, plan).float().to(true.device)
     _judge(bench, f"{shape.name} in bf16", true, ours, theirs)

@@ -44,10 +44,11 @@ class Case:
     width: int = 20
     block: int = 16
     dtype: torch.dtype = torch.float32
-    cold: BlockDType = "int8"
-    """Of cold blocks; bf16: as they are."""
+    quantized: BlockDType = "int8"
+    """Of quantized blocks; bf16: as they are."""
     order: str = "aged"
-    """`aged`: blocks are cold but the last; `hot`: there are no cold ones; `mixed`: by chance, in any order."""
+    """`aged`: blocks are quantized but the last; `writable`: there are no quantized ones; `mixed`: by chance, in any
+    order."""
     window: int | None = None
     first: int = 0
     """Keys at positions before it are seen by their own rows alone, as by a draft head's."""
@@ -99,20 +100,20 @@ class Problem:
         counts = [-(-length // case.block) for length in case.context]
         blocks = sum(counts)
         shape = StoreShape.uniform(
-            2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.cold],) * 2
+            2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.quantized],) * 2
         )
-        cold = [at for at, is_cold in enumerate(self._cold(counts)) if is_cold]
-        self.store = KvStore(shape, blocks + 2, device, 0 if case.order == "hot" else len(cold) + 1)
-        for layer in self.store.hot_layers():
+        quantized = [at for at, is_quantized in enumerate(self._quantized(counts)) if is_quantized]
+        self.store = KvStore(shape, blocks + 2, device, 0 if case.order == "writable" else len(quantized) + 1)
+        for layer in self.store.writable_layers():
             layer.normal_(generator=generator)
         ids = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(case.seed))[:blocks]
         self.written = ids
-        """The hot block that each block of the tables was written to: as it is read from within."""
+        """The writable block that each block of the tables was written to: as it is read from within."""
         self.tables = ids.clone()
-        pairs = [(int(ids[at]), self.store.num_hot + place) for place, at in enumerate(cold)]
+        pairs = [(int(ids[at]), self.store.num_writable + place) for place, at in enumerate(quantized)]
         if pairs:
             self.store.compress(pairs)
-            self.tables[cold] = torch.tensor([cold_id for _, cold_id in pairs])
+            self.tables[quantized] = torch.tensor([quantized_id for _, quantized_id in pairs])
         self.starts = np.cumsum(counts) - counts
         heads = (case.kv_heads, case.group)
         size = (sum(case.query), *heads, case.width)
@@ -120,7 +121,7 @@ class Problem:
         self.sinks = torch.randn(heads, generator=generator, device=device) if case.sinks else None
         self.slopes = -0.3 * torch.rand(heads, generator=generator, device=device) if case.slopes else None
 
-    def _cold(self, counts: list[int]) -> list[bool]:
+    def _quantized(self, counts: list[int]) -> list[bool]:
         chance = random.Random(self.case.seed)
         order = self.case.order
         return [
@@ -133,7 +134,7 @@ class Problem:
     def layer(self) -> attention_launch.AttentionLayer:
         store = self.store
         return attention_launch.AttentionLayer(
-            store.hot(LAYER), store.codes(LAYER), store.scales(LAYER), store.codec(LAYER)
+            store.writable(LAYER), store.codes(LAYER), store.scales(LAYER), store.codec(LAYER)
         )
 
     @property
@@ -206,10 +207,10 @@ class Problem:
         return out
 
     def _as_written(self, sequence: int) -> Tensor:
-        """float64 [2, kv heads, context, d], of the hot blocks alone."""
+        """float64 [2, kv heads, context, d], of the writable blocks alone."""
         context, start = self.case.context[sequence], self.starts[sequence]
         ids = self.written[start : start - (-context // self.case.block)].tolist()
-        blocks = [self.store.hot(LAYER)[block].double() for block in ids]
+        blocks = [self.store.writable(LAYER)[block].double() for block in ids]
         return torch.cat(blocks, dim=2)[:, :, :context]
 
     def _keys_and_values(self, sequence: int) -> Tensor:
@@ -218,14 +219,16 @@ class Problem:
         start = self.starts[sequence]
         blocks = []
         for block in self.tables[start : start - (-context // self.case.block)].tolist():
-            cold = block - store.num_hot
+            quantized = block - store.num_writable
             scales = store.scales(LAYER)
-            if cold < 0:
-                blocks.append(store.hot(LAYER)[block].double())
+            if quantized < 0:
+                blocks.append(store.writable(LAYER)[block].double())
             elif scales is None:
-                blocks.append(store.codes(LAYER)[cold].double())
+                blocks.append(store.codes(LAYER)[quantized].double())
             else:
-                blocks.append(store.codes(LAYER)[cold].double() * scales[cold].double()[..., None, None])
+                blocks.append(
+                    store.codes(LAYER)[quantized].double() * scales[quantized].double()[..., None, None]
+                )
         return torch.cat(blocks, dim=2)[:, :, :context]
 
     def _one(self, query: Tensor, both: tuple[Tensor, Tensor], before: int) -> Tensor:
@@ -264,16 +267,16 @@ class Problem:
 def _small() -> Iterator[Case]:
     base = Case()
     for dtype in (torch.float32, torch.bfloat16):
-        for cold in CODECS:
-            yield replace(base, dtype=dtype, cold=cold, order="mixed")
+        for quantized in CODECS:
+            yield replace(base, dtype=dtype, quantized=quantized, order="mixed")
     yield from (
         replace(base, **what)
         for what in (
-            {"order": "hot"},
+            {"order": "writable"},
             {"window": 9},
             {"window": 1},
             {"first": 1},
-            {"first": 1, "order": "hot"},
+            {"first": 1, "order": "writable"},
             {"first": 2, "window": 9, "query": (1, 1, 4), "context": (70, 1, 4)},
             {"softcap": 2.0},
             {"sinks": True},
@@ -292,7 +295,7 @@ def _small() -> Iterator[Case]:
     long = Case(query=(1, 1, 2), context=(3 * LEAST_KEYS, 5, LEAST_KEYS + 70), kv_heads=1)
     yield long
     yield replace(long, sinks=True)
-    yield replace(long, window=100, cold="fp8")
+    yield replace(long, window=100, quantized="fp8")
     yield replace(long, first=1)
     yield replace(long, dtype=torch.bfloat16)
     # A graph's batch: more parts than these lengths ask for, and rows that only fill it up.
@@ -311,16 +314,16 @@ def _large() -> Iterator[Case]:
         query=(1,) * 6 + (300, 1000), context=(4000, 1, 700, 65, 64, 63, 300, 3000), kv_heads=4, group=4, width=128,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    for cold in CODECS:
-        for order in ("aged", "mixed", "hot"):
-            yield replace(base, cold=cold, order=order)
+    for quantized in CODECS:
+        for order in ("aged", "mixed", "writable"):
+            yield replace(base, quantized=quantized, order=order)
     for width in (64, 80, 96, 128, 256):
         for group in (1, 2, 3, 5, 7, 8):
-            yield replace(base, width=width, group=group, cold="fp8")
-    yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, cold="fp8")
+            yield replace(base, width=width, group=group, quantized="fp8")
+    yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, quantized="fp8")
     yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, sinks=True)
     yield replace(base, first=1)
-    yield replace(base, first=1, order="hot")
+    yield replace(base, first=1, order="writable")
     yield replace(base, dtype=torch.float16)
     yield replace(base, dtype=torch.float32, kv_heads=2)
     chance = random.Random(2)
@@ -341,8 +344,8 @@ def _by_chance(
         width=chance.choice(widths),
         block=chance.choice((16, 32)),
         dtype=chance.choice(dtypes),
-        cold=chance.choice(tuple(CODECS)),
-        order=chance.choice(("aged", "hot", "mixed")),
+        quantized=chance.choice(tuple(CODECS)),
+        order=chance.choice(("aged", "writable", "mixed")),
         window=chance.choice((None, None, chance.randint(1, longest))),
         softcap=chance.choice((None, None, 3.0)),
         sinks=chance.random() < 0.3,

@@ -116,15 +116,15 @@ def blocks(bench: Bench) -> None:
         shape = StoreShape.uniform(2, 16, 2, width, torch.bfloat16, (codec,) * 2)
         stores = [KvStore(shape, 40, bench.device, 33) for _ in range(2)]
         generator = torch.Generator(bench.device).manual_seed(2)
-        content = torch.randn(stores[0].hot_layers().shape, generator=generator, device=bench.device)
-        pairs = [(block, stores[0].num_hot + block) for block in range(4 if bench.tiny else 32)]
+        content = torch.randn(stores[0].writable_layers().shape, generator=generator, device=bench.device)
+        pairs = [(block, stores[0].num_writable + block) for block in range(4 if bench.tiny else 32)]
         for store in stores:
-            store.hot_layers().copy_(content)
+            store.writable_layers().copy_(content)
         GpuKernels(stores[0])  # the other one compresses by the codec in PyTorch
         for store in stores:
             store.compress(pairs)
         different = total = 0
-        for ours, theirs in zip(stores[0].cold_layers(), stores[1].cold_layers(), strict=True):
+        for ours, theirs in zip(stores[0].quantized_layers(), stores[1].quantized_layers(), strict=True):
             bits = [part.codes.view(torch.uint8)[: len(pairs)] for part in (ours, theirs)]
             different += int((bits[0] != bits[1]).sum())
             total += bits[0].numel()

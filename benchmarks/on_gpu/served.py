@@ -152,12 +152,12 @@ class Served:
         """Random keys and values in every block, without computing a prompt."""
         store = self.store
         for layer in range(store.shape.num_layers):  # one at a time: the generator takes memory of its own
-            store.hot(layer).normal_(0.0, 0.5)
-        for cold in store.cold_layers():
-            for codes in cold.codes:
+            store.writable(layer).normal_(0.0, 0.5)
+        for quantized in store.quantized_layers():
+            for codes in quantized.codes:
                 _random_codes(codes)
-            if cold.scales is not None:
-                cold.scales.fill_(0.004 if cold.codes.dtype == torch.int8 else 0.002)
+            if quantized.scales is not None:
+                quantized.scales.fill_(0.004 if quantized.codes.dtype == torch.int8 else 0.002)
 
     @property
     def looks_ahead(self) -> bool:
@@ -282,17 +282,17 @@ def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
     return {"limits": limits, "capture": Rerun()}
 
 
-def decode_plan(batch: int, context: int, num_hot: int, num_cold: int, seed: int = 1) -> StepPlan:
-    """One token for each of `batch` sequences of `context` tokens, the new one included: last blocks hot, full ones
-    cold where there are cold ones. Raises ValueError where the blocks are not enough.
+def decode_plan(batch: int, context: int, num_writable: int, num_quantized: int, seed: int = 1) -> StepPlan:
+    """One token for each of `batch` sequences of `context` tokens, the new one included: last blocks writable, full
+    ones quantized where there are quantized ones. Raises ValueError where the blocks are not enough.
 
-    hot   | last block of each sequence |      full blocks (cold, or hot after the last ones)   | 0's | 1's | ...
+    writable   | last block of each sequence |   full blocks (quantized, or writable behind these)   | 0's | 1's | ...
     """
     full = (context - 1) // BLOCK
-    first = num_hot if num_cold else batch
-    if first + batch * full > num_hot + num_cold or batch > num_hot:
+    first = num_writable if num_quantized else batch
+    if first + batch * full > num_writable + num_quantized or batch > num_writable:
         raise ValueError(
-            f"{batch} x {context} tokens need {batch * (full + 1)} blocks of {num_hot + num_cold}"
+            f"{batch} x {context} tokens need {batch * (full + 1)} blocks of {num_writable + num_quantized}"
         )
     kept = first + np.arange(batch * full)
     # Blocks of one sequence are seldom neighbours in a server that has run for a while.
@@ -302,15 +302,17 @@ def decode_plan(batch: int, context: int, num_hot: int, num_cold: int, seed: int
     return step_plan(rows, BLOCK, num_decodes=batch, token_ids=to_bytes(tokens))
 
 
-def prefill_plan(tokens: int, before: int, num_hot: int, num_cold: int, *, last: bool) -> StepPlan:
+def prefill_plan(tokens: int, before: int, num_writable: int, num_quantized: int, *, last: bool) -> StepPlan:
     """A chunk of `tokens` tokens of one prompt whose `before` first tokens are computed (a multiple of BLOCK); its
     last row is sampled where it is the `last` chunk."""
     past = before // BLOCK
     own = -(-tokens // BLOCK)
-    first = num_hot if num_cold else own
+    first = num_writable if num_quantized else own
     table = np.concatenate((first + np.arange(past), np.arange(own)))
-    if first + past > num_hot + num_cold or own > num_hot:
-        raise ValueError(f"{before} + {tokens} tokens need {past + own} blocks of {num_hot + num_cold}")
+    if first + past > num_writable + num_quantized or own > num_writable:
+        raise ValueError(
+            f"{before} + {tokens} tokens need {past + own} blocks of {num_writable + num_quantized}"
+        )
     return step_plan(
         [Row(before + tokens, tokens, table)],
         BLOCK,

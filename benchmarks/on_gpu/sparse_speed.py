@@ -87,7 +87,7 @@ class _Held:
         self._layers = range(layers)
         self._kernels = GpuKernels(self._store)
         draw = torch.Generator(device).manual_seed(1)
-        self._store.hot(0).normal_(generator=draw)
+        self._store.writable(0).normal_(generator=draw)
         for layer in self._layers:
             self._fill(layer, blocks, draw)
         table = np.random.default_rng(1).permutation(blocks - 1) + 1

@@ -132,15 +132,15 @@ def _longest(cases: Sequence[Case]) -> int:
 
 
 def _cache_bytes(shape: Shape, case: Case, sequences: int) -> float:
-    """A little more than the case's blocks. Where they are compressed the last of each sequence is hot, and the ring
-    keeps some for prompts."""
-    hot = 2 * sequences + CHUNK // BLOCK + 32 if case.kv != "bf16" else 32
+    """A little more than the case's blocks. Where they are compressed the last of each sequence is writable, and the
+    ring keeps some for prompts."""
+    writable = 2 * sequences + CHUNK // BLOCK + 32 if case.kv != "bf16" else 32
     cache = case.batch * (case.context + BLOCK) * shape.kv_bytes(case.kv)
-    return 1.01 * cache + hot * BLOCK * shape.kv_bytes("bf16")
+    return 1.01 * cache + writable * BLOCK * shape.kv_bytes("bf16")
 
 
 def _measure(bench: Bench, ring: Served, shape: Shape, case: Case) -> None:
-    plan = decode_plan(case.batch, case.context, ring.spec.num_blocks, ring.spec.num_cold)
+    plan = decode_plan(case.batch, case.context, ring.spec.num_blocks, ring.spec.num_quantized)
     steps = BackToBack(ring, plan)
     repeats, warm = (2, 1) if bench.tiny else (20, 3)
     wall = took(steps, bench.device, repeats, warm, most=1.5).wall
@@ -185,11 +185,11 @@ def measure_prefill(bench: Bench, weights: str, prompts: Sequence[int], chunks: 
 
 
 def _prompt(bench: Bench, ring: Served, shape: Shape, weights: str, tokens: int, chunk: int) -> None:
-    hot, cold = ring.spec.num_blocks, ring.spec.num_cold
+    writable, quantized = ring.spec.num_blocks, ring.spec.num_quantized
     seconds = 0.0
     for before in range(0, tokens, chunk):
         last = before + chunk >= tokens
-        plan = prefill_plan(min(chunk, tokens - before), before, hot, cold, last=last)
+        plan = prefill_plan(min(chunk, tokens - before), before, writable, quantized, last=last)
         samples = greedy(1 if last else 0)
         # Each once before: a longer context may be cut into parts, by kernels that are not compiled yet.
         seconds += took(

@@ -213,8 +213,8 @@ class AllocatorDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """The KV blocks of the ring; the same on every rank."""
 
     block_size: int
-    hot: PoolDump
-    cold: PoolDump
+    writable: PoolDump
+    quantized: PoolDump
     private: int
     """Used blocks that are being filled."""
     shared: int
@@ -237,7 +237,7 @@ class AllocatorDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """For recurrent state, of sequences and of snapshots that are being made; 0: the model keeps none."""
     state_slots_used: int = 0
     snapshots: int = 0
-    """Of recurrent state, in cold blocks."""
+    """Of recurrent state, in quantized blocks."""
     snapshot_blocks: int = 0
     """Blocks that one takes."""
     layers: str = ""

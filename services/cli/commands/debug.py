@@ -452,7 +452,7 @@ def _blocks(blocks: AllocatorDump) -> Iterator[str]:
     yield f"KV blocks of {blocks.block_size} tokens"
     if blocks.layers:
         yield f"  layers: {blocks.layers}"
-    for name, pool in (("hot", blocks.hot), ("cold", blocks.cold)):
+    for name, pool in (("writable", blocks.writable), ("quantized", blocks.quantized)):
         if pool.total:
             yield (
                 f"  {name}: {pool.used} used, {pool.pinned} pinned, {pool.cached} cached, {pool.empty} empty "

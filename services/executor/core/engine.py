@@ -27,12 +27,12 @@ class EngineSpec(msgspec.Struct, frozen=True):
     block_size: int
     """Tokens per KV block."""
     num_blocks: int
-    """KV blocks that can be written to (hot), the same on every rank."""
+    """KV blocks that can be written to, the same on every rank."""
     context_length: int
     """Most tokens (prompt and output) that one sequence may have."""
     vocab_size: int
-    num_cold: int = 0
-    """KV blocks for compressed, full blocks; their ids follow the hot ones'."""
+    num_quantized: int = 0
+    """KV blocks for compressed, full blocks; their ids follow the writable ones'."""
     num_host: int = 0
     """Spill slots in host memory."""
     num_disk: int = 0
@@ -109,18 +109,18 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     @property
     def total_blocks(self) -> int:
-        return self.num_blocks + self.num_cold
+        return self.num_blocks + self.num_quantized
 
     @property
-    def kept_blocks(self) -> int:
-        """KV blocks for full ones: the cold ones, or all where nothing is compressed."""
-        return self.num_cold or self.num_blocks
+    def full_blocks(self) -> int:
+        """KV blocks for full ones: the quantized ones, or all where nothing is compressed."""
+        return self.num_quantized or self.num_blocks
 
     @property
     def capacity(self) -> int:
         """Tokens that the whole KV cache holds of one sequence: where full blocks are compressed, one more is being
         filled."""
-        return self.kept_blocks * self.block_size + (self.block_size - 1 if self.num_cold else 0)
+        return self.full_blocks * self.block_size + (self.block_size - 1 if self.num_quantized else 0)
 
 
 def with_tasks(card: ModelCard, spec: EngineSpec) -> ModelCard:

@@ -34,8 +34,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     positions: bytes
     """int32 [T]: absolute position of each token in its sequence."""
     slots: bytes
-    """int32 [T]: where each token's key and value go: hot block id * block size + offset. So it tells each token's own
-    block, too, which it reads as it is written."""
+    """int32 [T]: where each token's key and value go: writable block id * block size + offset. So it tells each token's
+    own block, too, which it reads as it is written."""
     query_lens: bytes
     """int32 [S]: tokens of each sequence in this step."""
     context_lens: bytes
@@ -48,9 +48,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     saves: bytes = b""
     """int32 [n, 2]: (block id, spill slot), copied first."""
     compressions: bytes = b""
-    """int32 [n, 2]: (hot block id, cold block id) of the blocks that this step fills. In each layer they are compressed
-    behind the step's writes, before it attends: a token reads its own block as it is written, and those before it as
-    they are kept."""
+    """int32 [n, 2]: (writable block id, quantized block id) of the blocks that this step fills. In each layer they are
+    compressed behind the step's writes, before it attends: a token reads its own block as it is written, and those
+    before it as they are kept."""
     restores: bytes = b""
     """int32 [n, 2]: (spill slot, block id), copied after the saves and adoptions and before the forward pass."""
     candidates: bytes = b""

@@ -79,7 +79,7 @@ class NativeDecoder:
         self._recurrent: list[RzRecurrent] = []
         self._latents: list[RzLatent] = []
         self._asked: list[Tensor] = []
-        """uint8 [num_cold, KV heads] of each layer whose full blocks are in a file: `rz_layer.asked`."""
+        """uint8 [num_quantized, KV heads] of each layer whose full blocks are in a file: `rz_layer.asked`."""
         self._fetches = FetchSteps()
         self.adapters = NativeAdapters()
         for index, layer in enumerate(packed.layers):
@@ -256,8 +256,8 @@ class NativeDecoder:
             self._latents.append(layer.latent.describe())
             self.adapters.attach_latent(layer.latent, self._latents[-1])
             into.latent = ctypes.pointer(self._latents[-1])
-        hot = self._store.hot(layer.page)
-        into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
+        writable = self._store.writable(layer.page)
+        into.writable, into.num_writable = writable.data_ptr(), writable.shape[0]
         codec, scales = self._store.codec(layer.page), self._store.scales(layer.page)
         into.codec = 0 if codec is None else codec.number
         into.codes = self._store.codes(layer.page).data_ptr()
@@ -273,8 +273,8 @@ class NativeDecoder:
         into.chooses = True
         summary = self._store.shape.summary_of(page)
         if summary is not None:
-            into.summaries = self._store.hot(summary).data_ptr()
-            into.cold_summaries = self._store.codes(summary).data_ptr()
+            into.summaries = self._store.writable(summary).data_ptr()
+            into.quantized_summaries = self._store.codes(summary).data_ptr()
 
     def _describe_experts(self, experts: PackedExperts) -> RzExperts:
         described = experts.describe()
@@ -294,8 +294,8 @@ class NativeDecoder:
             num_heads=len(packed.heads),
             block_size=self._store.block_size,
             activation=ACTIVATIONS[packed.activation],
-            num_hot=self._store.num_hot,
-            num_cold=self._store.num_cold,
+            num_writable=self._store.num_writable,
+            num_quantized=self._store.num_quantized,
             num_states=0 if states is None else states.num_slots,
             embedding_split=packed.is_split,
             vocab_first=packed.first_token,

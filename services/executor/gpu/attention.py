@@ -88,16 +88,16 @@ class GpuKernels:
         """By layer: finding out its slopes waits for the device."""
         self._layers = [
             attention_launch.AttentionLayer(
-                store.hot(layer), store.codes(layer), store.scales(layer), store.codec(layer)
+                store.writable(layer), store.codes(layer), store.scales(layer), store.codec(layer)
             )
             for layer in range(store.shape.num_layers)
         ]
         self._compressed = [
-            (torch.tensor(cold.layers, dtype=torch.int64, device=store.device), cold)
-            for cold in store.cold_layers()
-            if not store.shape.pages[cold.layers[0]].summary
+            (torch.tensor(quantized.layers, dtype=torch.int64, device=store.device), quantized)
+            for quantized in store.quantized_layers()
+            if not store.shape.pages[quantized.layers[0]].summary
         ]
-        """The cold blocks, and which layers they are of."""
+        """The quantized blocks, and which layers they are of."""
         summaries = {page: store.shape.summary_of(page) for page in store.shape.choosing}
         self._summaries = {
             page: self._layers[summary] for page, summary in summaries.items() if summary is not None
@@ -112,7 +112,7 @@ class GpuKernels:
 
     def write(self, step: StepBatches, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], and seals what the step fills."""
-        attention_launch.write(_rows(key), _rows(value), slots, self._layers[layer].hot)
+        attention_launch.write(_rows(key), _rows(value), slots, self._layers[layer].writable)
         self.seal(step, layer)
 
     def attend(
@@ -194,16 +194,18 @@ class GpuKernels:
             pages.summarise(own, summaries, step.compressions, step.positions, step.slots)
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
-        """Pairs int32 [C, 2] (hot id, cold id), in all layers; their summaries too."""
+        """Pairs int32 [C, 2] (writable id, quantized id), in all layers; their summaries too."""
         on_device = self._sent(pairs)
-        hot = self._store.hot_layers()
-        for layers, cold in self._compressed:
-            attention_launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
+        writable = self._store.writable_layers()
+        for layers, quantized in self._compressed:
+            attention_launch.compress(
+                writable, layers, quantized.codes, quantized.scales, quantized.codec, on_device
+            )
         for layer, summaries in self._summaries.items():
             pages.summarise(self._layers[layer], summaries, on_device)
 
     def _sent(self, pairs: NDArray[np.int32]) -> Tensor:
-        return sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)
+        return sent(pairs.astype(np.int64) - (0, self._store.num_writable), self._device)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -323,7 +323,7 @@ class GpuDecoder:
             self._q_heads,
             None if layer.rotary < 0 else rotations[layer.rotary],
             inputs.slots,
-            self._store.hot(layer.index),
+            self._store.writable(layer.index),
             layer.head_norms,
             self._norms,
         )

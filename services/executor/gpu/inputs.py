@@ -76,8 +76,8 @@ class StepInputs(NamedTuple):
     batches: Sequence[Batch]
     """What attention needs: the decodes, then the prefill chunks; none of the two is empty."""
     compressions: Tensor | None = None
-    """int64 [C, 2] (hot block, place among the cold ones): what the step fills, compressed in each layer between its
-    writes and its attention. None: nothing, or behind the step, as decodes alone allow."""
+    """int64 [C, 2] (writable block, place among the quantized ones): what the step fills, compressed in each layer
+    between its writes and its attention. None: nothing, or behind the step, as decodes alone allow."""
     adapters: Tensor | None = None
     """[T]: slots of the rows' LoRA adapters, -1 for none; None: no row has one."""
 

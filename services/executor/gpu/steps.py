@@ -13,7 +13,7 @@ What Triton compiles depends on a step by these alone:
 
 Each of them comes up in one of the steps here, and so do compressing a block and choosing blocks to read. The longest
 is as long as a step may be, so that memory that does not suffice is told before the ring is ready. All read block 0
-again and again, and write nothing but the first cold block.
+again and again, and write nothing but the first quantized block.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,8 @@ def warmup_chunks(most_tokens: int, context_length: int, group: int) -> list[Seq
 def warmup_plans(
     found: Sequence[SequenceChunk], block_size: int, compression: tuple[int, int] | None
 ) -> list[StepPlan]:
-    """A step of each of `found` alone; the first one compresses the blocks (hot id, cold id), where there are some."""
+    """A step of each of `found` alone; the first one compresses the blocks (writable id, quantized id), where there are
+    some."""
     made = [plan_alone(context, [-1] * tokens, block_size) for tokens, context in found]
     if compression is not None:
         made[0] = structs.replace(made[0], compressions=to_bytes([compression]))

@@ -2,30 +2,31 @@
 
 Every rank stores its own heads under the same block ids: the shards agree by construction.
 
-    ids    0 ......... num_hot | num_hot ......... num_hot + num_cold
-           hot: written to       cold: full blocks, compressed (none without compression)
+    ids    0 .......... num_writable | num_writable ............... num_writable + num_quantized
+           writable: written to        quantized: full blocks, compressed (none without compression)
 
     each block is
     ├── unused   empty, cached or pinned (`block_pool.py`)   references 0   cached and pinned: in the index
     └── used
         ├── private   held by one sequence or transfer        references 1   not in the index
-        │             hot: being filled; cold: to be written
+        │             writable: being filled; quantized: to be written
         └── sealed    full, never written again               references ≥ 1 in the index
 
-      empty ──allocate, allocate_kept──▶ private ──seal──▶ sealed ──release (last)──▶ cached ──share──▶ sealed
-        ▲                                   │                                           │
-        └─────────────release───────────────┴──────────────evicted──────────────────────┘
+      empty ──allocate, allocate_full_blocks──▶ private ──seal──▶ sealed ──release (last)──▶ cached ──share──▶ sealed
+        ▲                                          │                                           │
+        └─────────────────release──────────────────┴──────────────evicted──────────────────────┘
 
-Full blocks are kept in one format: cold where there are cold ids, else hot. A sequence takes the cold id of a block
-before the step that fills it, and that step writes both: whoever reads the block as an earlier one reads the cold id,
-whoever is in it the hot one (docs/adr/0024). At its seal, when the step is over and its tokens are known to be right,
-the hot id is empty at once; where another block holds the same tokens already, so is the cold one.
+Full blocks are kept in one format: quantized where there are quantized ids, else writable. A sequence takes the
+quantized id of a block before the step that fills it, and that step writes both: whoever reads the block as an earlier
+one reads the quantized id, whoever is in it the writable one (docs/adr/0024). At its seal, when the step is over and
+its tokens are known to be right, the writable id is empty at once; where another block holds the same tokens already,
+so is the quantized one.
 
 What is evicted and may be wanted again (a session's, or a preempted sequence's) is saved to a spill slot
 (`offload_tiers.py`).
 
 Invariant: every block is in exactly one region; one with two references or more is in the index, hence
-full: nothing that is shared is ever written. With cold ids no hot block is in the index.
+full: nothing that is shared is ever written. With quantized ids no writable block is in the index.
 """
 
 from collections import Counter
@@ -57,24 +58,24 @@ class BlockAllocator:
 
     def __init__(
         self,
-        num_hot: int,
+        num_writable: int,
         block_size: int,
-        num_cold: int = 0,
+        num_quantized: int = 0,
         tiers: SpillTiers | None = None,
         session_ttl: float = 0.0,
         saves_per_step: int = 64,
     ) -> None:
         """`session_ttl` in seconds; `saves_per_step`: of more evicted blocks the last ones are saved."""
-        if num_hot < 1 or block_size < 1 or num_cold < 0:
-            raise ValueError(f"a KV cache of {num_hot} blocks of {block_size} tokens holds nothing")
-        self.num_hot = num_hot
-        self.num_blocks = num_hot + num_cold
+        if num_writable < 1 or block_size < 1 or num_quantized < 0:
+            raise ValueError(f"a KV cache of {num_writable} blocks of {block_size} tokens holds nothing")
+        self.num_writable = num_writable
+        self.num_blocks = num_writable + num_quantized
         self.block_size = block_size
         self._references = [0] * self.num_blocks
-        self._hot = BlockPool(0, num_hot, int(num_hot * MOST_PINNED))
-        self._cold = BlockPool(num_hot, num_cold, int(num_cold * MOST_PINNED))
-        self._compresses = num_cold > 0
-        self._kept = self._cold if num_cold else self._hot
+        self._writable = BlockPool(0, num_writable, int(num_writable * MOST_PINNED))
+        self._quantized = BlockPool(num_writable, num_quantized, int(num_quantized * MOST_PINNED))
+        self._compresses = num_quantized > 0
+        self._full_blocks = self._quantized if num_quantized else self._writable
         """Full blocks."""
         self._index = PrefixIndex()
         self._pins = PinnedBlocks(session_ttl)
@@ -90,24 +91,25 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had at once: unused ones, hot and cold."""
-        return self._hot.available + self._cold.available
+        """Blocks that can be had at once: unused ones, writable and quantized."""
+        return self._writable.available + self._quantized.available
 
     @property
-    def available_hot(self) -> int:
+    def available_writable(self) -> int:
         """Writable blocks that can be had at once."""
-        return self._hot.available
+        return self._writable.available
 
     @property
-    def available_kept(self) -> int:
-        """Blocks for full ones that can be had at once: cold ones; the writable ones where there are none."""
-        return self._kept.available
+    def available_full_blocks(self) -> int:
+        """Blocks for full ones that can be had at once: quantized ones; the writable ones where there are none."""
+        return self._full_blocks.available
 
     def room_after(self, found: Sequence[int]) -> tuple[int, int]:
-        """(blocks for full ones, hot blocks) that can still be had once the cached ones of `found` have been taken."""
+        """(blocks for full ones, writable blocks) that can still be had once the cached ones of `found` have been
+        taken."""
         unused = sum(1 for block in found if block >= 0 and self._references[block] == 0)
-        kept = self._kept.available - unused
-        return kept, self._hot.available if self._kept is self._cold else kept
+        full = self._full_blocks.available - unused
+        return full, self._writable.available if self._full_blocks is self._quantized else full
 
     # --- known beginnings ------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class BlockAllocator:
         for its logits.
         """
         found: list[int] = []
-        room = self._kept.available
+        room = self._full_blocks.available
         for position in range(min(limit, len(chain))):
             place = self._find(chain, position)
             if place is None:
@@ -135,7 +137,7 @@ class BlockAllocator:
         """As `match`, for a model that keeps recurrent state, whose snapshots take `parts` blocks: the longest
         beginning that has a snapshot behind it, where that is, and the number of blocks that `match` finds at most."""
         places: list[int] = []
-        room = [self._kept.available]
+        room = [self._full_blocks.available]
         for position in range(min(limit, len(chain))):
             place = self._find(chain, position)
             if place is None:
@@ -199,7 +201,7 @@ class BlockAllocator:
         for place in found:
             if place < 0:
                 self._tiers.lock(~place)
-        return [place if place >= 0 else self._take(self._kept) for place in found]
+        return [place if place >= 0 else self._take(self._full_blocks) for place in found]
 
     def restore(self, slot: int, block: int) -> None:
         """The next plan brings the bytes in `slot` to `block`, both from `take`."""
@@ -221,33 +223,33 @@ class BlockAllocator:
 
         Raises `OutOfBlocks` and takes nothing when there are too few.
         """
-        if count > self._hot.available:
-            raise OutOfBlocks(f"{count} KV blocks were asked for and {self._hot.available} can be had")
-        return self._take_some(self._hot, count)
+        if count > self._writable.available:
+            raise OutOfBlocks(f"{count} KV blocks were asked for and {self._writable.available} can be had")
+        return self._take_some(self._writable, count)
 
-    def allocate_kept(self, count: int) -> list[int]:
+    def allocate_full_blocks(self, count: int) -> list[int]:
         """As `allocate`, of blocks for full ones."""
-        if count > self._kept.available:
+        if count > self._full_blocks.available:
             raise OutOfBlocks(
-                f"{count} KV blocks for full ones were asked for; there are {self._kept.available}"
+                f"{count} KV blocks for full ones were asked for; there are {self._full_blocks.available}"
             )
-        return self._take_some(self._kept, count)
+        return self._take_some(self._full_blocks, count)
 
-    def seal(self, block: int, key: BlockKey, kept: int | None = None) -> int:
-        """`block` is full and computed: it is never written again, and others may find and share it. `kept`: where
-        the step that has filled it has put it too, from `allocate_kept`; None: it stays where it is.
+    def seal(self, block: int, key: BlockKey, quantized: int | None = None) -> int:
+        """`block` is full and computed: it is never written again, and others may find and share it. `quantized`: where
+        the step that has filled it has put it too, from `allocate_full_blocks`; None: it stays where it is.
 
         Returns the block that holds its content from now on, which takes its place in the table.
         """
         references, full = self._references, self._index.blocks
-        for private in (block,) if kept is None else (block, kept):
+        for private in (block,) if quantized is None else (block, quantized):
             if references[private] != 1 or private in full:
                 raise ValueError(f"block {private} cannot be sealed: it has {references[private]} references")
-        if kept is not None:
+        if quantized is not None:
             self._drop(block)
-            block = kept
-        elif (block >= self.num_hot) is not self._compresses:
-            raise ValueError(f"block {block} cannot be sealed: no cold block was written with it")
+            block = quantized
+        elif (block >= self.num_writable) is not self._compresses:
+            raise ValueError(f"block {block} cannot be sealed: no quantized block was written with it")
         known = self._index.hold(block, key)
         if known != block:
             self.share([known])
@@ -285,7 +287,7 @@ class BlockAllocator:
                 if pinned:
                     self._pin(block, session, now, keep)
                 else:
-                    (self._hot if block < self.num_hot else self._cold).put_cached(block)
+                    (self._writable if block < self.num_writable else self._quantized).put_cached(block)
 
     def expire(self, now: float) -> None:
         """Takes the pins from sessions whose time is over."""
@@ -313,13 +315,15 @@ class BlockAllocator:
     @property
     def receivable(self) -> int:
         """Blocks that may be taken over from another ring without one being lost that is kept for a session."""
-        return max(0, min(self._kept.unpinned, self._kept.pins_left)) if self._pins.ttl > 0 else 0
+        return (
+            max(0, min(self._full_blocks.unpinned, self._full_blocks.pins_left)) if self._pins.ttl > 0 else 0
+        )
 
     def reserve(self, count: int) -> list[int]:
         """`count` blocks, at most `receivable`, to be `adopt`ed or `unreserve`d."""
         blocks = []
         for _ in range(count):
-            block, evicted = self._kept.take_unpinned()
+            block, evicted = self._full_blocks.take_unpinned()
             if evicted:
                 self._evict(block)
             self._references[block] = 1
@@ -339,7 +343,7 @@ class BlockAllocator:
         self._index.put(block, key)
         self._references[block] = 0
         self._wanted.add(block)
-        if self._kept.pin_first(block):
+        if self._full_blocks.pin_first(block):
             self._pins.add_older(block, session, last_used)
         self.room_version += 1
         return True
@@ -357,7 +361,7 @@ class BlockAllocator:
     # --- inside ----------------------------------------------------------------------------------
 
     def _pool(self, block: int) -> BlockPool:
-        return self._hot if block < self.num_hot else self._cold
+        return self._writable if block < self.num_writable else self._quantized
 
     def _drop(self, block: int) -> None:
         """The last reference to what nobody will look for."""
@@ -410,13 +414,13 @@ class BlockAllocator:
     def census(self) -> AllocatorDump:
         """How many blocks are in which state; of their holders, sessions alone."""
         used = [block for block, references in enumerate(self._references) if references]
-        hot = sum(1 for block in used if block < self.num_hot)
+        writable = sum(1 for block in used if block < self.num_writable)
         sessions = [HolderDump("session", *of) for of in self._pins.blocks_by_session().items()]
         (host_slots, host_used), (disk_slots, disk_used) = self._tiers.host_counts, self._tiers.disk_counts
         return AllocatorDump(
             block_size=self.block_size,
-            hot=self._hot.counts(hot),
-            cold=self._cold.counts(len(used) - hot),
+            writable=self._writable.counts(writable),
+            quantized=self._quantized.counts(len(used) - writable),
             private=sum(1 for block in used if block not in self._index),
             shared=sum(1 for block in used if self._references[block] > 1),
             promised=0,
@@ -440,11 +444,15 @@ class BlockAllocator:
         where the caller can name them.
         """
         self._index.check()
-        empty, cached, pinned = (h | c for h, c in zip(self._hot.unused(), self._cold.unused(), strict=True))
+        empty, cached, pinned = (
+            h | c for h, c in zip(self._writable.unused(), self._quantized.unused(), strict=True)
+        )
         self._pins.check(pinned)
         check_regions(self._references, self._index, empty, cached, pinned)
-        hot_kept = self._kept is self._cold and any(block in self._index for block in range(self.num_hot))
-        assert not hot_kept, "a full block is kept as it was written"
+        writable_full = self._full_blocks is self._quantized and any(
+            block in self._index for block in range(self.num_writable)
+        )
+        assert not writable_full, "a full block is kept as it was written"
         self._tiers.check(None if locked is None else dict(Counter(locked) + Counter(self._unlock)))
         if tables is not None:
             check_tables(self._references, tables)

@@ -1,4 +1,5 @@
-"""Blocks of one format (hot or cold): what is handed out next, what is evicted for it, and what the ranks must copy.
+"""Blocks of one format (writable or quantized): what is handed out next, what is evicted for it, and what the ranks
+must copy.
 
 empty     no content worth keeping                handed out first
 cached    full and findable, longest unused first
@@ -12,7 +13,7 @@ Copies (`PendingCopies`) are decided by the leader between two plans, executed b
     3. adoptions     landing slot ──▶ block   what another ring has given (`kv_transfer/exchange.py`)
     4. restores      spill slot ──▶ block     what the step is going to read
     5. state loads   blocks ──▶ state slot    snapshots that sequences begin with
-    6. the forward pass, which in each layer writes hot blocks, compresses those that it fills, and attends
+    6. the forward pass, which in each layer writes writable blocks, compresses those that it fills, and attends
 
 Source of a save is only what earlier plans have written; so the order makes it safe to hand an id or a slot
 out again in the very plan that saves what it held.

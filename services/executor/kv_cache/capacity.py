@@ -2,12 +2,12 @@
 
 Bytes per block, and blocks per budget:
 
-    hot     every sequence's last block, and what one step fills: as many as the batch may need, no more
-    cold    full blocks, compressed: all the rest of the budget
+    writable   every sequence's last block, and what one step fills: as many as the batch may need, no more
+    quantized  full blocks, compressed: all the rest of the budget
 
-Where no layer is compressed all blocks are hot. With `kv_mapped_memory` cold ones lie in a file of that size, and the
-budget has beside what is in memory for them (scales, summaries) a window: the pages of a sequence that two layers read,
-the one that is computed and the one that is read ahead.
+Where no layer is compressed all blocks are writable. With `kv_mapped_memory` quantized ones lie in a file of that size,
+and the budget has beside what is in memory for them (scales, summaries) a window: the pages of a sequence that two
+layers read, the one that is computed and the one that is read ahead.
 
 Of a GPU's memory the KV cache may take what is free once the weights are there, less what steps need.
 
@@ -136,7 +136,7 @@ DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
 _KV_MEMORY, _CONTEXT = "RYZANSTEIN_KV_MEMORY (--kv-memory)", "RYZANSTEIN_CONTEXT_LENGTH (--context-length)"
 _MAPPED = "RYZANSTEIN_KV_MAPPED_MEMORY (--kv-mapped-memory)"
-SPARE_HOT_BLOCKS = 8
+SPARE_WRITABLE_BLOCKS = 8
 SNAPSHOT_SLOTS = 8
 """Slots beside those of running sequences, for snapshots that one step makes and the next one moves to blocks."""
 LEAST_SLOTS = 2
@@ -161,10 +161,10 @@ MOST_COPIES_PER_STEP = 256
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of a store: ids [0, hot) and [hot, hot + cold); and slots for recurrent state."""
+    """Blocks of a store: ids [0, writable) and [writable, writable + quantized); and slots for recurrent state."""
 
-    hot: int
-    cold: int
+    writable: int
+    quantized: int
     slots: int = 0
     draft_slots: int = 0
     """Further ones, for the states behind drafts."""
@@ -174,12 +174,12 @@ class BlockCounts(NamedTuple):
         return self.slots + self.draft_slots
 
 
-def hot_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> int:
-    """Hot blocks that a step may need at most where full ones are compressed.
+def writable_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> int:
+    """Writable blocks that a step may need at most where full ones are compressed.
 
     Each sequence writes to a last block and may begin another; the chunks of prompts fill the others.
     """
-    return 2 * max_sequences + -(-max_batch_tokens // block_size) + SPARE_HOT_BLOCKS
+    return 2 * max_sequences + -(-max_batch_tokens // block_size) + SPARE_WRITABLE_BLOCKS
 
 
 def plan_blocks(
@@ -190,13 +190,17 @@ def plan_blocks(
     cap: int | None = None,
     slots: int = 0,
 ) -> BlockCounts:
-    """What fits in `budget_bytes` beside `slots`; `reserve` as in `hot_reserve`, the rest as in `plan_num_blocks`."""
+    """What fits in `budget_bytes` beside `slots`; `reserve` as in `writable_reserve`, the rest as in
+    `plan_num_blocks`."""
     if not shape.moves_full_blocks:
         size = shape.bytes_per_block
         return BlockCounts(plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap), 0)
-    size, reserved = shape.bytes_per_cold_block, slots * shape.slot_bytes + reserve * shape.bytes_per_block
-    cold = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
-    return BlockCounts(reserve, cold, slots)
+    size, reserved = (
+        shape.bytes_per_quantized_block,
+        slots * shape.slot_bytes + reserve * shape.bytes_per_block,
+    )
+    quantized = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
+    return BlockCounts(reserve, quantized, slots)
 
 
 def plan_mapped_blocks(
@@ -205,23 +209,23 @@ def plan_mapped_blocks(
     """Blocks of a file of `mapped_bytes`, `MOST_BLOCKS` at most, of which `budget_bytes` of memory hold what does not
     lie there; the rest as in `plan_blocks`. Pure."""
     per_sequence = -(-context_length // shape.block_size)
-    cold = min(mapped_bytes // shape.bytes_per_mapped_block, MOST_BLOCKS)
-    if cold < per_sequence:
+    quantized = min(mapped_bytes // shape.bytes_per_mapped_block, MOST_BLOCKS)
+    if quantized < per_sequence:
         raise ConfigurationError(
             f"{_MAPPED} is {mapped_bytes} bytes, and one sequence of {context_length} tokens takes "
             f"{per_sequence * shape.bytes_per_mapped_block}; set it to that or more, or lower {_CONTEXT}."
         )
     held = slots * shape.slot_bytes + reserve * shape.bytes_per_block
-    held += cold * (shape.bytes_per_cold_block - shape.bytes_per_mapped_block)
+    held += quantized * (shape.bytes_per_quantized_block - shape.bytes_per_mapped_block)
     window = mapped_window(shape, context_length)
     if held + window > budget_bytes:
         raise ConfigurationError(
-            f"The KV cache budget of {budget_bytes} bytes of memory is too small for {cold} KV blocks in a file: they "
-            f"need {held} bytes for what is written and for scales, summaries and slots, and {window} for the layer "
-            f"that is computed and the one that is read meanwhile; set {_KV_MEMORY} to {held + window} bytes or more, "
-            f"or lower {_MAPPED} or {_CONTEXT}."
+            f"The KV cache budget of {budget_bytes} bytes of memory is too small for {quantized} KV blocks in a file: "
+            f"they need {held} bytes for what is written and for scales, summaries and slots, and {window} for the "
+            f"layer that is computed and the one that is read meanwhile; set {_KV_MEMORY} to {held + window} bytes or "
+            f"more, or lower {_MAPPED} or {_CONTEXT}."
         )
-    return BlockCounts(reserve, cold, slots)
+    return BlockCounts(reserve, quantized, slots)
 
 
 def mapped_window(shape: StoreShape, context_length: int) -> int:
@@ -290,12 +294,12 @@ def plan_num_blocks(
 
 
 def most_useful(shape: StoreShape, reserve: int) -> int:
-    """Bytes of a cache of as many blocks as can be counted; `reserve` as in `hot_reserve`. Pure."""
+    """Bytes of a cache of as many blocks as can be counted; `reserve` as in `writable_reserve`. Pure."""
     lines = max(pages.rows for pages in shape.pages) * shape.block_size
     blocks = min(MOST_BLOCKS, MOST_LINES // lines)
     if not shape.moves_full_blocks:
         return blocks * shape.bytes_per_block
-    return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block
+    return blocks * shape.bytes_per_quantized_block + reserve * shape.bytes_per_block
 
 
 def default_budget(
@@ -378,7 +382,7 @@ def plan_store(
     ):
         shape = store_shape(settings, PREFERRED.name, states, dtype, of_draft)
         blocks = _agreed(shape, context, settings, device, collectives, widths)
-        if blocks.hot:
+        if blocks.writable:
             return shape, blocks
     shape = plain
     if settings.kv_dtype != "auto":
@@ -502,7 +506,7 @@ def _my_blocks(
     weights: int = 0,
 ) -> BlockCounts:
     """`weights`: bytes of those that are not there yet."""
-    reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
+    reserve = writable_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
     if settings.kv_memory:
         return _blocks_and_slots(shape, context, settings, settings.kv_memory, reserve)
     # Ranks and groups of one host share its memory; each GPU has its own.
@@ -552,11 +556,11 @@ def _sequence_bytes(shape: StoreShape, context: int, reserve: int) -> int:
     """Memory of the blocks that a store of one sequence of `context` tokens has."""
     blocks = -(-context // shape.block_size)
     if shape.is_mapped:
-        held = shape.bytes_per_cold_block - shape.bytes_per_mapped_block
+        held = shape.bytes_per_quantized_block - shape.bytes_per_mapped_block
         return blocks * held + reserve * shape.bytes_per_block + mapped_window(shape, context)
     if not shape.moves_full_blocks:
         return blocks * shape.bytes_per_block
-    return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block
+    return blocks * shape.bytes_per_quantized_block + reserve * shape.bytes_per_block
 
 
 def _step_needs(settings: ExecutorSettings, widths: StepWidths, dtype: torch.dtype) -> int:

@@ -1,12 +1,13 @@
 """One rank's share of the KV cache: what its layers keep of every token, under the ring's block ids.
 
-    ids     [0, num_hot)                     hot: as the model computes them, can be written to
-            [num_hot, num_hot + num_cold)    cold: full, compressed after their layer's codec; and snapshots of slots
-    hot     of page layers that are alike [layers, num_hot, parts, heads, lines, width]
-                                                     └─ block             └─ of one head: block_size, of each token one
-    cold    codes  of those that share a codec too [layers, num_cold, parts, heads, lines, width]
-            scales [layers, num_cold, parts, heads] float32              value = code * scale
-    slot    block id * block_size + offset in the block
+    ids        [0, num_writable)          writable: as the model computes them, can be written to
+               the num_quantized behind   quantized: full, by their layer's codec, as they are where it has none; and
+                                          snapshots of slots
+    writable   of page layers that are alike [layers, num_writable, parts, heads, lines, width]
+                                                      └─ block             └─ of one head: block_size, of each token one
+    quantized  codes  of those that share a codec too [layers, num_quantized, parts, heads, lines, width]
+               scales [layers, num_quantized, parts, heads] float32        value = code * scale
+    slot       block id * block_size + offset in the block
 
 A page layer is what one layer of the model keeps for every token (`core/layer_state.py`): mostly keys and values, two
 parts. A block of a page layer is one contiguous run of bytes; so are the tokens of one head in it, which is what
@@ -32,8 +33,8 @@ from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.store_shape import StoreShape, state_bytes
 
 
-class ColdBlocks:
-    """Cold blocks of some page layers of a store, alike in shape. Its tensors never move."""
+class QuantizedBlocks:
+    """Quantized blocks of some page layers of a store, alike in shape. Its tensors never move."""
 
     def __init__(
         self,
@@ -41,14 +42,14 @@ class ColdBlocks:
         pages: Pages,
         shape: StoreShape,
         codec: Codec | None,
-        num_cold: int,
+        num_quantized: int,
         device: torch.device,
         files: MappedFiles | None = None,
     ) -> None:
         """`files`: where the codes of keys and values lie; None: in memory."""
         self.layers = tuple(layers)
         self.codec = codec
-        rows = (len(layers), num_cold, pages.parts, pages.heads)
+        rows = (len(layers), num_quantized, pages.parts, pages.heads)
         dtype = shape.dtype if codec is None else codec.dtype
         size = (*rows, pages.lines(shape.block_size), pages.width)
         self.is_mapped = files is not None and not pages.summary and 0 not in size
@@ -56,7 +57,7 @@ class ColdBlocks:
         self.codes = zeros(size, dtype, device) if mapped is None else mapped.zeros(size, dtype)
         self.scales = None if codec is None else zeros(rows, torch.float32, device)
 
-    def part(self, first: int, count: int) -> "ColdBlocks | None":
+    def part(self, first: int, count: int) -> "QuantizedBlocks | None":
         """Those of the store's page layers [first, first + count), counted from `first`, in the same memory; None:
         there are none here."""
         own = _places(self.layers, first, count)
@@ -117,24 +118,33 @@ class _Layers(NamedTuple):
 
     layers: tuple[int, ...]
     pages: Pages
-    hot: Tensor
+    writable: Tensor
     rows: Tensor
     """int64 [parts, 1, heads, 1]: the row of each head and part in a block."""
 
     @classmethod
     def make(
-        cls, layers: Sequence[int], pages: Pages, shape: StoreShape, num_hot: int, device: torch.device
+        cls, layers: Sequence[int], pages: Pages, shape: StoreShape, num_writable: int, device: torch.device
     ) -> "_Layers":
-        size = (len(layers), num_hot, pages.parts, pages.heads, pages.lines(shape.block_size), pages.width)
+        size = (
+            len(layers),
+            num_writable,
+            pages.parts,
+            pages.heads,
+            pages.lines(shape.block_size),
+            pages.width,
+        )
         rows = torch.arange(pages.rows, dtype=torch.int64, device=device).view(pages.parts, 1, pages.heads, 1)
         return cls(tuple(layers), pages, zeros(size, shape.dtype, device), rows)
 
     def part(self, first: int, count: int) -> "_Layers | None":
-        """As `ColdBlocks.part`."""
+        """As `QuantizedBlocks.part`."""
         own = _places(self.layers, first, count)
         if own is None:
             return None
-        return self._replace(layers=tuple(layer - first for layer in self.layers[own]), hot=self.hot[own])
+        return self._replace(
+            layers=tuple(layer - first for layer in self.layers[own]), writable=self.writable[own]
+        )
 
 
 def _places(layers: Sequence[int], first: int, count: int) -> slice | None:
@@ -149,24 +159,30 @@ class KvStore:
     def __init__(
         self,
         shape: StoreShape,
-        num_hot: int,
+        num_writable: int,
         device: torch.device,
-        num_cold: int = 0,
+        num_quantized: int = 0,
         num_slots: int = 0,
-        held: "tuple[list[_Layers], list[ColdBlocks]] | None" = None,
+        held: "tuple[list[_Layers], list[QuantizedBlocks]] | None" = None,
         files: MappedFiles | None = None,
     ):
         """`held`: another store's tensors, for `part`. `files`: where full blocks lie, on a CPU; None: in memory.
         Raises `ConfigurationError` where there is no room for them."""
         self.shape = shape
         self._files = files
-        self.num_hot = num_hot
-        self.num_cold = num_cold
+        self.num_writable = num_writable
+        self.num_quantized = num_quantized
         self.device = device
-        self._groups, self._cold = held or self._made()
-        self._hot = {layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)}
+        self._groups, self._quantized = held or self._made()
+        self._writable = {
+            layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)
+        }
         """Of each page layer those that are like it, and which of them it is."""
-        self._places = {layer: (cold, at) for cold in self._cold for at, layer in enumerate(cold.layers)}
+        self._places = {
+            layer: (quantized, at)
+            for quantized in self._quantized
+            for at, layer in enumerate(quantized.layers)
+        }
         self.states = StateStore(shape, num_slots, device) if shape.slot and held is None else None
         """The sequences' recurrent state; None where the model keeps none."""
         self.blocks_per_snapshot = shape.blocks_per_snapshot if shape.slot else 0
@@ -175,24 +191,26 @@ class KvStore:
         self.compressor: Callable[[NDArray[np.int32]], None] | None = None
         """Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does."""
 
-    def _made(self) -> tuple[list[_Layers], list[ColdBlocks]]:
-        groups, cold, shape = [], [], self.shape
+    def _made(self) -> tuple[list[_Layers], list[QuantizedBlocks]]:
+        groups, quantized, shape = [], [], self.shape
         for pages in dict.fromkeys(shape.pages):
             layers = [layer for layer, other in enumerate(shape.pages) if other == pages]
-            groups.append(_Layers.make(layers, pages, shape, self.num_hot, self.device))
+            groups.append(_Layers.make(layers, pages, shape, self.num_writable, self.device))
             codecs = {layer: shape.codec(layer) for layer in layers}
             for codec in dict.fromkeys(codecs.values()):
                 alike = [layer for layer in layers if codecs[layer] is codec]
-                cold.append(ColdBlocks(alike, pages, shape, codec, self.num_cold, self.device, self._files))
-        return groups, cold
+                quantized.append(
+                    QuantizedBlocks(alike, pages, shape, codec, self.num_quantized, self.device, self._files)
+                )
+        return groups, quantized
 
     def part(self, first: int, count: int, *, slots: bool = False) -> "KvStore":
         """The page layers [first, first + count) as a store in the same memory, for one of the models that share
         blocks. `slots`: with those of recurrent state."""
         groups = [own for group in self._groups if (own := group.part(first, count)) is not None]
-        cold = [part for blocks in self._cold if (part := blocks.part(first, count)) is not None]
+        quantized = [part for blocks in self._quantized if (part := blocks.part(first, count)) is not None]
         shape = self.shape.part(first, count, slots=slots)
-        store = KvStore(shape, self.num_hot, self.device, self.num_cold, held=(groups, cold))
+        store = KvStore(shape, self.num_writable, self.device, self.num_quantized, held=(groups, quantized))
         if slots:
             store.states, store.blocks_per_snapshot = self.states, self.blocks_per_snapshot
         return store
@@ -203,46 +221,46 @@ class KvStore:
 
     @property
     def num_blocks(self) -> int:
-        return self.num_hot + self.num_cold
+        return self.num_writable + self.num_quantized
 
     @property
     def nbytes(self) -> int:
         """Bytes of address space without what is mapped; on a CPU, memory is taken only as blocks are first
         written."""
-        hot = sum(group.hot.nbytes for group in self._groups)
+        writable = sum(group.writable.nbytes for group in self._groups)
         slots = 0 if self.states is None else self.states.nbytes
-        return hot + sum(cold.nbytes for cold in self._cold) + slots
+        return writable + sum(quantized.nbytes for quantized in self._quantized) + slots
 
     # --- what kernels read -----------------------------------------------------------------------
 
-    def hot(self, layer: int) -> Tensor:
-        """Model dtype [num_hot, parts, heads, lines, width], contiguous, at one address for ever."""
-        group, at = self._hot[layer]
-        return group.hot[at]
+    def writable(self, layer: int) -> Tensor:
+        """Model dtype [num_writable, parts, heads, lines, width], contiguous, at one address for ever."""
+        group, at = self._writable[layer]
+        return group.writable[at]
 
-    def hot_layers(self) -> Tensor:
-        """`hot` of all layers of a uniform store but summaries: [layers, num_hot, 2, kv_heads, block_size,
+    def writable_layers(self) -> Tensor:
+        """`writable` of all layers of a uniform store but summaries: [layers, num_writable, 2, kv_heads, block_size,
         head_dim]."""
         (group,) = (group for group in self._groups if not group.pages.summary)
-        return group.hot
+        return group.writable
 
-    def cold_layers(self) -> list[ColdBlocks]:
-        """The cold blocks, of the layers that share a codec each."""
-        return self._cold
+    def quantized_layers(self) -> list[QuantizedBlocks]:
+        """The quantized blocks, of the layers that share a codec each."""
+        return self._quantized
 
     def codec(self, layer: int) -> Codec | None:
-        """How `layer` compresses its cold blocks; None: it keeps them as they are."""
+        """How `layer` compresses its quantized blocks; None: it keeps them as they are."""
         return self.shape.codec(layer)
 
     def codes(self, layer: int) -> Tensor:
-        """The codec's dtype (without one: model dtype) [num_cold, parts, heads, lines, width], as `hot`."""
-        cold, position = self._places[layer]
-        return cold.codes[position]
+        """The codec's dtype (without one: model dtype) [num_quantized, parts, heads, lines, width], as `writable`."""
+        quantized, position = self._places[layer]
+        return quantized.codes[position]
 
     def scales(self, layer: int) -> Tensor | None:
-        """float32 [num_cold, parts, heads], as `hot`: value = code * scale. None without a codec."""
-        cold, position = self._places[layer]
-        return None if cold.scales is None else cold.scales[position]
+        """float32 [num_quantized, parts, heads], as `writable`: value = code * scale. None without a codec."""
+        quantized, position = self._places[layer]
+        return None if quantized.scales is None else quantized.scales[position]
 
     def is_mapped(self, layer: int) -> bool:
         """Whether `codes` are in a file, and come to memory as they are read."""
@@ -252,12 +270,12 @@ class KvStore:
 
     def write(self, layer: int, slots: Tensor, *parts: Tensor) -> None:
         """Stores `parts` of `layer` (keys and values, or its one line), [T, heads, width] each or narrower, at `slots`
-        int64 [T] of hot blocks: of a line that is made of several tokens, that of the last.
+        int64 [T] of writable blocks: of a line that is made of several tokens, that of the last.
 
-        Raises IndexError (on a GPU: fails an assertion there) for a slot of a block that is not hot.
+        Raises IndexError (on a GPU: fails an assertion there) for a slot of a block that is not writable.
         """
         size = self.shape.block_size
-        group, at = self._hot[layer]
+        group, at = self._writable[layer]
         width = group.pages.width
         lines = [
             part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts
@@ -267,25 +285,29 @@ class KvStore:
         if group.pages.tokens > 1:
             within = (within * group.pages.lines(size)).div(size, rounding_mode="floor")
         rows = lines[0] if len(lines) == 1 else torch.cat(lines, dim=1)
-        group.hot[at].flatten(1, 2)[blocks, :, within] = rows
+        group.writable[at].flatten(1, 2)[blocks, :, within] = rows
 
-    def compress_layer(self, layer: int, hot: Tensor, cold: Tensor) -> None:
-        """Copies the blocks `hot` to the blocks `cold`, int64 [C] each, in one layer, after its codec.
+    def compress_layer(self, layer: int, writable: Tensor, quantized: Tensor) -> None:
+        """Copies the blocks `writable` to the blocks `quantized`, int64 [C] each, in one layer, after its codec.
 
         Raises IndexError (on a GPU: fails an assertion there) for an id that is none.
         """
         compressed, position = self._places[layer]
-        compressed.put(self.hot(layer).index_select(0, hot).unsqueeze(0), cold - self.num_hot, position)
+        compressed.put(
+            self.writable(layer).index_select(0, writable).unsqueeze(0),
+            quantized - self.num_writable,
+            position,
+        )
 
     def gather(self, layer: int, blocks: Tensor, sequences: int) -> Tensor:
-        """Keys and values (or the one line) of `blocks`, hot or cold: an int64 [sequences * B] of block
+        """Keys and values (or the one line) of `blocks`, writable or quantized: an int64 [sequences * B] of block
         tables padded to B blocks.
 
         Returns a view [parts, sequences, heads, B * lines, width], model dtype, of a buffer that the next call
         overwrites. Raises IndexError (on a GPU: fails an assertion there) for an id that
         is none.
         """
-        _, pages, _, part_rows = self._hot[layer][0]
+        _, pages, _, part_rows = self._writable[layer][0]
         tables = blocks.view(1, sequences, 1, -1)
         rows = (tables * pages.rows + part_rows).flatten()
         out = self._buffer(rows.shape[0], pages.lines(self.shape.block_size) * pages.width)
@@ -293,9 +315,9 @@ class KvStore:
         return out.view(pages.parts, sequences, pages.heads, -1, pages.width)
 
     def compress(self, pairs: ArrayLike) -> None:
-        """As `compress_layer`, in all layers. The hot ones stay as they are.
+        """As `compress_layer`, in all layers. The writable ones stay as they are.
 
-        `pairs`: integers [C, 2], (hot id, cold id) each. Raises ValueError for ids that are not.
+        `pairs`: integers [C, 2], (writable id, quantized id) each. Raises ValueError for ids that are not.
         """
         blocks = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         self.check_pairs(blocks)
@@ -304,9 +326,9 @@ class KvStore:
             return
         per_block = self.shape.values_per_block * torch.float32.itemsize
         for start in range(0, len(blocks), count := max(1, _COMPRESS_BYTES // per_block)):
-            hot, cold = torch.from_numpy(blocks[start : start + count].T.copy()).to(self.device)
-            for layers in self._cold:
-                layers.put(self._hot_of(layers.layers, hot), cold - self.num_hot)
+            writable, quantized = torch.from_numpy(blocks[start : start + count].T.copy()).to(self.device)
+            for layers in self._quantized:
+                layers.put(self._writable_of(layers.layers, writable), quantized - self.num_writable)
 
     # --- spilling --------------------------------------------------------------------------------
 
@@ -317,7 +339,7 @@ class KvStore:
     def save(self, block: int) -> bytes:
         """`block` in all layers, codes and scales as they are. Raises ValueError when there is no such block.
 
-        The bytes mean something only to a store of the same shape, for a block that is hot or cold alike.
+        The bytes mean something only to a store of the same shape, for a block that is writable or quantized alike.
         """
         return b"".join(_raw(part.contiguous()).cpu().numpy().tobytes() for part in self._parts(block))
 
@@ -333,8 +355,8 @@ class KvStore:
             start += part.nbytes
 
     def pack(self, blocks: Tensor) -> Tensor:
-        """Blocks in their last format, `blocks` int64 [n] on the store's device (cold ones where there are any), as
-        `save` has them: uint8 [n, bytes of each]. Does not wait for the device."""
+        """Blocks in their last format, `blocks` int64 [n] on the store's device (quantized ones where there are any),
+        as `save` has them: uint8 [n, bytes of each]. Does not wait for the device."""
         rows = [
             whole.index_select(1, blocks - self.first_whole).transpose(0, 1).flatten(1)
             for whole in self._wholes()
@@ -388,7 +410,7 @@ class KvStore:
     @property
     def first_whole(self) -> int:
         """The first id of the blocks that have their last format."""
-        return self.num_hot if self.num_cold else 0
+        return self.num_writable if self.num_quantized else 0
 
     def _wholes(self) -> list[Tensor]:
         """All bytes of these blocks, in the order in which a block is saved: each [layers, blocks, parts, ...]."""
@@ -396,49 +418,55 @@ class KvStore:
 
     def _layers_of_wholes(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """The same, with the page layers of each."""
-        if not self.num_cold:
-            return [(group.layers, _raw(group.hot)) for group in self._groups]
-        return [(cold.layers, _raw(whole)) for cold in self._cold for whole in cold.wholes()]
+        if not self.num_quantized:
+            return [(group.layers, _raw(group.writable)) for group in self._groups]
+        return [
+            (quantized.layers, _raw(whole)) for quantized in self._quantized for whole in quantized.wholes()
+        ]
 
     def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
         """Fills `out` [n, lines * width] with `rows` int64 [n]: (block * parts + part) * heads + head."""
-        hot = self.hot(layer).view(-1, out.shape[1])
-        at_hot = (rows < hot.shape[0]).nonzero().squeeze(1) if self.num_cold else rows
-        if at_hot.shape[0] == rows.shape[0]:
-            torch.index_select(hot, 0, rows, out=out)
+        writable = self.writable(layer).view(-1, out.shape[1])
+        at_writable = (rows < writable.shape[0]).nonzero().squeeze(1) if self.num_quantized else rows
+        if at_writable.shape[0] == rows.shape[0]:
+            torch.index_select(writable, 0, rows, out=out)
             return
-        # Most of a long context is cold: what is not is written over some row that was decoded in its place.
-        cold, position = self._places[layer]
-        cold.read(position, (rows - hot.shape[0]).clamp_min_(0), out)
-        out.index_copy_(0, at_hot, hot.index_select(0, rows.index_select(0, at_hot)))
+        # Most of a long context is quantized: what is not is written over some row that was decoded in its place.
+        quantized, position = self._places[layer]
+        quantized.read(position, (rows - writable.shape[0]).clamp_min_(0), out)
+        out.index_copy_(0, at_writable, writable.index_select(0, rows.index_select(0, at_writable)))
 
-    def _hot_of(self, layers: tuple[int, ...], blocks: Tensor) -> Tensor:
-        """A copy of hot `blocks` int64 [n] of `layers`, which are alike: [layers, n, parts, heads, lines,
+    def _writable_of(self, layers: tuple[int, ...], blocks: Tensor) -> Tensor:
+        """A copy of writable `blocks` int64 [n] of `layers`, which are alike: [layers, n, parts, heads, lines,
         width]."""
-        hot = self._hot[layers[0]][0].hot
-        first = torch.tensor([self._hot[layer][1] for layer in layers], device=self.device).unsqueeze(1)
-        chosen = hot.flatten(0, 1).index_select(0, (first * self.num_hot + blocks).flatten())
-        return chosen.view(len(layers), -1, *hot.shape[2:])
+        writable = self._writable[layers[0]][0].writable
+        first = torch.tensor([self._writable[layer][1] for layer in layers], device=self.device).unsqueeze(1)
+        chosen = writable.flatten(0, 1).index_select(0, (first * self.num_writable + blocks).flatten())
+        return chosen.view(len(layers), -1, *writable.shape[2:])
 
     def _parts(self, block: int) -> list[Tensor]:
         """Views of all that `block` consists of."""
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"there is no KV block {block}: there are {self.num_blocks}")
-        if block < self.num_hot:
-            return [group.hot[:, block] for group in self._groups]
-        return [part for cold in self._cold for part in cold.parts(block - self.num_hot)]
+        if block < self.num_writable:
+            return [group.writable[:, block] for group in self._groups]
+        return [part for quantized in self._quantized for part in quantized.parts(block - self.num_writable)]
 
     def check_pairs(self, pairs: NDArray[np.integer[Any]]) -> None:
-        """Raises ValueError unless `pairs` [C, 2] are each of a hot and a cold block, no cold one twice."""
-        hot, cold = pairs[:, 0], pairs[:, 1]
-        if ((hot < 0) | (hot >= self.num_hot)).any():
-            raise ValueError(f"of the blocks {hot.tolist()} not all are hot: there are {self.num_hot}")
-        if ((cold < self.num_hot) | (cold >= self.num_blocks)).any():
+        """Raises ValueError unless `pairs` [C, 2] are each of a writable and a quantized block, no quantized one
+        twice."""
+        writable, quantized = pairs[:, 0], pairs[:, 1]
+        if ((writable < 0) | (writable >= self.num_writable)).any():
             raise ValueError(
-                f"of the blocks {cold.tolist()} not all are cold: those are {self.num_hot} to {self.num_blocks - 1}"
+                f"of the blocks {writable.tolist()} not all are writable: there are {self.num_writable}"
             )
-        if len(np.unique(cold)) != len(cold):
-            raise ValueError(f"of the cold blocks {cold.tolist()} some are written twice")
+        if ((quantized < self.num_writable) | (quantized >= self.num_blocks)).any():
+            raise ValueError(
+                f"of the blocks {quantized.tolist()} not all are quantized: those are {self.num_writable} to "
+                f"{self.num_blocks - 1}"
+            )
+        if len(np.unique(quantized)) != len(quantized):
+            raise ValueError(f"of the quantized blocks {quantized.tolist()} some are written twice")
 
     def _buffer(self, rows: int, width: int) -> Tensor:
         # Kept between calls: fresh pages from the system for each gather cost more than the gather.

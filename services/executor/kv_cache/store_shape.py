@@ -1,7 +1,7 @@
 """What one rank's KV store holds of a block and of a slot: the sizes of all that follows from the model and settings.
 
-    block   of each page layer [parts, heads, lines, width]         hot: in the model's dtype; cold: after its codec
-    slot    of each layer with recurrent state its tensors          float32 or the model's dtype
+    block   of each page layer [parts, heads, lines, width]     writable: the model's dtype; quantized: after its codec
+    slot    of each layer with recurrent state its tensors      float32 or the model's dtype
 
 Snapshots of slots are kept in full blocks, as many as their bytes take.
 """
@@ -28,7 +28,7 @@ class StoreShape:
     pages: tuple[Pages, ...]
     """Of each page layer."""
     codecs: tuple[Codec | None, ...] = ()
-    """How each page layer compresses its cold blocks, None: not; empty: none does."""
+    """How each page layer compresses its quantized blocks, None: not; empty: none does."""
     slot: tuple[tuple[StateTensor, ...], ...] = ()
     """What a sequence's slot holds, layer by layer; empty: the model keeps no recurrent state."""
     choosing: tuple[int, ...] = ()
@@ -121,9 +121,9 @@ class StoreShape:
 
     @property
     def moves_full_blocks(self) -> bool:
-        """Whether full blocks are copied to ids of their own (cold): compressed, or, as they are, to a mapped file or
-        because snapshots of slots lie among them, whose bytes must never be read as keys and values of a block that is
-        partly written."""
+        """Whether full blocks are copied to ids of their own (quantized): compressed, or, as they are, to a mapped file
+        or because snapshots of slots lie among them, whose bytes must never be read as keys and values of a block that
+        is partly written."""
         return self.compresses or self.slot_bytes > 0 or self.is_mapped
 
     def codec(self, layer: int) -> Codec | None:
@@ -156,13 +156,13 @@ class StoreShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one hot block over all layers."""
+        """Bytes of one writable block over all layers."""
         return self.values_per_block * self.dtype.itemsize
 
     @property
-    def bytes_per_cold_block(self) -> int:
-        """Bytes of one cold block over all layers, scales included."""
-        return sum(self.cold_bytes(page) for page in range(self.num_layers))
+    def bytes_per_quantized_block(self) -> int:
+        """Bytes of one quantized block over all layers, scales included."""
+        return sum(self.quantized_bytes(page) for page in range(self.num_layers))
 
     @property
     def bytes_per_mapped_block(self) -> int:
@@ -172,15 +172,15 @@ class StoreShape:
     @property
     def bytes_per_spilled_block(self) -> int:
         """Bytes of a full block over all layers in its last format, in which it is spilled."""
-        return self.bytes_per_cold_block if self.moves_full_blocks else self.bytes_per_block
+        return self.bytes_per_quantized_block if self.moves_full_blocks else self.bytes_per_block
 
     @property
     def blocks_per_snapshot(self) -> int:
         """Full blocks that the bytes of a slot take; other ranks may need more."""
         return -(-self.slot_bytes // self.bytes_per_spilled_block)
 
-    def cold_bytes(self, page: int) -> int:
-        """Bytes of one cold block in page layer `page`, scales included."""
+    def quantized_bytes(self, page: int) -> int:
+        """Bytes of one quantized block in page layer `page`, scales included."""
         pages, codec = self.pages[page], self.codec(page)
         values = pages.values_per_block(self.block_size)
         if codec is None:

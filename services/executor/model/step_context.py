@@ -321,7 +321,7 @@ class StepContext:
 
     @cached_property
     def compressions(self) -> tuple[Tensor, Tensor] | None:
-        """(hot, cold) int64 [C] each: the blocks that the step fills; a backend has them its own way."""
+        """(writable, quantized) int64 [C] each: the blocks that the step fills; a backend has them its own way."""
         pairs = as_int32(self._plan.compressions).reshape(-1, 2)
         return (self.to_device(pairs[:, 0]), self.to_device(pairs[:, 1])) if len(pairs) else None
 
@@ -333,7 +333,9 @@ class StepContext:
             return self.compressions
         size = self.store.block_size
         last = self.positions_on_host % size == size - 1
-        blocks = self.to_device(self._slots[last] // size if not self.store.num_cold else self._slots[:0])
+        blocks = self.to_device(
+            self._slots[last] // size if not self.store.num_quantized else self._slots[:0]
+        )
         return blocks, blocks
 
     def choice_of(self, sequence: int) -> SparsePattern:

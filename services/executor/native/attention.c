@@ -78,12 +78,12 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
         int here = size - offset < count - key ? size - offset : count - key;
         long head = which * shape->kv_heads + part->kv_head;
         float scale = 1.0f;
-        if (block < cache->num_hot) {
-            const bf16 *at = cache->hot + ((block * planes + head) * size + offset) * d;
+        if (block < cache->num_writable) {
+            const bf16 *at = cache->writable + ((block * planes + head) * size + offset) * d;
             for (int i = 0; i < here; i++)
                 rows[key + i] = at + (long)i * d;
         } else {
-            long plane = (block - cache->num_hot) * planes + head;
+            long plane = (block - cache->num_writable) * planes + head;
             long at = (plane * size + offset) * d;
             if (cache->codec != RZ_CODEC_NONE)
                 scale = cache->scales[plane] * codec_unit(cache->codec);
@@ -144,10 +144,10 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     const int32_t *table = part->table + first / size;
     for (int key = first - first % size; key < last; key += size, table++) {
         long block = *table, value_bytes = sizeof(bf16);
-        const int compressed = block >= cache->num_hot && cache->codec != RZ_CODEC_NONE;
-        const char *base = (const char *)cache->hot;
-        if (block >= cache->num_hot) {
-            block -= cache->num_hot;
+        const int compressed = block >= cache->num_writable && cache->codec != RZ_CODEC_NONE;
+        const char *base = (const char *)cache->writable;
+        if (block >= cache->num_writable) {
+            block -= cache->num_writable;
             base = cache->codes;
             value_bytes = cache->codec == RZ_CODEC_NONE ? 2 : 1;
             ahead->bytes = values * value_bytes;
@@ -354,9 +354,9 @@ static int find_codes(const rz_attention_shape *shape, const rz_cache *cache, co
         lines[which].largest = lines[which].nothing = 0.0f;
     for (int key = 0; key < KEYS; table++, offset = 0) {
         const int here = size - offset < KEYS - key ? size - offset : KEYS - key;
-        if (*table < cache->num_hot)
+        if (*table < cache->num_writable)
             return 0;
-        long plane = (*table - cache->num_hot) * planes + part->kv_head;
+        long plane = (*table - cache->num_writable) * planes + part->kv_head;
         for (int which = 0; which < shape->lines; which++, plane += shape->kv_heads)
             place_lines(&lines[which], key, here, (const int8_t *)cache->codes + (plane * size + offset) * d, d,
                         cache->scales[plane], (int8_t *)scratch->decoded[which]);

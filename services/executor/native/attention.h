@@ -8,9 +8,9 @@
  * Rounds begin at multiples of 64 keys and parts at multiples of SPLIT_KEYS, whatever else is computed: what a row
  * comes to does not depend on its neighbours, nor on whether it is decoded or part of a prompt.
  *
- * Keys and values are read block by block, a row's own block as it was written (hot: bf16), earlier ones through
- * the block table as they are kept (cold: compressed, codes and one scale per block and head). In the rounds in which some
- * rows are at home, those of one block are computed after those of another.
+ * Keys and values are read block by block, a row's own block as it was written (writable: bf16), earlier ones through
+ * the block table as they are kept (quantized: codes and one scale per block and head). In the rounds in which some rows
+ * are at home, those of one block are computed after those of another.
  *
  * A round of int8 codes alone, as nearly all are in a long context, multiplies them as they are kept (digits.h): queries
  * and a round's weights become numbers of 14 bits, sums of products are integers, and scales are applied to these. A
@@ -36,10 +36,10 @@ enum {
 /* One layer's keys and values of this rank. Tensors are contiguous. `lines`: 2, keys and values, both as wide as keys
  * are; or 1, which is both: its first values are the value. */
 typedef struct {
-    bf16 *hot;           /* [num_hot, lines, kv_heads, block_size, key_dim] */
-    const void *codes;   /* [num_cold, lines, kv_heads, block_size, key_dim]: bytes, or bf16 without a codec */
-    const float *scales; /* [num_cold, lines, kv_heads]; NULL without a codec */
-    long num_hot;
+    bf16 *writable;      /* [num_writable, lines, kv_heads, block_size, key_dim] */
+    const void *codes;   /* [num_quantized, lines, kv_heads, block_size, key_dim]: bytes, or bf16 without a codec */
+    const float *scales; /* [num_quantized, lines, kv_heads]; NULL without a codec */
+    long num_writable;
     int codec;           /* codec.h */
 } rz_cache;
 

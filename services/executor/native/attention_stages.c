@@ -21,7 +21,7 @@ typedef struct {
 
 rz_cache rz_cache_of(const rz_layer *layer)
 {
-    return (rz_cache){ layer->hot, layer->codes, layer->scales, layer->num_hot, (int)layer->codec };
+    return (rz_cache){ layer->writable, layer->codes, layer->scales, layer->num_writable, (int)layer->codec };
 }
 
 /* Values of a projected row: queries, keys and values, and gates of what is attended where there are any. */
@@ -108,7 +108,7 @@ static bf16 *line_of(const attention *job, long slot, long plane)
 {
     const rz_heads *heads = job->heads;
     const long size = job->decoder->model.block_size, planes = (long)heads->lines * heads->kv_heads;
-    return (bf16 *)job->layer->hot + ((slot / size * planes + plane) * size + slot % size) * heads->key_dim;
+    return (bf16 *)job->layer->writable + ((slot / size * planes + plane) * size + slot % size) * heads->key_dim;
 }
 
 /* One token: its heads are normed and turned, its keys and values go to the cache. */
@@ -151,7 +151,7 @@ static void compress_task(void *argument, long task, long next, int thread)
     const long planes = (long)heads->lines * heads->kv_heads;
     const int32_t *pair = job->decoder->step->compressions + task / planes * 2;
     rz_compress_plane(&job->cache, (long)job->decoder->model.block_size * heads->key_dim, pair[0] * planes + task % planes,
-                      (pair[1] - job->cache.num_hot) * planes + task % planes);
+                      (pair[1] - job->cache.num_writable) * planes + task % planes);
 }
 
 /* The round's part `task`; NULL where it is none, or not computed in this layer. */

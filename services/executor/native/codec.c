@@ -16,11 +16,12 @@ void rz_encode(int codec, const bf16 *values, long count, void *codes, float *sc
         codec_store(codec, (uint8_t *)codes + i, f32_div(f32_load_bf16(values + i), f32_set1(unit)));
 }
 
-void rz_compress_plane(const rz_cache *cache, long count, long hot, long cold)
+void rz_compress_plane(const rz_cache *cache, long count, long writable, long quantized)
 {
-    const bf16 *from = cache->hot + hot * count;
+    const bf16 *from = cache->writable + writable * count;
     if (cache->codec == RZ_CODEC_NONE)
-        memcpy((bf16 *)cache->codes + cold * count, from, (size_t)count * sizeof(bf16));
+        memcpy((bf16 *)cache->codes + quantized * count, from, (size_t)count * sizeof(bf16));
     else
-        rz_encode(cache->codec, from, count, (uint8_t *)cache->codes + cold * count, (float *)cache->scales + cold);
+        rz_encode(cache->codec, from, count, (uint8_t *)cache->codes + quantized * count,
+                  (float *)cache->scales + quantized);
 }

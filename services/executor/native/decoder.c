@@ -332,14 +332,14 @@ static int taps_exist(const rz_model *model, const rz_step *step)
     return within(step->taps, step->num_taps, (long)model->layers + 1);
 }
 
-/* Whether every compression is from a hot block to a cold one. */
+/* Whether every compression is from a writable block to a quantized one. */
 static int pairs_exist(const rz_model *model, const rz_step *step)
 {
     int good = 1;
     for (long i = 0; i < step->num_compressions; i++) {
         const int32_t *pair = step->compressions + i * 2;
-        good &= (uint32_t)pair[0] < (uint32_t)model->num_hot;
-        good &= pair[1] >= model->num_hot && pair[1] < model->num_hot + model->num_cold;
+        good &= (uint32_t)pair[0] < (uint32_t)model->num_writable;
+        good &= pair[1] >= model->num_writable && pair[1] < model->num_writable + model->num_quantized;
     }
     return good;
 }
@@ -389,10 +389,10 @@ static int is_sound(const rz_model *model, const rz_step *step)
         blocks += (step->context_lens[i] + model->block_size - 1) / model->block_size;
     }
     return rows == step->tokens && blocks == step->table_blocks
-        && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
-        && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold) && pairs_exist(model, step)
-        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && taps_exist(model, step)
-        && slots_exist(model, step) && adapters_exist(step) && choices_exist(model, step);
+        && within(step->slots, step->tokens, (long)model->num_writable * model->block_size)
+        && within(step->block_tables, blocks, (long)model->num_writable + model->num_quantized)
+        && pairs_exist(model, step) && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step)
+        && taps_exist(model, step) && slots_exist(model, step) && adapters_exist(step) && choices_exist(model, step);
 }
 
 /* Of the step and of its tail. */

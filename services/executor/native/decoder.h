@@ -165,16 +165,16 @@ typedef struct {
     int32_t window;    /* tokens that are seen back; 0: all */
     float scale;       /* what the residual is multiplied with behind the layer */
     /* the layer's share of the KV cache, see rz_cache */
-    void *hot;
+    void *writable;
     const void *codes;
     const float *scales;
-    int64_t num_hot;
+    int64_t num_writable;
     int64_t codec;
     /* [blocks, 2, kv_heads, key_dim]: mean and deviation of each block's keys, see sparse.h; NULL: there are none */
-    void *summaries, *cold_summaries;
+    void *summaries, *quantized_summaries;
     int64_t chooses; /* rows may read some of the blocks before them only */
-    /* [num_cold, kv_heads], where `codes` are in a mapped file: the step that has asked for them last, see fetch.h; or
-     * NULL */
+    /* [num_quantized, kv_heads], where `codes` are in a mapped file: the step that has asked for them last, see fetch.h;
+     * or NULL */
     uint8_t *asked;
 } rz_layer;
 
@@ -235,7 +235,7 @@ typedef struct {
     int32_t num_heads;          /* of `heads` */
     int32_t rotary_dim[RZ_ROTARIES]; /* how much of a key each set of frequencies turns */
     int32_t rotary_interleaved; /* pairs (0, 1), (2, 3), ... instead of halves */
-    int32_t num_hot, num_cold;  /* blocks of the KV cache */
+    int32_t num_writable, num_quantized;  /* blocks of the KV cache */
     int32_t num_states;         /* slots of recurrent states; 0: no layer has one */
     int32_t embedding_split;    /* the ranks hold different rows of it: they are summed */
     int32_t vocab_first;        /* token of the first row of the embedding */
@@ -274,8 +274,8 @@ typedef struct {
                                 * layers: what comes behind the last norm */
     float *tapped;             /* [tokens][num_taps][hidden] */
     int64_t num_taps;
-    const int32_t *compressions; /* [num_compressions][2], (hot id, cold id): the blocks that this step fills, compressed
-                                  * in each layer behind its writes and before it attends */
+    const int32_t *compressions; /* [num_compressions][2], (writable id, quantized id): the blocks that this step fills,
+                                  * compressed in each layer behind its writes and before it attends */
     int64_t num_compressions;
     const int32_t *state_slots;     /* [sequences], where layers are recurrent: where each one's states are */
     const int32_t *state_snapshots; /* [num_snapshots][2], (row, slot): the states behind that row go there, too */

@@ -51,15 +51,15 @@ static fetching fetching_of(const rz_decoder *decoder, const rz_layer *layer)
     return (fetching){ decoder, layer, heads, (size_t)decoder->model.block_size * heads->key_dim * width };
 }
 
-static uintptr_t plane_of(const fetching *job, long cold, int line, int head)
+static uintptr_t plane_of(const fetching *job, long quantized, int line, int head)
 {
-    const long planes = (cold * job->heads->lines + line) * job->heads->kv_heads + head;
+    const long planes = (quantized * job->heads->lines + line) * job->heads->kv_heads + head;
     return (uintptr_t)job->layer->codes + (size_t)planes * job->plane;
 }
 
-static uint8_t *asked_of(const fetching *job, long cold, int head)
+static uint8_t *asked_of(const fetching *job, long quantized, int head)
 {
-    return job->layer->asked + cold * job->heads->kv_heads + head;
+    return job->layer->asked + quantized * job->heads->kv_heads + head;
 }
 
 static uint8_t step_before(int64_t fetch)
@@ -67,18 +67,18 @@ static uint8_t step_before(int64_t fetch)
     return (uint8_t)(fetch == 1 ? 255 : fetch - 1);
 }
 
-static void fetch_block(const fetching *job, long cold, fetched_span *span)
+static void fetch_block(const fetching *job, long quantized, fetched_span *span)
 {
-    extend_span(span, plane_of(job, cold, 0, 0), job->plane * (size_t)(job->heads->lines * job->heads->kv_heads));
+    extend_span(span, plane_of(job, quantized, 0, 0), job->plane * (size_t)(job->heads->lines * job->heads->kv_heads));
 }
 
 /* Of the heads that have read it one step before. */
-static void fetch_heads(const fetching *job, long cold, uint8_t before, fetched_span *span)
+static void fetch_heads(const fetching *job, long quantized, uint8_t before, fetched_span *span)
 {
     for (int line = 0; line < job->heads->lines; line++)
         for (int head = 0; head < job->heads->kv_heads; head++)
-            if (__atomic_load_n(asked_of(job, cold, head), __ATOMIC_RELAXED) == before)
-                extend_span(span, plane_of(job, cold, line, head), job->plane);
+            if (__atomic_load_n(asked_of(job, quantized, head), __ATOMIC_RELAXED) == before)
+                extend_span(span, plane_of(job, quantized, line, head), job->plane);
 }
 
 void rz_fetch_chosen(const rz_decoder *decoder, const rz_layer *layer, const int32_t *table, long count, int head)
@@ -90,18 +90,18 @@ void rz_fetch_chosen(const rz_decoder *decoder, const rz_layer *layer, const int
     for (int line = 0; line < job.heads->lines; line++) {
         fetched_span span = { 0, 0 };
         for (long i = 0; i < count; i++) {
-            const long cold = table[i] - layer->num_hot;
-            if (cold < 0)
+            const long quantized = table[i] - layer->num_writable;
+            if (quantized < 0)
                 continue;
-            const uint8_t asked = __atomic_load_n(asked_of(&job, cold, head), __ATOMIC_RELAXED);
+            const uint8_t asked = __atomic_load_n(asked_of(&job, quantized, head), __ATOMIC_RELAXED);
             if (asked != fetch && asked != step_before(fetch))
-                extend_span(&span, plane_of(&job, cold, line, head), job.plane);
+                extend_span(&span, plane_of(&job, quantized, line, head), job.plane);
         }
         ask_for_span(&span);
     }
     for (long i = 0; i < count; i++)
-        if (table[i] >= layer->num_hot)
-            __atomic_store_n(asked_of(&job, table[i] - layer->num_hot, head), (uint8_t)fetch, __ATOMIC_RELAXED);
+        if (table[i] >= layer->num_writable)
+            __atomic_store_n(asked_of(&job, table[i] - layer->num_writable, head), (uint8_t)fetch, __ATOMIC_RELAXED);
 }
 
 /* Whether rows of a sequence, the first at `position`, choose what they read in the layer. */
@@ -134,17 +134,17 @@ static void fetch_task(void *argument, long task, long next, int thread)
         const long seen = job->layer->window && begin > job->layer->window ? (begin - job->layer->window) / size : 0;
         const int chooses = foretold(job, i, (int)begin);
         for (long at = task * TABLE_PIECE; at < least((task + 1) * TABLE_PIECE, blocks); at++) {
-            const long cold = table[at] - job->layer->num_hot;
-            if (cold >= 0 && at >= seen && chooses)
-                fetch_heads(job, cold, step_before(step->fetch), &span);
-            else if (cold >= 0 && at >= seen)
-                fetch_block(job, cold, &span);
+            const long quantized = table[at] - job->layer->num_writable;
+            if (quantized >= 0 && at >= seen && chooses)
+                fetch_heads(job, quantized, step_before(step->fetch), &span);
+            else if (quantized >= 0 && at >= seen)
+                fetch_block(job, quantized, &span);
         }
         ask_for_span(&span);
         return;
     }
     for (long i = 0; i < step->num_compressions; i++)
-        fetch_block(job, step->compressions[2 * i + 1] - job->layer->num_hot, &span);
+        fetch_block(job, step->compressions[2 * i + 1] - job->layer->num_writable, &span);
     ask_for_span(&span);
 }
 

@@ -73,7 +73,7 @@ static void project_task(void *argument, long token, long next, int thread)
     const rz_decoder *decoder = job->decoder;
     const long rank = latent->rank, line = rank + latent->rotated;
     float *x = decoder->space.qkv + token * job->width, *own = x + job->width - line;
-    bf16 *to = (bf16 *)job->layer->hot + decoder->step->slots[token] * line;
+    bf16 *to = (bf16 *)job->layer->writable + decoder->step->slots[token] * line;
     norm_to_bf16(to, own, rank, latent->norm, latent->eps);
     turn(job, token, own + rank);
     to_bf16(to + rank, own + rank, latent->rotated);

@@ -205,13 +205,13 @@ class RzLayer(ctypes.Structure):
         ("rotary", c_int32),
         ("window", c_int32),
         ("scale", c_float),
-        ("hot", c_void_p),
+        ("writable", c_void_p),
         ("codes", c_void_p),
         ("scales", c_void_p),
-        ("num_hot", c_int64),
+        ("num_writable", c_int64),
         ("codec", c_int64),
         ("summaries", c_void_p),
-        ("cold_summaries", c_void_p),
+        ("quantized_summaries", c_void_p),
         ("chooses", c_int64),
         ("asked", c_void_p),
     ]
@@ -234,8 +234,8 @@ class RzModel(ctypes.Structure):
         *(
             (name, c_int32)
             for name in (
-                "num_hot",
-                "num_cold",
+                "num_writable",
+                "num_quantized",
                 "num_states",
                 "embedding_split",
                 "vocab_first",

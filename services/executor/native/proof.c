@@ -32,7 +32,7 @@ typedef struct {
     int32_t zero[COLUMNS];
     uint8_t codes[COLUMNS * PROOF_INPUTS], digits[2 * PROOF_ROWS * PROOF_INPUTS];
     int32_t keys[2][PROOF_BLOCKS * PROOF_BLOCK * PROOF_DIM], queries[PROOF_HEADS * PROOF_DIM];
-    bf16 asked[PROOF_HEADS * PROOF_DIM], kept[PROOF_BLOCKS * 2 * PROOF_BLOCK * PROOF_DIM];
+    bf16 asked[PROOF_HEADS * PROOF_DIM], writable[PROOF_BLOCKS * 2 * PROOF_BLOCK * PROOF_DIM];
     int8_t coded[PROOF_BLOCKS * 2 * PROOF_BLOCK * PROOF_DIM];
     float scales[PROOF_BLOCKS * 2], partial[PROOF_HEADS * (PROOF_DIM + 2)];
     int32_t table[PROOF_BLOCKS];
@@ -156,17 +156,17 @@ static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
 static void proof_keep(proof *of, int codec, float unit)
 {
     for (int block = 0; block < PROOF_BLOCKS; block++) {
-        const int kept = (block * 3 + 1) % PROOF_BLOCKS, is_own = block == PROOF_BLOCKS - 1;
-        of->table[block] = codec && !is_own ? PROOF_BLOCKS + kept : kept;
+        const int full = (block * 3 + 1) % PROOF_BLOCKS, is_own = block == PROOF_BLOCKS - 1;
+        of->table[block] = codec && !is_own ? PROOF_BLOCKS + full : full;
         for (int line = 0; line < 2; line++) {
-            const long at = (kept * 2L + line) * PROOF_BLOCK * PROOF_DIM;
+            const long at = (full * 2L + line) * PROOF_BLOCK * PROOF_DIM;
             int32_t *numbers = of->keys[line] + (long)block * PROOF_BLOCK * PROOF_DIM;
-            proof_fill(of, numbers, of->kept + at, PROOF_BLOCK * PROOF_DIM, codec ? 127 : 8);
+            proof_fill(of, numbers, of->writable + at, PROOF_BLOCK * PROOF_DIM, codec ? 127 : 8);
             for (long i = 0; i < PROOF_BLOCK * PROOF_DIM; i++) {
                 of->coded[at + i] = (int8_t)numbers[i];
-                of->kept[at + i] = bf16_of_number(numbers[i], unit);
+                of->writable[at + i] = bf16_of_number(numbers[i], unit);
             }
-            of->scales[kept * 2 + line] = unit;
+            of->scales[full * 2 + line] = unit;
         }
     }
 }
@@ -180,7 +180,7 @@ static int proof_of_attention(proof *of, int codec, void *scratch)
     const int32_t slot = of->table[PROOF_BLOCKS - 1] * PROOF_BLOCK + (PROOF_KEYS - 1) % PROOF_BLOCK;
     const rz_attention_shape shape = { .kv_heads = 1, .lines = 2, .key_dim = PROOF_DIM, .value_dim = PROOF_DIM,
                                        .block_size = PROOF_BLOCK, .scale = 0.01f };
-    const rz_cache cache = { of->kept, of->coded, of->scales, PROOF_BLOCKS, codec };
+    const rz_cache cache = { of->writable, of->coded, of->scales, PROOF_BLOCKS, codec };
     const rz_attention_part part = { .table = of->table, .slots = &slot, .queries = of->asked, .partial = of->partial,
                                      .q_stride = PROOF_HEADS * PROOF_DIM, .out_stride = PROOF_HEADS * PROOF_DIM, .rows = 1,
                                      .heads = PROOF_HEADS, .position = PROOF_KEYS - 1, .last_key = PROOF_KEYS, .parts = 1,

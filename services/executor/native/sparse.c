@@ -67,17 +67,17 @@ typedef struct {
 static bf16 *summary_at(const rz_layer *layer, const rz_heads *heads, long block)
 {
     const long values = 2L * heads->kv_heads * heads->key_dim;
-    return block < layer->num_hot ? (bf16 *)layer->summaries + block * values
-                                  : (bf16 *)layer->cold_summaries + (block - layer->num_hot) * values;
+    return block < layer->num_writable ? (bf16 *)layer->summaries + block * values
+                                  : (bf16 *)layer->quantized_summaries + (block - layer->num_writable) * values;
 }
 
-/* 2 * LANES values of a kept key, over the scale of its plane. */
-RZ_INLINE void load_kept(const rz_cache *cache, int is_cold, long at, f32 *first, f32 *second)
+/* 2 * LANES values of a key, over the scale of its plane. */
+RZ_INLINE void load_key(const rz_cache *cache, int is_quantized, long at, f32 *first, f32 *second)
 {
-    if (is_cold && cache->codec != RZ_CODEC_NONE) {
+    if (is_quantized && cache->codec != RZ_CODEC_NONE) {
         codec_load(cache->codec, (const uint8_t *)cache->codes + at, first, second);
     } else {
-        const bf16 *from = is_cold ? cache->codes : cache->hot;
+        const bf16 *from = is_quantized ? cache->codes : cache->writable;
         *first = f32_load_bf16(from + at);
         *second = f32_load_bf16(from + at + LANES);
     }
@@ -87,10 +87,10 @@ static void summarise_head(const summarising *job, long block, int head)
 {
     const rz_cache *cache = &job->cache;
     const rz_heads *heads = job->heads;
-    const int d = heads->key_dim, size = job->decoder->model.block_size, is_cold = block >= cache->num_hot;
-    const long plane = (is_cold ? block - cache->num_hot : block) * heads->lines * heads->kv_heads + head;
+    const int d = heads->key_dim, size = job->decoder->model.block_size, is_quantized = block >= cache->num_writable;
+    const long plane = (is_quantized ? block - cache->num_writable : block) * heads->lines * heads->kv_heads + head;
     float scale = 1.0f;
-    if (is_cold && cache->codec != RZ_CODEC_NONE)
+    if (is_quantized && cache->codec != RZ_CODEC_NONE)
         scale = cache->scales[plane] * codec_unit(cache->codec);
     bf16 *mean = summary_at(job->layer, heads, block) + (long)head * d, *deviation = mean + (long)heads->kv_heads * d;
     const f32 share = f32_set1(1.0f / (float)size), unit = f32_set1(scale);
@@ -98,14 +98,14 @@ static void summarise_head(const summarising *job, long block, int head)
         f32 sums[2] = { f32_zero(), f32_zero() }, squares[2] = { f32_zero(), f32_zero() }, key[2];
         float roots[2 * LANES];
         for (int token = 0; token < size; token++) {
-            load_kept(cache, is_cold, (plane * size + token) * d + i, &key[0], &key[1]);
+            load_key(cache, is_quantized, (plane * size + token) * d + i, &key[0], &key[1]);
             for (int half = 0; half < 2; half++)
                 sums[half] = f32_add(sums[half], key[half]);
         }
         for (int half = 0; half < 2; half++)
             sums[half] = f32_mul(sums[half], share);
         for (int token = 0; token < size; token++) {
-            load_kept(cache, is_cold, (plane * size + token) * d + i, &key[0], &key[1]);
+            load_key(cache, is_quantized, (plane * size + token) * d + i, &key[0], &key[1]);
             for (int half = 0; half < 2; half++) {
                 const f32 apart = f32_sub(key[half], sums[half]);
                 squares[half] = f32_fma(apart, apart, squares[half]);
@@ -149,7 +149,7 @@ void rz_summarise(rz_decoder *decoder, int thread, const rz_layer *layer)
     summarising job = { decoder, layer, &decoder->model.heads[layer->heads], rz_cache_of(layer) };
     if (!layer->summaries)
         return;
-    if (!decoder->model.num_cold)
+    if (!decoder->model.num_quantized)
         rz_run_stage(decoder, thread, RZ_PLACE, step->tokens, summarise_token_task, &job);
     else if (step->num_compressions)
         rz_run_stage(decoder, thread, RZ_PLACE, step->num_compressions * job.heads->kv_heads, summarise_pair_task,

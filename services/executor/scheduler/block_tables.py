@@ -5,7 +5,7 @@ promised to it: nobody is admitted into that room.
 
     tokens   ................................ | ..............
     table    [ sealed | sealed | writable ]     missing: promised, not taken yet
-    cold                       [ kept ]         where full blocks are compressed: what the writable one will be
+    quantized                  [ block ]        where full blocks are compressed: what the writable one will be
 
 What a token reads depends on its position alone (docs/adr/0024): the blocks before its own as they are kept, its own
 as it is written. So a step that fills a block needs both of its ids, drafts included, and where either cannot be had
@@ -54,12 +54,12 @@ class BlockTables:
         """`root`: where the sequences' chains begin."""
         self._spec = spec
         self._size = spec.block_size
-        self._compresses = spec.num_cold > 0
+        self._compresses = spec.num_quantized > 0
         self._tiers = SpillTiers(spec.num_host, spec.num_disk)
         self._allocator = BlockAllocator(
             spec.num_blocks,
             spec.block_size,
-            spec.num_cold,
+            spec.num_quantized,
             self._tiers,
             settings.session_ttl,
             # What a step computes, and the snapshots that it saves, may evict as much, and saving a block is cheap
@@ -91,18 +91,18 @@ class BlockTables:
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks, of those for full ones, that the sequence's tokens need and it does not have yet."""
-        held = sequence.num_sealed + len(sequence.cold) if self._compresses else len(sequence.table)
+        held = sequence.num_sealed + len(sequence.quantized) if self._compresses else len(sequence.table)
         return max(0, self._needed(len(sequence.tokens)) - held)
 
     def free_blocks(self, running: Iterable[Sequence]) -> int:
         """Blocks for full ones that can be had at once and are not promised to a running sequence."""
-        return max(0, self._allocator.available_kept - sum(self._missing(running)))
+        return max(0, self._allocator.available_full_blocks - sum(self._missing(running)))
 
     def _missing(self, running: Iterable[Sequence]) -> list[int]:
         """As `missing`, of those that do; for all that run, and often: without a call for each."""
         size = self._size
         if self._compresses:
-            missing = [len(s.tokens) // size - s.num_sealed - len(s.cold) for s in running]
+            missing = [len(s.tokens) // size - s.num_sealed - len(s.quantized) for s in running]
         else:
             missing = [-(-len(s.tokens) // size) - len(s.table) for s in running]
         return [blocks for blocks in missing if blocks > 0]
@@ -135,14 +135,14 @@ class BlockTables:
         return PrefixMatch(self._allocator.match(sequence.chain, limit))
 
     def _has_room(self, sequence: Sequence, found: PrefixMatch, running: Collection[Sequence]) -> bool:
-        room, hot = self._allocator.room_after([*found.blocks, *found.snapshot])
+        room, writable = self._allocator.room_after([*found.blocks, *found.snapshot])
         needed = self.missing(sequence) - sum([place >= 0 for place in found.blocks])
         needed += sum([place < 0 for place in found.snapshot])
         size, missing = self._size, self._missing(running)
         writing = len(missing)
         if self._compresses:
             writing = sum([len(s.tokens) > len(s.table) * size for s in running])
-        return room >= needed + sum(missing) + self.reserve(len(running)) and hot > writing
+        return room >= needed + sum(missing) + self.reserve(len(running)) and writable > writing
 
     def _shareable(self, sequence: Sequence) -> int:
         """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""
@@ -222,14 +222,14 @@ class BlockTables:
         """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written
         to, and blocks for those that they fill. False where blocks run out."""
         allocator = self._allocator
-        hot, cold = self._lacks(sequence, tokens)
-        while hot > allocator.available_hot or cold > allocator.available_kept:
+        writable, quantized = self._lacks(sequence, tokens)
+        while writable > allocator.available_writable or quantized > allocator.available_full_blocks:
             if not self.exchange.make_way():
                 self._extend_in_part(sequence, tokens)
                 return False
-        sequence.table.extend(allocator.allocate(hot))
-        if cold:
-            sequence.cold.extend(allocator.allocate_kept(cold))
+        sequence.table.extend(allocator.allocate(writable))
+        if quantized:
+            sequence.quantized.extend(allocator.allocate_full_blocks(quantized))
         return True
 
     def slots(self, sequence: Sequence) -> int:
@@ -237,7 +237,7 @@ class BlockTables:
         written = len(sequence.table) * self._size
         if not self._compresses:
             return written
-        return min(written, (sequence.num_sealed + len(sequence.cold) + 1) * self._size - 1)
+        return min(written, (sequence.num_sealed + len(sequence.quantized) + 1) * self._size - 1)
 
     def ensure_slots_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
         """As `ensure_slots`, of the tokens at these positions, each the one behind what the step under way computes of
@@ -246,7 +246,8 @@ class BlockTables:
         lacking = [
             (s, at + 1)
             for s, at in successors
-            if len(s.table) * size <= at or (compresses and (at + 1) // size > s.num_sealed + len(s.cold))
+            if len(s.table) * size <= at
+            or (compresses and (at + 1) // size > s.num_sealed + len(s.quantized))
         ]
         return self._extend(lacking)
 
@@ -266,47 +267,55 @@ class BlockTables:
         size = self._size
         for sequence in sequences:  # after every step, of every one: nearly always there is nothing to do
             tokens = len(sequence.tokens)
-            if sequence.cold or (len(sequence.table) - 1) * size >= tokens:
+            if sequence.quantized or (len(sequence.table) - 1) * size >= tokens:
                 self._shorten(sequence, -(-tokens // size), tokens // size - sequence.num_sealed)
 
     def _extend(self, wanted: Collection[tuple[Sequence, int]]) -> bool:
         """Gives each sequence what its first so many tokens need, or none of them anything: False."""
         longer = [
-            (s, hot, cold) for s, tokens in wanted for hot, cold in [self._lacks(s, tokens)] if hot or cold
+            (s, writable, quantized)
+            for s, tokens in wanted
+            for writable, quantized in [self._lacks(s, tokens)]
+            if writable or quantized
         ]
         allocator = self._allocator
         if not longer:
             return True
-        hot, cold = sum(hot for _, hot, _ in longer), sum(cold for _, _, cold in longer)
-        if hot > allocator.available_hot or cold > allocator.available_kept:
+        writable, quantized = (
+            sum(writable for _, writable, _ in longer),
+            sum(quantized for _, _, quantized in longer),
+        )
+        if writable > allocator.available_writable or quantized > allocator.available_full_blocks:
             return False
-        for sequence, hot, cold in longer:
-            sequence.table.extend(allocator.allocate(hot))
-            if cold:
-                sequence.cold.extend(allocator.allocate_kept(cold))
+        for sequence, writable, quantized in longer:
+            sequence.table.extend(allocator.allocate(writable))
+            if quantized:
+                sequence.quantized.extend(allocator.allocate_full_blocks(quantized))
         return True
 
     def _extend_in_part(self, sequence: Sequence, tokens: int) -> None:
         """What can be had of what its first `tokens` tokens need."""
-        hot, cold = self._lacks(sequence, tokens)
+        writable, quantized = self._lacks(sequence, tokens)
         allocator = self._allocator
-        sequence.table.extend(allocator.allocate(min(hot, allocator.available_hot)))
-        sequence.cold.extend(allocator.allocate_kept(min(cold, allocator.available_kept)))
+        sequence.table.extend(allocator.allocate(min(writable, allocator.available_writable)))
+        sequence.quantized.extend(
+            allocator.allocate_full_blocks(min(quantized, allocator.available_full_blocks))
+        )
 
     def _lacks(self, sequence: Sequence, tokens: int) -> tuple[int, int]:
         """(blocks to write to, blocks for what is filled) that its first `tokens` tokens need and it does not have."""
         written = -(-tokens // self._size) - len(sequence.table)
-        full = tokens // self._size - sequence.num_sealed - len(sequence.cold) if self._compresses else 0
+        full = tokens // self._size - sequence.num_sealed - len(sequence.quantized) if self._compresses else 0
         return max(0, written), max(0, full)
 
-    def _shorten(self, sequence: Sequence, blocks: int, cold: int) -> None:
+    def _shorten(self, sequence: Sequence, blocks: int, quantized: int) -> None:
         """Leaves the sequence so many blocks, and so many for those that are not full yet."""
         if len(sequence.table) > blocks:
             self._allocator.release(sequence.table[blocks:])
             del sequence.table[blocks:]
-        if len(sequence.cold) > cold:
-            self._allocator.release(sequence.cold[cold:])
-            del sequence.cold[cold:]
+        if len(sequence.quantized) > quantized:
+            self._allocator.release(sequence.quantized[quantized:])
+            del sequence.quantized[quantized:]
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
         """Registers the blocks that a step of the sequences has filled, for whoever begins with the same tokens."""
@@ -317,8 +326,8 @@ class BlockTables:
                 table, chain = sequence.table, sequence.chain
                 chain.grow()
                 for position in range(sequence.num_sealed, full):
-                    kept = sequence.cold.pop(0) if self._compresses else None
-                    table[position] = self._allocator.seal(table[position], chain.key(position), kept)
+                    quantized = sequence.quantized.pop(0) if self._compresses else None
+                    table[position] = self._allocator.seal(table[position], chain.key(position), quantized)
                 sequence.num_sealed = full
 
     def _restored(self, sequence: Sequence, position: int) -> tuple["array[int]", int, BlockKey]:
@@ -372,7 +381,7 @@ class BlockTables:
 
     def receivable(self, running: Collection[Sequence]) -> int:
         """Blocks that may be taken over from another ring, with room left for `running` to grow."""
-        slack = max(len(running) + 1, self._spec.kept_blocks // 32)
+        slack = max(len(running) + 1, self._spec.full_blocks // 32)
         return max(0, self.free_blocks(running) - slack)
 
     @property
@@ -425,7 +434,7 @@ class BlockTables:
 
     def reserve(self, running: int) -> int:
         """Blocks that an admission leaves free beside so many running sequences."""
-        return max(running, self._spec.kept_blocks // 100)
+        return max(running, self._spec.full_blocks // 100)
 
     def check(self, running: Collection[Sequence]) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
@@ -433,6 +442,6 @@ class BlockTables:
         for sequence in running:
             for slot in sequence.restoring.values():
                 locked[slot] = locked.get(slot, 0) + 1
-        tables = (table for s in running for table in (s.table, s.cold, s.snapshot))
+        tables = (table for s in running for table in (s.table, s.quantized, s.snapshot))
         self._allocator.check((*tables, *self.exchange.held, *self.states.held), locked)
         self.states.check(running)

@@ -5,7 +5,7 @@ computed   [ in the KV cache ............ )                         num_computed
 remaining                                  [ to be computed ........ )
 table      [ block | block | block | block ]   sealed blocks first, then writable ones; it grows as
                                                the sequence is computed
-cold                       [ block | ..... ]   what the writable ones are compressed to when they are full
+quantized                  [ block | ..... ]   what the writable ones are compressed to when they are full
 """
 
 from array import array
@@ -151,8 +151,8 @@ class Sequence:
         self.in_flight = False
         """Whether the step under way computes some of its tokens."""
         self.table: array[int] = array("i")
-        self.cold: array[int] = array("i")
-        """Where full blocks are compressed: the cold ids of the blocks at `num_sealed` and behind, as far as steps
+        self.quantized: array[int] = array("i")
+        """Where full blocks are compressed: the quantized ids of the blocks at `num_sealed` and behind, as far as steps
         may fill them."""
         self.num_computed = 0
         self.num_sealed = 0
@@ -210,7 +210,7 @@ class Sequence:
 
     @property
     def blocks(self) -> int:
-        return len(self.table) + len(self.cold) + len(self.snapshot)
+        return len(self.table) + len(self.quantized) + len(self.snapshot)
 
     @property
     def is_followed(self) -> bool:

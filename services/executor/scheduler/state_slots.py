@@ -248,7 +248,7 @@ class StateSlots:
             self._spare.append(snapshot.slot)
             if self._parts <= room and not self._is_known(snapshot.sequence, snapshot.blocks):
                 room -= self._parts
-                saves.append(Save(snapshot, self._allocator.allocate_kept(self._parts)))
+                saves.append(Save(snapshot, self._allocator.allocate_full_blocks(self._parts)))
         return saves
 
     # --- the end of a step -----------------------------------------------------------------------

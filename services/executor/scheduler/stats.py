@@ -47,7 +47,7 @@ def load_of(
         waiting=len(planner.waiting) + len(held),
         waiting_tokens=unfinished + sum(s.remaining for s in (*planner.waiting, *held)),
         free_blocks=tables.free_blocks(planner.running),
-        total_blocks=spec.kept_blocks,
+        total_blocks=spec.full_blocks,
     )
 
 

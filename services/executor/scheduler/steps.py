@@ -103,7 +103,7 @@ def build_plan(
             positions.extend(range(start, end))
             slots += _slots(sequence, start, end, block_size)
         ends.append(end)
-        if sequence.cold:
+        if sequence.quantized:
             filled.append((sequence, start, end))
             tables.append(table_of(sequence, end, block_size).tobytes())
         else:
@@ -132,18 +132,18 @@ def table_of(sequence: Sequence, end: int, block_size: int) -> "array[int]":
     """The blocks that the first `end` tokens are read from, by whoever computes the last of them: its own as it is
     written, those before it as they are kept, be it that this step fills them."""
     last, sealed = (end - 1) // block_size, sequence.num_sealed
-    if not sequence.cold:
+    if not sequence.quantized:
         return sequence.table[: last + 1]
-    return sequence.table[:sealed] + sequence.cold[: last - sealed] + sequence.table[last : last + 1]
+    return sequence.table[:sealed] + sequence.quantized[: last - sealed] + sequence.table[last : last + 1]
 
 
 def compressions_of(chunks: Iterable[tuple[Sequence, int, int]], block_size: int) -> bytes:
     """`StepPlan.compressions` of a step that computes the positions [start, end) of each of these sequences, which have
-    cold ids."""
+    quantized ids."""
     pairs: list[tuple[int, int]] = []
     for sequence, start, end in chunks:
         blocks = range(start // block_size, end // block_size)
-        pairs += [(sequence.table[at], sequence.cold[at - sequence.num_sealed]) for at in blocks]
+        pairs += [(sequence.table[at], sequence.quantized[at - sequence.num_sealed]) for at in blocks]
     return to_bytes(pairs)
 
 

@@ -403,7 +403,7 @@ class Worker:
         head, task_facts = _tasks(directory, share.facts.hidden_size)
         engine_spec = EngineSpec(
             settings.block_size,
-            storage.blocks.hot,
+            storage.blocks.writable,
             context,
             runner.vocab_size,
             kv_format=storage.shape.format if handover is not None else "",
@@ -510,7 +510,7 @@ def rehearsal(
 
     found = warmup_chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
     return warmup_plans(
-        found, store.block_size, (0, store.num_hot) if store.num_cold else None
+        found, store.block_size, (0, store.num_writable) if store.num_quantized else None
     ) + sparse_warmups(store.shape, limits.context_length)
 
 

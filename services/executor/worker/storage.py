@@ -79,7 +79,7 @@ class RankStorage(NamedTuple):
             (spare,) = smallest((spare_cores(settings),), device, collectives)
             spill = SpillStore(*room, beside=spare > 0)
         files = MappedFiles(settings.kv_disk_directory) if shape.is_mapped else None
-        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.all_slots, files=files)
+        store = KvStore(shape, blocks.writable, device, blocks.quantized, blocks.all_slots, files=files)
         window = mapped_window(shape, context) if files is not None else 0
         if files is not None:
             log.info(
@@ -99,7 +99,7 @@ class RankStorage(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """Fields of an `EngineSpec`."""
         return {
-            "num_cold": self.blocks.cold,
+            "num_quantized": self.blocks.quantized,
             "num_host": self.slots.host,
             "num_disk": self.slots.disk,
             "copies_per_step": self.slots.copies_per_step,

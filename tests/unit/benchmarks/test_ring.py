@@ -49,17 +49,17 @@ def test_one_rank_and_two_run_the_same_steps(tmp_path: Path) -> None:
     assert len(sheets(report)[0].rows) == 4
 
 
-@pytest.mark.parametrize("num_cold", [0, 100])
-def test_every_block_that_a_decode_reads_has_been_computed(num_cold: int) -> None:
-    num_hot = 60
-    steps: Steps = Decode(4, 50).steps(num_hot, num_cold)
+@pytest.mark.parametrize("num_quantized", [0, 100])
+def test_every_block_that_a_decode_reads_has_been_computed(num_quantized: int) -> None:
+    num_writable = 60
+    steps: Steps = Decode(4, 50).steps(num_writable, num_quantized)
     computed: set[int] = set()
     for plan in steps.before:
         slots = as_int32(plan.slots)
-        assert slots.max(initial=0) < num_hot * BLOCK
+        assert slots.max(initial=0) < num_writable * BLOCK
         computed.update((slots // BLOCK).tolist())
         kept = dict(as_int32(plan.compressions).reshape(-1, 2).tolist())
-        assert all(num_hot <= cold < num_hot + num_cold for cold in kept.values())
+        assert all(num_writable <= quantized < num_writable + num_quantized for quantized in kept.values())
         assert set(kept) <= computed
         computed.update(kept.values())
         *table, last = as_int32(plan.block_tables).tolist()
@@ -70,7 +70,7 @@ def test_every_block_that_a_decode_reads_has_been_computed(num_cold: int) -> Non
     assert len(set(table.tolist())) == len(table) == 4 * 4
     assert set(table.tolist()) <= computed
     assert (as_int32(steps.measured.slots) // BLOCK == table.reshape(4, 4)[:, -1]).all()
-    assert bool((table >= num_hot).any()) == bool(num_cold)
+    assert bool((table >= num_writable).any()) == bool(num_quantized)
 
 
 def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention over hot and compressed blocks, one launch for a step's prefill chunks or its decodes.
+"""Paged attention over writable and compressed blocks, one launch for a step's prefill chunks or its decodes.
 
     tile     up to BLOCK_M rows of one sequence: (token, query head of one KV head), heads of a token together
     program  one tile of one KV head, over all keys that its rows see, or over one of `splits` parts of them
@@ -8,7 +8,7 @@ runs of turns, BLOCK_N keys each or, where both stores are read or keys are mask
 registers; branches within a loop would keep loads from being pipelined. With compressed blocks:
 
     begin              a                          home of the last row
-      │  kept, all cold  │   kept, cold or hot, masked  │
+      │  all quantized   │    either, masked             │
       └ ─ ─ ─ ─ ─ ─ ─ ─ ─└ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─┘           by the block table
                                 │  as written, masked      │
                                 └ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─┘         by the rows' slots
@@ -27,13 +27,13 @@ import triton.language as tl
 from services.executor.gpu.kernels.attention_inner import (
     ALL,
     BOTH,
-    COLD,
-    HOT,
     KEPT,
     LOG2E,
     NEVER,
     OWN,
-    cold_turn,
+    QUANTIZED,
+    WRITABLE,
+    quantized_turn,
     turn,
 )
 
@@ -58,15 +58,17 @@ def _own_entries(slots, chunk, start, end, SIZE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def _first_hot(table, begin, end, num_hot, SIZE: tl.constexpr):
-    """The first key of a hot block; `end` where there is none."""
-    first_hot = end
+def _first_writable(table, begin, end, num_writable, SIZE: tl.constexpr):
+    """The first key of a writable block; `end` where there is none."""
+    first_writable = end
     for at in range(begin // SIZE, tl.cdiv(end, SIZE), ENTRIES):
         entry = at + tl.arange(0, ENTRIES)
         there = entry * SIZE < end
-        is_hot = tl.load(table + entry, mask=there, other=0) < num_hot
-        first_hot = tl.minimum(first_hot, tl.min(tl.where(there & is_hot, entry * SIZE, end), 0))
-    return first_hot
+        is_writable = tl.load(table + entry, mask=there, other=0) < num_writable
+        first_writable = tl.minimum(
+            first_writable, tl.min(tl.where(there & is_writable, entry * SIZE, end), 0)
+        )
+    return first_writable
 
 
 @triton.jit
@@ -96,17 +98,17 @@ def _question(
 
 
 @triton.jit(
-    do_not_specialize=["window", "num_hot", "first_row", "num_rows", "splits", "head_stride"],
+    do_not_specialize=["window", "num_writable", "first_row", "num_rows", "splits", "head_stride"],
     do_not_specialize_on_alignment=["slots", "tables", "table_starts", "query_starts", "context_lens", "tile_sequence", "tile_first"],
 )  # fmt: skip
 def attend(
-    query, out, parts, weights, hot, codes, words, scales, slots, tables, table_starts, query_starts, context_lens,
-    tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows, splits,
+    query, out, parts, weights, writable, codes, words, scales, slots, tables, table_starts, query_starts, context_lens,
+    tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_writable, first_row, num_rows, splits,
     head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, FIRST: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
-    WORDS: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr,
+    WORDS: tl.constexpr, STAGES: tl.constexpr, WRITABLE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV heads, `splits`). TOKENS: of a tile; with one alone, and keys that are not split, a row's bits are
     a function of its query, its position and what it reads: turns are cut by its position.
@@ -117,9 +119,9 @@ def attend(
     `query`, `out` [T, KV_HEADS, GROUP, WIDTH]; with SPLIT `parts` float32 [splits, R, KV_HEADS, GROUP, WIDTH] and
     `weights` float32 [2, splits, R, KV_HEADS, GROUP] (largest score, sum) of the R = `num_rows` rows from `first_row`
     on take the place of `out`; a part has LEAST turns or more, so long as there are keys.
-    `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `slots` int32 [T]; `tables` int32, each
+    `writable`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `slots` int32 [T]; `tables` int32, each
     sequence's from its `table_starts`, `head_stride` later for each KV head; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
-    CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are. FIRST: keys at positions before it are seen by their own
+    CODE: 0 all blocks are writable, 1 int8, 2 e4m3, 3 as they are. FIRST: keys at positions before it are seen by their own
     rows alone, for which WINDOWED must be set. A sequence without keys gets zeros.
     """
     # The last tiles of a chunk see the most keys: they go first, so that none is left over at the end.
@@ -172,9 +174,9 @@ def attend(
     if CODE != 0:
         chunk = context - query_len
         home = tl.maximum(oldest, 0) // SIZE * SIZE
-        kept_end = tl.minimum(tl.maximum(newest - 1, 0) // SIZE * SIZE, end)
-        first_hot = tl.minimum(_first_hot(table, begin, kept_end, num_hot, SIZE), home)
-        a = tl.maximum(begin, tl.minimum(first_hot // BLOCK_N * BLOCK_N, end))
+        full_end = tl.minimum(tl.maximum(newest - 1, 0) // SIZE * SIZE, end)
+        first_writable = tl.minimum(_first_writable(table, begin, full_end, num_writable, SIZE), home)
+        a = tl.maximum(begin, tl.minimum(first_writable // BLOCK_N * BLOCK_N, end))
         if CODE != 3:
             unit = 1.0e-30
             if q.dtype != tl.float32 and (WORDS or BLOCK_D <= 256):
@@ -192,57 +194,57 @@ def attend(
             sums3 = tl.zeros([BLOCK_M, BLOCK_D // 4], tl.float32)
             for start in tl.range(begin, a, BLOCK_N, num_stages=STAGES):
                 following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
-                largest, total, sums0, sums1, sums2, sums3, unit = cold_turn(
+                largest, total, sums0, sums1, sums2, sums3, unit = quantized_turn(
                     q0, q1, q2, q3, q_unit, words, scales, block, start, end, head, position, scale, softcap, window,
-                    slope, num_hot, largest, total, sums0, sums1, sums2, sums3, unit, KV_HEADS, SIZE, WIDTH, BLOCK_M,
+                    slope, num_writable, largest, total, sums0, sums1, sums2, sums3, unit, KV_HEADS, SIZE, WIDTH, BLOCK_M,
                     BLOCK_N, CODE, CAPPED, WINDOWED, SLOPES, PRECISION, WIDE, HALF,
                 )  # fmt: skip
                 block = following
             sums = tl.interleave(tl.interleave(sums0, sums2), tl.interleave(sums1, sums3))
         else:
-            q_cold = q
+            q_quantized = q
             if CODE != 3 and q.dtype != tl.float32 and BLOCK_D <= 256:  # more would not fit beside them
-                q_cold = _question(query, row, real, q_unit, 0, 1, WIDTH, BLOCK_D, HALF)
+                q_quantized = _question(query, row, real, q_unit, 0, 1, WIDTH, BLOCK_D, HALF)
             for start in tl.range(begin, a, BLOCK_N, num_stages=STAGES):
                 following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
                 largest, total, sums, unit = turn(
-                    q_cold, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope,
-                    num_hot, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED,
-                    WINDOWED, SLOPES, PRECISION, WIDE, COLD, WINDOWED, ALL,
+                    q_quantized, q_unit, writable, codes, scales, block, start, end, head, position, scale, softcap, window, slope,
+                    num_writable, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED,
+                    WINDOWED, SLOPES, PRECISION, WIDE, QUANTIZED, WINDOWED, ALL,
                 )  # fmt: skip
                 block = following
         if CODE != 3:
             sums = sums * unit
-        for start in tl.range(a, kept_end, EDGE, num_stages=1):
-            near = _entries(table, start, kept_end, SIZE, EDGE)
+        for start in tl.range(a, full_end, EDGE, num_stages=1):
+            near = _entries(table, start, full_end, SIZE, EDGE)
             largest, total, sums, unit = turn(
-                q, q_unit, hot, codes, scales, near, start, kept_end, head, position, scale, softcap, window, slope,
-                num_hot, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED,
+                q, q_unit, writable, codes, scales, near, start, full_end, head, position, scale, softcap, window, slope,
+                num_writable, largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED,
                 WINDOWED, SLOPES, PRECISION, WIDE, BOTH, True, KEPT,
             )  # fmt: skip
         for start in tl.range(tl.maximum(begin, home), end, EDGE, num_stages=1):
             near = _own_entries(slots + query_start, chunk, start, end, SIZE, EDGE)
             largest, total, sums, unit = turn(
-                q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
+                q, q_unit, writable, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_writable,
                 largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
-                SLOPES, PRECISION, WIDE, HOT, True, OWN,
+                SLOPES, PRECISION, WIDE, WRITABLE, True, OWN,
             )  # fmt: skip
     else:
         clear = tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end)
-        for start in tl.range(begin, clear, BLOCK_N, num_stages=HOT_STAGES):
+        for start in tl.range(begin, clear, BLOCK_N, num_stages=WRITABLE_STAGES):
             following = _entries(table, start + BLOCK_N, end, SIZE, BLOCK_N)
             largest, total, sums, unit = turn(
-                q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+                q, q_unit, writable, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_writable,
                 largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, CODE, CAPPED, WINDOWED,
-                SLOPES, PRECISION, WIDE, HOT, WINDOWED, ALL,
+                SLOPES, PRECISION, WIDE, WRITABLE, WINDOWED, ALL,
             )  # fmt: skip
             block = following
         for start in tl.range(tl.maximum(begin, clear), end, EDGE, num_stages=1):
             near = _entries(table, start, end, SIZE, EDGE)
             largest, total, sums, unit = turn(
-                q, q_unit, hot, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_hot,
+                q, q_unit, writable, codes, scales, near, start, end, head, position, scale, softcap, window, slope, num_writable,
                 largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
-                SLOPES, PRECISION, WIDE, HOT, True, ALL,
+                SLOPES, PRECISION, WIDE, WRITABLE, True, ALL,
             )  # fmt: skip
 
     # Found anew: kept through all turns, the rows' places would take registers that the sums need.

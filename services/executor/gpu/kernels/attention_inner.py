@@ -16,8 +16,8 @@ NEVER = tl.constexpr(-1.0e30)
 """Scores of keys that a row does not see. Not -inf: a row that sees none of a part would be inf - inf."""
 NOTHING = tl.constexpr(-1.0e20)
 """Below any score, above `NEVER` however it is scaled."""
-COLD = tl.constexpr(0)
-HOT = tl.constexpr(1)
+QUANTIZED = tl.constexpr(0)
+WRITABLE = tl.constexpr(1)
 BOTH = tl.constexpr(2)
 ALL = tl.constexpr(0)
 KEPT = tl.constexpr(1)
@@ -53,13 +53,13 @@ def _data(
 
 @triton.jit
 def _factors(
-    scales, block, num_hot, head, is_cold,
+    scales, block, num_writable, head, is_quantized,
     SIDE: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N]: the scales of cold blocks; elsewhere 1."""
-    places = scales + (block - num_hot) * (2 * KV_HEADS) + head + SIDE // SIZE
+    """float32 [BLOCK_N]: the scales of quantized blocks; elsewhere 1."""
+    places = scales + (block - num_writable) * (2 * KV_HEADS) + head + SIDE // SIZE
     if MASKED:
-        factor = tl.load(places, mask=is_cold, other=1.0)
+        factor = tl.load(places, mask=is_quantized, other=1.0)
     else:
         factor = tl.load(places)
     return factor
@@ -67,34 +67,34 @@ def _factors(
 
 @triton.jit
 def _read(
-    hot, codes, scales, block, at_key, head, there, num_hot, SIDE: tl.constexpr, cold_dtype: tl.constexpr,
+    writable, codes, scales, block, at_key, head, there, num_writable, SIDE: tl.constexpr, quantized_dtype: tl.constexpr,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     CODE: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys (SIDE 0) or values [BLOCK_N, BLOCK_D], and the factors [BLOCK_N] by which they are too small.
 
-    COLD: in `cold_dtype`, unless blocks are kept as they are; otherwise in the model's dtype.
+    QUANTIZED: in `quantized_dtype`, unless blocks are kept as they are; otherwise in the model's dtype.
     """
     factor = tl.full(block.shape, 1.0, tl.float32)
-    if KIND == HOT:
+    if KIND == WRITABLE:
         line = _lines(block, 0, at_key, head, KV_HEADS, SIZE)
-        data = _data(hot, line, there, SIDE, WIDTH, BLOCK_D, MASKED)
-    elif KIND == COLD:
-        line = _lines(block, num_hot, at_key, head, KV_HEADS, SIZE)
+        data = _data(writable, line, there, SIDE, WIDTH, BLOCK_D, MASKED)
+    elif KIND == QUANTIZED:
+        line = _lines(block, num_writable, at_key, head, KV_HEADS, SIZE)
         data = _data(codes, line, there, SIDE, WIDTH, BLOCK_D, MASKED)
         if CODE != 3:
-            data = code_to_float(data, CODE, cold_dtype)
-            factor = _factors(scales, block, num_hot, head, there, SIDE, KV_HEADS, SIZE, MASKED)
+            data = code_to_float(data, CODE, quantized_dtype)
+            factor = _factors(scales, block, num_writable, head, there, SIDE, KV_HEADS, SIZE, MASKED)
     else:
-        is_hot = there & (block < num_hot)
-        is_cold = there & (block >= num_hot)
+        is_writable = there & (block < num_writable)
+        is_quantized = there & (block >= num_writable)
         line = _lines(block, 0, at_key, head, KV_HEADS, SIZE)
-        data = _data(hot, line, is_hot, SIDE, WIDTH, BLOCK_D, True)
-        line = _lines(block, num_hot, at_key, head, KV_HEADS, SIZE)
-        raw = _data(codes, line, is_cold, SIDE, WIDTH, BLOCK_D, True)
-        data = tl.where(is_cold[:, None], code_to_float(raw, CODE, data.dtype), data)
+        data = _data(writable, line, is_writable, SIDE, WIDTH, BLOCK_D, True)
+        line = _lines(block, num_writable, at_key, head, KV_HEADS, SIZE)
+        raw = _data(codes, line, is_quantized, SIDE, WIDTH, BLOCK_D, True)
+        data = tl.where(is_quantized[:, None], code_to_float(raw, CODE, data.dtype), data)
         if CODE != 3:
-            factor = _factors(scales, block, num_hot, head, is_cold, SIDE, KV_HEADS, SIZE, True)
+            factor = _factors(scales, block, num_writable, head, is_quantized, SIDE, KV_HEADS, SIZE, True)
     return data, factor
 
 
@@ -146,7 +146,7 @@ def _weights(
 
 @triton.jit
 def turn(
-    q, q_unit, hot, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+    q, q_unit, writable, codes, scales, block, start, end, head, position, scale, softcap, window, slope, num_writable,
     largest, total, sums, unit,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CODE: tl.constexpr, CAPPED: tl.constexpr,
@@ -158,13 +158,13 @@ def turn(
     at_key = key % SIZE
     there = key < end
     k, factor = _read(
-        hot, codes, scales, block, at_key, head, there, num_hot, 0, q.dtype,
+        writable, codes, scales, block, at_key, head, there, num_writable, 0, q.dtype,
         KV_HEADS, SIZE, WIDTH, BLOCK_D, CODE, KIND, MASKED,
     )  # fmt: skip
     scores = _product(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, WIDE)
     later = scale * LOG2E
-    if CODE != 0 and KIND != HOT:
-        if KIND == COLD:
+    if CODE != 0 and KIND != WRITABLE:
+        if KIND == QUANTIZED:
             later = later * q_unit
         scores = scores * (factor * later)[None, :]
         later = 1.0
@@ -173,12 +173,12 @@ def turn(
         MASKED, WHICH,
     )  # fmt: skip
     v, factor = _read(
-        hot, codes, scales, block, at_key, head, there, num_hot, KV_HEADS * SIZE, q.dtype,
+        writable, codes, scales, block, at_key, head, there, num_writable, KV_HEADS * SIZE, q.dtype,
         KV_HEADS, SIZE, WIDTH, BLOCK_D, CODE, KIND, MASKED,
     )  # fmt: skip
     if CODE != 0 and KIND == BOTH:
         p = p * factor[None, :]
-    if KIND == COLD and CODE != 3:
+    if KIND == QUANTIZED and CODE != 3:
         p, keep, unit = _in_units(p, keep, factor, unit)
     return largest, total, _product(p, v, sums * keep[:, None], PRECISION, WIDE), unit
 
@@ -191,14 +191,14 @@ def _in_units(p, keep, factor, unit):
 
 
 @triton.jit
-def cold_turn(
-    q0, q1, q2, q3, q_unit, words, scales, block, start, end, head, position, scale, softcap, window, slope, num_hot,
+def quantized_turn(
+    q0, q1, q2, q3, q_unit, words, scales, block, start, end, head, position, scale, softcap, window, slope, num_writable,
     largest, total, sums0, sums1, sums2, sums3, unit,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CODE: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """As `turn` over cold blocks whose codes are read as words of four, for decodes.
+    """As `turn` over quantized blocks whose codes are read as words of four, for decodes.
 
     Matrix instructions want values of two keys in one register, and codes lie with one key's side by side. Word by
     word they come from shared memory without conflicts, and four products, of every fourth column each, take them
@@ -206,7 +206,7 @@ def cold_turn(
     """
     key = start + tl.arange(0, BLOCK_N)
     there = key < end
-    line = _lines(block, num_hot, key % SIZE, head, KV_HEADS, SIZE)
+    line = _lines(block, num_writable, key % SIZE, head, KV_HEADS, SIZE)
     k0, k1, k2, k3 = word_to_floats(
         _data(words, line, there, 0, WIDTH // 4, WIDTH // 4, WINDOWED), CODE, q0.dtype, HALF
     )
@@ -214,13 +214,13 @@ def cold_turn(
     scores = _product(q1, tl.trans(k1), scores, PRECISION, WIDE)
     scores = _product(q2, tl.trans(k2), scores, PRECISION, WIDE)
     scores = _product(q3, tl.trans(k3), scores, PRECISION, WIDE)
-    factor = _factors(scales, block, num_hot, head, there, 0, KV_HEADS, SIZE, WINDOWED)
+    factor = _factors(scales, block, num_writable, head, there, 0, KV_HEADS, SIZE, WINDOWED)
     scores = scores * (factor * (scale * LOG2E * q_unit))[None, :]
     p, keep, largest, total = _weights(
         scores, 1.0, key, there, position, softcap, window, slope, largest, total, SIZE, CAPPED, WINDOWED, SLOPES,
         WINDOWED, ALL,
     )  # fmt: skip
-    factor = _factors(scales, block, num_hot, head, there, KV_HEADS * SIZE, KV_HEADS, SIZE, WINDOWED)
+    factor = _factors(scales, block, num_writable, head, there, KV_HEADS * SIZE, KV_HEADS, SIZE, WINDOWED)
     p, keep, unit = _in_units(p, keep, factor, unit)
     v0, v1, v2, v3 = word_to_floats(
         _data(words, line, there, KV_HEADS * SIZE, WIDTH // 4, WIDTH // 4, WINDOWED), CODE, q0.dtype, HALF

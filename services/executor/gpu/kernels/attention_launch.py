@@ -45,12 +45,12 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    hot: Tensor
-    """[num_hot, 2, kv_heads, block_size, head_dim]"""
+    writable: Tensor
+    """[num_writable, 2, kv_heads, block_size, head_dim]"""
     codes: Tensor
-    """[num_cold, 2, kv_heads, block_size, head_dim]"""
+    """[num_quantized, 2, kv_heads, block_size, head_dim]"""
     scales: Tensor | None
-    """float32 [num_cold, 2, kv_heads]; None: the cold ones are as they are."""
+    """float32 [num_quantized, 2, kv_heads]; None: the quantized ones are as they are."""
     codec: Codec | None
 
 
@@ -115,24 +115,24 @@ def attend_calls(
     by_words = code not in (0, codes.PLAIN) and batch.rows_per_tile <= 32 and width == padded >= 64
     arguments = {
         "query": query, "out": out, "parts": parts, "weights": weights,
-        "hot": layer.hot, "codes": readable(layer.codes),
+        "writable": layer.writable, "codes": readable(layer.codes),
         "words": layer.codes.view(torch.int32) if by_words else out, "scales": _or(layer.scales, out),
         "slots": batch.slots, "tables": batch.tables, "table_starts": batch.table_starts, "query_starts": batch.query_starts,
         "context_lens": batch.context_lens, "tile_sequence": batch.tile_sequence, "tile_first": batch.tile_first,
         "sinks": _or(scores.sinks, out), "slopes": _or(scores.slopes, out),
         "scale": float(scores.scale), "softcap": float(scores.softcap or 1.0), "window": scores.window or NO_WINDOW,
-        "num_hot": layer.hot.shape[0], "first_row": batch.first_row, "num_rows": batch.num_rows, "splits": splits,
+        "num_writable": layer.writable.shape[0], "first_row": batch.first_row, "num_rows": batch.num_rows, "splits": splits,
         "head_stride": batch.head_stride,
     }  # fmt: skip
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.hot.shape[3], "WIDTH": width, "BLOCK_D": padded,
+        "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.writable.shape[3], "WIDTH": width, "BLOCK_D": padded,
         "TOKENS": batch.tile_tokens or batch.rows_per_tile // group, "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLIT": splits > 1,
         "LEAST": max(1, LEAST_KEYS // shape.keys), "CODE": code,
         "CAPPED": scores.softcap is not None, "WINDOWED": bool(scores.window or scores.first), "FIRST": scores.first,
         "SINKS": scores.sinks is not None, "SLOPES": scores.slopes is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "WIDE": query.device.type == "cpu",
         "HALF": query.dtype != torch.float32 and query.device.type != "cpu",
-        "WORDS": by_words, "STAGES": shape.stages, "HOT_STAGES": shape.hot_stages,
+        "WORDS": by_words, "STAGES": shape.stages, "WRITABLE_STAGES": shape.writable_stages,
     }  # fmt: skip
     grid = (len(batch.tile_sequence), kv_heads, splits)
     calls = [AttentionCall(attention.attend, grid, arguments, constants, shape.warps, shape.stages)]
@@ -146,48 +146,48 @@ def attend_calls(
     return calls
 
 
-def write(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> None:
-    """Stores `key` and `value` [T, kv heads, d], each row contiguous, at `slots` int32 or int64 [T] of `hot`; a row
+def write(key: Tensor, value: Tensor, slots: Tensor, writable: Tensor) -> None:
+    """Stores `key` and `value` [T, kv heads, d], each row contiguous, at `slots` int32 or int64 [T] of `writable`; a row
     whose slot is below 0 goes nowhere."""
-    write_call(key, value, slots, hot).run()
+    write_call(key, value, slots, writable).run()
 
 
-def write_call(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> AttentionCall:
+def write_call(key: Tensor, value: Tensor, slots: Tensor, writable: Tensor) -> AttentionCall:
     tokens, kv_heads, width = key.shape
     arguments = {
-        "key": key, "value": value, "slots": slots, "hot": hot,
+        "key": key, "value": value, "slots": slots, "writable": writable,
         "key_stride": key.stride(0), "value_stride": value.stride(0),
     }  # fmt: skip
-    sizes = {"KV_HEADS": kv_heads, "SIZE": hot.shape[3], "WIDTH": width}
+    sizes = {"KV_HEADS": kv_heads, "SIZE": writable.shape[3], "WIDTH": width}
     sizes["BLOCK"] = triton.next_power_of_2(kv_heads * width)
     return AttentionCall(blocks.write, (tokens,), arguments, sizes)
 
 
 def compress(
-    hot: Tensor, layers: Tensor, code: Tensor, scales: Tensor | None, codec: Codec | None, pairs: Tensor
+    writable: Tensor, layers: Tensor, code: Tensor, scales: Tensor | None, codec: Codec | None, pairs: Tensor
 ) -> None:
-    """Codes and scales of hot blocks, of the layers that share a codec; without one, copies.
+    """Codes and scales of writable blocks, of the layers that share a codec; without one, copies.
 
-    `hot` [all layers, blocks, 2, heads, size, d]; `layers` int64 [L]: which of them; `code` [L, cold, 2, heads, size,
-    d]; `scales` float32 [L, cold, 2, heads]; `pairs` int64 [C, 2]: hot block, place among the cold ones.
+    `writable` [all layers, blocks, 2, heads, size, d]; `layers` int64 [L]: which of them; `code` [L, quantized, 2, heads, size,
+    d]; `scales` float32 [L, quantized, 2, heads]; `pairs` int64 [C, 2]: writable block, place among the quantized ones.
     """
-    compress_call(hot, layers, code, scales, codec, pairs).run()
+    compress_call(writable, layers, code, scales, codec, pairs).run()
 
 
 def compress_layer(layer: AttentionLayer, pairs: Tensor, first: Tensor) -> None:
     """`compress` in one layer; `first` int64 [1]: zero, on the device."""
     scales = None if layer.scales is None else layer.scales.unsqueeze(0)
-    compress(layer.hot.unsqueeze(0), first, layer.codes.unsqueeze(0), scales, layer.codec, pairs)
+    compress(layer.writable.unsqueeze(0), first, layer.codes.unsqueeze(0), scales, layer.codec, pairs)
 
 
 def compress_call(
-    hot: Tensor, layers: Tensor, code: Tensor, scales: Tensor | None, codec: Codec | None, pairs: Tensor
+    writable: Tensor, layers: Tensor, code: Tensor, scales: Tensor | None, codec: Codec | None, pairs: Tensor
 ) -> AttentionCall:
     count, sides, heads = code.shape[0], code.shape[2], code.shape[3]
     size = code.shape[4] * code.shape[5]
     arguments = {
-        "hot": hot, "codes": _bits(code), "scales": _or(scales, hot), "pairs": pairs, "layers": layers,
-        "hot_layer_stride": hot.stride(0), "code_layer_stride": code.stride(0),
+        "writable": writable, "codes": _bits(code), "scales": _or(scales, writable), "pairs": pairs, "layers": layers,
+        "writable_layer_stride": writable.stride(0), "code_layer_stride": code.stride(0),
         "scale_layer_stride": 0 if scales is None else scales.stride(0),
         "limit": 1.0 if codec is None else codec.limit, "smallest": SMALLEST_SCALE,
     }  # fmt: skip
@@ -219,7 +219,7 @@ def _scratch(batch: Batch, heads: int, width: int, out: Tensor) -> tuple[Tensor,
 
 def _refuse_too_many(layer: AttentionLayer) -> None:
     """Kernels count lines, of one token's numbers, in 32 bits."""
-    for shape in (layer.hot.shape, layer.codes.shape):
+    for shape in (layer.writable.shape, layer.codes.shape):
         if shape[:-1].numel() >= 1 << 31:
             raise ValueError(
                 f"{shape[0]} blocks of {shape[3]} tokens for {shape[2]} heads are more than kernels can count; "
@@ -228,7 +228,7 @@ def _refuse_too_many(layer: AttentionLayer) -> None:
 
 
 def code_of(layer: AttentionLayer) -> int:
-    """How kernels know what its blocks are kept as: CODE; 0: all of them are hot."""
+    """How kernels know what its blocks are kept as: CODE; 0: all of them are writable."""
     if not len(layer.codes):
         return 0
     return _codes_of(layer.codec)

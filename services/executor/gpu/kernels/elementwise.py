@@ -105,7 +105,7 @@ def _weighted(scaled, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # a view of a larger buffer
 def place_kernel(
-    qkv, cosines, sines, slots, query_norm, key_norm, query, hot, eps,
+    qkv, cosines, sines, slots, query_norm, key_norm, query, writable, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def place_kernel(
 
     `cosines`, `sines` float32 [T, HALF], scaled; HALF 0: nothing is turned. `slots` integers [T]: block * SIZE + place
     in it; negative: the token's key and value go nowhere. `query_norm`, `key_norm` float32 [WIDTH], read with NORMS;
-    OFFSET: Gemma's, which round once. `hot` [blocks, 2, KV_HEADS, SIZE, WIDTH]. BLOCK_D: WIDTH, up to a power of two.
+    OFFSET: Gemma's, which round once. `writable` [blocks, 2, KV_HEADS, SIZE, WIDTH]. BLOCK_D: WIDTH, up to a power of two.
     """
     heads: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -151,7 +151,7 @@ def place_kernel(
     target = slot // SIZE * (2 * KV_HEADS) + (head - Q_HEADS)
     target = (target * SIZE + slot % SIZE) * WIDTH + column
     end = tl.where(slot >= 0, heads, 0)
-    tl.store(hot + target, result, mask=inside & (head >= Q_HEADS) & (head < end))
+    tl.store(writable + target, result, mask=inside & (head >= Q_HEADS) & (head < end))
 
 
 VALUES = 1024
@@ -214,22 +214,22 @@ def place(
     q_heads: int,
     rotation: Rotation | None,
     slots: Tensor,
-    hot: Tensor,
+    writable: Tensor,
     head_norms: tuple[Tensor, Tensor] | None,
     how: Norms,
 ) -> Tensor:
-    """Queries [T, q heads, d] of `qkv` [T, (q heads + 2 * kv heads) * d]; keys and values go to `slots` [T] of `hot`
+    """Queries [T, q heads, d] of `qkv` [T, (q heads + 2 * kv heads) * d]; keys and values go to `slots` [T] of `writable`
     [blocks, 2, kv heads, size, d], those of a negative slot nowhere. Queries and keys are normed by `head_norms`
     float32 [d] each, and turned by `rotation`."""
     tokens = len(qkv)
-    kv_heads, size, width = hot.shape[2:]
+    kv_heads, size, width = writable.shape[2:]
     query = torch.empty((tokens, q_heads, width), dtype=qkv.dtype, device=qkv.device)
     block_d = triton.next_power_of_2(width)
     block_h = max(VALUES // block_d, 1)
     place_kernel[(tokens, triton.cdiv(q_heads + 2 * kv_heads, block_h))](
         qkv, qkv if rotation is None else rotation.cosines, qkv if rotation is None else rotation.sines, slots,
         qkv if head_norms is None else head_norms[0], qkv if head_norms is None else head_norms[1],
-        query, hot, how.eps,
+        query, writable, how.eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, WIDTH=width,
         HALF=0 if rotation is None else rotation.cosines.shape[1], BLOCK_H=block_h, BLOCK_D=block_d,
         NORMS=head_norms is not None, OFFSET=how.offset,

@@ -44,7 +44,7 @@ def summarise_kernel(
     """Grid (blocks, KV_HEADS): one head's summary of a block.
 
     CODE 0: grid (T, KV_HEADS), of which those rows that are the last of a block write its summary: `positions`, `slots`
-    integers [T]; else `pairs` int64 [C, 2]: hot block, place among the cold ones. `keys`, with `scales` of int8 and
+    integers [T]; else `pairs` int64 [C, 2]: writable block, place among the quantized ones. `keys`, with `scales` of int8 and
     e4m3, are those of all blocks [blocks, 2, KV_HEADS, SIZE, WIDTH], `summaries` [blocks, 2, KV_HEADS, 1, WIDTH].
     BLOCK_S, BLOCK_D: SIZE and WIDTH, up to powers of two.
     """
@@ -77,21 +77,21 @@ def summarise_kernel(
 
 @triton.jit
 def _lines(
-    hot, cold, block, there, num_hot, head, SIDE: tl.constexpr,
+    writable, quantized, block, there, num_writable, head, SIDE: tl.constexpr,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_N, BLOCK_D]: the means (SIDE 0) or deviations (1) of the keys of `block` int32 [BLOCK_N]."""
     columns = tl.arange(0, BLOCK_D)[None, :]
-    is_hot = there & (block < num_hot)
+    is_writable = there & (block < num_writable)
     line = (block.to(tl.int64) * 2 + SIDE) * KV_HEADS + head
-    inside = is_hot[:, None] & (columns < WIDTH)
-    found = tl.load(hot + line[:, None] * WIDTH + columns, mask=inside, other=0.0)
+    inside = is_writable[:, None] & (columns < WIDTH)
+    found = tl.load(writable + line[:, None] * WIDTH + columns, mask=inside, other=0.0)
     if CODE != 0:
-        is_cold = there & (block >= num_hot)
-        line -= num_hot.to(tl.int64) * (2 * KV_HEADS)
-        inside = is_cold[:, None] & (columns < WIDTH)
-        kept = tl.load(cold + line[:, None] * WIDTH + columns, mask=inside, other=0.0)
-        found = tl.where(is_cold[:, None], kept, found)
+        is_quantized = there & (block >= num_writable)
+        line -= num_writable.to(tl.int64) * (2 * KV_HEADS)
+        inside = is_quantized[:, None] & (columns < WIDTH)
+        kept = tl.load(quantized + line[:, None] * WIDTH + columns, mask=inside, other=0.0)
+        found = tl.where(is_quantized[:, None], kept, found)
     return found
 
 
@@ -106,17 +106,18 @@ def _product(q, lines, PRECISION: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_hot", "most", "deviations"], do_not_specialize_on_alignment=["tables", "choices"]
+    do_not_specialize=["num_writable", "most", "deviations"],
+    do_not_specialize_on_alignment=["tables", "choices"],
 )
 def score_kernel(
-    query, hot, cold, tables, choices, scores, num_hot, most, deviations,
+    query, writable, quantized, tables, choices, scores, num_writable, most, deviations,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, CODE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, KV_HEADS, `most` / BLOCK_N, rounded up): the scores of some blocks for a row and KV head.
 
-    `query` [T, KV_HEADS, GROUP, WIDTH]; `hot`, `cold` [blocks, 2, KV_HEADS, 1, WIDTH]: summaries, of which `cold` are
-    those of blocks from `num_hot` on, where CODE is not 0; `tables` int32; `choices` int32 [rows, FIELDS]; `scores`
+    `query` [T, KV_HEADS, GROUP, WIDTH]; `writable`, `quantized` [blocks, 2, KV_HEADS, 1, WIDTH]: summaries, of which `quantized` are
+    those of blocks from `num_writable` on, where CODE is not 0; `tables` int32; `choices` int32 [rows, FIELDS]; `scores`
     float32 [rows, KV_HEADS, most]. `deviations`: how many times its deviation a block is scored above its mean.
     """
     index, head = tl.program_id(0), tl.program_id(1)
@@ -132,9 +133,13 @@ def score_kernel(
         at = begin + tl.arange(0, BLOCK_N)
         there = at < between
         block = tl.load(tables + tl.load(choice + 1) + first + at, mask=there, other=0)
-        mean = _lines(hot, cold, block, there, num_hot, head, 0, KV_HEADS, WIDTH, BLOCK_D, CODE)
+        mean = _lines(
+            writable, quantized, block, there, num_writable, head, 0, KV_HEADS, WIDTH, BLOCK_D, CODE
+        )
         near = _product(q, mean, PRECISION, WIDE)
-        deviation = _lines(hot, cold, block, there, num_hot, head, 1, KV_HEADS, WIDTH, BLOCK_D, CODE)
+        deviation = _lines(
+            writable, quantized, block, there, num_writable, head, 1, KV_HEADS, WIDTH, BLOCK_D, CODE
+        )
         total = near + deviations * _product(tl.abs(q), deviation, PRECISION, WIDE)
         best = tl.max(tl.where(lanes < GROUP, total, float("-inf")), 0)
         place = (index.to(tl.int64) * KV_HEADS + head) * most + at
@@ -234,18 +239,18 @@ def summarise(
     positions: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> None:
-    """Writes the summaries of the blocks that a step has filled in `layer`: of `pairs` int64 [C, 2] (hot block, place
-    among the cold ones) where blocks are kept in another form; else of the blocks whose last token is among the T whose
+    """Writes the summaries of the blocks that a step has filled in `layer`: of `pairs` int64 [C, 2] (writable block, place
+    among the quantized ones) where blocks are kept in another form; else of the blocks whose last token is among the T whose
     `positions` and `slots`, integers [T], are given."""
     code = code_of(layer)
     rows = pairs if code else slots
     if rows is None:
         return
-    _, _, kv_heads, size, width = layer.hot.shape
+    _, _, kv_heads, size, width = layer.writable.shape
     arguments = {
-        "keys": readable(layer.codes) if code else layer.hot,
-        "scales": layer.hot if layer.scales is None else layer.scales,
-        "summaries": summaries.codes if code else summaries.hot,
+        "keys": readable(layer.codes) if code else layer.writable,
+        "scales": layer.writable if layer.scales is None else layer.scales,
+        "summaries": summaries.codes if code else summaries.writable,
         "pairs": rows, "positions": rows if code else positions, "slots": rows,
     }  # fmt: skip
     sizes = {
@@ -280,8 +285,8 @@ def choose_calls(
     if rows.most:
         assert summaries is not None, "admission refuses what needs summaries where there are none"
         arguments = {
-            "query": query, "hot": summaries.hot, "cold": summaries.codes, "tables": rows.tables,
-            "choices": rows.choices, "scores": scores, "num_hot": summaries.hot.shape[0], "most": rows.most,
+            "query": query, "writable": summaries.writable, "quantized": summaries.codes, "tables": rows.tables,
+            "choices": rows.choices, "scores": scores, "num_writable": summaries.writable.shape[0], "most": rows.most,
             "deviations": deviations,
         }  # fmt: skip
         sizes = {

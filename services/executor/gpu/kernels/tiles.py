@@ -33,15 +33,15 @@ class TileShape(NamedTuple):
     """The same where both stores are read or keys are masked: a divisor of it."""
     warps: int
     stages: int
-    """Turns under way over cold blocks: all but one are loads."""
-    hot_stages: int
-    """The same over hot blocks."""
+    """Turns under way over quantized blocks: all but one are loads."""
+    writable_stages: int
+    """The same over writable blocks."""
 
 
 def tile_shape(rows: int, width: int, number_bytes: int, compressed: bool) -> TileShape:
-    """For tiles of `rows` rows and heads of `width` numbers of `number_bytes` in hot blocks.
+    """For tiles of `rows` rows and heads of `width` numbers of `number_bytes` in writable blocks.
 
-    A decode waits for memory. One turn's keys and values are 32 KiB in hot blocks, half of it in compressed ones, and
+    A decode waits for memory. One turn's keys and values are 32 KiB in writable blocks, half of it in compressed ones, and
     two turns are on their way while a third is computed; three, or two, programs share a multiprocessor's 227 KiB. A
     bandwidth of 4.8 TB/s over 132 of them, at a latency of 800 ns, asks for 29 KiB on their way in each.
 

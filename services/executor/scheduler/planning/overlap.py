@@ -18,7 +18,7 @@ the later step is computed in vain and dropped, and its blocks stay its own unti
 fails takes the later one with it: `StepsUnderWay.drop`.
 
 Full blocks are sealed when the step that has filled them is over, and can be found then. Where they are compressed
-that step does it, so the later one reads them under their cold ids, as it would without lookahead.
+that step does it, so the later one reads them under their quantized ids, as it would without lookahead.
 
 `StepsUnderWay` has those that were scheduled and are not over: none, one, or two, the later planned ahead.
 
@@ -121,13 +121,13 @@ def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size
     tables = [
         (
             table_of(sequence, position + 1, block_size)
-            if sequence.cold
+            if sequence.quantized
             else sequence.table[: position // block_size + 1]
         )
         for sequence, _, position, _ in successors
     ]
     last = np.array([table[-1] for table in tables], np.int32)
-    filled = [(one.sequence, one.position, one.position + 1) for one in successors if one.sequence.cold]
+    filled = [(one.sequence, one.position, one.position + 1) for one in successors if one.sequence.quantized]
     return StepPlan(
         step=step,
         num_decodes=len(successors),

@@ -260,7 +260,7 @@ class StepPlanner:
     def _add_decodes(self, step: _Step, batch_lane: bool) -> None:
         """One token for every running sequence of the lanes that has only one to compute."""
         running, only, running_state = self._running_in(batch_lane), step.only, SequenceState.RUNNING
-        size, compresses = self._spec.block_size, self._spec.num_cold > 0
+        size, compresses = self._spec.block_size, self._spec.num_quantized > 0
         for sequence in running:  # a step is mostly this: without a call for each
             if not step.budget:
                 return
@@ -274,7 +274,7 @@ class StepPlanner:
             if (sequence.restoring or sequence.snapshot) and not self._tables.restore(sequence):
                 continue
             lacks = len(sequence.table) * size < length or (
-                compresses and length // size > sequence.num_sealed + len(sequence.cold)
+                compresses and length // size > sequence.num_sealed + len(sequence.quantized)
             )  # one in a block's tokens of those that decode
             if lacks and not self._grow(step, sequence):
                 continue

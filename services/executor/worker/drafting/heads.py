@@ -104,7 +104,7 @@ class DraftHeadModel(DraftModel):
         self._head = share.reader
         self._taps: StateTaps = share.taps
         self._size = store.block_size
-        slots = (store.num_hot + store.num_cold) * self._size
+        slots = (store.num_writable + store.num_quantized) * self._size
         self._states = RowStates(slots, share.rows, self._head.hidden, share.dtype, store.device)
 
     def follow(self, plan: StepPlan, progress: ProgressCounter) -> None:

@@ -109,7 +109,7 @@ def test_queues_and_blocks_are_shown_where_the_leader_told() -> None:
     text = shown(print_dump, told)
     assert "20 running; read beside an event loop that does not turn" in text
     assert "... 8 more" in text
-    assert "hot: 2 used, 3 pinned, 2 cached, 1 empty of 8" in text
+    assert "writable: 2 used, 3 pinned, 2 cached, 1 empty of 8" in text
     assert "spilled: 3 of 8 in host memory" in text
     assert "largest: session s 3" in text
     assert "invariants: hold" in text

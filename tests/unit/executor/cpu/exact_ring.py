@@ -67,7 +67,7 @@ class Said(NamedTuple):
 class Cuts(NamedTuple):
     """How a ring's steps are cut."""
 
-    num_cold: int
+    num_quantized: int
     budget: int
     sequences: int
     drafts: int
@@ -86,8 +86,8 @@ class Ranks:
         directory: Path,
         codecs: Seq[Codec | None],
         block_size: int,
-        hot: int,
-        cold: int,
+        writable: int,
+        quantized: int,
         world_size: int,
         *,
         summaries: bool = False,
@@ -96,7 +96,7 @@ class Ranks:
         """`mapped`: full blocks lie in files beside the model."""
         config = load_config(directory)
         self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
-        self.block_size, self.hot = block_size, hot
+        self.block_size, self.writable = block_size, writable
         self._plans: list[queue.Queue[StepPlan | None]] = []
         self.files: list[MappedFiles] = []
         self.threads = 2 if world_size == 1 else 1  # those of several ranks wait for each other's cores
@@ -114,7 +114,9 @@ class Ranks:
             shape = shape.with_summaries() if summaries else shape
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
             files = MappedFiles(directory) if mapped else None
-            store = KvStore(shape, hot, CPU, cold, STATES + DRAFT_STATES if slot else 0, files=files)
+            store = KvStore(
+                shape, writable, CPU, quantized, STATES + DRAFT_STATES if slot else 0, files=files
+            )
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
             made = make_runner(RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill))
@@ -183,7 +185,7 @@ class ExactRing:
         self.said: dict[str, list[Said]] = {}
         self.compared = self.failed = 0
         spec = EngineSpec(
-            ranks.block_size, ranks.hot, ranks.context, ranks.vocabulary, num_cold=cuts.num_cold,
+            ranks.block_size, ranks.writable, ranks.context, ranks.vocabulary, num_quantized=cuts.num_quantized,
             num_host=SLOTS if cuts.spills else 0, copies_per_step=4, num_states=ranks.states,
             draft_states=DRAFT_STATES if ranks.states else 0, state_blocks=ranks.state_blocks,
             sparse=["pages", "window"],

@@ -113,7 +113,7 @@ class Mapped:
         return logits
 
     def asked(self, layer: int, number: int) -> Tensor:
-        """Which blocks of each head the step of that number has asked for: bool [num_cold, heads]."""
+        """Which blocks of each head the step of that number has asked for: bool [num_quantized, heads]."""
         assert self.runner.native is not None
         return self.runner.native._asked[layer] == number
 
@@ -150,7 +150,7 @@ def test_a_rank_maps_its_blocks_and_tells_what_they_take(directory: Path, tmp_pa
     }
     with ring_of(tmp_path, directory, kv_mapped_memory=1 << 20, **own) as ring:
         block = 3 * 2 * 2 * 32 * ring.spec.block_size
-        assert ring.spec.num_cold == (1 << 20) // block
+        assert ring.spec.num_quantized == (1 << 20) // block
         assert ring.spec.kv_bytes < 1 << 20, "what is in memory"
         assert [*(tmp_path / "disk").iterdir()] == []
         asked = Generated(ring, [*range(3, 60)], SamplingParams(temperature=0.0)).run(4).text

@@ -340,10 +340,10 @@ def test_plans_that_name_what_does_not_exist_change_nothing(
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=INT8)
     plan, _ = rings.Script([2]).step({0: 2})
     fields = {name: to_bytes(values) for name, values in wrong.items()}
-    before = runner._store.hot(0).clone()
+    before = runner._store.writable(0).clone()
     with pytest.raises(IndexError, match="do not exist"):
         runner.forward(structs.replace(plan, **fields))
-    assert torch.equal(runner._store.hot(0), before)
+    assert torch.equal(runner._store.writable(0), before)
     runner.forward(plan)
 
 
@@ -417,22 +417,22 @@ def test_compresses_to_the_codes_of_the_codec(tmp_path: Path, codec: Codec) -> N
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=codec)
     store, layers = runner._store, range(3)
     for layer in layers:
-        values = torch.randn(store.hot(layer).shape)
+        values = torch.randn(store.writable(layer).shape)
         # One head of zeros.
         sizes = 50 * torch.rand(values.shape[:-2]) * (torch.arange(values.shape[2]) > 0)
-        store.hot(layer).copy_(values * sizes[..., None, None])
+        store.writable(layer).copy_(values * sizes[..., None, None])
     plan, _ = rings.Script([2]).step({0: 2})
     pairs = [[3, NUM_BLOCKS + 5], [0, NUM_BLOCKS], [7, NUM_BLOCKS + 1]]
     runner.forward(structs.replace(plan, compressions=to_bytes(np.array(pairs))))
     for layer in layers:
         scales = store.scales(layer)
         assert scales is not None
-        for hot, cold in pairs:
-            codes, expected = codec.encode(store.hot(layer)[hot].flatten(-2))
-            ours = store.codes(layer)[cold - NUM_BLOCKS].flatten(-2)
+        for writable, quantized in pairs:
+            codes, expected = codec.encode(store.writable(layer)[writable].flatten(-2))
+            ours = store.codes(layer)[quantized - NUM_BLOCKS].flatten(-2)
             assert ours.view(torch.uint8).any()
             assert torch.equal(ours.view(torch.uint8), codes.view(torch.uint8))
-            assert torch.equal(scales[cold - NUM_BLOCKS], expected)
+            assert torch.equal(scales[quantized - NUM_BLOCKS], expected)
 
 
 @codecs

@@ -200,8 +200,8 @@ def test_every_position_says_the_same_however_steps_are_cut(
     """`room`: for so many of the longest sequences. `visits`: (which request, how far it has come elsewhere): some come
     back, and find their prompts' beginnings; some are another ring's heirs, in the middle of their answers."""
     longest = max(ring.case.prompts) + ring.case.outputs
-    cold = room * -(-longest // ring.case.block_size) + 1
-    cuts = Cuts(cold, max(budget, sequences), sequences, drafts, lookahead, spills, ttl, seed)
+    quantized = room * -(-longest // ring.case.block_size) + 1
+    cuts = Cuts(quantized, max(budget, sequences), sequences, drafts, lookahead, spills, ttl, seed)
     disturbed = ExactRing(ring.ranks, cuts, ring.said)
     disturbed.run(_attempt(ring, which, done, number) for number, (which, done) in enumerate(visits))
     assert disturbed.compared

@@ -23,8 +23,8 @@ WINDOW = SparseAttention("window", 128, 16, 64, dense_layers=0)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     directory = make_induction_model(tmp_path_factory.mktemp("induction"))
     compressed = request.param == "int8"
-    hot, cold = (24, 200) if compressed else (200, 0)
-    made = Ranks(directory, [INT8] * 2 if compressed else [], BLOCK, hot, cold, 1, summaries=True)
+    writable, quantized = (24, 200) if compressed else (200, 0)
+    made = Ranks(directory, [INT8] * 2 if compressed else [], BLOCK, writable, quantized, 1, summaries=True)
     yield made
     made.close()
 
@@ -41,8 +41,8 @@ def asked(depth: float, sparse: SparseAttention | None, name: str = "g") -> Gene
 
 def said(ranks: Ranks, *requests: GenerationRequest, budget: int = 512) -> list[list[int]]:
     """What the ring answers to each."""
-    cold = 200 if ranks.hot < 200 else 0
-    cuts = Cuts(cold, budget, 4, 0, lookahead=False, spills=False, session_ttl=0.0, seed=0)
+    quantized = 200 if ranks.writable < 200 else 0
+    cuts = Cuts(quantized, budget, 4, 0, lookahead=False, spills=False, session_ttl=0.0, seed=0)
     ring = ExactRing(ranks, cuts)
     ring.run(requests)
     return [[one.token for one in ring.said[request.generation_id]] for request in requests]

@@ -127,11 +127,11 @@ def test_what_pytorch_chooses_is_read_and_nothing_else(
     native = runner_of(directory, kind, native=True)
     for ours, theirs in zip(native._store._wholes(), plain._store._wholes(), strict=True):
         ours.copy_(theirs)
-    native._store.hot(0).copy_(plain._store.hot(0))  # what is being filled
+    native._store.writable(0).copy_(plain._store.writable(0))  # what is being filled
     sound = tensor(native.forward(plan))
     assert (sound - expected).abs().mean() < 0.2 * (expected - dense).abs().mean()
 
-    poison = native._store.scales(0) if kind == "int8" else native._store.hot(0)
+    poison = native._store.scales(0) if kind == "int8" else native._store.writable(0)
     assert poison is not None
     table = torch.tensor(script._tables[0])[reading.first : reading.recent]
     poisoned = 0

@@ -170,11 +170,11 @@ def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
     assert isinstance(decoder, GpuDecoder)
     with torch.inference_mode():
         expected = decoder.compute(decoder.inputs_of(small_script().step({0: 1, 1: 1})[0]))
-        written = runner._store.hot_layers().clone()
+        written = runner._store.writable_layers().clone()
         filled = decoder.inputs_of(small_script().step({0: 1, 1: 1, 2: 1})[0])
         slots = torch.tensor([*filled.slots[:2].tolist(), -1], dtype=torch.int32)
         assert torch.equal(decoder.compute(filled._replace(slots=slots))[:2], expected)
-    assert torch.equal(runner._store.hot_layers(), written)
+    assert torch.equal(runner._store.writable_layers(), written)
 
 
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:

@@ -333,7 +333,11 @@ def stores(tmp_path: Path) -> tuple[KvStore, KvStore]:
 @pytest.mark.parametrize("summary", [False, True], ids=["compressed", "summarised"])
 def test_blocks_that_replayed_steps_fill_are(stores: tuple[KvStore, KvStore], summary: bool) -> None:
     replayed, launched = (
-        [cold.codes for cold in store.cold_layers() if store.shape.pages[cold.layers[0]].summary is summary]
+        [
+            quantized.codes
+            for quantized in store.quantized_layers()
+            if store.shape.pages[quantized.layers[0]].summary is summary
+        ]
         for store in stores
     )
     for ours, expected in zip(replayed, launched, strict=True):

@@ -47,8 +47,8 @@ def store_of(codecs: tuple[Codec | None, ...], device: torch.device) -> KvStore:
     store = KvStore(shape, BLOCKS, device, BLOCKS if any(codecs) else 0)
     values = torch.Generator().manual_seed(3)
     for layer in range(len(codecs)):
-        store.hot(layer).copy_(torch.randn(store.hot(layer).shape, generator=values).to(device))
-    if store.num_cold:
+        store.writable(layer).copy_(torch.randn(store.writable(layer).shape, generator=values).to(device))
+    if store.num_quantized:
         store.compress([(block, BLOCKS + block) for block in range(BLOCKS)])
     return store
 

@@ -62,7 +62,7 @@ def logits_of(
     lengths: Sequence[int] = (LENGTH,),
 ) -> Tensor:
     """Of every token of the first sequence; the others are computed beside it."""
-    script, found = Script(list(lengths), compresses=runner._store.num_cold > 0), []
+    script, found = Script(list(lengths), compresses=runner._store.num_quantized > 0), []
     for step in steps:
         plan, sampled = script.step(step, every_token=True)
         order = list(dict.fromkeys(sequence for sequence, _ in sampled))

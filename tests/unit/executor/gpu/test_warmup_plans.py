@@ -71,7 +71,7 @@ def test_the_longest_comes_first_and_none_is_too_long(budget: int, context_lengt
     assert all(1 <= tokens <= context <= context_length for tokens, context in found)
 
 
-def test_they_write_nothing_but_the_first_cold_block() -> None:
+def test_they_write_nothing_but_the_first_quantized_block() -> None:
     found = warmup_plans([SequenceChunk(20, 40), SequenceChunk(1, 300)], 16, (0, 7))
     assert [list(as_int32(plan.compressions)) for plan in found] == [[0, 7], []]
     for plan, (tokens, context, decodes) in zip(found, [(20, 40, 0), (1, 300, 1)], strict=True):

@@ -30,7 +30,7 @@ def fill(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
 
 
 def seal(allocator: BlockAllocator, blocks: list[int], chain: BlockChain, position: int) -> None:
-    kept = allocator.allocate_kept(1)[0] if allocator.num_blocks > allocator.num_hot else None
+    kept = allocator.allocate_full_blocks(1)[0] if allocator.num_blocks > allocator.num_writable else None
     blocks[position] = allocator.seal(blocks[position], chain.key(position), kept)
 
 
@@ -63,7 +63,7 @@ def test_the_same_tokens_after_another_beginning_do_not_match() -> None:
 def keep_state(allocator: BlockAllocator, chain: BlockChain, block: int, parts: int = 2) -> list[int]:
     """The blocks of a snapshot behind the `block`-th of `chain`, cached."""
     keys = state_keys(chain.digest(block), parts)
-    blocks = [allocator.seal(allocator.allocate_kept(1)[0], key) for key in keys]
+    blocks = [allocator.seal(allocator.allocate_full_blocks(1)[0], key) for key in keys]
     allocator.release(blocks, wanted=True)
     return blocks
 
@@ -150,28 +150,28 @@ def test_a_duplicate_of_a_known_block_gives_way_to_it() -> None:
     allocator.check([[first], [first]])
 
 
-def test_full_blocks_are_kept_under_cold_ids_and_their_hot_ones_are_free() -> None:
-    allocator = BlockAllocator(3, BLOCK, num_cold=2)
+def test_full_blocks_are_kept_under_quantized_ids_and_their_writable_ones_are_free() -> None:
+    allocator = BlockAllocator(3, BLOCK, num_quantized=2)
     tables = [fill(allocator, [n] * BLOCK) for n in range(2)]
     assert tables == [[3], [4]]
-    assert (allocator.available_kept, allocator.available_hot) == (0, 3)
+    assert (allocator.available_full_blocks, allocator.available_writable) == (0, 3)
     with pytest.raises(OutOfBlocks):
-        allocator.allocate_kept(1)
-    [hot] = allocator.allocate(1)
-    with pytest.raises(ValueError, match="no cold block"):
-        allocator.seal(hot, chain_of([9] * BLOCK).key(0))
+        allocator.allocate_full_blocks(1)
+    [writable] = allocator.allocate(1)
+    with pytest.raises(ValueError, match="no quantized block"):
+        allocator.seal(writable, chain_of([9] * BLOCK).key(0))
     allocator.release(tables[0])
-    [cold] = allocator.allocate_kept(1)
-    assert cold == 3
-    allocator.check([tables[1], [hot], [cold]])
-    assert allocator.seal(hot, chain_of([9] * BLOCK).key(0), cold) == 3
+    [quantized] = allocator.allocate_full_blocks(1)
+    assert quantized == 3
+    allocator.check([tables[1], [writable], [quantized]])
+    assert allocator.seal(writable, chain_of([9] * BLOCK).key(0), quantized) == 3
     allocator.check([tables[1], [3]])
 
 
 def test_a_duplicate_of_a_known_block_frees_both_of_its_ids() -> None:
-    allocator = BlockAllocator(3, BLOCK, num_cold=3)
+    allocator = BlockAllocator(3, BLOCK, num_quantized=3)
     assert fill(allocator, [1] * BLOCK) == fill(allocator, [1] * BLOCK) == [3]
-    assert (allocator.available_kept, allocator.available_hot) == (2, 3)
+    assert (allocator.available_full_blocks, allocator.available_writable) == (2, 3)
     allocator.check([[3], [3]])
 
 
@@ -276,13 +276,13 @@ def test_a_pool_without_blocks_says_so() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._hot._empty.append(a._hot._empty[0]),
-        lambda a: a._hot._empty.pop(),
-        lambda a: a._references.__setitem__(a._hot._empty[0], 1),
+        lambda a: a._writable._empty.append(a._writable._empty[0]),
+        lambda a: a._writable._empty.pop(),
+        lambda a: a._references.__setitem__(a._writable._empty[0], 1),
         lambda a: a._references.__setitem__(0, -1),
-        lambda a: a._hot._cached.__setitem__(a._hot._empty[0], None),
-        lambda a: a._hot._pinned.__setitem__(a._hot._empty[0], None),
-        lambda a: a._pins.add(a._hot._empty[0], "s", 0.0),
+        lambda a: a._writable._cached.__setitem__(a._writable._empty[0], None),
+        lambda a: a._writable._pinned.__setitem__(a._writable._empty[0], None),
+        lambda a: a._pins.add(a._writable._empty[0], "s", 0.0),
         lambda a: a._index.remove(0),
     ],
 )
@@ -308,15 +308,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.tables: list[tuple[list[int], list[int], int]] = []  # tokens, blocks, sealed
         self.content: dict[int, tuple[int, ...]] = {}
 
-    @initialize(cold=st.sampled_from([0, 6]))
-    def build(self, cold: int) -> None:
-        """With cold blocks: hot ones are the last of each sequence, and what one that starts fills."""
-        self.allocator = BlockAllocator(7, BLOCK, num_cold=cold)
-        self.compresses = cold > 0
+    @initialize(quantized=st.sampled_from([0, 6]))
+    def build(self, quantized: int) -> None:
+        """With quantized blocks: writable ones are the last of each sequence, and what one that starts fills."""
+        self.allocator = BlockAllocator(7, BLOCK, num_quantized=quantized)
+        self.compresses = quantized > 0
 
     def seal(self, blocks: list[int], tokens: list[int], position: int) -> None:
         """In a step that has filled the block: where it is compressed, to an id that nobody holds."""
-        kept = self.allocator.allocate_kept(1)[0] if self.compresses else None
+        kept = self.allocator.allocate_full_blocks(1)[0] if self.compresses else None
         if kept is not None:
             self.write(kept, list(self.content[blocks[position]]))
         blocks[position] = self.allocator.seal(blocks[position], chain_of(tokens).key(position), kept)
@@ -334,9 +334,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.content[block] == tuple(tokens[position * BLOCK : (position + 1) * BLOCK])
         missing = -(-len(tokens) // BLOCK) - len(shared)
         assert missing >= 1, "nothing is left to compute"
-        room, hot = self.allocator.room_after(shared)
+        room, writable = self.allocator.room_after(shared)
         full = len(chain) - len(shared)
-        if hot < missing or room < (full if self.compresses else missing):
+        if writable < missing or room < (full if self.compresses else missing):
             return
         self.allocator.share(shared)
         blocks = shared + self.allocator.allocate(missing)
@@ -354,8 +354,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         tokens = [*tokens, token]
         longer = len(tokens) > len(blocks) * BLOCK
         filled = len(tokens) % BLOCK == 0
-        lacking = (longer and not self.allocator.available_hot) or (
-            filled and self.compresses and not self.allocator.available_kept
+        lacking = (longer and not self.allocator.available_writable) or (
+            filled and self.compresses and not self.allocator.available_full_blocks
         )
         if lacking:
             self.tables.append((tokens[:-1], blocks, sealed))

@@ -79,7 +79,7 @@ def test_a_store_keeps_codes_alone_in_the_file(disk: Path, codecs: tuple[object,
     files = MappedFiles(disk)
     store = KvStore(shape, 3, CPU, 5, files=files)
     assert files.nbytes == 5 * shape.bytes_per_mapped_block
-    held = 5 * (shape.bytes_per_cold_block - shape.bytes_per_mapped_block)
+    held = 5 * (shape.bytes_per_quantized_block - shape.bytes_per_mapped_block)
     assert store.nbytes == 3 * shape.bytes_per_block + held
     assert [store.is_mapped(layer) for layer in range(6)] == [True] * 3 + [False] * 3
     part = store.part(1, 2)

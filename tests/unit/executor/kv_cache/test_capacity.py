@@ -14,8 +14,8 @@ from services.executor.kv_cache.capacity import (
     BlockCounts,
     StoreShape,
     check_room,
-    hot_reserve,
     plan_store,
+    writable_reserve,
 )
 from services.executor.kv_cache.codecs import FP8, INT8
 from shared.config import load_settings
@@ -41,7 +41,7 @@ def agree(settings: ExecutorSettings, native: bool = False) -> list[BlockCounts]
     return on_ring(2, one)
 
 
-def test_uncompressed_all_blocks_are_hot() -> None:
+def test_uncompressed_all_blocks_are_writable() -> None:
     # Either share: 4 layers, 2 heads, 16 tokens of 64 values, keys and values, two bytes each.
     assert (
         agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2))
@@ -49,20 +49,22 @@ def test_uncompressed_all_blocks_are_hot() -> None:
     )
 
 
-def test_compressed_the_budget_goes_to_cold_blocks() -> None:
+def test_compressed_the_budget_goes_to_quantized_blocks() -> None:
     settings = load_settings(ExecutorSettings, kv_memory=500_000_000, kv_dtype="int8")
     first, second = agree(settings)
     assert first == second
-    assert first.hot == hot_reserve(settings.max_sequences, settings.max_batch_tokens, settings.block_size)
+    assert first.writable == writable_reserve(
+        settings.max_sequences, settings.max_batch_tokens, settings.block_size
+    )
     plain = agree(load_settings(ExecutorSettings, kv_memory=500_000_000))[0]
-    assert sum(first) > 1.9 * plain.hot
+    assert sum(first) > 1.9 * plain.writable
 
 
 def test_auto_compresses_where_the_native_kernels_compute() -> None:
     for native, codecs in ((True, (INT8,) * 4), (False, (None,) * 4)):
         shape, blocks = plan(load_settings(ExecutorSettings), SingleRank(), native=native)
         assert shape.codecs == codecs
-        assert bool(blocks.cold) == native
+        assert bool(blocks.quantized) == native
 
 
 def test_auto_does_without_where_some_rank_has_too_little_memory() -> None:
@@ -139,7 +141,7 @@ def test_blocks_in_a_file_take_memory_for_what_is_read_at_once() -> None:
     states = (attention(2, 64),) * 4
     few = {"max_sequences": 1, "max_batch_tokens": 16, "kv_dtype": "int8"}
     block, blocks = 4 * 2 * 2 * 16 * 64, 200
-    reserve = hot_reserve(1, 16, 16)
+    reserve = writable_reserve(1, 16, 16)
     window, scales = 64 * block // 2, blocks * 4 * 2 * 2 * 4
     least = reserve * block * 2 + scales + window
     settings = load_settings(ExecutorSettings, kv_memory=least, kv_mapped_memory=blocks * block + 1, **few)
@@ -178,7 +180,7 @@ def test_slots_behind_drafts_are_planned_with_the_others(mapped: int) -> None:
     )  # fmt: skip
     assert (with_drafts.draft_slots, without.draft_slots) == (12, 0)
     assert with_drafts.slots == without.slots == with_drafts.all_slots - 12
-    assert with_drafts.cold == without.cold if mapped else with_drafts.cold < without.cold
+    assert with_drafts.quantized == without.quantized if mapped else with_drafts.quantized < without.quantized
 
 
 def test_slots_lie_in_memory_beside_a_file() -> None:

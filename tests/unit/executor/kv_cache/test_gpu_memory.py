@@ -114,7 +114,7 @@ def test_a_tiny_model_on_a_large_gpu_gets_as_many_blocks_as_can_be_counted(
     )
     assert shape.compresses == compressed
     most = min(1 << 21, ((1 << 31) - 1) // (2 * heads * 16))
-    assert (blocks.cold if compressed else blocks.hot) == most
+    assert (blocks.quantized if compressed else blocks.writable) == most
     asked = load_settings(ExecutorSettings, kv_memory=64 * GIB)
     _, more = capacity.plan_store(
         asked, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank()
@@ -153,7 +153,7 @@ def test_the_ring_takes_the_smallest_rank_and_each_gpu_is_its_own(monkeypatch: p
 
     (shape, blocks), (_, same) = on_ring(2, plan)
     assert blocks == same
-    assert blocks.hot == 20 * GIB // shape.bytes_per_block
+    assert blocks.writable == 20 * GIB // shape.bytes_per_block
 
 
 def test_a_gpu_that_holds_no_sequence_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:

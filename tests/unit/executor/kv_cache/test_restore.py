@@ -24,10 +24,10 @@ SHAPES = st.lists(
 )
 
 
-def store_of(pages: list[tuple[Pages, object]], *, cold: bool) -> KvStore:
-    codecs = tuple(codec for _, codec in pages) if cold else ()
+def store_of(pages: list[tuple[Pages, object]], *, quantized: bool) -> KvStore:
+    codecs = tuple(codec for _, codec in pages) if quantized else ()
     shape = StoreShape(4, torch.bfloat16, tuple(one for one, _ in pages), codecs, ())  # type: ignore[arg-type]
-    return KvStore(shape, 6, CPU, 6 if cold else 0)
+    return KvStore(shape, 6, CPU, 6 if quantized else 0)
 
 
 def filled(store: KvStore, block: int, seed: int) -> bytes:
@@ -71,7 +71,7 @@ class Fake:
 @settings(max_examples=30)
 @given(
     pages=SHAPES,
-    cold=st.booleans(),
+    quantized=st.booleans(),
     on_disk=st.sets(st.integers(0, 2)),
     at_once=st.sampled_from([1, 1 << 20]),
     small=st.sampled_from([1, 64, 1 << 20]),
@@ -80,15 +80,15 @@ class Fake:
 )
 def test_what_is_brought_is_what_was_saved(
     pages: list[tuple[Pages, object]],
-    cold: bool,
+    quantized: bool,
     on_disk: set[int],
     at_once: int,
     small: int,
     most_rooms: int,
     beside: bool,
 ) -> None:
-    store, expected = store_of(pages, cold=cold), store_of(pages, cold=cold)
-    first = 6 if cold else 0
+    store, expected = store_of(pages, quantized=quantized), store_of(pages, quantized=quantized)
+    first = 6 if quantized else 0
     pairs = [(0, first + 4), (2, first + 1), (1, first + 2)]
     contents = {slot: filled(store, block, slot) for slot, block in pairs}
     slots = Fake(contents, on_disk)
@@ -116,7 +116,7 @@ def test_what_is_brought_is_what_was_saved(
 
 
 def test_small_blocks_are_read_whole_and_large_ones_in_parts() -> None:
-    store = store_of([(KINDS[0], INT8)] * 3, cold=True)
+    store = store_of([(KINDS[0], INT8)] * 3, quantized=True)
     contents = {0: filled(store, 6, 0)}
     for at_once, reads in ((1 << 20, 1), (1, 4)):  # the last is that of the scales
         slots = Fake(contents, {0})
@@ -133,7 +133,7 @@ def test_small_blocks_are_read_whole_and_large_ones_in_parts() -> None:
 def test_layers_are_ready_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore, "READ_BYTES", 1)
     monkeypatch.setattr(restore, "SMALL_BYTES", 1)
-    store = store_of([(KINDS[0], None)] * 3, cold=False)
+    store = store_of([(KINDS[0], None)] * 3, quantized=False)
     slots = Fake({0: filled(store, 0, 0), 1: filled(store, 0, 1)}, {0, 1})
     ticks = threading.Semaphore(0)
     found = LayeredRestore(store, slots, [(0, 0), (1, 1)], [0, 1, 1, 2], ticks.release)
@@ -150,7 +150,7 @@ def test_layers_are_ready_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_what_cannot_be_read_is_lost_and_nothing_waits_for_it(beside: bool) -> None:
-    store = store_of([(KINDS[0], INT8)] * 2, cold=True)
+    store = store_of([(KINDS[0], INT8)] * 2, quantized=True)
     contents = {slot: filled(store, 6, slot) for slot in range(4)}
     del contents[3]
     slots = Fake(contents, {1, 2, 3})
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_is_lost_and_nothing_waits_for_it(beside: bool) -> N
 
 
 def test_a_reader_that_fails_loses_all_and_nothing_waits_for_it() -> None:
-    store = store_of([(KINDS[0], None)], cold=False)
+    store = store_of([(KINDS[0], None)], quantized=False)
     slots = Fake({0: b"too short"}, set())
     with capture_logs() as log:
         found = LayeredRestore(store, slots, [(0, 0)], [0], lambda: None)

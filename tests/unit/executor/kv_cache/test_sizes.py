@@ -9,9 +9,9 @@ from services.executor.kv_cache.capacity import (
     control_group_room,
     default_budget,
     free_host_memory,
-    hot_reserve,
     plan_blocks,
     plan_num_blocks,
+    writable_reserve,
 )
 from services.executor.kv_cache.codecs import FP8, INT8
 from shared.errors import ConfigurationError
@@ -38,10 +38,10 @@ def test_default_budget_is_a_share_of_what_is_free() -> None:
 
 
 def test_bytes_of_blocks() -> None:
-    assert PLAIN.bytes_per_block == PLAIN.bytes_per_cold_block == MIXED.bytes_per_block == 2 * LAYER * 2
-    assert MIXED.bytes_per_cold_block == (LAYER + 6 * 4) + LAYER * 2
+    assert PLAIN.bytes_per_block == PLAIN.bytes_per_quantized_block == MIXED.bytes_per_block == 2 * LAYER * 2
+    assert MIXED.bytes_per_quantized_block == (LAYER + 6 * 4) + LAYER * 2
     usual = StoreShape.uniform(30, 16, 3, 64, torch.bfloat16, (FP8,) * 30)
-    assert usual.bytes_per_cold_block / usual.bytes_per_block < 0.503
+    assert usual.bytes_per_quantized_block / usual.bytes_per_block < 0.503
 
 
 def test_a_codec_for_each_layer() -> None:
@@ -49,18 +49,20 @@ def test_a_codec_for_each_layer() -> None:
         StoreShape.uniform(2, 4, 3, 8, torch.bfloat16, (INT8,))
 
 
-def test_hot_blocks_for_the_batch_and_cold_ones_for_the_rest() -> None:
+def test_writable_blocks_for_the_batch_and_quantized_ones_for_the_rest() -> None:
     assert plan_blocks(PLAIN, 8, 100 * PLAIN.bytes_per_block, reserve=10) == BlockCounts(100, 0)
-    hot, cold = 10 * MIXED.bytes_per_block, MIXED.bytes_per_cold_block
-    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10) == BlockCounts(10, 50)
-    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10, cap=4) == BlockCounts(10, 8)
-    with pytest.raises(ConfigurationError, match=rf"set RYZANSTEIN_KV_MEMORY .* to {hot + 2 * cold} bytes"):
-        plan_blocks(MIXED, 8, hot + 2 * cold - 1, reserve=10)
+    writable, quantized = 10 * MIXED.bytes_per_block, MIXED.bytes_per_quantized_block
+    assert plan_blocks(MIXED, 8, writable + 50 * quantized, reserve=10) == BlockCounts(10, 50)
+    assert plan_blocks(MIXED, 8, writable + 50 * quantized, reserve=10, cap=4) == BlockCounts(10, 8)
+    with pytest.raises(
+        ConfigurationError, match=rf"set RYZANSTEIN_KV_MEMORY .* to {writable + 2 * quantized} bytes"
+    ):
+        plan_blocks(MIXED, 8, writable + 2 * quantized - 1, reserve=10)
 
 
 def test_the_reserve_covers_what_a_step_can_fill() -> None:
     # 4 sequences that each begin a block in a step of 30 tokens, beside the blocks that they were filling.
-    assert hot_reserve(4, 30, 16) >= 4 + 4 + 2
+    assert writable_reserve(4, 30, 16) >= 4 + 4 + 2
 
 
 @pytest.mark.parametrize(

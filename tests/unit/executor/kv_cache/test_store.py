@@ -12,22 +12,22 @@ from services.executor.kv_cache.store_shape import StoreShape
 CPU = torch.device("cpu")
 CODECS = (INT8, None, FP8)
 SHAPE = StoreShape.uniform(3, 4, 2, 8, torch.bfloat16, CODECS)
-HOT, COLD = 6, 5
+WRITABLE, QUANTIZED = 6, 5
 VALUES = (2, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)
 """A block of one layer."""
 
 
 def filled(shape: StoreShape = SHAPE, seed: int = 0) -> KvStore:
-    """A store whose hot blocks hold random values."""
-    store = KvStore(shape, HOT, CPU, COLD)
+    """A store whose writable blocks hold random values."""
+    store = KvStore(shape, WRITABLE, CPU, QUANTIZED)
     generator = torch.Generator().manual_seed(seed)
     for layer in range(shape.num_layers):
-        store.hot(layer).copy_(torch.randn(store.hot(layer).shape, generator=generator))
+        store.writable(layer).copy_(torch.randn(store.writable(layer).shape, generator=generator))
     return store
 
 
 def decoded(codec: Codec | None, block: torch.Tensor) -> torch.Tensor:
-    """What is left of `block` [2, kv_heads, block_size, head_dim] once it is cold, in its own dtype."""
+    """What is left of `block` [2, kv_heads, block_size, head_dim] once it is quantized, in its own dtype."""
     if codec is None:
         return block
     codes, scales = codec.encode(block.flatten(2))
@@ -52,46 +52,52 @@ def test_what_is_written_is_gathered(dtype: torch.dtype) -> None:
 
 def test_tensors_for_kernels() -> None:
     store = filled()
-    addresses = [(store.hot(n).data_ptr(), store.codes(n).data_ptr()) for n in range(3)]
+    addresses = [(store.writable(n).data_ptr(), store.codes(n).data_ptr()) for n in range(3)]
     store.compress([[0, 6]])
     for layer, codec in enumerate(CODECS):
-        hot, codes, scales = store.hot(layer), store.codes(layer), store.scales(layer)
-        assert (hot.data_ptr(), codes.data_ptr()) == addresses[layer]
-        assert (hot.shape, hot.dtype) == ((HOT, *VALUES), torch.bfloat16)
-        assert (codes.shape, codes.dtype) == ((COLD, *VALUES), codec.dtype if codec else torch.bfloat16)
-        assert hot.is_contiguous()
+        writable, codes, scales = store.writable(layer), store.codes(layer), store.scales(layer)
+        assert (writable.data_ptr(), codes.data_ptr()) == addresses[layer]
+        assert (writable.shape, writable.dtype) == ((WRITABLE, *VALUES), torch.bfloat16)
+        assert (codes.shape, codes.dtype) == ((QUANTIZED, *VALUES), codec.dtype if codec else torch.bfloat16)
+        assert writable.is_contiguous()
         assert codes.is_contiguous()
         assert store.codec(layer) is codec
         assert (scales is None) == (codec is None)
         if scales is not None and codec is not None:
-            assert (scales.shape, scales.dtype) == ((COLD, *VALUES[:2]), torch.float32)
+            assert (scales.shape, scales.dtype) == ((QUANTIZED, *VALUES[:2]), torch.float32)
             assert scales.is_contiguous()
             values = codes[0].float() * scales[0, :, :, None, None]
-            assert torch.equal(values.bfloat16(), decoded(codec, hot[0]))
-    assert store.nbytes == HOT * SHAPE.bytes_per_block + COLD * SHAPE.bytes_per_cold_block
+            assert torch.equal(values.bfloat16(), decoded(codec, writable[0]))
+    assert store.nbytes == WRITABLE * SHAPE.bytes_per_block + QUANTIZED * SHAPE.bytes_per_quantized_block
 
 
 @given(
-    pairs=st.permutations(range(COLD)).flatmap(
-        lambda cold: st.lists(st.integers(0, HOT - 1), max_size=COLD).map(lambda hot: list(zip(hot, cold)))  # noqa: B905
+    pairs=st.permutations(range(QUANTIZED)).flatmap(
+        lambda quantized: st.lists(st.integers(0, WRITABLE - 1), max_size=QUANTIZED).map(
+            lambda writable: list(zip(writable, quantized))  # noqa: B905
+        )
     ),
     tables=st.integers(1, 4).flatmap(
         lambda width: st.lists(
-            st.lists(st.integers(0, HOT + COLD - 1), min_size=width, max_size=width), min_size=1
+            st.lists(st.integers(0, WRITABLE + QUANTIZED - 1), min_size=width, max_size=width), min_size=1
         )
     ),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
-def test_any_mix_of_hot_and_cold_blocks_is_gathered(
+def test_any_mix_of_writable_and_quantized_blocks_is_gathered(
     pairs: list[tuple[int, int]], tables: list[list[int]], dtype: torch.dtype
 ) -> None:
     store = filled(StoreShape.uniform(3, 4, 2, 8, dtype, CODECS))
-    store.compress(np.array([(hot, HOT + cold) for hot, cold in pairs], dtype=np.int32).reshape(-1, 2))
+    store.compress(
+        np.array([(writable, WRITABLE + quantized) for writable, quantized in pairs], dtype=np.int32).reshape(
+            -1, 2
+        )
+    )
     ids = torch.tensor(tables)
     for layer, codec in enumerate(CODECS):
-        blocks = [*store.hot(layer), *torch.zeros(COLD, *VALUES, dtype=dtype)]
-        for hot, cold in pairs:
-            blocks[HOT + cold] = decoded(codec, store.hot(layer)[hot])
+        blocks = [*store.writable(layer), *torch.zeros(QUANTIZED, *VALUES, dtype=dtype)]
+        for writable, quantized in pairs:
+            blocks[WRITABLE + quantized] = decoded(codec, store.writable(layer)[writable])
         expected = torch.stack([torch.cat([blocks[block] for block in table], dim=2) for table in tables])
         keys, values = store.gather(layer, ids.flatten(), len(tables))
         assert (keys.dtype, keys.is_contiguous(), values.is_contiguous()) == (dtype, True, True)
@@ -104,20 +110,20 @@ def test_many_blocks_are_compressed_in_parts() -> None:
     per_block = shape.values_per_block * 4
     store = KvStore(shape, 3, CPU, 3)
     assert per_block * 3 > _COMPRESS_BYTES, "the blocks go into one part"
-    store.hot(63).copy_(torch.randn(store.hot(63).shape))
+    store.writable(63).copy_(torch.randn(store.writable(63).shape))
     store.compress([(0, 5), (1, 4), (2, 3)])
     keys, _ = store.gather(63, torch.tensor([3, 4, 5]), 3)
-    for row, hot in enumerate((2, 1, 0)):
-        assert torch.equal(keys[row], decoded(INT8, store.hot(63)[hot])[0])
+    for row, writable in enumerate((2, 1, 0)):
+        assert torch.equal(keys[row], decoded(INT8, store.writable(63)[writable])[0])
 
 
 @pytest.mark.parametrize(
     ("pairs", "reason"),
     [
-        ([[6, 7]], r"blocks \[6\] not all are hot: there are 6"),
-        ([[-1, 7]], "not all are hot"),
-        ([[0, 5]], r"blocks \[5\] not all are cold: those are 6 to 10"),
-        ([[0, 11]], "not all are cold"),
+        ([[6, 7]], r"blocks \[6\] not all are writable: there are 6"),
+        ([[-1, 7]], "not all are writable"),
+        ([[0, 5]], r"blocks \[5\] not all are quantized: those are 6 to 10"),
+        ([[0, 11]], "not all are quantized"),
         ([[0, 7], [1, 7]], "written twice"),
     ],
 )
@@ -130,28 +136,28 @@ def test_compressions_that_cannot_be(pairs: list[list[int]], reason: str) -> Non
 
 def test_ids_that_are_none() -> None:
     store = filled()
-    for block in (-1, HOT + COLD):
+    for block in (-1, WRITABLE + QUANTIZED):
         with pytest.raises(ValueError, match=f"no KV block {block}: there are 11"):
             store.save(block)
         with pytest.raises(ValueError, match=f"no KV block {block}"):
             store.load(block, b"")
-    for blocks in ([0, HOT + COLD], [HOT, HOT + COLD]):
+    for blocks in ([0, WRITABLE + QUANTIZED], [WRITABLE, WRITABLE + QUANTIZED]):
         with pytest.raises(IndexError):
             store.gather(0, torch.tensor(blocks), 1)
     part = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(IndexError):
-        store.write(0, torch.tensor([HOT * SHAPE.block_size]), part, part)
+        store.write(0, torch.tensor([WRITABLE * SHAPE.block_size]), part, part)
 
 
-@pytest.mark.parametrize("block", [2, HOT + 3])
+@pytest.mark.parametrize("block", [2, WRITABLE + 3])
 def test_a_block_comes_back_bit_by_bit(block: int) -> None:
     store = filled()
-    store.compress([(4, HOT + 3), (5, HOT)])
+    store.compress([(4, WRITABLE + 3), (5, WRITABLE)])
     content = store.save(block)
     assert len(content) == store.block_bytes(block)
-    assert len(content) == (SHAPE.bytes_per_block if block < HOT else SHAPE.bytes_per_cold_block)
+    assert len(content) == (SHAPE.bytes_per_block if block < WRITABLE else SHAPE.bytes_per_quantized_block)
     other = filled(seed=1)
-    target = 0 if block < HOT else HOT + 1
+    target = 0 if block < WRITABLE else WRITABLE + 1
     before = other.save(target + 1)
     other.load(target, content)
     assert other.save(target) == content != before
@@ -181,7 +187,7 @@ def test_bytes_of_another_size_are_refused() -> None:
     ):
         store.load(1, content[:-1])
     with pytest.raises(ValueError, match="block 6 has"):
-        store.load(HOT, content)
+        store.load(WRITABLE, content)
 
 
 def test_models_share_blocks_by_parts() -> None:
@@ -194,24 +200,24 @@ def test_models_share_blocks_by_parts() -> None:
     own, draft = whole.part(0, 2), whole.part(2, 3)
     assert (own.shape.format, draft.shape.pages) == (shape.part(0, 2).format, pages)
     assert shape.part(0, 2).format == StoreShape.uniform(2, 4, 2, 8, torch.bfloat16, (INT8, None)).format
-    assert (own.num_hot, own.num_cold, draft.num_cold) == (HOT, COLD, COLD)
+    assert (own.num_writable, own.num_quantized, draft.num_quantized) == (WRITABLE, QUANTIZED, QUANTIZED)
     for part, first in ((own, 0), (draft, 2)):
         for layer in range(part.shape.num_layers):
-            assert part.hot(layer).data_ptr() == whole.hot(first + layer).data_ptr()
+            assert part.writable(layer).data_ptr() == whole.writable(first + layer).data_ptr()
             assert part.codes(layer).data_ptr() == whole.codes(first + layer).data_ptr()
             assert part.codec(layer) is whole.codec(first + layer)
-    assert own.hot_layers().shape == (2, HOT, 2, 2, 4, 8)
+    assert own.writable_layers().shape == (2, WRITABLE, 2, 2, 4, 8)
     key, value = torch.randn(2, 4, 1, 16).bfloat16()
     draft.write(2, torch.arange(4, 8), key, value)
-    own.compress([[1, HOT]])
-    draft.compress_layer(2, torch.tensor([1]), torch.tensor([HOT]))
-    keys, values = whole.gather(4, torch.tensor([HOT]), 1)
+    own.compress([[1, WRITABLE]])
+    draft.compress_layer(2, torch.tensor([1]), torch.tensor([WRITABLE]))
+    keys, values = whole.gather(4, torch.tensor([WRITABLE]), 1)
     assert (keys[0, 0] - key[:, 0]).abs().max() < 0.05
     assert (values[0, 0] - value[:, 0]).abs().max() < 0.05
-    assert not whole.gather(3, torch.tensor([HOT]), 1)[0].any()
-    kept = whole.save(HOT)
-    whole.load(HOT + 1, kept)
-    assert whole.save(HOT + 1) == kept
+    assert not whole.gather(3, torch.tensor([WRITABLE]), 1)[0].any()
+    kept = whole.save(WRITABLE)
+    whole.load(WRITABLE + 1, kept)
+    assert whole.save(WRITABLE + 1) == kept
     assert len(kept) == shape.bytes_per_spilled_block
-    again = draft.gather(2, torch.tensor([HOT + 1]), 1).clone()
-    assert torch.equal(again, draft.gather(2, torch.tensor([HOT]), 1))
+    again = draft.gather(2, torch.tensor([WRITABLE + 1]), 1).clone()
+    assert torch.equal(again, draft.gather(2, torch.tensor([WRITABLE]), 1))

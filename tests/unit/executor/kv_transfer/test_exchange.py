@@ -114,10 +114,10 @@ def talk(ring: Ring, conversations: list[Conversation], turns: int = 2) -> None:
 
 
 def both(**target: int) -> tuple[Ring, Ring, list[Conversation]]:
-    source = Ring(blocks=24, ttl=TTL, num_cold=200)
+    source = Ring(blocks=24, ttl=TTL, num_quantized=200)
     talked = [Conversation(number, random.Random(number)) for number in range(5)]
     talk(source, talked)
-    return source, Ring(ttl=TTL, **{"blocks": 24, "num_cold": 200, **target}), talked
+    return source, Ring(ttl=TTL, **{"blocks": 24, "num_quantized": 200, **target}), talked
 
 
 def test_every_session_finds_its_cache_where_it_was_given() -> None:
@@ -131,7 +131,7 @@ def test_every_session_finds_its_cache_where_it_was_given() -> None:
 
 def test_sessions_of_each_salt_find_their_own_cache_where_it_was_given() -> None:
     """All say the same."""
-    source, target = (Ring(blocks=24, ttl=TTL, num_cold=200) for _ in range(2))
+    source, target = (Ring(blocks=24, ttl=TTL, num_quantized=200) for _ in range(2))
     talked = [Conversation(n, random.Random(1), salt) for n, salt in enumerate(("", "a", "b"))]
     for conversation in talked:
         assert conversation.turn(source) == 0, "another salt's blocks are found"
@@ -148,7 +148,7 @@ def test_sessions_of_each_salt_find_their_own_cache_where_it_was_given() -> None
 
 def test_snapshots_of_recurrent_state_go_along() -> None:
     state = {"num_states": 3, "state_blocks": 2}
-    source, target = (Ring(blocks=24, ttl=TTL, num_cold=200, **state) for _ in range(2))
+    source, target = (Ring(blocks=24, ttl=TTL, num_quantized=200, **state) for _ in range(2))
     talked = [Conversation(number, random.Random(number)) for number in range(5)]
     talk(source, talked)
     said = [len(conversation.tokens) for conversation in talked]
@@ -161,11 +161,11 @@ def test_snapshots_of_recurrent_state_go_along() -> None:
 
 def test_what_a_ring_has_found_on_its_disk_goes_along_once_it_was_used() -> None:
     """The next turn of a session brings its blocks back, and they are the session's again."""
-    small = {"blocks": 16, "num_cold": 30, "num_disk": 200}
+    small = {"blocks": 16, "num_quantized": 30, "num_disk": 200}
     last = Ring(ttl=TTL, **small)
     talked = [Conversation(number, random.Random(number)) for number in range(5)]
     talk(last, talked, 5)
-    source, target = Ring(ttl=TTL, **small), Ring(blocks=24, ttl=TTL, num_cold=200)
+    source, target = Ring(ttl=TTL, **small), Ring(blocks=24, ttl=TTL, num_quantized=200)
     assert source.recover(last)
     found = {one.name: one for one in talked if one.turn(source)}
     assert found
@@ -178,10 +178,10 @@ def test_what_a_ring_has_found_on_its_disk_goes_along_once_it_was_used() -> None
 
 
 def test_what_a_ring_has_found_on_its_disk_is_not_wanted_of_others() -> None:
-    last = Ring(blocks=16, ttl=TTL, num_cold=30, num_disk=200)
+    last = Ring(blocks=16, ttl=TTL, num_quantized=30, num_disk=200)
     talked = [Conversation(number, random.Random(number)) for number in range(5)]
     talk(last, talked, 5)
-    target = Ring(blocks=16, ttl=TTL, num_cold=30, num_disk=200)
+    target = Ring(blocks=16, ttl=TTL, num_quantized=30, num_disk=200)
     kept = {block.key[0] for block in last.on_disk()}
     assert target.recover(last) == len(kept) > 0
     way = Way(last, target)
@@ -231,12 +231,12 @@ def test_a_block_without_its_beginning_is_not_wanted() -> None:
 
 
 def test_the_last_used_sessions_go_first_and_stay_longest() -> None:
-    source = Ring(blocks=24, ttl=TTL, num_cold=200)
+    source = Ring(blocks=24, ttl=TTL, num_quantized=200)
     talked = [Conversation(number, random.Random(number)) for number in range(4)]
     for conversation in talked:
         source.now += 10
         talk(source, [conversation])
-    target = Ring(blocks=24, ttl=TTL, num_cold=200)
+    target = Ring(blocks=24, ttl=TTL, num_quantized=200)
     own = Conversation(9, random.Random(9))
     target.now = 5.0
     own.turn(target)
@@ -253,7 +253,7 @@ def test_the_last_used_sessions_go_first_and_stay_longest() -> None:
 
 
 def test_a_full_peer_keeps_its_own_sessions() -> None:
-    source, target, talked = both(blocks=12, num_cold=24)
+    source, target, talked = both(blocks=12, num_quantized=24)
     own = [Conversation(number, random.Random(number)) for number in (7, 8)]
     talk(target, own, 1)
     Way(source, target).give_all()
@@ -312,11 +312,16 @@ class Chaos:
     def __init__(self, data: st.DataObject) -> None:
         self._data = data
         self._random = random.Random(self._number(0, 2**16))
-        cold, disk = data.draw(st.sampled_from([0, 30, 90])), data.draw(st.sampled_from([0, 40]))
+        quantized, disk = data.draw(st.sampled_from([0, 30, 90])), data.draw(st.sampled_from([0, 40]))
         small = data.draw(st.booleans())
         state = data.draw(st.sampled_from([{}, {"num_states": 4, "state_blocks": 2}]))
-        self.source = Ring(blocks=30 if cold else 60, ttl=TTL, num_cold=cold, num_disk=disk, **state)
-        room = {"blocks": 20 if cold or small else 60, "num_cold": min(cold, 30) if small else cold}
+        self.source = Ring(
+            blocks=30 if quantized else 60, ttl=TTL, num_quantized=quantized, num_disk=disk, **state
+        )
+        room = {
+            "blocks": 20 if quantized or small else 60,
+            "num_quantized": min(quantized, 30) if small else quantized,
+        }
         self.target = Ring(ttl=TTL, num_disk=disk, **room, **state)
         self.talked = [Conversation(number, self._random) for number in range(6)]
         talk(self.source, self.talked, 1)

@@ -9,7 +9,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from shared.messages import GenerationRequest
 
-SPEC = EngineSpec(4, 16, 256, 100, num_cold=24, num_host=8)
+SPEC = EngineSpec(4, 16, 256, 100, num_quantized=24, num_host=8)
 PROMPT = [71, 72, 73, 74, 75, 76]
 
 
@@ -50,14 +50,14 @@ def test_every_block_is_counted_once() -> None:
         scheduled = ring.schedule(1.0)
         assert scheduled is not None
         blocks = describe(ring, 0.0, by_loop=True).allocator
-        for pool, total in ((blocks.hot, 16), (blocks.cold, 24)):
+        for pool, total in ((blocks.writable, 16), (blocks.quantized, 24)):
             assert pool.empty + pool.cached + pool.pinned + pool.used == pool.total == total
         assert sum(one.blocks for one in blocks.holders if one.kind == "sequence") >= blocks.private
         assert (blocks.host_slots, blocks.disk_slots) == (8, 0)
         ring.update([SampledToken(5)] * len(scheduled[1]))
     after = describe(ring, 0.0, by_loop=True).allocator
     assert after.sessions == sum(1 for one in after.holders if one.kind == "session") > 0
-    assert after.hot.used == after.cold.used == 0
+    assert after.writable.used == after.quantized.used == 0
 
 
 def test_a_broken_invariant_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,14 +94,14 @@ def make_runner(
     collectives: Collectives,
     dtype: torch.dtype = torch.float32,
     kv_dtype: BlockDType = "bf16",
-    num_cold: int = 0,
+    num_quantized: int = 0,
     context: int | None = None,
 ) -> ModelRunner:
     """A rank's model and store, ready to run; `context` as of `load_model`."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, CPU, lambda *_: None, context=context)
-    return runner_around(model, directory, collectives, dtype, kv_dtype, num_cold)
+    return runner_around(model, directory, collectives, dtype, kv_dtype, num_quantized)
 
 
 def runner_around(
@@ -110,15 +110,17 @@ def runner_around(
     collectives: Collectives,
     dtype: torch.dtype = torch.float32,
     kv_dtype: BlockDType = "bf16",
-    num_cold: int = 0,
+    num_quantized: int = 0,
 ) -> ModelRunner:
     """The same of a rank's share that is loaded."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     shape = store_shape(SETTINGS, kv_dtype, layer_states(config, layout), dtype)
     for_snapshot = shape.blocks_per_snapshot if shape.slot else 0
-    hot, cold = (NUM_BLOCKS, num_cold + for_snapshot) if num_cold else (NUM_BLOCKS + for_snapshot, 0)
-    store = KvStore(shape, hot, CPU, cold, NUM_SLOTS if shape.slot else 0)
+    writable, quantized = (
+        (NUM_BLOCKS, num_quantized + for_snapshot) if num_quantized else (NUM_BLOCKS + for_snapshot, 0)
+    )
+    store = KvStore(shape, writable, CPU, quantized, NUM_SLOTS if shape.slot else 0)
     return ModelRunner(model, widths_of(model), store, collectives, CPU)
 
 
@@ -140,7 +142,7 @@ class Script:
         starts = np.cumsum(needed) - needed
         self._tables = [blocks[start : start + count] for start, count in zip(starts, needed, strict=True)]
         self._done = [0] * len(lengths)
-        self._first_cold = num_blocks if compresses else 0
+        self._first_quantized = num_blocks if compresses else 0
         self.state_slots = [NUM_SLOTS - 1 - sequence for sequence in range(len(lengths))]
 
     @property
@@ -171,10 +173,10 @@ class Script:
             slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(begin, end)]
             contexts.append(end)
             last = (end - 1) // BLOCK_SIZE
-            tables += [self._first_cold + block for block in table[:last]] + [table[last]]
-            if self._first_cold:
+            tables += [self._first_quantized + block for block in table[:last]] + [table[last]]
+            if self._first_quantized:
                 filled = table[begin // BLOCK_SIZE : end // BLOCK_SIZE]
-                pairs += [(block, self._first_cold + block) for block in filled]
+                pairs += [(block, self._first_quantized + block) for block in filled]
             if sample:
                 first = begin if every_token else end - 1
                 rows += range(len(ids) - (end - first), len(ids))

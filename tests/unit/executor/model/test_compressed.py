@@ -32,11 +32,11 @@ def seal(script: Script, store: KvStore, counts: dict[int, int]) -> None:
     """Compresses the blocks that are full once the sequences have `counts` tokens, as the allocator would."""
     pairs = []
     taken = {block for table in script._tables for block in table}
-    free = iter(sorted(set(range(store.num_hot, store.num_blocks)) - taken))
+    free = iter(sorted(set(range(store.num_writable, store.num_blocks)) - taken))
     for sequence, count in counts.items():
         table = script._tables[sequence]
         for position in range(count // BLOCK_SIZE):
-            if table[position] < store.num_hot:
+            if table[position] < store.num_writable:
                 pairs.append((table[position], next(free)))
                 table[position] = pairs[-1][1]
     store.compress(pairs)
@@ -50,10 +50,10 @@ def reference(query: Tensor, key: Tensor, value: Tensor, position: int, window: 
     return torch.einsum("ht,thd->hd", weights, values)
 
 
-def rounded(codec: Codec, values: Tensor, cold_tokens: int) -> Tensor:
-    """`values` [t, kv heads, d] whose first `cold_tokens` have been compressed, block by block."""
+def rounded(codec: Codec, values: Tensor, quantized_tokens: int) -> Tensor:
+    """`values` [t, kv heads, d] whose first `quantized_tokens` have been compressed, block by block."""
     out = values.clone()
-    for start in range(0, cold_tokens, BLOCK_SIZE):
+    for start in range(0, quantized_tokens, BLOCK_SIZE):
         block = values[start : start + BLOCK_SIZE].transpose(0, 1)
         own = codec.decode(*codec.encode(block.flatten(1))).view(block.shape)
         out[start : start + BLOCK_SIZE] = own.transpose(0, 1)
@@ -110,8 +110,8 @@ def test_attention_over_compressed_blocks(codec: Codec, window: int | None, worl
         outs.append(run(script.step({1: 1, 0: 8, 2: 7})[0], at, store, heads, q_heads))
     out = torch.cat(outs, dim=1)
     for row, (sequence, position) in zip(out, at, strict=True):
-        cold = first[sequence] // BLOCK_SIZE * BLOCK_SIZE
-        key, value = (rounded(codec, known[sequence][part], cold) for part in (0, 1))
+        quantized = first[sequence] // BLOCK_SIZE * BLOCK_SIZE
+        key, value = (rounded(codec, known[sequence][part], quantized) for part in (0, 1))
         expected = reference(queries[sequence][position], key, value, position, window)
         assert (row - expected).abs().max() < 1e-5
 
@@ -175,7 +175,7 @@ def worst_error(directory: Path, collectives: Collectives, codec: Codec | None, 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_models_over_compressed_blocks(tmp_path: Path, world_size: int) -> None:
-    """Cold blocks without a codec change nothing; codecs change logits, within what they may."""
+    """Quantized blocks without a codec change nothing; codecs change logits, within what they may."""
     directory = make_model(tmp_path, "llama")
     whole = reference_logits(directory, Script(LENGTHS).sequences)
 
@@ -197,7 +197,7 @@ def test_chunks_read_what_they_fill(tmp_path: Path, name: str) -> None:
     model.save_pretrained(str(tmp_path))
     script = Script([40, 23], compresses=True)
     whole = logits_of(model, script.sequences)
-    runner = make_runner(tmp_path, SingleRank(), kv_dtype="int8", num_cold=NUM_BLOCKS)
+    runner = make_runner(tmp_path, SingleRank(), kv_dtype="int8", num_quantized=NUM_BLOCKS)
     worst = 0.0
     for step in ({0: 14}, {0: 15, 1: 10}, {0: 1, 1: 13}, {0: 10}):
         plan, sampled = script.step(step, every_token=True)

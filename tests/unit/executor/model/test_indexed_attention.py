@@ -280,7 +280,7 @@ def compute(
     compresses = kv_dtype != "bf16"
 
     def work(collectives: Collectives) -> Computed:
-        runner = make_runner(directory, collectives, kv_dtype=kv_dtype, num_cold=NUM_BLOCKS * compresses)
+        runner = make_runner(directory, collectives, kv_dtype=kv_dtype, num_quantized=NUM_BLOCKS * compresses)
         watch, script = Watch(runner._model), Script(LENGTHS, compresses=compresses)
         logits = run(runner, script, sizes, watch)
         return Computed(logits, watch.layers, kept_lines(runner, script) if compresses else {})

@@ -24,7 +24,7 @@ LATER = ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 5, 2: 1}, {0: 6, 1: 1, 2: 1})
 
 def move(script: Script, source: KvStore, target: KvStore) -> None:
     """What spilling and hand-over move, as they move it: whole blocks as bytes, and slots by way of blocks."""
-    for block in sorted({block + first for block in script.blocks for first in (0, source.num_hot)}):
+    for block in sorted({block + first for block in script.blocks for first in (0, source.num_writable)}):
         target.load(block, source.save(block))
     if source.states is None or target.states is None:
         return
@@ -59,7 +59,7 @@ def test_state_that_was_moved_is_read_as_it_was(
 
     def work(collectives: Collectives) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         runner, other = (
-            make_runner(tmp_path, collectives, kv_dtype=kv_dtype, num_cold=NUM_BLOCKS) for _ in range(2)
+            make_runner(tmp_path, collectives, kv_dtype=kv_dtype, num_quantized=NUM_BLOCKS) for _ in range(2)
         )
         script = Script(LENGTHS, compresses=True)
         first = run(runner, script, STEPS)

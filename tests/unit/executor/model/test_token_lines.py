@@ -43,7 +43,7 @@ def in_cuts(directory: Path, full_blocks: BlockDType) -> Iterator[torch.Tensor]:
     """The logits [tokens, vocab] of the text, for each way to cut it."""
     for cut in CUTS:
         runner, script = (
-            make_runner(directory, SingleRank(), kv_dtype=full_blocks, num_cold=NUM_BLOCKS),
+            make_runner(directory, SingleRank(), kv_dtype=full_blocks, num_quantized=NUM_BLOCKS),
             Script([LENGTH], compresses=True),
         )
         rows = [runner.forward(script.step({0: tokens}, every_token=True)[0]) for tokens in cut]
@@ -83,9 +83,9 @@ def test_a_line_stands_in_the_block_of_its_last_token() -> None:
     lines = torch.arange(24, dtype=torch.float32).view(2, 1, 12)
     for layer in (0, 2):
         store.write(layer, slots, lines)
-    assert store.hot(0)[5, 0, 0].tolist() == [[0.0] * 12, lines[0, 0].tolist()]
-    assert store.hot(0)[2, 0, 0, 0].tolist() == lines[1, 0].tolist()
-    assert store.hot(2)[5, 0, 0].tolist() == [lines[0, 0].tolist()]
+    assert store.writable(0)[5, 0, 0].tolist() == [[0.0] * 12, lines[0, 0].tolist()]
+    assert store.writable(0)[2, 0, 0, 0].tolist() == lines[1, 0].tolist()
+    assert store.writable(2)[5, 0, 0].tolist() == [lines[0, 0].tolist()]
 
 
 def test_blocks_that_lines_do_not_fit_are_refused() -> None:

@@ -84,7 +84,9 @@ class FakeEngine:
         lengths = as_int32(plan.query_lens).tolist()
         assert len(tokens) == len(positions) == len(slots) == sum(lengths)
         assert len(set(slots)) == len(slots), "two tokens go to one slot"
-        assert all(slot < self.spec.num_blocks * self.block_size for slot in slots), "a cold block is written"
+        assert all(slot < self.spec.num_blocks * self.block_size for slot in slots), (
+            "a quantized block is written"
+        )
         assert lengths == sorted(lengths, key=lambda length: length > 1), "single tokens do not come first"
         assert plan.num_decodes == lengths.count(1)
         self.largest = max(self.largest, len(tokens))
@@ -151,17 +153,17 @@ class FakeEngine:
 
     def _compress(self, plan: StepPlan) -> None:
         """In the step, behind its writes."""
-        for hot, cold in pairs(plan.compressions):
-            assert hot < self.spec.num_blocks <= cold
-            assert None not in self.blocks[hot], "a block is compressed that is not full"
-            self.blocks[cold] = list(self.blocks[hot])
+        for writable, quantized in pairs(plan.compressions):
+            assert writable < self.spec.num_blocks <= quantized
+            assert None not in self.blocks[writable], "a block is compressed that is not full"
+            self.blocks[quantized] = list(self.blocks[writable])
             self.compressions += 1
 
     def _check_targets(self, *copies: list[tuple[int, int]]) -> None:
         saves, compressions, restores = copies
         assert len(restores) <= self.spec.copies_per_step
         assert len({slot for _, slot in saves}) == len(saves), "two blocks are saved to one slot"
-        written = [cold for _, cold in compressions] + [block for _, block in restores]
+        written = [quantized for _, quantized in compressions] + [block for _, block in restores]
         assert len(set(written)) == len(written), "a block is written by two copies"
         for slot in (*(slot for _, slot in saves), *(slot for slot, _ in restores)):
             assert 0 <= slot < self.spec.num_host + self.spec.num_disk
@@ -293,8 +295,10 @@ class Chunk(NamedTuple):
             for position in range(reader + 1):
                 at, offset = divmod(position, engine.block_size)
                 block = self.own[at] if at == home else self.table[at]
-                cold = block >= engine.spec.num_blocks
-                assert cold == (at < home and engine.spec.num_cold > 0), "a block is read in the wrong form"
+                quantized = block >= engine.spec.num_blocks
+                assert quantized == (at < home and engine.spec.num_quantized > 0), (
+                    "a block is read in the wrong form"
+                )
                 token, written_at, stored = engine.at(block, offset)
                 mark = hash((mark, token))
                 assert written_at == position, "a slot holds another position's token"

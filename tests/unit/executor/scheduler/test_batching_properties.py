@@ -1,7 +1,7 @@
 """Continuous batching under any order of requests, cancellations, failures, steps and returns.
 
 Steps are planned ahead where they may be, or not, as it happens: the texts must be the same.
-The fake rank executes every plan on a model of its memory: whatever moves to a cold block, to a spill
+The fake rank executes every plan on a model of its memory: whatever moves to a quantized block, to a spill
 slot and back, each sequence must read exactly its own tokens.
 """
 
@@ -55,7 +55,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @initialize(
         blocks=st.integers(2, 12),
-        cold=st.sampled_from([0, 0, 3, 6, 12]),
+        quantized=st.sampled_from([0, 0, 3, 6, 12]),
         host=st.sampled_from([0, 3, 12]),
         disk=st.sampled_from([0, 4, 20]),
         copies=st.integers(1, 6),
@@ -71,7 +71,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def build(
         self,
         blocks: int,
-        cold: int,
+        quantized: int,
         host: int,
         disk: int,
         copies: int,
@@ -84,8 +84,8 @@ class BatcherMachine(RuleBasedStateMachine):
         lookahead: bool,
         rng: random.Random,
     ) -> None:
-        hot = blocks if cold else max(blocks, 5)
-        spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
+        writable = blocks if quantized else max(blocks, 5)
+        spec = EngineSpec(BLOCK, writable, context, VOCAB, quantized, host, disk, copies)
         settings = BatchSettings(budget, sequences, 8, ttl, drafts, prefill_stretch=stretch)
         self.begin(spec, settings, lookahead, rng)
 
@@ -234,7 +234,7 @@ class BatcherMachine(RuleBasedStateMachine):
             return  # steps are taken in turns
         for sequence, chunk in chunks.items():
             short = not sequence.is_batch and not chunk.samples and not (planner.paced and sequence.is_long)
-            cut = chunk.end % BLOCK in ((0, BLOCK - 1) if self.spec.num_cold else (0,))
+            cut = chunk.end % BLOCK in ((0, BLOCK - 1) if self.spec.num_quantized else (0,))
             assert not short or cut, "a prompt is cut though tokens were left"
         preempted = [s for s in before if not s.is_batch and s not in planner.running]
         if not preempted and placeable is not None:
@@ -382,8 +382,8 @@ class RecurrentBatcherMachine(BatcherMachine):
     @initialize(
         slots=st.integers(1, 6),
         parts=st.integers(1, 3),
-        hot=st.integers(4, 12),
-        cold=st.integers(4, 40),
+        writable=st.integers(4, 12),
+        quantized=st.integers(4, 40),
         host=st.sampled_from([0, 6, 30]),
         disk=st.sampled_from([0, 20]),
         copies=st.integers(1, 6),
@@ -401,8 +401,8 @@ class RecurrentBatcherMachine(BatcherMachine):
         self,
         slots: int,
         parts: int,
-        hot: int,
-        cold: int,
+        writable: int,
+        quantized: int,
         host: int,
         disk: int,
         copies: int,
@@ -418,7 +418,7 @@ class RecurrentBatcherMachine(BatcherMachine):
     ) -> None:
         """`behind`: slots for states behind drafts, of which there are none without them."""
         spec = EngineSpec(
-            BLOCK, hot, context, VOCAB, cold, host, disk, copies,
+            BLOCK, writable, context, VOCAB, quantized, host, disk, copies,
             num_states=slots, draft_states=behind, state_blocks=parts, drafts=drafts_with_model,
         )  # fmt: skip
         settings = BatchSettings(budget, sequences, 8, ttl, min(drafts, behind))
@@ -439,7 +439,7 @@ class DraftingBatcherMachine(BatcherMachine):
 
     @initialize(
         blocks=st.integers(5, 20),
-        cold=st.sampled_from([0, 0, 6, 12, 20]),
+        quantized=st.sampled_from([0, 0, 6, 12, 20]),
         host=st.sampled_from([0, 12]),
         copies=st.integers(1, 6),
         budget=st.integers(8, 40),
@@ -452,7 +452,7 @@ class DraftingBatcherMachine(BatcherMachine):
     def build(  # type: ignore[override]
         self,
         blocks: int,
-        cold: int,
+        quantized: int,
         host: int,
         copies: int,
         budget: int,
@@ -462,7 +462,7 @@ class DraftingBatcherMachine(BatcherMachine):
         lookahead: bool,
         seed: int,
     ) -> None:
-        spec = EngineSpec(BLOCK, blocks, 60, VOCAB, cold, host, 0, copies, drafts=True)
+        spec = EngineSpec(BLOCK, blocks, 60, VOCAB, quantized, host, 0, copies, drafts=True)
         self.begin(spec, BatchSettings(budget, sequences, 8, ttl, drafts), lookahead, random.Random(seed))
 
     @rule(request=requests, tokens=st.integers(8, 40), steps=st.integers(1, 8))
@@ -481,7 +481,7 @@ class AdapterBatcherMachine(BatcherMachine):
     @initialize(
         slots=st.integers(1, 3),
         blocks=st.integers(5, 14),
-        cold=st.sampled_from([0, 0, 6, 12]),
+        quantized=st.sampled_from([0, 0, 6, 12]),
         host=st.sampled_from([0, 6]),
         budget=st.integers(4, 30),
         sequences=st.integers(1, 4),
@@ -494,7 +494,7 @@ class AdapterBatcherMachine(BatcherMachine):
         self,
         slots: int,
         blocks: int,
-        cold: int,
+        quantized: int,
         host: int,
         budget: int,
         sequences: int,
@@ -508,7 +508,7 @@ class AdapterBatcherMachine(BatcherMachine):
             blocks,
             context,
             VOCAB,
-            cold,
+            quantized,
             host,
             max_adapters=slots,
         )

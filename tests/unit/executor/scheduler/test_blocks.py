@@ -187,8 +187,8 @@ def test_a_sequence_gets_only_room_that_is_promised_to_nobody() -> None:
 # --- compressed blocks ---------------------------------------------------------------------------
 
 
-def test_full_blocks_are_compressed_and_hot_ones_are_used_again() -> None:
-    ring = Ring(blocks=3, num_cold=20, tokens=8)
+def test_full_blocks_are_compressed_and_writable_ones_are_used_again() -> None:
+    ring = Ring(blocks=3, num_quantized=20, tokens=8)
     request = ask("a", 40, max_tokens=12)
     ring.add(request)
     ring.run()
@@ -199,8 +199,8 @@ def test_full_blocks_are_compressed_and_hot_ones_are_used_again() -> None:
     assert (load.free_blocks, load.total_blocks) == (20, 20)
 
 
-def test_without_a_cold_block_nobody_goes_on_over_hot_ones() -> None:
-    ring = Ring(blocks=8, num_cold=10, tokens=32)
+def test_without_a_quantized_block_nobody_goes_on_over_writable_ones() -> None:
+    ring = Ring(blocks=8, num_quantized=10, tokens=32)
     first, second = ask("first", 16, max_tokens=16), ask("second", 15, max_tokens=25)
     ring.add(first, second)
     ring.run()
@@ -209,49 +209,49 @@ def test_without_a_cold_block_nobody_goes_on_over_hot_ones() -> None:
     assert ring.batcher.preemptions
 
 
-def _tables(num_cold: int, *tokens: int) -> tuple[BlockTables, list[Sequence]]:
+def _tables(num_quantized: int, *tokens: int) -> tuple[BlockTables, list[Sequence]]:
     """Of sequences of so many tokens, of which nothing is computed."""
-    tables = BlockTables(EngineSpec(BLOCK, 4, 100, VOCAB, num_cold=num_cold), BatchSettings())
+    tables = BlockTables(EngineSpec(BLOCK, 4, 100, VOCAB, num_quantized=num_quantized), BatchSettings())
     sequences = [Sequence(ask(str(n), [n] * count), n, BLOCK, b"") for n, count in enumerate(tokens)]
     for sequence in sequences:
         tables.admit(sequence, PrefixMatch([]))
     return tables, sequences
 
 
-def test_a_block_is_not_filled_before_there_is_a_cold_id_for_it() -> None:
+def test_a_block_is_not_filled_before_there_is_a_quantized_id_for_it() -> None:
     tables, [other, sequence] = _tables(2, 5, 9)
     assert tables.ensure_slots(other, 5)
-    assert not tables.ensure_slots(sequence, 9), "it fills two blocks, and one cold id is left"
+    assert not tables.ensure_slots(sequence, 9), "it fills two blocks, and one quantized id is left"
     assert tables.slots(sequence) == 7
     tables.free(other)
     assert tables.ensure_slots(sequence, 9)
-    assert (len(sequence.table), len(sequence.cold)) == (3, 2)
+    assert (len(sequence.table), len(sequence.quantized)) == (3, 2)
     tables.check([sequence])
 
 
-def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
+def test_a_block_that_drafts_fill_stays_writable_until_they_are_right() -> None:
     tables, [sequence] = _tables(3, 6)
     assert tables.ensure_slots(sequence, 6)
     sequence.num_computed = 5
     tables.seal([sequence])
     chunk = ScheduledTokens(sequence, 1, samples=True, drafts=(7, 8, 9))
     assert tables.ensure_draft_slots(sequence, 3, [sequence]) == 3
-    hot, cold = sequence.table[1], sequence.cold[0]
+    writable, quantized = sequence.table[1], sequence.quantized[0]
     plan, _ = build_plan(1, [chunk], tables.take_copies(), BLOCK)
-    assert arrays(plan, "block_tables") == [[sequence.table[0], cold, sequence.table[2]]]
-    assert arrays(plan, "compressions") == [[hot, cold]]
-    assert [slot // BLOCK for slot in arrays(plan, "slots")[0]] == [hot] * 3 + [sequence.table[2]]
+    assert arrays(plan, "block_tables") == [[sequence.table[0], quantized, sequence.table[2]]]
+    assert arrays(plan, "compressions") == [[writable, quantized]]
+    assert [slot // BLOCK for slot in arrays(plan, "slots")[0]] == [writable] * 3 + [sequence.table[2]]
     sequence.append(1)  # the first draft is wrong
     sequence.num_computed += 1
     tables.free_unused([sequence])
     tables.seal([sequence])
-    assert (list(sequence.table[1:]), list(sequence.cold)) == ([hot], []), "it is written again"
+    assert (list(sequence.table[1:]), list(sequence.quantized)) == ([writable], []), "it is written again"
     sequence.append(2)
     assert tables.ensure_slots(sequence, 8)
-    [cold] = sequence.cold
+    [quantized] = sequence.quantized
     sequence.num_computed += 2
     tables.seal([sequence])
-    assert (sequence.table[1], list(sequence.cold)) == (cold, [])
+    assert (sequence.table[1], list(sequence.quantized)) == (quantized, [])
     tables.check([sequence])
 
 
@@ -265,12 +265,12 @@ def test_a_block_that_is_known_already_is_taken_over_and_both_of_its_ids_are_fre
         sequence.num_computed = 4
         tables.seal([sequence])
     assert first.table[0] == second.table[0] >= 4
-    assert tables.census().cold.empty == 3
+    assert tables.census().quantized.empty == 3
     tables.check([first, second])
 
 
-def test_one_sequence_may_fill_all_cold_blocks() -> None:
-    ring = Ring(blocks=2, num_cold=3)
+def test_one_sequence_may_fill_all_quantized_blocks() -> None:
+    ring = Ring(blocks=2, num_quantized=3)
     request = ask("a", 3, max_tokens=100)
     ring.add(request)
     ring.run()
@@ -315,12 +315,12 @@ def test_pins_never_keep_anybody_out() -> None:
     assert ring.batcher.load().free_blocks == 12
 
 
-@pytest.mark.parametrize("spec", [{"num_host": 40}, {"num_disk": 40}, {"num_cold": 8, "num_host": 40}])
+@pytest.mark.parametrize("spec", [{"num_host": 40}, {"num_disk": 40}, {"num_quantized": 8, "num_host": 40}])
 def test_a_session_that_returns_finds_what_was_spilled(spec: dict[str, int]) -> None:
     ring = Ring(blocks=12, copies_per_step=3, **spec)
     said = list(range(30))
     _turn(ring, "one", said)
-    _others(ring, "x", 33 if "num_cold" in spec else 46)
+    _others(ring, "x", 33 if "num_quantized" in spec else 46)
     assert ring.engine.saves
     assert _turn(ring, "two", [*said, 1, 2, 3]) >= 3 * BLOCK
     assert ring.engine.restores >= 3
@@ -389,7 +389,7 @@ def test_a_cancelled_sequence_leaves_nothing_locked() -> None:
     [
         {"num_disk": 40},
         {"num_disk": 40, "num_host": 8},
-        {"num_disk": 40, "num_cold": 12},
+        {"num_disk": 40, "num_quantized": 12},
         {"num_disk": 40, "num_states": 6, "state_blocks": 2},
     ],
 )

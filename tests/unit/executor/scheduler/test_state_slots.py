@@ -10,8 +10,8 @@ STRIDE = 4
 """Blocks, for snapshots of so many at most."""
 
 
-def ring(blocks: int = 40, states: int = 5, parts: int = 2, cold: int = 60, **fields: object) -> Ring:
-    return Ring(blocks, num_states=states, state_blocks=parts, num_cold=cold, **fields)  # type: ignore[arg-type]
+def ring(blocks: int = 40, states: int = 5, parts: int = 2, quantized: int = 60, **fields: object) -> Ring:
+    return Ring(blocks, num_states=states, state_blocks=parts, num_quantized=quantized, **fields)  # type: ignore[arg-type]
 
 
 def loads(plan: StepPlan) -> int:
@@ -162,7 +162,7 @@ def test_a_step_that_fails_costs_its_sequences_their_state() -> None:
 
 
 def test_a_spilled_snapshot_is_restored_before_it_is_loaded() -> None:
-    one = ring(blocks=12, cold=14, num_host=60, ttl=1000.0)
+    one = ring(blocks=12, quantized=14, num_host=60, ttl=1000.0)
     said = list(range(22))
     start(one, "first", said, session="s")
     finish(one, "first")
@@ -185,13 +185,15 @@ def test_of_a_sessions_snapshots_the_last_is_kept_for_it() -> None:
     blocks = one.batcher._tables.census()
     assert blocks.snapshots >= 5
     computed = len(said) - 5  # the last token that was said, and what nobody has asked yet
-    assert blocks.cold.pinned == computed // BLOCK + 2
+    assert blocks.quantized.pinned == computed // BLOCK + 2
 
 
 def test_a_large_snapshot_is_spilled_whole() -> None:
     """More blocks at once than a step restores or fills."""
     parts, restored, filled = 20, 3, 4
-    one = ring(blocks=12, cold=parts + 14, parts=parts, num_host=80, copies_per_step=restored, ttl=1000.0)
+    one = ring(
+        blocks=12, quantized=parts + 14, parts=parts, num_host=80, copies_per_step=restored, ttl=1000.0
+    )
     said = list(range(22))
     start(one, "first", said, session="s")
     finish(one, "first")
@@ -206,7 +208,7 @@ def test_a_large_snapshot_is_spilled_whole() -> None:
 @pytest.mark.parametrize("lost", ["of another", "its own"])
 def test_a_restore_that_fails_leaves_loads_to_the_next_plan(lost: str) -> None:
     """No rank need have loaded anything in a step that it has not computed."""
-    one = ring(blocks=16, cold=22, num_host=80, ttl=1000.0, tokens=64)
+    one = ring(blocks=16, quantized=22, num_host=80, ttl=1000.0, tokens=64)
     said = {name: [start_at + i for i in range(18)] for name, start_at in (("s", 0), ("t", 25))}
     start(one, "s1", said["s"], session="s")
     finish(one, "s1")

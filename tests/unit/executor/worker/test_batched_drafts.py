@@ -112,7 +112,7 @@ def generate(
         if turn != 2 and not adapter and knows:
             # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept. The
             # first proposal never does.
-            some = (policy.right - right) // 8 if spec.num_cold and drafts > 1 else 0
+            some = (policy.right - right) // 8 if spec.num_quantized and drafts > 1 else 0
             assert policy.wrong - wrong <= some
     return Said(turns, policy, batcher._planner.preemptions, restored)
 

@@ -300,7 +300,7 @@ def test_each_row_reads_the_state_of_the_one_before(
     with ring_of(tmp_path / "plain", rememberer, dtype=dtype, kv_dtype=kv_dtype) as ring:
         plain = generate(ring.engine, ring.spec, 0).turns
     with ring_of(tmp_path / "drafting", rememberer, "mtp", dtype=dtype, kv_dtype=kv_dtype) as ring:
-        assert bool(ring.spec.num_cold) == (kv_dtype == "int8")
+        assert bool(ring.spec.num_quantized) == (kv_dtype == "int8")
         drafted, devoted, *_ = generate(ring.engine, ring.spec, 1)
     assert drafted == plain
     assert devoted.right > 100

@@ -48,7 +48,7 @@ OTHERS = (
     "zamba",
     "zaya",
 )
-HOT, COLD, SLOTS, SPILLED = 24, 60, 5, 80
+WRITABLE, QUANTIZED, SLOTS, SPILLED = 24, 60, 5, 80
 OUTPUT = 10
 
 
@@ -59,7 +59,7 @@ def make_runner(directory: Path, collectives: Collectives) -> tuple[ModelRunner,
     states = layer_states(config, layout)
     shape = store_shape(ExecutorSettings(block_size=BLOCK_SIZE), "bf16", states, torch.float32)
     more = 4 * shape.blocks_per_snapshot
-    store = KvStore(shape, HOT, CPU, COLD + more, num_slots=SLOTS)
+    store = KvStore(shape, WRITABLE, CPU, QUANTIZED + more, num_slots=SLOTS)
     spill = SpillStore(SPILLED + more, 0, shape.bytes_per_spilled_block)
     return ModelRunner(model, widths_of(model), store, collectives, CPU, spill), store
 
@@ -94,10 +94,10 @@ class Ring:
     ) -> dict[str, list[int]]:
         spec = EngineSpec(
             BLOCK_SIZE,
-            HOT,
+            WRITABLE,
             100,
             self._runner.vocab_size,
-            COLD + 4 * self._parts,
+            QUANTIZED + 4 * self._parts,
             SPILLED + 4 * self._parts,
             num_states=SLOTS,
             state_blocks=self._parts,

@@ -442,14 +442,15 @@ static void check_decoder(int codec, int activation, float cap)
             .after_attention_norm = cap ? floats_of(HIDDEN, 1, 0.1f) : NULL, .query_norm = floats_of(DIM, 1, 0.1f),
             .key_norm = floats_of(DIM, 1, 0.1f), .qkv = linear_of((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, 1),
             .output = linear_of(HIDDEN, HEADS * DIM, 0), .gate_up = linear_of(2 * INNER, HIDDEN, 0),
-            .down = linear_of(HIDDEN, INNER, 1), .rotary = 0, .window = i ? 40 : 0, .scale = 1, .hot = room((size_t)(plane * inner) * 2),
-            .codes = room((size_t)(plane * inner) * 2), .scales = room((size_t)plane * sizeof(float)), .num_hot = KV_BLOCKS,
-            .codec = codec };
+            .down = linear_of(HIDDEN, INNER, 1), .rotary = 0, .window = i ? 40 : 0, .scale = 1,
+            .writable = room((size_t)(plane * inner) * 2), .codes = room((size_t)(plane * inner) * 2),
+            .scales = room((size_t)plane * sizeof(float)), .num_writable = KV_BLOCKS, .codec = codec };
     rz_linear head = linear_of(VOCABULARY, HIDDEN, 0);
     rz_model model = { .layers = LAYERS, .hidden = HIDDEN, .intermediate = INNER, .num_heads = 1,
                        .heads = { { .q_heads = HEADS, .kv_heads = KV_HEADS, .lines = 2, .key_dim = DIM, .value_dim = DIM } },
                        .block_size = TOKENS_OF_BLOCK, .activation = activation, .rotary_dim = { DIM },
-                       .num_hot = KV_BLOCKS, .num_cold = KV_BLOCKS, .rows_in_embedding = VOCABULARY, .ranks = 1, .eps = 1e-5f,
+                       .num_writable = KV_BLOCKS, .num_quantized = KV_BLOCKS, .rows_in_embedding = VOCABULARY,
+                       .ranks = 1, .eps = 1e-5f,
                        .attention_scale = 0.2f, .attention_cap = cap, .embedding_scale = 1, .residual_scale = 0.5f,
                        .logit_scale = 1, .logit_cap = cap, .layer = layers, .final_norm = floats_of(HIDDEN, 1, 0.1f),
                        .embedding = head, .head = head };
@@ -507,14 +508,15 @@ static void check_latents(int codec)
             .attention_norm = floats_of(HIDDEN, 1, 0.1f), .feed_forward_norm = floats_of(HIDDEN, 1, 0.1f),
             .qkv = linear_of(queries + LINE, HIDDEN, 1), .output = linear_of(HIDDEN, MANY * VALUES, 0),
             .gate_up = linear_of(2 * INNER, HIDDEN, 0), .down = linear_of(HIDDEN, INNER, 1), .latent = &latents[i],
-            .hot = room((size_t)(KV_BLOCKS * inner) * 2), .codes = room((size_t)(KV_BLOCKS * inner) * 2),
-            .scales = room(KV_BLOCKS * sizeof(float)), .num_hot = KV_BLOCKS, .codec = codec };
+            .writable = room((size_t)(KV_BLOCKS * inner) * 2), .codes = room((size_t)(KV_BLOCKS * inner) * 2),
+            .scales = room(KV_BLOCKS * sizeof(float)), .num_writable = KV_BLOCKS, .codec = codec };
     }
     rz_linear head = linear_of(VOCABULARY, HIDDEN, 0);
     rz_model model = { .layers = 2, .hidden = HIDDEN, .intermediate = INNER, .num_heads = 1,
                        .heads = { { .q_heads = MANY, .kv_heads = 1, .lines = 1, .key_dim = LINE, .value_dim = RANK } },
                        .block_size = TOKENS_OF_BLOCK, .activation = RZ_SILU, .rotary_dim = { ROTATED },
-                       .num_hot = KV_BLOCKS, .num_cold = KV_BLOCKS, .rows_in_embedding = VOCABULARY, .ranks = 1, .eps = 1e-5f,
+                       .num_writable = KV_BLOCKS, .num_quantized = KV_BLOCKS, .rows_in_embedding = VOCABULARY,
+                       .ranks = 1, .eps = 1e-5f,
                        .attention_scale = 0.2f, .embedding_scale = 1, .residual_scale = 0.5f, .logit_scale = 1,
                        .layer = layers, .final_norm = floats_of(HIDDEN, 1, 0.1f), .embedding = head, .head = head };
     float *frequencies = floats_of(ROTATED / 2, 0, 0);
@@ -538,7 +540,7 @@ static void attend_slowly(const rz_attention_shape *shape, const rz_cache *cache
     for (int i = 0; i < d; i++)
         out[i] = 0;
     for (int key = first; key < last; key++) {
-        const long plane = (table[key / size] - cache->num_hot) * 2L;
+        const long plane = (table[key / size] - cache->num_writable) * 2L;
         const int8_t *codes = (const int8_t *)cache->codes + (plane * size + key % size) * d;
         double score = 0;
         for (int i = 0; i < d; i++)
@@ -558,7 +560,8 @@ static void check_coded_attention(int d, int size, int window)
 {
     const int blocks = CODED_KEYS / size, width = CODED_HEADS * d;
     int32_t *table = room((size_t)blocks * sizeof *table), slots[CODED_ROWS] = { 0 };
-    bf16 *hot = room((size_t)(2 * size * d) * sizeof *hot), *queries = room((size_t)(CODED_ROWS * width) * sizeof *queries);
+    bf16 *writable = room((size_t)(2 * size * d) * sizeof *writable);
+    bf16 *queries = room((size_t)(CODED_ROWS * width) * sizeof *queries);
     int8_t *codes = room((size_t)(blocks * 2 * size * d));
     float *scales = room((size_t)(blocks * 2) * sizeof *scales);
     for (int i = 0; i < blocks; i++)
@@ -570,7 +573,7 @@ static void check_coded_attention(int d, int size, int window)
     for (int i = 0; i < CODED_ROWS * width; i++)
         queries[i] = to_bf16_of(4 * draw_float());
     const rz_attention_shape shape = { 1, 2, d, d, size, window, 0.125f, 0, NULL };
-    const rz_cache cache = { hot, codes, scales, 1, RZ_CODEC_INT8 };
+    const rz_cache cache = { writable, codes, scales, 1, RZ_CODEC_INT8 };
     float together[CODED_ROWS * CODED_HEADS][MAX_VALUE_DIM + 2], alone[CODED_HEADS][MAX_VALUE_DIM + 2];
     void *scratch = aligned_alloc(64, rz_attention_scratch());
     rz_attention_part part = { table, slots, queries, NULL, together[0], width, width, CODED_ROWS, 0, 0, CODED_HEADS,

@@ -42,7 +42,7 @@ from tests.unit.executor.gpu.kernels.launched import (
 
 TYPES = {torch.float16: "fp16", torch.float32: "fp32"}
 FP32 = torch.float32
-CODECS: dict[str, Codec | None] = {"hot": None, "int8": INT8, "fp8": FP8}
+CODECS: dict[str, Codec | None] = {"writable": None, "int8": INT8, "fp8": FP8}
 
 
 class Variant(NamedTuple):
@@ -50,8 +50,8 @@ class Variant(NamedTuple):
 
     tokens: int
     """Of a tile's sequence in a step: 1 is a decode."""
-    cold: str
-    """Of `CODECS`; hot: there are no cold blocks."""
+    quantized: str
+    """Of `CODECS`; writable: there are no quantized blocks."""
     width: int
     group: int
     splits: int = 1
@@ -62,14 +62,14 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         what = "decode" if self.tokens == 1 else f"prefill{self.tokens}"
-        parts = f"{what} {self.cold} d{self.width} group{self.group} splits{self.splits}"
+        parts = f"{what} {self.quantized} d{self.width} group{self.group} splits{self.splits}"
         dtype = () if self.dtype == torch.bfloat16 else (TYPES[self.dtype],)
         return " ".join((parts, *self.asks, *dtype))
 
 
 VARIANTS = (
     Variant(1, "fp8", 128, 4, 8),
-    Variant(512, "hot", 128, 4),
+    Variant(512, "writable", 128, 4),
     Variant(512, "int8", 256, 8),
     Variant(512, "int8", 128, 4, asks=("first",)),
     Variant(512, "int8", 256, 1, dtype=torch.float32),
@@ -81,13 +81,13 @@ def calls(variant: Variant) -> list[attention_launch.AttentionCall]:
     """The launches of a variant, of tensors that have shapes and no numbers."""
     kv_heads, width = 8, variant.width
     heads = kv_heads * variant.group
-    codec = CODECS[variant.cold]
+    codec = CODECS[variant.quantized]
 
     empty = partial(meta, dtype=variant.dtype)
     index = meta(64, dtype=torch.int32)
-    cold = 1000 if codec else 0
-    code = meta(cold, 2, kv_heads, 16, width, dtype=codec.dtype if codec else variant.dtype)
-    scales = meta(cold, 2, kv_heads, dtype=FP32) if codec else None
+    quantized = 1000 if codec else 0
+    code = meta(quantized, 2, kv_heads, 16, width, dtype=codec.dtype if codec else variant.dtype)
+    scales = meta(quantized, 2, kv_heads, dtype=FP32) if codec else None
     layer = attention_launch.AttentionLayer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
     rows = rows_for(variant.group, variant.tokens)
     batch = attention_launch.Batch(*[index] * 7, rows, variant.splits, 0, 64)
@@ -106,14 +106,17 @@ def calls(variant: Variant) -> list[attention_launch.AttentionCall]:
 
 def block_calls() -> Iterator[tuple[str, attention_launch.AttentionCall]]:
     """The launches that write blocks, and compress them."""
-    hot, fused = meta(2, 1000, 2, 8, 16, 128), meta(64, 48, 128)
+    writable, fused = meta(2, 1000, 2, 8, 16, 128), meta(64, 48, 128)
     slots = meta(64, dtype=torch.int32)
-    yield "write", attention_launch.write_call(fused[:, 32:40], fused[:, 40:], slots, hot[0])
+    yield "write", attention_launch.write_call(fused[:, 32:40], fused[:, 40:], slots, writable[0])
     index = meta(64, 2, dtype=torch.int64)
     for name, codec in CODECS.items():
-        code = torch.empty_like(hot, dtype=codec.dtype if codec else hot.dtype)
-        scales = meta(*hot.shape[:4], dtype=FP32) if codec else None
-        yield f"compress {name}", attention_launch.compress_call(hot, index[:, 0], code, scales, codec, index)
+        code = torch.empty_like(writable, dtype=codec.dtype if codec else writable.dtype)
+        scales = meta(*writable.shape[:4], dtype=FP32) if codec else None
+        yield (
+            f"compress {name}",
+            attention_launch.compress_call(writable, index[:, 0], code, scales, codec, index),
+        )
 
 
 def compile_call(name: str, call: attention_launch.AttentionCall) -> Compiled:
@@ -139,9 +142,9 @@ def attention_kernels() -> Iterator[Compiled]:
         yield compile_call(name, call)
 
 
-def page_work(width: int, group: int, cold: str) -> None:
+def page_work(width: int, group: int, quantized: str) -> None:
     """Launches what summarises blocks of 16 tokens, and chooses among some thousands for 64 rows."""
-    codec = CODECS[cold]
+    codec = CODECS[quantized]
     blocks, count = meta(1000, 2, 8, 16, width), 1000 if codec else 0
     code = meta(count, 2, 8, 16, width, dtype=codec.dtype if codec else torch.bfloat16)
     scales = meta(count, 2, 8, dtype=FP32) if codec else None

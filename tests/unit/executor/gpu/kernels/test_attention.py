@@ -46,14 +46,14 @@ def test_attention_is_what_float64_says(case: Case) -> None:
     check(case, DEVICE)
 
 
-@pytest.mark.parametrize("cold", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("quantized", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("width", [20, 64])
-def test_as_it_is_compiled(cuda: torch.device, cold: BlockDType, width: int) -> None:
+def test_as_it_is_compiled(cuda: torch.device, quantized: BlockDType, width: int) -> None:
     """Products of bf16 and float16; decodes whose codes are read four by four, behind enough of them for a turn."""
-    check(Case((1, 1, 5), (300, 3, 45), width=width, dtype=torch.bfloat16, cold=cold), cuda)
+    check(Case((1, 1, 5), (300, 3, 45), width=width, dtype=torch.bfloat16, quantized=quantized), cuda)
 
 
-HOT, COLD = 20_000_000, 12_000_000
+WRITABLE, QUANTIZED = 20_000_000, 12_000_000
 """Blocks of a layer, 164 and 49 GB: what counts them in 32 bits finds nothing."""
 
 
@@ -73,30 +73,34 @@ def virtual(count: int, part: torch.Tensor, axis: int = 0) -> torch.Tensor:
 @pytest.mark.skipif(not interprets(), reason="a GPU has not so much memory to be empty")
 @pytest.mark.parametrize("codec", [codec.name for codec in COMPRESSING])
 def test_a_store_as_large_as_a_card_is_read_and_compressed(codec: BlockDType) -> None:
-    case = Case((1, 20), (70, 50), width=64, dtype=torch.bfloat16, cold=codec, order="mixed")
+    case = Case((1, 20), (70, 50), width=64, dtype=torch.bfloat16, quantized=codec, order="mixed")
     problem = Problem(case, DEVICE)
-    near, num_hot = problem.layer, problem.store.num_hot
+    near, num_writable = problem.layer, problem.store.num_writable
     assert near.scales is not None
     far = near._replace(
-        hot=virtual(HOT, near.hot), codes=virtual(COLD, near.codes), scales=virtual(COLD, near.scales)
+        writable=virtual(WRITABLE, near.writable),
+        codes=virtual(QUANTIZED, near.codes),
+        scales=virtual(QUANTIZED, near.scales),
     )
     out = torch.zeros_like(problem.query)
     for batch in problem.batches():
         tables, slots = batch.tables, batch.slots
-        tables = torch.where(tables < num_hot, HOT - 1 - tables, HOT + COLD - 1 - (tables - num_hot))
-        slots = (HOT - 1 - slots // 16) * 16 + slots % 16
+        tables = torch.where(
+            tables < num_writable, WRITABLE - 1 - tables, WRITABLE + QUANTIZED - 1 - (tables - num_writable)
+        )
+        slots = (WRITABLE - 1 - slots // 16) * 16 + slots % 16
         batch = batch._replace(tables=tables, slots=slots)
         attention_launch.attend(problem.query, far, batch, problem.scores, out)
     assert torch.equal(out, problem.attended())
 
     layers = torch.tensor([1], device=DEVICE)
-    hot, codes, scales = (part.unsqueeze(0) for part in (near.hot, near.codes, near.scales))
-    far_hot = virtual(HOT, torch.cat((hot, hot)), 1)
-    far_codes, far_scales = virtual(COLD, codes, 1), virtual(COLD, scales, 1)
+    writable, codes, scales = (part.unsqueeze(0) for part in (near.writable, near.codes, near.scales))
+    far_writable = virtual(WRITABLE, torch.cat((writable, writable)), 1)
+    far_codes, far_scales = virtual(QUANTIZED, codes, 1), virtual(QUANTIZED, scales, 1)
     pairs = torch.tensor([(0, 1), (3, 2)], device=DEVICE)
-    attention_launch.compress(torch.cat((hot, hot)), layers, codes, scales, near.codec, pairs)
-    pairs = torch.tensor((HOT - 1, COLD - 1), device=DEVICE) - pairs
-    attention_launch.compress(far_hot, layers, far_codes, far_scales, near.codec, pairs)
+    attention_launch.compress(torch.cat((writable, writable)), layers, codes, scales, near.codec, pairs)
+    pairs = torch.tensor((WRITABLE - 1, QUANTIZED - 1), device=DEVICE) - pairs
+    attention_launch.compress(far_writable, layers, far_codes, far_scales, near.codec, pairs)
     for mine, other in ((far_codes, codes), (far_scales, scales)):
         assert torch.equal(mine[:, -3:-1].flip(1).view(torch.uint8), other[:, 1:3].view(torch.uint8))
 
@@ -168,14 +172,14 @@ def test_a_scratch_that_is_too_small_is_refused() -> None:
 
 
 def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
-    hot = torch.empty((2**27, 2, 8, 16, 64), dtype=torch.bfloat16, device="meta")
-    none = hot[:0]
+    writable = torch.empty((2**27, 2, 8, 16, 64), dtype=torch.bfloat16, device="meta")
+    none = writable[:0]
     problem = Problem(Case(query=(1,), context=(20,)), DEVICE)
     (batch,) = problem.batches()
     with pytest.raises(ValueError, match=f"{2**27} blocks of 16 tokens"):
         attention_launch.attend_calls(
             problem.query,
-            attention_launch.AttentionLayer(hot, none, None, None),
+            attention_launch.AttentionLayer(writable, none, None, None),
             batch,
             problem.scores,
             problem.query,
@@ -187,17 +191,17 @@ def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
 def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Codec) -> None:
     shape = StoreShape.uniform(3, 16, 2, 20, dtype, (codec, None, codec))
     ours, theirs = KvStore(shape, 6, DEVICE, 5), KvStore(shape, 6, DEVICE, 5)
-    content = torch.randn(ours.hot_layers().shape, generator=torch.Generator().manual_seed(1))
+    content = torch.randn(ours.writable_layers().shape, generator=torch.Generator().manual_seed(1))
     content[:, 1] *= 1e-3
     content[:, 2] = 0
     content[:, 3, 0, 0, 0, 0] = float("nan")
     for store in (ours, theirs):
-        store.hot_layers().copy_(content)
+        store.writable_layers().copy_(content)
     GpuKernels(ours)
     pairs = [(0, 8), (1, 6), (2, 9), (3, 7)]
     ours.compress(pairs)
     theirs.compress(pairs)
-    for mine, other in zip(ours.cold_layers(), theirs.cold_layers(), strict=True):
+    for mine, other in zip(ours.quantized_layers(), theirs.quantized_layers(), strict=True):
         if mine.scales is not None and other.scales is not None:
             torch.testing.assert_close(mine.scales, other.scales, rtol=0, atol=0, equal_nan=True)
         numbers = [part.codes.clone() for part in (mine, other)]
@@ -219,7 +223,7 @@ def test_keys_and_values_are_written_to_their_slots(dtype: torch.dtype) -> None:
     kernels.write(kernels.begin(nothing), 1, slots.to(dtype), key, value)
     there = slots >= 0  # the others only fill up a graph's batch
     theirs.write(1, slots[there], key[there], value[there])
-    assert torch.equal(ours.hot_layers(), theirs.hot_layers())
+    assert torch.equal(ours.writable_layers(), theirs.writable_layers())
 
 
 def test_tiles_hold_every_token_once() -> None:
@@ -257,4 +261,4 @@ def test_turns_fit_into_shared_memory(rows: int, width: int, compressed: bool) -
     shape = tile_shape(rows, width, 2, compressed)
     padded = 1 << (width - 1).bit_length()
     both = 2 * shape.keys * padded * 2
-    assert rows * padded * 2 + shape.hot_stages * both <= 227 << 10
+    assert rows * padded * 2 + shape.writable_stages * both <= 227 << 10

@@ -104,19 +104,19 @@ def test_queries_keys_and_values_go_where_attention_reads_them(
         turned(true_norm(part, weight) if normed else part, cosines, sines)
         for part, weight in zip((query, key), weights, strict=True)
     ]
-    hot = torch.full((6, 2, kv_heads, 16, width), 7.0, dtype=dtype, device=DEVICE)
+    writable = torch.full((6, 2, kv_heads, 16, width), 7.0, dtype=dtype, device=DEVICE)
     ours = elementwise.place(
         qkv.to(DEVICE),
         q_heads,
         Rotation(cosines.to(DEVICE), sines.to(DEVICE)) if half else None,
         torch.tensor(slots, dtype=torch.int32, device=DEVICE),
-        hot,
+        writable,
         (weights[0].to(DEVICE), weights[1].to(DEVICE)) if normed else None,
         Norms(EPS, offset=True),
     )
     assert ours.shape == (5, q_heads, width)
     near(ours, wanted[0], 8)
-    blocks = hot.cpu()
+    blocks = writable.cpu()
     for row, slot in enumerate(slots):
         if slot >= 0:
             near(blocks[slot // 16, 0, :, slot % 16], wanted[1][row], 8)

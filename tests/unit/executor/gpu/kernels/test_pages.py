@@ -14,7 +14,7 @@ from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.kv_cache.codecs import COMPRESSING, Codec
 
 DEVICE = torch.device("cpu" if interprets() else "cuda")
-HEADS, GROUP, SIZE, WIDTH, HOT, COLD = 2, 3, 4, 24, 30, 40
+HEADS, GROUP, SIZE, WIDTH, WRITABLE, QUANTIZED = 2, 3, 4, 24, 30, 40
 
 
 def normal(*sizes: int, seed: int = 0) -> Tensor:
@@ -27,11 +27,11 @@ def int32(*values: object) -> Tensor:
 
 def layers(codec: Codec | None) -> tuple[AttentionLayer, AttentionLayer]:
     """Keys and values in blocks, and room for their summaries."""
-    hot = normal(HOT, 2, HEADS, SIZE, WIDTH).bfloat16()
-    cold = normal(COLD if codec else 0, 2, HEADS, SIZE, WIDTH, seed=1)
-    codes, scales = codec.encode(cold.flatten(-2)) if codec else (cold.bfloat16(), None)
-    own = AttentionLayer(hot, codes.view(cold.shape), scales, codec)
-    rooms = (torch.zeros(count, 2, HEADS, 1, WIDTH, device=DEVICE) for count in (HOT, len(cold)))
+    writable = normal(WRITABLE, 2, HEADS, SIZE, WIDTH).bfloat16()
+    quantized = normal(QUANTIZED if codec else 0, 2, HEADS, SIZE, WIDTH, seed=1)
+    codes, scales = codec.encode(quantized.flatten(-2)) if codec else (quantized.bfloat16(), None)
+    own = AttentionLayer(writable, codes.view(quantized.shape), scales, codec)
+    rooms = (torch.zeros(count, 2, HEADS, 1, WIDTH, device=DEVICE) for count in (WRITABLE, len(quantized)))
     return own, AttentionLayer(*(room.bfloat16() for room in rooms), None, None)
 
 
@@ -44,8 +44,8 @@ def test_summaries_are_of_the_blocks_that_are_filled_as_they_are_kept(codec: Cod
 
     pages.summarise(own, summaries, pairs, positions, slots)
 
-    filled, written = ([7, 39], summaries.codes) if codec else ([7, 29], summaries.hot)
-    keys = own.hot.float()
+    filled, written = ([7, 39], summaries.codes) if codec else ([7, 29], summaries.writable)
+    keys = own.writable.float()
     if codec is not None:
         assert own.scales is not None
         keys = codec.decode(own.codes.flatten(-2), own.scales).view(own.codes.shape).float()
@@ -57,14 +57,17 @@ def test_summaries_are_of_the_blocks_that_are_filled_as_they_are_kept(codec: Cod
 
 
 def rows_of(most: int, length: int, *choices: tuple[int, ...]) -> ChosenRows:
-    """Of two sequences, whose tables follow each other: one goes through the hot blocks, one through the cold."""
-    tables = [*reversed(range(HOT)), *range(HOT, HOT + COLD)]
+    """Of two sequences, whose tables follow each other: one goes through the writable blocks, one through the
+    quantized."""
+    tables = [*reversed(range(WRITABLE)), *range(WRITABLE, WRITABLE + QUANTIZED)]
     return ChosenRows(int32(*tables), int32(*choices), most, length)
 
 
 def expected_scores(query: Tensor, summaries: AttentionLayer, blocks: Tensor) -> Tensor:
     """float64 [heads, blocks] of `query` [heads, group, d]."""
-    kept = torch.cat((summaries.hot, summaries.codes)).double()[blocks.long(), :, :, 0]  # [n, 2, heads, d]
+    kept = torch.cat((summaries.writable, summaries.codes)).double()[
+        blocks.long(), :, :, 0
+    ]  # [n, 2, heads, d]
     mean, deviation = kept.permute(1, 2, 0, 3)
     rows = query.double()
     return (rows @ mean.mT + 1.5 * (rows.abs() @ deviation.mT)).amax(1)
@@ -74,20 +77,20 @@ def expected_scores(query: Tensor, summaries: AttentionLayer, blocks: Tensor) ->
 def test_a_score_is_the_highest_of_a_heads_queries(dtype: torch.dtype) -> None:
     query = normal(3, HEADS, GROUP, WIDTH, seed=2).to(dtype)
     summaries = AttentionLayer(
-        normal(HOT, 2, HEADS, 1, WIDTH, seed=3).abs().to(dtype),
-        normal(COLD, 2, HEADS, 1, WIDTH, seed=4).abs().to(dtype),
+        normal(WRITABLE, 2, HEADS, 1, WIDTH, seed=3).abs().to(dtype),
+        normal(QUANTIZED, 2, HEADS, 1, WIDTH, seed=4).abs().to(dtype),
         None,
         None,
     )
-    # Row 2 through hot blocks alone, row 0 through cold ones; row 1 has a window, which scores nothing.
-    rows = rows_of(25, 30, (2, 0, 1, 26, 3, 28), (1, 0, 1, 9, 0, 12), (0, HOT, 2, 12, 5, 30))
+    # Row 2 through writable blocks alone, row 0 through quantized ones; row 1 has a window, which scores nothing.
+    rows = rows_of(25, 30, (2, 0, 1, 26, 3, 28), (1, 0, 1, 9, 0, 12), (0, WRITABLE, 2, 12, 5, 30))
     scores = torch.full((3, HEADS, 25), -7.0, device=DEVICE)
     chosen = torch.zeros((3, HEADS, 30), dtype=torch.int32, device=DEVICE)
     scoring, _ = pages.choose_calls(query, summaries, rows, 1.5, scores, chosen)
 
     scoring.run()
 
-    for index, row, first, count in ((0, 2, 1, 25), (2, 0, HOT + 2, 10)):
+    for index, row, first, count in ((0, 2, 1, 25), (2, 0, WRITABLE + 2, 10)):
         expected = expected_scores(query[row], summaries, rows.tables[first : first + count])
         torch.testing.assert_close(scores[index, :, :count].double(), expected, rtol=1e-6, atol=1e-6)
         assert scores[index, :, count:].eq(-7).all()
@@ -108,7 +111,7 @@ def test_the_best_are_chosen_and_of_those_that_tie_the_earlier(
     rows = rows_of(count, 70, *((0, 0, 2, 2 + count, top, 2 + count + 5) for top in tops))
     query = normal(1, HEADS, GROUP, WIDTH)
     chosen = torch.full((len(tops), HEADS, 70), -1, dtype=torch.int32, device=DEVICE)
-    summaries = AttentionLayer(query.new_zeros(HOT, 2, HEADS, 1, WIDTH), query.new_zeros(0), None, None)
+    summaries = AttentionLayer(query.new_zeros(WRITABLE, 2, HEADS, 1, WIDTH), query.new_zeros(0), None, None)
     *_, choosing = pages.choose_calls(query, summaries, rows, 1.0, scores, chosen)
 
     choosing.run()

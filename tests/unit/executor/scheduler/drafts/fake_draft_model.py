@@ -50,8 +50,8 @@ class FakeDraftModel:
             for token, position, slot in zip(tokens, positions, slots, strict=True):
                 self._write(slot, token, position)
             self.followed += len(tokens)
-        for hot, cold in pairs(plan.compressions):
-            self._blocks[cold] = list(self._blocks[hot])
+        for writable, quantized in pairs(plan.compressions):
+            self._blocks[quantized] = list(self._blocks[writable])
 
     # --- rounds ----------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class FakeDraftModel:
         behind = as_int32(plan.slots).reshape(len(lengths), plan.count - 1).tolist()
         written = [*as_int32(first.slots).tolist(), *(slot for row in behind for slot in row)]
         assert len(set(written)) == len(written), "two tokens go to one slot"
-        assert max(written) < self._engine.spec.num_blocks * self._size, "a cold block is written"
+        assert max(written) < self._engine.spec.num_blocks * self._size, "a quantized block is written"
         self._check_writers(first, lengths, written)
         self.rounds += 1
         self.catching_up += sum(lengths) - len(lengths)

@@ -94,10 +94,10 @@ _SIZES = {"context_length": 200, "vocab_size": VOCAB}
 # --- rounds ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cold", [0, 64])
+@pytest.mark.parametrize("quantized", [0, 64])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_the_text_is_the_same_and_the_draft_model_never_behind(cold: int, right: float) -> None:
-    ring = Ring(right, num_cold=cold)
+def test_the_text_is_the_same_and_the_draft_model_never_behind(quantized: int, right: float) -> None:
+    ring = Ring(right, num_quantized=quantized)
     requests = [ask("a", 5, 40), ask("bb", 9, 37), ask("ccc", 14, 30)]
     ring.add(*requests)
     ring.run()
@@ -112,14 +112,14 @@ def test_the_text_is_the_same_and_the_draft_model_never_behind(cold: int, right:
     assert (counts.accepted == counts.drafted) == (right == 1.0)
     assert counts.passes >= ring.model.rounds
     assert counts.seconds > 0
-    assert ring.batcher.load().free_blocks == (cold or 64)
+    assert ring.batcher.load().free_blocks == (quantized or 64)
 
 
-@pytest.mark.parametrize("cold", [0, 64])
-def test_what_a_head_computed_behind_its_own_proposals_it_computes_again(cold: int) -> None:
+@pytest.mark.parametrize("quantized", [0, 64])
+def test_what_a_head_computed_behind_its_own_proposals_it_computes_again(quantized: int) -> None:
     """As far as blocks are not full; else it goes on behind them."""
     requests = [ask("a", 5, 40), ask("bb", 9, 37)]
-    rings = [Ring(1.0, num_cold=cold, draft_reads_states=reads) for reads in (False, True)]
+    rings = [Ring(1.0, num_quantized=quantized, draft_reads_states=reads) for reads in (False, True)]
     for ring in rings:
         ring.add(*requests)
         ring.run()

@@ -87,14 +87,14 @@ def _run(ring: Ring, load: Load, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_every_answer_is_the_undisturbed_one(seed: int) -> None:
     rng = random.Random(seed)
-    cold = rng.choice([0, 0, 10, 24])
+    quantized = rng.choice([0, 0, 10, 24])
     ring = Ring(
-        blocks=rng.randint(4, 12) if cold else rng.randint(28, 40),
+        blocks=rng.randint(4, 12) if quantized else rng.randint(28, 40),
         tokens=rng.randint(6, 24),
         sequences=rng.randint(2, 6),
         context=96,
         ttl=rng.choice([0.0, 10.0, 1000.0]),
-        num_cold=cold + 16 * (cold > 0),
+        num_quantized=quantized + 16 * (quantized > 0),
         num_host=rng.choice([0, 8, 60]),
         num_disk=rng.choice([16, 100]),
         copies_per_step=rng.choice([2, 5, 30]),
@@ -104,7 +104,7 @@ def test_every_answer_is_the_undisturbed_one(seed: int) -> None:
     _run(ring, Load(ring, rng), rng)
     assert ring.engine.saves
     assert ring.engine.restores
-    assert bool(ring.engine.compressions) == bool(cold)
+    assert bool(ring.engine.compressions) == bool(quantized)
     assert bool(ring.ahead) == ring.lookahead or drafts  # whose steps are not planned ahead while they pay
     load = ring.batcher.load()
     assert load.free_blocks == load.total_blocks

@@ -51,12 +51,12 @@ def test_two_steps_at_most_are_under_way() -> None:
         ring.batcher.schedule()
 
 
-@pytest.mark.parametrize("cold", [0, 24])
-def test_steps_are_those_without_lookahead(cold: int) -> None:
+@pytest.mark.parametrize("quantized", [0, 24])
+def test_steps_are_those_without_lookahead(quantized: int) -> None:
     """Where nothing turns up too late: the same sequences and positions in each."""
     plans = []
     for lookahead in (False, True):
-        ring = Ring(blocks=24, lookahead=lookahead, num_cold=cold)
+        ring = Ring(blocks=24, lookahead=lookahead, num_quantized=quantized)
         ring.add(own("a", 5, max_tokens=20), own("b", 9, max_tokens=33), own("c", 2, max_tokens=11))
         ring.run()
         assert (ring.ahead > 25) == lookahead
@@ -228,12 +228,12 @@ def test_cancelled_withdrawn_and_replaced_at_any_moment(
 # --- failures --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cold", [0, 24])
+@pytest.mark.parametrize("quantized", [0, 24])
 @pytest.mark.parametrize("at", range(5))
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_failed_step_takes_the_later_one_with_it(at: int, behind: int, cold: int) -> None:
+def test_a_failed_step_takes_the_later_one_with_it(at: int, behind: int, quantized: int) -> None:
     """`at`: the step that is looked behind; `behind`: which of the two fails."""
-    ring = Ring(blocks=24, num_cold=cold)
+    ring = Ring(blocks=24, num_quantized=quantized)
     requests = [own(name, 5, max_tokens=9) for name in ("a", "b", "c")]
     ring.add(*requests)
     for _ in range(at):
@@ -250,7 +250,7 @@ def test_a_failed_step_takes_the_later_one_with_it(at: int, behind: int, cold: i
     assert ring.tokens("a") == undisturbed(requests[0], 9)
     assert ring.tokens("c") == undisturbed(requests[2], 9)
     assert ring.tokens("b") == undisturbed(requests[1], at + behind)
-    assert ring.batcher.load().free_blocks == (cold or 24)
+    assert ring.batcher.load().free_blocks == (quantized or 24)
 
 
 def test_a_row_in_vain_that_fails_ends_nobody() -> None:
