@@ -5,8 +5,8 @@ from transformers import CONFIG_MAPPING
 
 from services.executor.model.adapters import whole_targets
 from services.executor.model.adapters.widths import adapter_widths
-from services.executor.training.base.loading import TRAINED
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
+from tests.unit.executor.model.lanes import TRAINED
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.partition("/")[0] in TRAINED])
