@@ -21,6 +21,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
@@ -265,7 +266,8 @@ def build_empty(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> tu
     """As `build_causal`, of what `make` makes of a configuration; with `LOADING` held."""
     import_rest()
     try:
-        with init_empty_weights(include_buffers=False):
+        # Random values would be drawn for tensors that have none, which takes longer than all else here.
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = make(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
     except Exception as error:

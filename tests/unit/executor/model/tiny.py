@@ -6,20 +6,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, initialization
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.executor.families.registry import family_of
-
-_normal = initialization.normal_
-
-
-def _normal_unless_meta(tensor: torch.Tensor, *how: Any, **more: Any) -> torch.Tensor:
-    """What has no memory gets no values: PyTorch takes a millisecond for each such tensor, a tenth of the time that
-    tests of tiny models take."""
-    return tensor if tensor.is_meta else _normal(tensor, *how, **more)
-
-
-initialization.normal_ = _normal_unless_meta
 
 BASE = {
     "hidden_size": 72,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.base import SingleRank
@@ -47,6 +48,26 @@ def test_rotary_frequencies_survive_the_meta_device(llama: Path) -> None:
     assert served.dtype == torch.float32
     assert torch.equal(served, expected)
     assert torch.allclose(served, 10000.0 ** (-torch.arange(0, 16, 2) / 16))
+
+
+class RandomDraws(TorchDispatchMode):
+    """Counts operators that draw random values, of tensors without memory too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_random_values_are_drawn_for_weights_that_are_read(llama: Path) -> None:
+    with RandomDraws() as drawn:
+        torch.nn.Linear(2, 2, device="meta")
+        assert drawn.count == 2, "PyTorch's own way to make a layer draws its weight and its bias"
+        load(llama)
+        assert drawn.count == 2
 
 
 def test_progress_counts_the_bytes_of_this_rank(llama: Path) -> None:
