@@ -10,12 +10,12 @@ from torch import Tensor
 
 from services.executor.core.sparse_attention import DEVIATIONS
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import Split, StepInputs, inputs_of
 from services.executor.gpu.kernels import attention_launch, pages
 from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.step_context import ScoreRule
+from services.executor.platforms.cuda import sent
 
 CPU_PROCESSORS = 4
 """What the interpreter pretends to have."""

@@ -19,7 +19,6 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.adapters import AdaptedProduct, DecoderAdapters
 from services.executor.gpu.attention import GpuKernels, processors_of
-from services.executor.gpu.device import sent
 from services.executor.gpu.experts import Mixture
 from services.executor.gpu.inputs import Split, StepInputs, inputs_of
 from services.executor.gpu.kernels import elementwise, low_rank
@@ -53,6 +52,7 @@ from services.executor.model.lowering import (
     weights_of,
 )
 from services.executor.model.step_context import ScoreRule
+from services.executor.platforms.cuda import sent
 from services.executor.sampling.candidates import largest_of
 
 

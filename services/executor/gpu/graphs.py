@@ -30,7 +30,6 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.decoder import AuxHiddenStates, GpuDecoder
-from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import (
     Ints,
     Staging,
@@ -52,6 +51,7 @@ from services.executor.gpu.sparse_attention import sparse_rows
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowering import sums_of
+from services.executor.platforms.cuda import sent
 from shared.errors import reason_of
 
 Work = Callable[[], None]

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from services.executor.core.settings import MOST_DRAFTS
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.gpu.device import new_event, sent
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import StepTiles, splits_of, tiles_of
+from services.executor.platforms.cuda import new_event, sent
 
 ALIGN = 32
 """Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do."""

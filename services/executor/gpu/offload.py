@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.executor.gpu.device import sent
 from services.executor.kv_cache.offload import DiskSlots
 from services.executor.kv_cache.prefix_index import BlockKey
 from services.executor.kv_cache.store import KvStore
+from services.executor.platforms.cuda import sent
 from shared.errors import ConfigurationError, reason_of
 
 PART_BYTES = 16 << 20

@@ -23,8 +23,8 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.gpu.device import DeviceEvent, new_event
 from services.executor.gpu.kernels import sampling
+from services.executor.platforms.cuda import DeviceEvent, new_event
 from services.executor.sampling.candidates import MOST_CANDIDATES
 
 Params = NDArray[np.float64]

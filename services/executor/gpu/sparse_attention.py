@@ -22,11 +22,11 @@ from torch import Tensor
 
 from services.executor.core.sparse_attention import FIELDS, BlockReads, SparsePattern
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import Round, Split, inputs_of, to_device
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import splits_of
+from services.executor.platforms.cuda import sent
 
 ROUND_NUMBERS = 8 << 20
 """Scores and entries of tables, of 4 bytes, that the rows of one round have: memory is bounded whatever a step has."""

@@ -34,7 +34,6 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
-from services.executor.gpu.device import bind_to_numa_node, choose_device, watch_device
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
@@ -48,6 +47,7 @@ from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier, read_vectors
 from services.executor.model.tokenizer_files import read_json
 from services.executor.native.library import ARITHMETIC, choose_level
+from services.executor.platforms.cuda import bind_to_numa_node, choose_device, watch_device
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting

@@ -24,12 +24,12 @@ from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.cpu.packed_file import PackedModelFacts
-from services.executor.gpu.device import sent
 from services.executor.gpu.linear import pack_for_gpu
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import CannotLower
 from services.executor.model.tokenizer_files import read_json
+from services.executor.platforms.cuda import sent
 from services.executor.sampling.candidates import RowLogits
 from services.executor.worker.backends.gpu_decoder import lowered_for_gpu
 from services.executor.worker.backends.modules import has_triton, module_runner, modules_on_gpu

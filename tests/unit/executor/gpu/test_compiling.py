@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from services.executor.gpu.device import LONGEST, excuse_compiling
+from services.executor.platforms.cuda import LONGEST, excuse_compiling
 
 
 def test_a_rank_is_excused_while_a_kernel_is_compiled_and_not_after() -> None:

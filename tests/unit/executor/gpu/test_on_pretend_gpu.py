@@ -22,7 +22,6 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
 from services.executor.gpu import quantized_matmul
-from services.executor.gpu.device import CudaMarks
 from services.executor.gpu.draft_head import GraphedHead
 from services.executor.gpu.graphs import Computed, GraphedDecoder, StepGraphs
 from services.executor.gpu.sampling import Pending
@@ -36,6 +35,7 @@ from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.rotary import fix_frequencies
 from services.executor.model.weight_formats import Quantized, WeightCodec
+from services.executor.platforms.cuda import CudaMarks
 from services.executor.sampling.sampler import Sampler, wants_of
 from tests.pretend_gpu.device import pretend_gpu
 from tests.pretend_gpu.ring import PretendNccl

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from services.executor.core.progress import NUMBERS, DeviceProgress
-from services.executor.gpu import device as watched
-from services.executor.gpu.device import CudaMarks
 from services.executor.ipc.board import RingBoard
+from services.executor.platforms import cuda as watched
+from services.executor.platforms.cuda import CudaMarks
 
 CPU = torch.device("cpu")
 UUID = "6a5c0ba4-7a5c-4c44-9a75-0d3b2e3b7a10"
