@@ -15,7 +15,7 @@ from services.executor.gpu.kernels import attention_launch, pages
 from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.step_context import ScoreRule
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 
 CPU_PROCESSORS = 4
 """What the interpreter pretends to have."""

@@ -52,7 +52,7 @@ from services.executor.model.lowering import (
     weights_of,
 )
 from services.executor.model.step_context import ScoreRule
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import largest_of
 
 

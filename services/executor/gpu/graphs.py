@@ -51,7 +51,7 @@ from services.executor.gpu.sparse_attention import sparse_rows
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowering import sums_of
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 from shared.errors import reason_of
 
 Work = Callable[[], None]

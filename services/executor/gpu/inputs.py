@@ -30,7 +30,8 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import StepTiles, splits_of, tiles_of
-from services.executor.platforms.cuda import new_event, sent
+from services.executor.platforms.base import sent
+from services.executor.platforms.catalog import platform_of
 
 ALIGN = 32
 """Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do."""
@@ -295,7 +296,7 @@ class Staging:
         self.capacity = capacity
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._read = [new_event(device) for _ in self._hosts]
+        self._read = [platform_of(device).event() for _ in self._hosts]
         """When the last copy out of each has ended."""
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._turn = 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from services.executor.kv_cache.offload import DiskSlots
 from services.executor.kv_cache.prefix_index import BlockKey
 from services.executor.kv_cache.store import KvStore
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 from shared.errors import ConfigurationError, reason_of
 
 PART_BYTES = 16 << 20

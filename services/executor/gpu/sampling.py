@@ -24,7 +24,8 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.gpu.kernels import sampling
-from services.executor.platforms.cuda import DeviceEvent, new_event
+from services.executor.platforms.base import DeviceEvent
+from services.executor.platforms.catalog import platform_of
 from services.executor.sampling.candidates import MOST_CANDIDATES
 
 Params = NDArray[np.float64]
@@ -84,7 +85,7 @@ class DeviceSampler:
                 torch.zeros(len(self._params), dtype=torch.float64, **pinned),
                 torch.zeros(most_rows, dtype=torch.int64, **pinned),
                 torch.zeros(most_rows, dtype=torch.float32, **pinned),
-                new_event(device),
+                platform_of(device).event(),
             )
             for _ in range(2)
         ]

@@ -26,7 +26,7 @@ from services.executor.gpu.inputs import Round, Split, inputs_of, to_device
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import splits_of
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 
 ROUND_NUMBERS = 8 << 20
 """Scores and entries of tables, of 4 bytes, that the rows of one round have: memory is bounded whatever a step has."""

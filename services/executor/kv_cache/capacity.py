@@ -22,7 +22,6 @@ What cannot hold one sequence is refused twice: by `check_room` from the configu
 before these are read, and by `plan_store` once they are there, when the memory is known that is left.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,6 +38,7 @@ from services.executor.core.layer_state import (
 from services.executor.core.settings import ExecutorSettings, layer_dtypes, parse_layers
 from services.executor.kv_cache.codecs import AS_COMPUTED, PREFERRED, codecs_of
 from services.executor.kv_cache.store_shape import StoreShape, state_bytes
+from services.executor.platforms.catalog import platform_of
 from shared.data_types import BlockDType
 from shared.errors import ConfigurationError
 
@@ -108,21 +108,6 @@ def step_bytes(widths: StepWidths, tokens: int, rows: int, dtype: torch.dtype, g
 def gpu_budget(free: int, total: int, needs: int, utilization: float = DEFAULT_UTILIZATION) -> int:
     """Bytes for the cache; `free` of `total` bytes with the weights loaded. Pure."""
     return max(0, int(free - max(needs, (1 - utilization) * total)))
-
-
-def free_memory(device: torch.device) -> tuple[int, int]:
-    """(bytes free, bytes in all) on a GPU. What PyTorch holds from loading and does not use counts as free."""
-    give_back(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free), int(total)
-
-
-def give_back(device: torch.device) -> None:
-    """Gives the memory that PyTorch keeps for later back to a GPU's driver: for libraries that ask it themselves, and
-    get nothing of that (NCCL, Triton's kernels as they are loaded)."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # else copies under way keep their buffers
-        torch.cuda.empty_cache()
 
 
 def _number(config: object, name: str, default: int) -> int:
@@ -307,33 +292,11 @@ def default_budget(
 ) -> int:
     """Bytes that one rank's cache may take on `device` when no budget is set, with `weights` bytes yet to be loaded.
     On a GPU: less `step_needs` bytes, and within `utilization` of its memory."""
-    if device.type == "cuda":
-        free, total = free_memory(device)
-        return gpu_budget(free - weights, total, step_needs, utilization)
-    return max(0, int((free_host_memory() - weights) * DEFAULT_CPU_SHARE))
-
-
-def free_host_memory() -> int:
-    """Bytes of memory that this process may still take, within its control group's limit."""
-    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    available = next(int(line.split()[1]) for line in meminfo.splitlines() if line.startswith("MemAvailable"))
-    return min([available * 1024, *control_group_room(Path("/sys/fs/cgroup"))])
-
-
-def control_group_room(group: Path) -> list[int]:
-    """[bytes below the control group's limit], or [] where there is none. Version 2 of control groups, then 1,
-    whose limit is a number beyond any memory where there is none."""
-    for limit_file, used_file in (
-        (group / "memory.max", group / "memory.current"),
-        (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = limit_file.read_text(encoding="ascii").strip()
-            used = int(used_file.read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        return [] if limit == "max" else [max(0, int(limit) - used)]
-    return []
+    platform = platform_of(device)
+    free, total = platform.free_memory(device)
+    if platform.is_host:
+        return max(0, int((free - weights) * DEFAULT_CPU_SHARE))
+    return gpu_budget(free - weights, total, step_needs, utilization)
 
 
 class SpillCounts(NamedTuple):
@@ -370,15 +333,15 @@ def plan_store(
     all. `widths`: of the model, for what steps need on a GPU.
 
     `--kv-dtype auto` is `PREFERRED` where what computes `reads_compressed` blocks as fast as others or faster, unless
-    some rank's budget is too small for the blocks that compression needs besides, or on GPUs layers differ in shape,
-    which Triton's kernels read none of. Raises `ConfigurationError` when one sequence of `context` tokens does not
+    some rank's budget is too small for the blocks that compression needs besides, or layers differ in shape where the
+    platform's kernels read none of such. Raises `ConfigurationError` when one sequence of `context` tokens does not
     fit, or --kv-dtype-layers does not fit the model.
     """
     plain = store_shape(settings, AS_COMPUTED, states, dtype, of_draft)
     if (
         settings.kv_dtype == "auto"
         and reads_compressed
-        and (device.type == "cpu" or _are_uniform(plain, of_draft))
+        and (platform_of(device).compresses_uneven_layers or _are_uniform(plain, of_draft))
     ):
         shape = store_shape(settings, PREFERRED.name, states, dtype, of_draft)
         blocks = _agreed(shape, context, settings, device, collectives, widths)
@@ -512,7 +475,8 @@ def _my_blocks(
     # Ranks and groups of one host share its memory; each GPU has its own.
     needs = _step_needs(settings, widths, shape.dtype) if widths is not None else 0
     budget = default_budget(device, needs, settings.gpu_memory_utilization, weights)
-    if device.type != "cuda":
+    platform = platform_of(device)
+    if platform.is_host:
         budget //= settings.ranks_here * settings.replicas_on_host
         return _blocks_and_slots(shape, context, settings, budget, reserve, DEFAULT_SEQUENCES)
     try:
@@ -520,7 +484,7 @@ def _my_blocks(
             shape, context, settings, budget, reserve, useful=most_useful(shape, reserve)
         )
     except ConfigurationError as error:
-        free, total = free_memory(device)
+        free, total = platform.free_memory(device)
         raise ConfigurationError(
             f"Of the {total / GIB:.1f} GiB of the GPU {max(0, free - weights) / GIB:.1f} are free with the weights "
             f"loaded, and {budget / GIB:.1f} are left for the KV cache, too few for one sequence of {context} tokens; "

@@ -1,12 +1,11 @@
 """The data type that a model is computed in."""
 
-from pathlib import Path
-
 import torch
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.families.registry import family_of
 from services.executor.native.library import why_not
+from services.executor.platforms.catalog import platform_of
 from shared.errors import ModelLoadError
 
 
@@ -19,19 +18,7 @@ def choose_dtype(settings: ExecutorSettings, device: torch.device, config: objec
     if stored in (torch.float32, "float32"):
         return torch.float32
     may_be_native = not why_not() and family_of(getattr(config, "model_type", "")).lowered is not None
-    return torch.bfloat16 if has_fast_bf16(device) or may_be_native else torch.float32
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether PyTorch computes bf16 fast: on GPUs, and on CPUs that multiply it natively (AVX512-BF16 or AMX; Arm's
-    BF16 extension)."""
-    if device.type != "cpu":
-        return True
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    return torch.bfloat16 if platform_of(device).has_fast_bf16() or may_be_native else torch.float32
 
 
 def not_finite() -> ModelLoadError:

@@ -1,4 +1,4 @@
-"""A rank's GPU: which it takes, the CPU cores near it, what makes it watchable, and copies and events of its stream.
+"""CUDA GPUs: which one a rank takes, the CPU cores near it, what makes it watchable, its memory, copies and events.
 
 Marks in its work tell the board what the device has done (`core/progress.py`). Triton compiles a kernel when it is
 first launched with arguments of a new kind, which takes seconds: longer than a rank may stand still, so it is excused
@@ -7,18 +7,19 @@ meanwhile. `warm_up` meets most of them before the ring is ready, and cannot mee
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 import structlog
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.progress import NUMBERS
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RankBoard
+from services.executor.platforms.base import Carrier, DeviceEvent, Fence, Platform, Target
 from shared.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -26,28 +27,66 @@ log = structlog.get_logger(__name__)
 _PCI = Path("/sys/bus/pci/devices")
 
 
-def choose_device(settings: ExecutorSettings, rank: int) -> torch.device:
-    """Each rank takes the GPU of its place on its host, among those that CUDA_VISIBLE_DEVICES leaves; CPU where there
-    is none or it was asked for. Raises `ConfigurationError` when there are fewer GPUs than ranks."""
-    use_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    if not use_cuda:
-        return torch.device("cpu")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-    if not torch.cuda.is_available():
-        raise ConfigurationError(
-            f"--device cuda was asked for and torch sees no GPU{among}; use --device cpu, or a torch that is built "
-            "for CUDA, with NVIDIA's driver."
-        )
-    needed, count = settings.ranks_here, torch.cuda.device_count()
-    if needed > count:
-        raise ConfigurationError(
-            f"--tp {settings.tp} needs {needed} GPUs on each host and this one has {count}{among}; "
-            "use a smaller --tp, or more hosts (--nnodes)."
-        )
-    device = torch.device("cuda", rank % needed)
-    torch.cuda.set_device(device)
-    return device
+class Cuda(Platform):
+    name = "cuda"
+    is_host = False
+    collectives = ("nccl", "gloo")
+    multiplies_float_codes = False
+    multiplies_all_experts = True
+    compresses_uneven_layers = False  # Triton's kernels read page layers of one shape
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def take_device(self, settings: ExecutorSettings, rank: int) -> torch.device:
+        """That of the rank's place on its host, among those that CUDA_VISIBLE_DEVICES leaves. Raises
+        `ConfigurationError` when there are fewer GPUs than ranks."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        if not torch.cuda.is_available():
+            raise ConfigurationError(
+                f"--device cuda was asked for and torch sees no GPU{among}; use --device cpu, or a torch that is built "
+                "for CUDA, with NVIDIA's driver."
+            )
+        needed, count = settings.ranks_here, torch.cuda.device_count()
+        if needed > count:
+            raise ConfigurationError(
+                f"--tp {settings.tp} needs {needed} GPUs on each host and this one has {count}{among}; "
+                "use a smaller --tp, or more hosts (--nnodes)."
+            )
+        device = torch.device("cuda", rank % needed)
+        torch.cuda.set_device(device)
+        return device
+
+    def start_rank(self, settings: ExecutorSettings, device: torch.device, board: RankBoard) -> None:
+        watch_device(board, device)
+        if settings.pin_threads:
+            bind_to_numa_node(device)
+
+    def free_memory(self, device: torch.device) -> tuple[int, int]:
+        self.give_back(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+
+    def give_back(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)  # else copies under way keep their buffers
+        torch.cuda.empty_cache()
+
+    def has_fast_bf16(self) -> bool:
+        return True
+
+    def carriers(self, device: torch.device) -> Callable[[], Carrier]:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return partial(CudaCarrier, torch.device("cuda", index))
+
+    def free_buffers(self) -> None:
+        """torch keeps pinned memory for later, which nobody will ask for in such pieces."""
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001  # no public name
+
+    def event(self) -> DeviceEvent:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        made: DeviceEvent = event
+        return made
 
 
 def bind_to_numa_node(device: torch.device, pci: Path = _PCI) -> None:
@@ -137,40 +176,22 @@ def excuse_compiling(excuse: Callable[[float], None], runtime: Any = None) -> No
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begins, is_over
 
 
-def sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """`array` there, in memory of its own, once what is in the stream has run; waits for none of it.
+class CudaCarrier:
+    """To a GPU, by a stream of its own."""
 
-    A copy out of memory that is not pinned waits for everything that the stream has to do, the steps before
-    included. torch keeps the pinned copy until the device has read it.
-    """
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host.to(device, copy=True)
-    return host.pin_memory().to(device, non_blocking=True)
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # What the memory of the targets was used for before comes first.
+        self._stream.wait_stream(torch.cuda.default_stream(device))
 
+    def buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-class DeviceEvent(Protocol):
-    """`torch.cuda.Event`, as far as it is used."""
-
-    def record(self) -> object: ...
-
-    def synchronize(self) -> object: ...
-
-
-class CompletedEvent:
-    """The event of a device whose work is done when a call returns."""
-
-    def record(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-
-def new_event(device: torch.device) -> DeviceEvent:
-    """One that has happened until it is recorded."""
-    if device.type == "cuda":
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        made: DeviceEvent = event
-        return made
-    return CompletedEvent()
+    def send(self, target: Target, staged: Tensor) -> Fence:
+        with torch.cuda.stream(self._stream):
+            target(staged)
+            # Blocking: a thread that waits leaves its core to those that copy.
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            arrived.record(self._stream)
+        return arrived.synchronize

@@ -46,8 +46,8 @@ from services.executor.model.card import encoder_config, read_card
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier, read_vectors
 from services.executor.model.tokenizer_files import read_json
-from services.executor.native.library import ARITHMETIC, choose_level
-from services.executor.platforms.cuda import bind_to_numa_node, choose_device, watch_device
+from services.executor.native.library import ARITHMETIC
+from services.executor.platforms.catalog import choose_device, platform_of
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
@@ -345,14 +345,9 @@ class Worker:
         _check_mapped(settings, device.type == "cpu")
         laps, directory = LoadTimings(), where.model
         adopt_loggers()  # of torch, which is loaded by now
-        if device.type == "cuda":
-            watch_device(board, device)
-            if settings.pin_threads:
-                bind_to_numa_node(device)
+        platform_of(device).start_rank(settings, device, board)
+        laps.over("kernels")
         collectives = recorded(collectives, board.recorder)
-        if device.type == "cpu":
-            choose_level(settings.cpu_level)  # whose kernels are proven
-            laps.over("kernels")
 
         def report(done: int, total: int) -> None:
             board.loaded(done, total)

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import structlog
-import torch
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from services.executor.core import spans
 from services.executor.ipc.flight_recorder import RankRecorder
@@ -153,10 +152,7 @@ class Profiler:
             if self._over:
                 return
             self._recorder.excuse(EXCUSE)
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            started = profile(activities=activities, profile_memory=self._question.memory)
+            started = profile(profile_memory=self._question.memory)
             started.start()
             self._profile = started
         self._native = dict(spans.native_spent()) if spans.native_spent is not None else {}

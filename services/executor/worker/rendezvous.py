@@ -27,6 +27,8 @@ from services.executor.core.spans import span
 from services.executor.ipc.flight_recorder import CollectiveKind, RankRecorder
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
+from services.executor.platforms.base import Platform
+from services.executor.platforms.catalog import PLATFORMS, platform_of
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -75,19 +77,18 @@ _BPF_RETURN = 0x06
 Announce = Callable[[Rendezvous], None]
 
 
-def choose_backend(setting: str, device_type: str, can_share: Callable[[], bool]) -> str:
-    """ "shm", "gloo" or "nccl". Raises `ConfigurationError` for what the device cannot do."""
-    needed = {"nccl": "cuda", "shm": "cpu"}.get(setting, device_type)
-    if needed != device_type:
+def choose_backend(setting: str, platform: Platform, can_share: Callable[[], bool]) -> str:
+    """ "shm", "gloo" or "nccl". Raises `ConfigurationError` for what the platform cannot do."""
+    if setting == "auto":
+        first = platform.collectives[0]
+        return "gloo" if first == "shm" and not can_share() else first
+    if setting not in platform.collectives:
+        needed = " and ".join(one.name for one in PLATFORMS if setting in one.collectives)
         raise ConfigurationError(
-            f"--collectives {setting} works on {needed} only and the ring computes on {device_type}; "
-            "use --collectives auto."
+            f"--collectives {setting} works on {needed or 'no platform here'} only and the ring computes on "
+            f"{platform.name}; use --collectives auto."
         )
-    if setting != "auto":
-        return setting
-    if device_type == "cuda":
-        return "nccl"
-    return "shm" if can_share() else "gloo"
+    return setting
 
 
 def lead(
@@ -106,7 +107,9 @@ def lead(
     one_host = settings.nnodes == 1
     if spec.world_size == 1:
         return PlanSender([]), _alone(settings, device)
-    backend = choose_backend(settings.collectives, device.type, lambda: one_host and can_share_memory())
+    backend = choose_backend(
+        settings.collectives, platform_of(device), lambda: one_host and can_share_memory()
+    )
     if backend == "shm" and not one_host:
         raise ConfigurationError(
             f"--collectives shm works on one host only and the ring has {settings.nnodes}; use --collectives auto."
@@ -175,7 +178,7 @@ def _alone(settings: ExecutorSettings, device: torch.device) -> Collectives:
 
     from services.executor.collectives.torch_distributed import TorchDistributed
 
-    backend = choose_backend("nccl", device.type, lambda: False)
+    backend = choose_backend("nccl", platform_of(device), lambda: False)
     return TorchDistributed.join(backend, HashStore(), 0, 1, device)
 
 

@@ -30,10 +30,11 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest, widths_of
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.dtypes import choose_dtype, has_fast_bf16
+from services.executor.model.dtypes import choose_dtype
 from services.executor.model.loading.arena import in_files
 from services.executor.model.lowering import CannotLower
 from services.executor.native.library import choose_level
+from services.executor.platforms.catalog import platform_of
 from services.executor.worker.backend import make_runner, reads_compressed
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.cpu_kernels import native_kernels, packed_model, packed_runner
@@ -356,7 +357,7 @@ class _BuiltShare(Share):
             unpack(self._model, self.dtype, device)
         elif device.type == "cuda":
             pack_for_gpu(self._model, device)  # before the KV cache takes what is free
-        if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
+        if settings.dtype == "auto" and not self.reads_compressed and not platform_of(device).has_fast_bf16():
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32
         self.facts = PackedModelFacts(

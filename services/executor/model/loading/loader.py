@@ -60,6 +60,7 @@ from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.rotary import fix_frequencies
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
+from services.executor.platforms.catalog import platform_of
 from shared.errors import ModelLoadError, reason_of
 from shared.models import WEIGHT_DTYPE, linked_gguf
 
@@ -109,8 +110,7 @@ def load_model(
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
     with LOADING, _open(directory, find) as files:
-        # On CPUs PyTorch computes others' experts, and multiplies by plain weights alone.
-        kernels = device.type == "cuda" or family_of(config.model_type).lowered is not None
+        kernels = platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
         with_experts = dtype is torch.bfloat16 and kernels
         model, plan = _planned(
             directory,

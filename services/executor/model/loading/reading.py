@@ -25,6 +25,8 @@ from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, empty, quantize
+from services.executor.platforms.base import Carrier
+from services.executor.platforms.catalog import platform_of
 
 log = structlog.get_logger(__name__)
 
@@ -98,12 +100,10 @@ def read_all(
 def _read_plain(
     reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
 ) -> list[Weight]:
-    if device.type == "cpu" and not any(read.codec for read in reads):
+    platform = platform_of(device)
+    if platform.is_host and not any(read.codec for read in reads):
         return [*_read_to_host(reads, files, device, progress)]
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())  # of this thread, not of those that copy
-    make = streaming.HostCarrier if device.type == "cpu" else partial(streaming.CudaCarrier, device)
-    return stream_all(reads, files, device, progress, make, streaming.lanes_here())
+    return stream_all(reads, files, device, progress, platform.carriers(device), streaming.lanes_here())
 
 
 def stream_all(
@@ -111,7 +111,7 @@ def stream_all(
     files: WeightFiles,
     device: torch.device,
     progress: Progress,
-    make_carrier: Callable[[], streaming.Carrier],
+    make_carrier: Callable[[], Carrier],
     lanes: int,
 ) -> list[Weight]:
     """`read_all` by `lanes` threads, through what `make_carrier` makes for each."""
@@ -121,9 +121,7 @@ def stream_all(
         piece for read, into in zip(reads, rooms, strict=True) for piece in _streamed(read, into, files)
     )
     streaming.carry_all(pieces, files, make_carrier, meter.add, lanes)
-    if device.type == "cuda":
-        # torch keeps pinned memory for later, which nobody will ask for in such pieces.
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001  # no public name
+    platform_of(device).free_buffers()
     held: list[Weight] = [*rooms]
     rooms.clear()
     for index, read in enumerate(reads):
@@ -184,8 +182,7 @@ def _read_coded(
 
 
 def _not_there(codes: QuantizedRows, device: torch.device) -> bool:
-    """GPUs multiply integers alone."""
-    return bool(codes.floats) and device.type != "cpu"
+    return bool(codes.floats) and not platform_of(device).multiplies_float_codes
 
 
 def _deferred(read: Read, files: WeightFiles, meter: "ReadMeter") -> DeferredRows | None:

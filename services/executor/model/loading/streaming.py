@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from services.executor.model.loading.composition import TensorBox
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.weight_formats import Quantized, WeightCodec, encode_into
+from services.executor.platforms.base import Carrier, Fence, Target
 
 PIECE = 8 << 20
 """Bytes of a buffer. The device takes it in 0.15 ms at 55 GB/s, a thread fills it in 1 ms, and the interpreter's work
@@ -30,56 +31,6 @@ BUFFERS = 2
 """Of a lane."""
 LANES = 12
 """One thread copies 5 to 10 GB/s out of the page cache, a bus of PCIe 5 takes 55."""
-
-Fence = Callable[[], None]
-"""Waits until a device has done what it was given."""
-
-
-Target = Callable[[Tensor], None]
-"""Enqueues on the current stream what brings a piece, in host memory, to its place."""
-
-
-class Carrier(Protocol):
-    """One lane's way to a device. Made and used by one thread."""
-
-    def buffer(self, size: int) -> Tensor:
-        """uint8 [size] in host memory that the device can copy from by itself."""
-
-    def send(self, target: Target, staged: Tensor) -> Fence:
-        """Has the device run `target(staged)`, in order with what was sent before; `staged` must stay as it is until
-        the fence."""
-
-
-class HostCarrier:
-    """To host memory, at once."""
-
-    def buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def send(self, target: Target, staged: Tensor) -> Fence:
-        target(staged)
-        return lambda: None
-
-
-class CudaCarrier:
-    """To a GPU, by a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # of this thread
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # What the memory of the targets was used for before comes first.
-        self._stream.wait_stream(torch.cuda.default_stream(device))
-
-    def buffer(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def send(self, target: Target, staged: Tensor) -> Fence:
-        with torch.cuda.stream(self._stream):
-            target(staged)
-            # Blocking: a thread that waits leaves its core to those that copy.
-            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)
-        return arrived.synchronize
 
 
 def put(place: Tensor, staged: Tensor) -> None:

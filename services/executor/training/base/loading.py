@@ -25,7 +25,7 @@ from services.executor.model.adapters.targets import AdapterTarget, targets_of
 from services.executor.model.attention import ATTENTION_NAME as PAGED
 from services.executor.model.attention import SCALES_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.catalogue import check_supported, is_encoder
-from services.executor.model.dtypes import choose_dtype, has_fast_bf16
+from services.executor.model.dtypes import choose_dtype
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import (
     is_quantized,
@@ -41,6 +41,7 @@ from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.step_context import Chunks
 from services.executor.model.weight_formats import Weight
+from services.executor.platforms.catalog import platform_of
 from services.executor.training.base.packed import packed_model, packed_weights
 from services.executor.training.base.weights import CodedWeight, FrozenWeight, PlainWeight
 from shared.errors import ModelLoadError
@@ -145,7 +146,7 @@ def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> 
         return torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     if getattr(config, "dtype", None) in (torch.float32, "float32"):
         return torch.float32
-    return torch.bfloat16 if has_fast_bf16(device) else torch.float32
+    return torch.bfloat16 if platform_of(device).has_fast_bf16() else torch.float32
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -208,7 +209,7 @@ def _frozen(held: Weight, device: torch.device, dtype: torch.dtype) -> FrozenWei
 
 def _coded(held: QuantizedRows) -> FrozenWeight:
     """On GPUs with the bits of its format, where Triton unpacks them."""
-    if held.codes.device.type == "cuda" and find_spec("triton") is not None:
+    if held.codes.device.type != "cpu" and find_spec("triton") is not None:
         from services.executor.training.base.gpu_weights import grouped_weight
 
         if (packed := grouped_weight(held)) is not None:

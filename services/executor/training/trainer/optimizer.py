@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.platforms.catalog import platform_of
 from shared.errors import ConfigurationError, InternalError
 from shared.messages.training import Hyperparameters, Optimizer
 
@@ -86,11 +87,11 @@ class FactorOptimizer:
 def _made(
     factors: list[nn.Parameter], hyperparameters: Hyperparameters, device: torch.device
 ) -> torch.optim.Optimizer:
-    kind = hyperparameters.optimizer
+    kind, on_host = hyperparameters.optimizer, platform_of(device).is_host
     options: dict[str, Any] = {"betas": _BETAS, "eps": _EPS, "weight_decay": hyperparameters.weight_decay}
     if kind == "adamw":
-        return torch.optim.AdamW(factors, lr=0.0, foreach=device.type == "cuda", **options)
-    if device.type != "cuda":
+        return torch.optim.AdamW(factors, lr=0.0, foreach=not on_host, **options)
+    if on_host:
         raise ConfigurationError(
             f"The optimizer {kind} needs a CUDA GPU, and this host trains on its CPUs; create the job with the "
             "optimizer adamw."

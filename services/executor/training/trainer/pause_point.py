@@ -11,6 +11,9 @@ from collections import deque
 
 import torch
 
+from services.executor.platforms.base import DeviceEvent
+from services.executor.platforms.catalog import platform_of
+
 _LAYERS_AHEAD = 2
 """Layers that a GPU may have in its queue, which is what a request that comes has to wait for."""
 
@@ -25,7 +28,8 @@ class Gate:
     def __init__(self, device: torch.device, pause: threading.Event) -> None:
         """`pause`: is set when somebody wants one."""
         self._pause = pause
-        self._launched: deque[torch.cuda.Event] | None = deque() if device.type == "cuda" else None
+        self._platform = platform_of(device)
+        self._launched: deque[DeviceEvent] | None = None if self._platform.is_host else deque()
 
     def __call__(self) -> None:
         """Raises `PauseWanted`."""
@@ -34,9 +38,9 @@ class Gate:
         if self._launched is not None:
             self._wait_for_layers(self._launched)
 
-    def _wait_for_layers(self, launched: deque[torch.cuda.Event]) -> None:
+    def _wait_for_layers(self, launched: deque[DeviceEvent]) -> None:
         """For all but the last ones."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._platform.event()
         event.record()
         launched.append(event)
         if len(launched) > _LAYERS_AHEAD:

@@ -33,6 +33,7 @@ from services.executor.ipc.trainer_pipe import (
     TrainerPipe,
     TrainerSpec,
 )
+from services.executor.platforms.catalog import choose_platform, platform_of
 from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.adapter_files import (
     base_name,
@@ -256,9 +257,7 @@ def _threads_of(spec: TrainerSpec, ranks: Collectives | None) -> int:
 
 def device_of(settings: ExecutorSettings) -> torch.device:
     """Where the ranks of these settings compute."""
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(settings.device)
+    return torch.device(choose_platform(settings.device).name)
 
 
 def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
@@ -306,7 +305,7 @@ def _say_nothing(event: TrainerEvent) -> None:
 def _be_deterministic(device: torch.device) -> None:
     """The same sums in every run. Of a GPU's operators that know no such way a warning is logged, and they run. Memory
     that nobody has written is not filled: nobody reads it, and it takes time."""
-    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.use_deterministic_algorithms(True, warn_only=not platform_of(device).is_host)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -8,11 +8,11 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.linear import pack_for_gpu
-from services.executor.kv_cache.capacity import give_back
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
 from services.executor.model.lowering import CannotLower, Lowered
+from services.executor.platforms.catalog import platform_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.modules import has_triton, modules_on_gpu
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -67,7 +67,8 @@ def gpu_runner(
         return modules_on_gpu(model, store, collectives, spill)
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives, batch_invariant=batch_invariant)
-    give_back(store.device)  # weights that were joined leave pieces behind, in which no joined one finds room
+    # Weights that were joined leave pieces behind, in which no joined one finds room.
+    platform_of(store.device).give_back(store.device)
     widths = widths_of(model)
     if limits is None:
         return ModelRunner(model, widths, store, collectives, store.device, spill, decoder)

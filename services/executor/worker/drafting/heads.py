@@ -29,7 +29,7 @@ from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import CannotLower
 from services.executor.model.tokenizer_files import read_json
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import RowLogits
 from services.executor.worker.backends.gpu_decoder import lowered_for_gpu
 from services.executor.worker.backends.modules import has_triton, module_runner, modules_on_gpu

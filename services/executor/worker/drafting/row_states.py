@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.step_plan import Int32Array
-from services.executor.platforms.cuda import sent
+from services.executor.platforms.base import sent
 
 
 class RowStates:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.executor.collectives import shared_memory
 from services.executor.collectives.shared_memory import SharedArea, SharedMemory, can_share_memory, make_area
+from services.executor.platforms.catalog import choose_platform
 from services.executor.worker.rendezvous import choose_backend
 from shared.errors import ConfigurationError, RingLost
 from tests.unit.executor.collectives import shm_ranks
@@ -161,10 +162,10 @@ def test_without_the_library_the_user_is_told_what_to_do(monkeypatch: pytest.Mon
     ],
 )
 def test_the_backend_that_is_chosen(setting: str, device: str, can_share: bool, backend: str) -> None:
-    assert choose_backend(setting, device, lambda: can_share) == backend
+    assert choose_backend(setting, choose_platform(device), lambda: can_share) == backend
 
 
 @pytest.mark.parametrize(("setting", "device"), [("nccl", "cpu"), ("shm", "cuda")])
 def test_a_backend_that_the_device_cannot_have(setting: str, device: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--collectives {setting} works on"):
-        choose_backend(setting, device, lambda: True)
+        choose_backend(setting, choose_platform(device), lambda: True)

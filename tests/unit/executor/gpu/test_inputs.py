@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.inputs import ALIGN, InputLimits, Staging, places_of, sent, to_device, total_of
+from services.executor.gpu.inputs import ALIGN, InputLimits, Staging, places_of, to_device, total_of
+from services.executor.platforms.base import sent
 from tests.pretend_gpu.streams import Host
 
 CPU = torch.device("cpu")

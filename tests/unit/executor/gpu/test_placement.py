@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.platforms.cuda import bind_to_numa_node, choose_device, parse_cores
+from services.executor.platforms.catalog import choose_device
+from services.executor.platforms.cuda import bind_to_numa_node, parse_cores
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 

@@ -18,6 +18,8 @@ from services.executor.kv_cache.capacity import (
     writable_reserve,
 )
 from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.platforms.cpu import Cpu
+from services.executor.platforms.cuda import Cuda
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import CPU, on_ring
@@ -205,7 +207,7 @@ def test_what_some_dtype_of_blocks_can_hold_is_not_refused() -> None:
 
 
 def test_weights_that_are_not_there_yet_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "free_host_memory", lambda: 1 << 30)
+    monkeypatch.setattr(Cpu, "free_memory", lambda self, device: (1 << 30, 1 << 30))
     states = (attention(2, 64),) * 4
     check(states, weights=(1 << 30) - (1 << 24))
     with pytest.raises(ConfigurationError, match="holds 0 tokens"):
@@ -214,7 +216,7 @@ def test_weights_that_are_not_there_yet_leave_less_room(monkeypatch: pytest.Monk
 
 def test_weights_that_leave_a_gpu_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gib, gpu = 1 << 30, torch.device("cuda", 0)
-    monkeypatch.setattr(capacity, "free_memory", lambda device: (23 * gib, 24 * gib))
+    monkeypatch.setattr(Cuda, "free_memory", lambda self, device: (23 * gib, 24 * gib))
     for states in (LATENT, MIXED, (attention(2, 64),) * 4):
         settings = load_settings(ExecutorSettings)
         check_room(settings, states, torch.bfloat16, 1024, gpu, 16 * gib)
@@ -227,7 +229,7 @@ def test_weights_that_leave_a_gpu_no_room_are_refused(monkeypatch: pytest.Monkey
 def test_auto_leaves_blocks_that_pytorch_reads_on_a_gpu_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels read keys and values of one shape: not a latent, nor an indexer's keys."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(capacity, "free_memory", lambda device: (20 << 30, 24 << 30))
+    monkeypatch.setattr(Cuda, "free_memory", lambda self, device: (20 << 30, 24 << 30))
     monkeypatch.setattr(capacity, "smallest", lambda mine, device, ranks: list(mine))
     settings = load_settings(ExecutorSettings)
     for states, compresses in (((attention(2, 64),) * 4, True), (LATENT, False)):

@@ -11,7 +11,6 @@ from services.executor.core.layer_state import LayerStates, attention
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache import capacity
-from services.executor.kv_cache import capacity as sizes
 from services.executor.kv_cache.capacity import (
     BlockCounts,
     StepWidths,
@@ -20,6 +19,7 @@ from services.executor.kv_cache.capacity import (
     step_bytes,
     widths_of,
 )
+from services.executor.platforms.cuda import Cuda
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import on_ring
@@ -68,7 +68,7 @@ def test_what_torch_holds_without_need_is_given_back_first(monkeypatch: pytest.M
 def test_needs_stay_free_however_high_the_utilization(
     free: int, total: int, needs: int, utilization: float, expected: int
 ) -> None:
-    assert sizes.gpu_budget(free, total, needs, utilization) == expected
+    assert capacity.gpu_budget(free, total, needs, utilization) == expected
 
 
 def test_what_steps_of_an_8b_model_need() -> None:
@@ -81,7 +81,7 @@ def test_what_steps_of_an_8b_model_need() -> None:
     assert step_bytes(four, 512, 64, torch.bfloat16) < small
     with_drafts = step_bytes(one, 512, 512, torch.bfloat16)
     assert with_drafts - small == int(1.5 * 448 * 128256 * 12), "all rows of a step are sampled"
-    assert step_bytes(one, 512, 64, torch.bfloat16, 2 * GIB) - small == 2 * GIB - sizes.GRAPHS
+    assert step_bytes(one, 512, 64, torch.bfloat16, 2 * GIB) - small == 2 * GIB - capacity.GRAPHS
 
 
 @pytest.mark.parametrize(("graphs", "expected"), [({}, GIB), ({"cuda_graphs": "off"}, 0)])
@@ -105,7 +105,7 @@ def test_a_tiny_model_on_a_large_gpu_gets_as_many_blocks_as_can_be_counted(
 ) -> None:
     """126 GB hold more tokens of it than kernels, or lists of Python, are made for."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(sizes, "free_memory", lambda device: (139 * GIB, 141 * GIB))
+    monkeypatch.setattr(Cuda, "free_memory", lambda self, device: (139 * GIB, 141 * GIB))
     monkeypatch.setattr(capacity, "smallest", lambda mine, device, ranks: list(mine))
     config = SimpleNamespace(hidden_size=64, num_attention_heads=heads, num_key_value_heads=heads, head_dim=2)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
@@ -137,7 +137,7 @@ def test_the_ring_takes_the_smallest_rank_and_each_gpu_is_its_own(monkeypatch: p
     config = SimpleNamespace(**vars(LLAMA_8B), num_hidden_layers=2)
     settings = load_settings(ExecutorSettings, tp=2, replicas_on_host=4, gpu_memory_utilization=0.5)
     free = {0: 100 * GIB, 1: 90 * GIB}
-    monkeypatch.setattr(sizes, "free_memory", lambda device: (free[device.index], 140 * GIB))
+    monkeypatch.setattr(Cuda, "free_memory", lambda self, device: (free[device.index], 140 * GIB))
     agree = capacity.smallest
     monkeypatch.setattr(
         capacity, "smallest", lambda mine, device, ranks: agree(mine, torch.device("cpu"), ranks)
@@ -157,7 +157,7 @@ def test_the_ring_takes_the_smallest_rank_and_each_gpu_is_its_own(monkeypatch: p
 
 
 def test_a_gpu_that_holds_no_sequence_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "free_memory", lambda device: (GIB, 16 * GIB))
+    monkeypatch.setattr(Cuda, "free_memory", lambda self, device: (GIB, 16 * GIB))
     config = SimpleNamespace(**vars(LLAMA_8B), num_hidden_layers=32)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
     with pytest.raises(

@@ -6,14 +6,13 @@ import torch
 from services.executor.kv_cache.capacity import (
     BlockCounts,
     StoreShape,
-    control_group_room,
     default_budget,
-    free_host_memory,
     plan_blocks,
     plan_num_blocks,
     writable_reserve,
 )
 from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.platforms.cpu import Cpu, control_group_room
 from shared.errors import ConfigurationError
 
 PLAIN = StoreShape.uniform(2, 4, 3, 8, torch.bfloat16)
@@ -34,7 +33,7 @@ def test_budget_in_blocks() -> None:
 
 
 def test_default_budget_is_a_share_of_what_is_free() -> None:
-    assert 0 < default_budget(torch.device("cpu")) < free_host_memory()
+    assert 0 < default_budget(torch.device("cpu")) < Cpu().free_memory(torch.device("cpu"))[0]
 
 
 def test_bytes_of_blocks() -> None:

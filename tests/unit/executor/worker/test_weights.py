@@ -21,10 +21,10 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.offload import SpillStore
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
-from services.executor.model import dtypes
 from services.executor.model.dtypes import choose_dtype
 from services.executor.model.loading import arena, loader
 from services.executor.native import library
+from services.executor.platforms.cpu import Cpu
 from services.executor.worker import weights
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
@@ -44,8 +44,7 @@ SPEC = RankSpec(rank=0, world_size=1, group="g", instance="i", epoch=1, board=""
 @pytest.fixture
 def no_fast_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU on which PyTorch has no fast bf16."""
-    for module in (dtypes, weights):
-        monkeypatch.setattr(module, "has_fast_bf16", lambda device: device.type != "cpu")
+    monkeypatch.setattr(Cpu, "has_fast_bf16", lambda self: False)
 
 
 @pytest.fixture(autouse=True)

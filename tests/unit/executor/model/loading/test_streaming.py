@@ -17,10 +17,13 @@ from services.executor.model.loading import streaming
 from services.executor.model.loading.composition import Composition, concatenated
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.loading.reading import Read, stream_all
-from services.executor.model.loading.streaming import Carrier, CudaCarrier, Fence, HostCarrier, Target, boxes
+from services.executor.model.loading.streaming import boxes
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import LinearShard
 from services.executor.model.weight_formats import Quantized, quantize
+from services.executor.platforms.base import Carrier, Fence, Target
+from services.executor.platforms.cpu import HostCarrier
+from services.executor.platforms.cuda import CudaCarrier
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.tiny import make_model
 
