@@ -271,8 +271,8 @@ class _GpuOnCpu:
 
 def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
     """What makes a runner stage and pad its steps as for graphs, which are then computed each time anew."""
+    from services.executor.core.step_plan import StepLimits
     from services.executor.gpu.graphs import Rerun
-    from services.executor.gpu.steps import StepLimits
 
     context = settings.context_length or config.max_position_embeddings
     memory = 1 << 30 if settings.cuda_graphs == "auto" else 0

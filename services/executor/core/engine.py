@@ -216,6 +216,14 @@ class SpilledBlock(NamedTuple):
     """Digest, parent, tokens (`kv_cache/prefix_index.py`)."""
 
 
+class PendingTokens(Protocol):
+    """Tokens of a step that a device computes and samples."""
+
+    def wait(self) -> list[SampledToken]:
+        """One per row, once the device has come to them. Raises `BadLogits`."""
+        ...
+
+
 class Launched(Protocol):
     def result(self) -> list[SampledToken]:
         """Waits for it; what `Engine.execute` gives, and raises. To be called once for every step, in the order in

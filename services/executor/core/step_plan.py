@@ -11,7 +11,7 @@ and block ids, never tensors or Python objects, so that a step costs one short m
                                                                (p4 is a chunk that is not its prompt's last)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -149,3 +149,14 @@ def plan_alone(context: int, slots: list[int], block_size: int) -> StepPlan:
         sample_rows=to_bytes([tokens - 1]),
         state_slots=to_bytes([0]),
     )
+
+
+class StepLimits(NamedTuple):
+    """How large the steps of an engine get, where a backend prepares for them."""
+
+    max_sequences: int
+    max_batch_tokens: int
+    context_length: int
+    graph_memory: int
+    """Bytes that graphs may take; 0: there are none."""
+    batch_invariant: bool = False

@@ -24,8 +24,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.executor.core.layer_state import LayerStates
-from services.executor.core.sharding import HeadCounts
 from services.executor.cpu.packed_linear import PackedLinear
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_streaming import (
@@ -36,9 +34,8 @@ from services.executor.cpu.weight_streaming import (
     measure_rate,
     plan_residency,
 )
-from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.loading.arena import NO_RESERVE, fresh
-from services.executor.model.rotary import RotaryScaling
+from services.executor.model.model_facts import ModelFacts
 from shared.messages import StreamedWeights
 
 _MAGIC = b"RYZPACK1"
@@ -56,24 +53,6 @@ class Damaged(ValueError):
     """The file is not what was written; says in what."""
 
 
-class PackedModelFacts(msgspec.Struct, frozen=True):
-    """What a rank must know of a model beside its weights."""
-
-    states: LayerStates
-    """What its layers keep on this rank."""
-    hidden_size: int
-    context_length: int
-    """Most tokens of one sequence, where nothing else is set."""
-    heads: HeadCounts
-    widths: list[int]
-    """Each rank's share of the vocabulary."""
-    adapter_targets: list[AdapterTarget] = []
-    """The linears that LoRA adapters may change, as this rank holds them."""
-    rotary: RotaryScaling = RotaryScaling()
-    made_for: str = ""
-    """What sets the rotary frequencies among the weights apart (`RotaryScaling.made_for`)."""
-
-
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     dtype: str
@@ -86,7 +65,7 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 class _Header(msgspec.Struct, frozen=True):
     identity: str
-    facts: PackedModelFacts
+    facts: ModelFacts
     size: int
     """Bytes of all tensors."""
     checksums: list[int]
@@ -96,7 +75,7 @@ class _Header(msgspec.Struct, frozen=True):
     """A `PackedModel`, with a tensor's number for each tensor."""
 
 
-def write(fd: int, identity: str, facts: PackedModelFacts, model: PackedModel) -> None:
+def write(fd: int, identity: str, facts: ModelFacts, model: PackedModel) -> None:
     """Writes `model` to `fd`, a file that is empty. Raises `OSError`."""
     writer = _Writer()
     described = msgspec.Raw(msgspec.msgpack.encode(model, enc_hook=writer.add))
@@ -122,7 +101,7 @@ class PackedFile:
         return self._header.identity
 
     @property
-    def facts(self) -> PackedModelFacts:
+    def facts(self) -> ModelFacts:
         return self._header.facts
 
     @property

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import structlog
 
 from services.executor.core.settings import packed_name
-from services.executor.cpu.packed_file import Damaged, PackedFile, PackedModelFacts, Progress, write
+from services.executor.cpu.packed_file import Damaged, PackedFile, Progress, write
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_streaming import WeightStreamer
+from services.executor.model.model_facts import ModelFacts
 from services.executor.native.library import library_file
 from shared.model_store import packed
 
@@ -45,7 +46,7 @@ _NICENESS = 10
 class CachedWeights(NamedTuple):
     """What a file holds."""
 
-    facts: PackedModelFacts
+    facts: ModelFacts
     model: PackedModel
     streamer: WeightStreamer | None = None
     """Of what is not in memory; None: all is."""
@@ -118,7 +119,7 @@ class WeightCache:
         finally:
             found.close()
 
-    def keep_later(self, facts: PackedModelFacts, model: PackedModel) -> threading.Thread:
+    def keep_later(self, facts: ModelFacts, model: PackedModel) -> threading.Thread:
         """Writes `model` in a thread that gives way to all others; a rank that ends meanwhile leaves nothing that
         would be read."""
 
@@ -131,7 +132,7 @@ class WeightCache:
         thread.start()
         return thread
 
-    def keep(self, facts: PackedModelFacts, model: PackedModel) -> None:
+    def keep(self, facts: ModelFacts, model: PackedModel) -> None:
         """Writes `model` to the file, unless another process is at it. What goes wrong is told in the log: the ring
         serves without."""
         try:

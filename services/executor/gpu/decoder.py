@@ -25,8 +25,6 @@ from services.executor.gpu.kernels import elementwise, low_rank
 from services.executor.gpu.kernels.experts import arrivals_of
 from services.executor.gpu.kernels.low_rank import LowRankRows
 from services.executor.gpu.linear import (
-    MakeProduct,
-    Product,
     invariant_product,
     make_joined,
     make_lookup,
@@ -51,6 +49,7 @@ from services.executor.model.lowering import (
     vocabulary,
     weights_of,
 )
+from services.executor.model.products import MakeProduct, Product
 from services.executor.model.step_context import ScoreRule
 from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import largest_of

@@ -19,10 +19,11 @@ from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import GraphedDecoder
 from services.executor.gpu.inputs import StepInputs
 from services.executor.gpu.kernels import elementwise
-from services.executor.gpu.linear import Product, make_product
+from services.executor.gpu.linear import make_product
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.draft_heads import NEVER, Eagle3Head, HeadModel, MtpHead, ReducedHead
 from services.executor.model.lowering import Lowered, norm_weight, weights_of
+from services.executor.model.products import Product
 
 
 class GpuHead(GpuDecoder):

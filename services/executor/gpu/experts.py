@@ -17,7 +17,6 @@ from services.executor.gpu.attention import processors_of
 from services.executor.gpu.kernels import elementwise, experts, low_rank
 from services.executor.gpu.kernels.experts import Routed, Rule, arrivals_of
 from services.executor.gpu.kernels.grouped import PackedRows
-from services.executor.gpu.linear import MakeProduct
 from services.executor.gpu.quantized_matmul import in_order
 from services.executor.model.lowered_experts import RouterConfig, Routing, expert_weights, release_experts
 from services.executor.model.parallel.layers import (
@@ -26,6 +25,7 @@ from services.executor.model.parallel.layers import (
     holds_experts,
     keep_quantized_experts,
 )
+from services.executor.model.products import MakeProduct
 from services.executor.model.weight_formats import Quantized, Weight
 
 

@@ -13,48 +13,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.executor.kv_cache.codecs import COMPRESSING
+from services.executor.model import products
 from services.executor.model.lowering import Weights
 from services.executor.model.parallel.layers import (
     EXPERT_WEIGHTS,
-    LinearShard,
     VocabParallelEmbedding,
     WeightShard,
     expert_weight_of,
     holds_experts,
     keep_quantized_experts,
-    unpack_experts,
 )
+from services.executor.model.products import MakeProduct, Product
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.model.quantizing import CODECS
+from services.executor.model.quantizing import codec_of
 from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, joined
 from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.kernels.grouped import PackedRows
-
-Product = Callable[[Tensor], Tensor]
-"""[T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
-MakeProduct = Callable[[Weight, Tensor | None], Product]
-"""What `make_product` is: whoever builds layers may be given another."""
-
-
-class UnpackedProduct:
-    """With a weight that is unpacked for every product."""
-
-    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight.dequantized().to(x), self._bias)
-
-
-class PlainProduct:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
 
 
 class JoinedProduct:
@@ -69,12 +46,8 @@ class JoinedProduct:
 
 def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
-    if isinstance(weight, Tensor):
-        return PlainProduct(weight, bias)
-    if isinstance(weight, DeferredRows):
-        weight = weight.read()
-    if isinstance(weight, QuantizedRows):
-        return UnpackedProduct(weight, bias)
+    if isinstance(weight, Tensor | QuantizedRows | DeferredRows):
+        return products.make_product(weight, bias)
     from services.executor.gpu import quantized_matmul  # with Triton, which not every host has
 
     if isinstance(weight, Quantized):
@@ -167,16 +140,11 @@ def _pack_experts(model: Any, device: torch.device) -> None:
 
 
 def use_products(model: Any, make: MakeProduct = make_product) -> None:
-    """Has the quantised layers of `model`, which PyTorch runs, multiply by `make`'s products, and look up in them.
-    Of its own experts there is no such product: they are unpacked."""
-    unpack_experts(model)
+    """`products.use_products`; and has quantised embeddings be looked up in as they are."""
+    products.use_products(model, make)
     for module in model.modules():
-        if not isinstance(module, WeightShard) or isinstance(module.stored, Tensor):
-            continue
-        if isinstance(module, LinearShard):
-            module.multiply_by(make(module.stored, module.bias))
-        elif isinstance(module, VocabParallelEmbedding) and not isinstance(
-            module.stored, QuantizedRows | DeferredRows
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(
+            module.stored, Tensor | QuantizedRows | DeferredRows
         ):
             module.look_up_by(make_lookup(module.stored, module.weight.dtype))
 
@@ -184,13 +152,11 @@ def use_products(model: Any, make: MakeProduct = make_product) -> None:
 def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) -> WeightCodec | None:
     """How the weights of linear layers are kept; None: as they are computed with, which is `dtype`.
 
-    Raises `ConfigurationError` where `device` cannot multiply by such weights.
+    Raises `ConfigurationError` where the GPU `device` cannot multiply by such weights.
     """
-    if kind in ("auto", "bf16"):
+    rows = codec_of(kind)
+    if rows is None:
         return None
-    rows = CODECS[kind]
-    if device.type != "cuda":
-        return rows
     if dtype != torch.bfloat16:
         raise ConfigurationError(
             f"--weight-dtype {kind} computes in bf16 and this model would be served in fp32; give --dtype bf16, "

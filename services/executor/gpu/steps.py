@@ -28,7 +28,7 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sparse_attention import PAGES, WINDOW, SparsePattern
-from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
+from services.executor.core.step_plan import StepLimits, StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
 from services.executor.gpu.inputs import InputLimits, Staging
@@ -91,17 +91,6 @@ def sparse_warmups(shape: StoreShape, context_length: int) -> list[StepPlan]:
 def _powers(first: int, last: int) -> list[int]:
     """`first` and its doubles up to `last`."""
     return [first << times for times in range((last // first).bit_length())]
-
-
-class StepLimits(NamedTuple):
-    """Of the engine, as its settings have them."""
-
-    max_sequences: int
-    max_batch_tokens: int
-    context_length: int
-    graph_memory: int
-    """Bytes that graphs may take; 0: there are none."""
-    batch_invariant: bool = False
 
 
 class GpuSteps:

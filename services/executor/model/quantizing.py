@@ -15,6 +15,7 @@ from torch import Tensor
 from services.executor.core.weight_formats import WEIGHT_FORMATS, Scaling, WeightFormat
 from services.executor.model.quantized import E4M3, QuantizedRows
 from services.executor.native.library import RzCodes, best_level, compiled, kernels_at
+from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -104,3 +105,8 @@ def _zeros(spec: tuple[tuple[int, int], torch.dtype]) -> Tensor:
 
 
 CODECS = {name: RowsCodec(**vars(one)) for name, one in WEIGHT_FORMATS.items()}
+
+
+def codec_of(kind: WeightDType) -> RowsCodec | None:
+    """How `--weight-dtype` has the weights of linear layers kept on a host; None: as they are computed with."""
+    return None if kind in ("auto", "bf16") else CODECS[kind]

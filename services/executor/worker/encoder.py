@@ -8,7 +8,7 @@ Block ids are handed out as for any model, since the scheduler counts with them;
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import structlog
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.engine import EngineSpec
+from services.executor.core.engine import EngineSpec, PendingTokens
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats, PromptTokenScores, no_scores
 from services.executor.core.sampling_state import SamplingState
@@ -38,9 +38,6 @@ from services.executor.model.pooling import (
 )
 from services.executor.worker.weights import Report, context_of
 from shared.errors import ConfigurationError
-
-if TYPE_CHECKING:  # it imports Triton, which not every host has
-    from services.executor.gpu.sampling import Pending
 
 log = structlog.get_logger(__name__)
 
@@ -95,7 +92,7 @@ class EncoderRunner:
 
     def launch(
         self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
-    ) -> "Pending | None":
+    ) -> PendingTokens | None:
         raise NotImplementedError("steps of an encoder are waited for")
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from services.executor.core.engine import (
     DraftToken,
     EngineSpec,
     Launched,
+    PendingTokens,
     ProgressCallback,
     SampledToken,
     SpilledBlock,
@@ -33,7 +34,7 @@ from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.step_plan import StepPlan
+from services.executor.core.step_plan import StepLimits, StepPlan
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
@@ -67,8 +68,6 @@ from shared.models import linked_gguf
 from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # they import Triton, which not every host has, or take their time
-    from services.executor.gpu.sampling import Pending
-    from services.executor.gpu.steps import StepLimits
     from services.executor.model.adapters.targets import AdapterTarget
     from services.executor.model.loading.output_heads import ClassHead
     from services.executor.worker.encoder import EncoderRunner
@@ -208,7 +207,7 @@ class RingEngine:
         self._board.recorder.sent()
         return plan
 
-    def _finish(self, step: int, pending: "Pending") -> list[SampledToken]:
+    def _finish(self, step: int, pending: PendingTokens) -> list[SampledToken]:
         """Waits for what the devices were given."""
         try:
             with spans.span("wait for tokens"):
@@ -477,7 +476,7 @@ def _numerics(settings: ExecutorSettings, runner: ModelRunner, kv_format: str, r
     return " ".join(part for part in (runner.kernels, arithmetic, kv_format, adapters, rotary) if part)
 
 
-def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = None) -> "StepLimits | None":
+def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = None) -> StepLimits | None:
     """Of a GPU's steps of sequences of up to `context` tokens, which `draft` computes, too, in graphs of its own; None
     where there is no Triton."""
     if not has_triton():
@@ -486,7 +485,6 @@ def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = 
                 "--batch-invariant needs Triton on a GPU; the log says why there is none (attending_with_pytorch)."
             )
         return None
-    from services.executor.gpu.steps import StepLimits
 
     memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
     memory //= 1 if draft is None else 2
@@ -496,7 +494,7 @@ def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = 
 
 
 def rehearsal(
-    settings: ExecutorSettings, layout: ShardLayout, store: KvStore, limits: "StepLimits | None"
+    settings: ExecutorSettings, layout: ShardLayout, store: KvStore, limits: StepLimits | None
 ) -> list[StepPlan]:
     """Steps that compile what requests will need on a GPU; none where nothing is compiled."""
     if limits is None or settings.warm_up == "off":

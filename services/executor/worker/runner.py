@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.engine import RestoreFailed
+from services.executor.core.engine import PendingTokens, RestoreFailed
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.prompt_results import Floats, PromptTokenScores, no_scores
 from services.executor.core.sampling_state import SamplingState
@@ -45,7 +45,6 @@ from services.executor.sampling.candidates import (
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
-    from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import GpuSteps
 
 log = structlog.get_logger(__name__)
@@ -346,7 +345,7 @@ class ModelRunner:
 
     def launch(
         self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
-    ) -> "Pending | None":
+    ) -> PendingTokens | None:
         """Has the device begin a plan that is `on_device`, with its `candidates` and without pools, and sample its
         rows; waits for nothing but the plan's copies.
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import structlog
 import torch
@@ -22,8 +22,9 @@ from services.executor.core.settings import (
     packed_share,
     thread_count,
 )
-from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.cpu.packed_file import PackedFile, PackedModelFacts
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepLimits
+from services.executor.cpu.packed_file import PackedFile
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.ipc.rank_pipe import RankSpec
@@ -33,20 +34,17 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.dtypes import choose_dtype
 from services.executor.model.loading.arena import in_files
 from services.executor.model.lowering import CannotLower
+from services.executor.model.model_facts import ModelFacts, facts_of
 from services.executor.native.library import choose_level
 from services.executor.platforms.catalog import platform_of
 from services.executor.worker.backend import make_runner, reads_compressed
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.backends.cpu_kernels import native_kernels, packed_model, packed_runner
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.runner import widths_of as vocabulary_widths
 from shared.errors import ConfigurationError, RyzansteinError
 from shared.messages import StreamedWeights
 from shared.process import give_back
 from shared.service.logs import adopt_loggers
-
-if TYPE_CHECKING:  # it imports Triton, which not every host has
-    from services.executor.gpu.steps import StepLimits
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +59,7 @@ class Share:
 
     is_cached = False
     """Whether an earlier start has kept them, which had checked the model's other files too."""
-    facts: PackedModelFacts
+    facts: ModelFacts
     layout: ShardLayout
     dtype: torch.dtype
     widths: StepWidths | None = None
@@ -73,7 +71,7 @@ class Share:
         self,
         store: KvStore,
         spill: Spill,
-        limits: "StepLimits | None",
+        limits: StepLimits | None,
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
         """To be called once. `beside`: see `RunnerRequest`."""
@@ -171,7 +169,7 @@ def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:
     return settings.context_length or usual
 
 
-def _turns_as_served(settings: ExecutorSettings, facts: PackedModelFacts) -> bool:
+def _turns_as_served(settings: ExecutorSettings, facts: ModelFacts) -> bool:
     """Whether the rotary frequencies among weights that were kept are those of sequences as long as are served now."""
     context = settings.context_length or facts.context_length
     return facts.made_for == facts.rotary.made_for(context)
@@ -187,7 +185,7 @@ class MemoryCheck(Protocol):
         weights: int,
     ) -> None:
         """Raises `ConfigurationError` where this rank has no room for a model that is to serve sequences of `context`
-        tokens and whose weights take `weights` bytes; the others as of `PackedModelFacts` and `Share`."""
+        tokens and whose weights take `weights` bytes; the others as of `ModelFacts` and `Share`."""
         ...
 
 
@@ -280,7 +278,7 @@ class _CachedShare(Share):
         self,
         store: KvStore,
         spill: Spill,
-        limits: "StepLimits | None",
+        limits: StepLimits | None,
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
         threads, cores = thread_count(self._settings), cores_of(self._settings, self._rank)
@@ -314,7 +312,6 @@ class _BuiltShare(Share):
         has_room: MemoryCheck,
     ) -> None:
         from services.executor.gpu.linear import pack_for_gpu, weight_codec
-        from services.executor.model.adapters.targets import targets_of
         from services.executor.model.catalogue import check_supported
         from services.executor.model.layer_states import layer_states
         from services.executor.model.loading.loader import (
@@ -360,16 +357,7 @@ class _BuiltShare(Share):
         if settings.dtype == "auto" and not self.reads_compressed and not platform_of(device).has_fast_bf16():
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32
-        self.facts = PackedModelFacts(
-            states=states,
-            hidden_size=config.hidden_size,
-            context_length=context_length(config),
-            heads=HeadCounts.from_config(config),
-            widths=vocabulary_widths(self._model),
-            adapter_targets=targets_of(self._model),
-            rotary=rotary,
-            made_for=rotary.made_for(context),
-        )
+        self.facts = facts_of(self._model, config, self.layout, context)
         self._cache = cache
         self._keeping: threading.Thread | None = None
         self._module = type(self._model).__module__
@@ -378,7 +366,7 @@ class _BuiltShare(Share):
         self,
         store: KvStore,
         spill: Spill,
-        limits: "StepLimits | None",
+        limits: StepLimits | None,
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
         model, self._model = self._model, None

@@ -38,7 +38,7 @@ from services.executor.model.lowering import CannotLower
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.parallel.module_patches import attention_to_build_with
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.model.quantizing import CODECS
+from services.executor.model.quantizing import codec_of
 from services.executor.model.step_context import Chunks
 from services.executor.model.weight_formats import Weight
 from services.executor.platforms.catalog import platform_of
@@ -124,7 +124,6 @@ def _load_codes(
     """The model with its codes in memory, as they are stored or as `weight_dtype` asks: of values as serving rounds
     them, whatever `dtype` is computed in."""
     keeps = keeps_codes(settings.weight_dtype, config)
-    codec = None if settings.weight_dtype in ("auto", "bf16") else CODECS[settings.weight_dtype]
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(
         directory,
@@ -133,7 +132,7 @@ def _load_codes(
         collectives,
         torch.device("cpu"),
         lambda done, total: None,
-        codec,
+        codec_of(settings.weight_dtype),
         keep_codes=keeps,
     )
     for parameter in model.parameters():  # not buffers: rotary frequencies stay as they are

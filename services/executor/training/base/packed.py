@@ -14,18 +14,15 @@ import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings, packed_directory, packed_share
-from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.cpu.packed_file import PackedModelFacts
+from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.packed_linear import PackedLinear
 from services.executor.cpu.packed_model import PackedModel, lower, pack
 from services.executor.cpu.weight_cache import WeightCache
-from services.executor.gpu.linear import weight_codec
-from services.executor.model.adapters.targets import targets_of
 from services.executor.model.catalogue import longest_context
-from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import keeps_codes, load_model
 from services.executor.model.lowering import CannotLower
-from services.executor.model.rotary import rotary_scaling
+from services.executor.model.model_facts import ModelFacts, facts_of
+from services.executor.model.quantizing import codec_of
 from services.executor.native.library import choose_level, load_library
 from services.executor.training.base.weights import FrozenWeight, PackedOutputs, PackedWeight
 from shared.process import give_back
@@ -105,7 +102,7 @@ def _packed(
     config: Any,
     threads: int,
     collectives: Collectives,
-) -> tuple[PackedModelFacts, PackedModel]:
+) -> tuple[ModelFacts, PackedModel]:
     """As a rank that serves it packs it."""
     log.info("packing_weights", directory=str(directory), reason="the weight cache has none of this model")
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
@@ -117,22 +114,12 @@ def _packed(
         collectives,
         _CPU,
         lambda done, total: None,
-        weight_codec(settings.weight_dtype, _CPU, torch.bfloat16),
+        codec_of(settings.weight_dtype),
         keep_codes=keeps,
         defer_codes=keeps,
     )
     lowered = lower(model, torch.bfloat16, collectives.world_size)
-    context, rotary = longest_context(config), rotary_scaling(config)
-    facts = PackedModelFacts(
-        states=layer_states(config, layout),
-        hidden_size=config.hidden_size,
-        context_length=context,
-        heads=HeadCounts.from_config(config),
-        widths=model.get_output_embeddings().widths,
-        adapter_targets=targets_of(model),
-        rotary=rotary,
-        made_for=rotary.made_for(context),
-    )
+    facts = facts_of(model, config, layout, longest_context(config))
     return facts, pack(library, lowered, layout, threads)
 
 

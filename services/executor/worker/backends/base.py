@@ -1,18 +1,16 @@
 """The interface of backends: what a runner is made of, and for which models."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepLimits
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.runner import ModelRunner
-
-if TYPE_CHECKING:  # it imports Triton, which not every host has
-    from services.executor.gpu.steps import StepLimits
 
 
 class RunnerRequest(NamedTuple):
@@ -27,7 +25,7 @@ class RunnerRequest(NamedTuple):
     spill: Spill | None = None
     cpus: Sequence[int] = ()
     """The cores to keep them on, one each; none: any."""
-    limits: "StepLimits | None" = None
+    limits: StepLimits | None = None
     """Of a GPU's steps; None: each is launched kernel by kernel and waited for."""
     beside: ModelRunner | None = None
     """What never computes at the same time, on the same threads."""

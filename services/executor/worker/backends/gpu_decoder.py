@@ -7,6 +7,7 @@ import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepLimits
 from services.executor.gpu.linear import pack_for_gpu
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
@@ -20,7 +21,6 @@ from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # they import Triton
     from services.executor.gpu.graphs import Capture
-    from services.executor.gpu.steps import StepLimits
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +46,7 @@ def gpu_runner(
     layout: ShardLayout,
     collectives: Collectives,
     spill: Spill | None = None,
-    limits: "StepLimits | None" = None,
+    limits: StepLimits | None = None,
     capture: "Capture | None" = None,
 ) -> ModelRunner:
     """A runner for `model`, loaded, on the GPU of `store`, where there is Triton: its decoder where the model can be

@@ -22,12 +22,12 @@ from services.executor.core.draft_passes import slots_before
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.cpu.packed_file import PackedModelFacts
+from services.executor.core.step_plan import StepLimits, StepPlan, as_int32
 from services.executor.gpu.linear import pack_for_gpu
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import CannotLower
+from services.executor.model.model_facts import ModelFacts
 from services.executor.model.tokenizer_files import read_json
 from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import RowLogits
@@ -41,7 +41,6 @@ from services.executor.worker.weights import Share
 
 if TYPE_CHECKING:  # they import transformers
     from services.executor.gpu.draft_head import GraphedHead
-    from services.executor.gpu.steps import StepLimits
     from services.executor.model.draft_heads import HeadModel, StateTaps
     from services.executor.model.loading.draft_heads import LoadedHead
 
@@ -62,7 +61,7 @@ class HeadShare(Share):
 
         config, head = loaded.config, loaded.model
         self.layout, self.dtype = layout, dtype
-        self.facts = PackedModelFacts(
+        self.facts = ModelFacts(
             states=layer_states(config, layout),
             hidden_size=head.hidden,
             context_length=loaded.context_length,
@@ -81,7 +80,7 @@ class HeadShare(Share):
         self,
         store: KvStore,
         spill: Spill,
-        limits: "StepLimits | None",
+        limits: StepLimits | None,
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
         assert beside is not None, "a head computes beside its model"
@@ -149,7 +148,7 @@ def head_runner(
     layout: ShardLayout,
     collectives: Collectives,
     spill: Spill,
-    limits: "StepLimits | None",
+    limits: StepLimits | None,
 ) -> "tuple[ModelRunner, HeadModel | GraphedHead]":
     """A runner for a draft head, loaded and not packed, and what is handed the states that it reads. `limits`: as of
     `make_runner`."""
@@ -177,7 +176,7 @@ class LoadedHeads(NamedTuple):
     share: HeadShare
 
     def computing(
-        self, own: KvStore, spill: Spill, limits: "StepLimits | None", target: ModelRunner
+        self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner
     ) -> DraftHeadModel:
         return DraftHeadModel(self.share, self.share.runner(own, spill, limits, target), own)
 

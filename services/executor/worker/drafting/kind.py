@@ -4,21 +4,19 @@ directory_of ──▶ check, on rank 0 ──▶ load, on every rank ──▶ 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings
+from services.executor.core.step_plan import StepLimits
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import MemoryCheck, Share
-
-if TYPE_CHECKING:  # it imports Triton
-    from services.executor.gpu.steps import StepLimits
 
 
 class Directories(NamedTuple):
@@ -53,7 +51,7 @@ class LoadedDraft(Protocol):
     def share(self) -> Share: ...
 
     def computing(
-        self, own: KvStore, spill: Spill, limits: "StepLimits | None", target: ModelRunner
+        self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner
     ) -> DraftModel:
         """Beside `target`, in the page layers of `own`; `limits`: of a GPU's steps. To be called once."""
         ...

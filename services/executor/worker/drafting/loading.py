@@ -5,7 +5,7 @@ Whatever keeps it from computing is told, and the ring serves without.
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -13,6 +13,7 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core.layer_state import LayerStates, page_layers
 from services.executor.core.settings import ExecutorSettings
+from services.executor.core.step_plan import StepLimits
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest
 from services.executor.kv_cache.offload import BlockCopier, Spill
@@ -29,9 +30,6 @@ from services.executor.worker.weights import Share
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store.locks import hold_model
 from shared.models import HUB
-
-if TYPE_CHECKING:  # it imports Triton
-    from services.executor.gpu.steps import StepLimits
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +62,7 @@ class DraftShare(NamedTuple):
         store: KvStore,
         spill: Spill,
         collectives: Collectives,
-        limits: "StepLimits | None",
+        limits: StepLimits | None,
     ) -> DraftModel | None:
         """Has it compute beside `target`, in the last page layers of `store`, whose blocks are copied whole from then
         on; `limits`: of a GPU's steps. To be called once; None: there is no draft model."""

@@ -1,11 +1,12 @@
 """Draft models: smaller models of their own, with the same vocabulary or another (`translation.py`)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.core.step_plan import StepLimits
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.drafting.kind import DraftRequest
@@ -14,9 +15,6 @@ from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.drafting.vocabulary import translation_of
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
-
-if TYPE_CHECKING:  # it imports Triton
-    from services.executor.gpu.steps import StepLimits
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +27,7 @@ class LoadedDraftModel(NamedTuple):
     """None: it has the vocabulary of the model that is served."""
 
     def computing(
-        self, own: KvStore, spill: Spill, limits: "StepLimits | None", target: ModelRunner
+        self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner
     ) -> DraftModel:
         runner = self.share.runner(own, spill, limits, target)
         if self.translation is None:

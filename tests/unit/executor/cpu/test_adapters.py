@@ -19,10 +19,11 @@ from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
-from services.executor.cpu.packed_file import PackedFile, PackedModelFacts, write
+from services.executor.cpu.packed_file import PackedFile, write
 from services.executor.model.adapters import AdapterTarget, LowRank, targets_of, whole_targets
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import build_split, load_config
+from services.executor.model.model_facts import ModelFacts
 from services.executor.native.library import why_not
 from services.executor.worker.backends.cpu_kernels import packed_runner
 from services.executor.worker.runner import ModelRunner
@@ -333,7 +334,7 @@ def test_weights_of_a_file_take_adapters_without_the_model(tmp_path: Path) -> No
     runner = runner_of(directory, native=True)
     decoder, adapter = decoder_of(runner), drawn(whole_targets(config), 16, 1)
     layout = ShardLayout.from_config(config, 1, 0)
-    facts = PackedModelFacts(
+    facts = ModelFacts(
         layer_states(config, layout), config.hidden_size, 64, HeadCounts.from_config(config), [131]
     )
     with (tmp_path / "packed").open("w+b") as file:

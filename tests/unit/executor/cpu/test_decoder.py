@@ -23,12 +23,12 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
-from services.executor.gpu.linear import use_products
 from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.codecs import COMPRESSING, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.products import use_products
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import largest_of

@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu import packed_file, weight_cache
-from services.executor.cpu.packed_file import PackedModelFacts
 from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
+from services.executor.model.model_facts import ModelFacts
 from services.executor.native.library import why_not
 from services.executor.worker.backends.cpu_kernels import packed_runner
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -37,13 +37,13 @@ def model_of(directory: Path, model_type: str = "llama", **changes: Any) -> Path
     return make_model(directory, model_type, **{"head_dim": 32, **changes})
 
 
-def built(directory: Path, weights: str = "") -> tuple[PackedModelFacts, ModelRunner]:
+def built(directory: Path, weights: str = "") -> tuple[ModelFacts, ModelRunner]:
     runner = runner_of(directory, native=True, weights=weights)
     config = runner._model.config
     heads = HeadCounts.from_config(config)
     layout = ShardLayout.of(heads, 1, 0)
     widths = widths_of(runner._model)
-    return PackedModelFacts(layer_states(config, layout), config.hidden_size, 64, heads, widths), runner
+    return ModelFacts(layer_states(config, layout), config.hidden_size, 64, heads, widths), runner
 
 
 def cache_of(tmp_path: Path, model: Path, limit: int = LIMIT, rank: int = 0) -> WeightCache:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepLimits
 from services.executor.gpu.graphs import Rerun
-from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape

@@ -10,10 +10,9 @@ pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton i
 
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.step_plan import as_int32, to_bytes
+from services.executor.core.step_plan import StepLimits, as_int32, to_bytes
 from services.executor.gpu.adapters import AdaptedProduct
 from services.executor.gpu.kernels import low_rank
-from services.executor.gpu.steps import StepLimits
 from services.executor.model.adapters import targets_of
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.loading.loader import build_split, load_config

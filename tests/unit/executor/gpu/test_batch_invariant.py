@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import InRankOrder, SingleRank
 from services.executor.core.progress import ProgressCounter
+from services.executor.core.step_plan import StepLimits
 from services.executor.gpu.kernels import matmul
 from services.executor.gpu.linear import invariant_product
-from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.weight_formats import Quantized
 from shared.errors import ModelLoadError

@@ -10,9 +10,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.step_plan import StepLimits
 from services.executor.gpu.draft_head import GpuHead, GraphedHead
 from services.executor.gpu.graphs import Rerun
-from services.executor.gpu.steps import GpuSteps, StepLimits
+from services.executor.gpu.steps import GpuSteps
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.draft_heads import HeadModel

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.progress import ProgressCounter
-from services.executor.core.step_plan import StepPlan, as_int32, plan_alone, to_bytes
+from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, plan_alone, to_bytes
 from services.executor.gpu.graphs import (
     GraphedDecoder,
     Rerun,
@@ -34,7 +34,6 @@ from services.executor.gpu.inputs import (
     inputs_of,
     is_like_decodes,
 )
-from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import INT8
 from services.executor.kv_cache.store import KvStore
 from tests.unit.executor.gpu.fake_layers import VOCABULARY, FakeLayers

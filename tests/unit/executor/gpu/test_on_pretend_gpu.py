@@ -20,12 +20,12 @@ from services.executor.core.engine import Launched
 from services.executor.core.progress import DeviceProgress, ProgressCounter
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.step_plan import StepPlan
+from services.executor.core.step_plan import StepLimits, StepPlan
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.draft_head import GraphedHead
 from services.executor.gpu.graphs import Computed, GraphedDecoder, StepGraphs
 from services.executor.gpu.sampling import Pending
-from services.executor.gpu.steps import GpuSteps, StepLimits, warmup_chunks, warmup_plans
+from services.executor.gpu.steps import GpuSteps, warmup_chunks, warmup_plans
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape

@@ -15,11 +15,10 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sparse_attention import SparsePattern
-from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, to_bytes
 from services.executor.gpu import sparse_attention
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.sparse_attention import plan_of_runs
-from services.executor.gpu.steps import StepLimits
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.worker.runner import ModelRunner
 from shared.messages import SparseAttention

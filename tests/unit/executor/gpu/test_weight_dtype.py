@@ -9,7 +9,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.gpu.linear import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.leader.leader import fingerprint_of
-from services.executor.model.quantizing import CODECS
+from services.executor.model.quantizing import CODECS, codec_of
 from shared.config import load_settings
 from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
@@ -33,12 +33,12 @@ def refused(kind: WeightDType, device: torch.device, dtype: torch.dtype, reason:
 
 
 def test_how_weights_are_kept() -> None:
-    assert weight_codec("auto", CPU, torch.float32) is None
+    assert weight_codec("auto", CUDA, torch.float32) is codec_of("auto") is None
     assert weight_codec("bf16", CUDA, BF16) is None
     assert weight_codec("fp8", CUDA, BF16) is FP8
     assert weight_codec("int8", CUDA, BF16) is INT8
     for name, codec in CODECS.items():
-        assert weight_codec(cast("WeightDType", name), CPU, BF16) is codec
+        assert codec_of(cast("WeightDType", name)) is codec
         assert weight_codec(cast("WeightDType", name), CUDA, BF16) is {"int8": INT8, "fp8": FP8}.get(
             name, codec
         )

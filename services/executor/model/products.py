@@ -1,0 +1,53 @@
+"""Matrix products of models that PyTorch runs, by weights that are plain tensors or codes (`weight_formats.py`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from services.executor.model.parallel.layers import LinearShard, unpack_experts
+from services.executor.model.quantized import DeferredRows, QuantizedRows
+from services.executor.model.weight_formats import Weight
+
+Product = Callable[[Tensor], Tensor]
+"""[T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
+MakeProduct = Callable[[Weight, Tensor | None], Product]
+"""What `make_product` is: whoever builds layers may be given another."""
+
+
+class UnpackedProduct:
+    """With a weight that is unpacked for every product."""
+
+    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight.dequantized().to(x), self._bias)
+
+
+class PlainProduct:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+def make_product(weight: Weight, bias: Tensor | None) -> Product:
+    """`weight` [out, in] and `bias` [out], on the device they are used on."""
+    if isinstance(weight, Tensor):
+        return PlainProduct(weight, bias)
+    if isinstance(weight, DeferredRows):
+        weight = weight.read()
+    assert isinstance(weight, QuantizedRows), "others are of one backend, which multiplies by them"
+    return UnpackedProduct(weight, bias)
+
+
+def use_products(model: Any, make: MakeProduct = make_product) -> None:
+    """Has the quantised linears of `model`, which PyTorch runs, multiply by `make`'s products. Of its own experts there
+    is no such product: they are unpacked."""
+    unpack_experts(model)
+    for module in model.modules():
+        if isinstance(module, LinearShard) and not isinstance(module.stored, Tensor):
+            module.multiply_by(make(module.stored, module.bias))
