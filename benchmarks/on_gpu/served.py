@@ -44,6 +44,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.worker import backend
 from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.cpu_kernels import CpuKernels
 from services.executor.worker.backends.gpu_decoder import gpu_runner
 from services.executor.worker.runner import ModelRunner
 from shared.config import load_settings
@@ -256,7 +257,9 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
         backend.BACKENDS = real
 
 
-class _GpuOnCpu:
+class _GpuOnCpu(CpuKernels):
+    """All as on a CPU, but for what computes."""
+
     def __init__(self, settings: Any) -> None:
         self._settings = settings
 
@@ -264,9 +267,6 @@ class _GpuOnCpu:
         graphs = _as_graphs(self._settings, request.model.config)
         model, store, layout, collectives, *_ = request
         return gpu_runner(model, store, layout, collectives, request.spill, **graphs)
-
-    def reads_compressed(self, *_: Any) -> bool:
-        return False  # the others say
 
 
 def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:

@@ -1,25 +1,58 @@
-"""Decides what computes a rank's steps, and says so in the log: the first of the backends that does (`backends/`)."""
+"""Decides what loads and computes a rank's share of a model: the backend of its device's platform (`backends/`)."""
 
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.worker.backends.base import RunnerRequest
+from services.executor.core.layer_state import LayerStates
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.kv_cache.capacity import StepWidths, check_room
+from services.executor.native.library import choose_level
+from services.executor.worker.backends.base import Backend, RunnerRequest
 from services.executor.worker.backends.catalog import BACKENDS
-from services.executor.worker.backends.modules import module_runner
+from services.executor.worker.backends.modules import Modules
 from services.executor.worker.runner import ModelRunner
+from services.executor.worker.weights import MemoryCheck, Report, Share, ShareRequest
+
+
+def backend_of(device: torch.device) -> Backend:
+    return next((one for one in BACKENDS if one.platform == device.type), Modules())
 
 
 def make_runner(request: RunnerRequest) -> ModelRunner:
-    for backend in BACKENDS:
-        if (runner := backend.runner(request)) is not None:
-            return runner
-    return module_runner(request.model, request.store, request.collectives, request.spill)
+    return backend_of(request.device).runner(request)
 
 
-def reads_compressed(
-    model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
-) -> bool:
-    """Whether what `make_runner` will choose reads compressed KV blocks as fast as others; alike on every rank."""
-    return any(backend.reads_compressed(model, dtype, collectives, device, threads) for backend in BACKENDS)
+def load_share(
+    settings: ExecutorSettings,
+    spec: RankSpec,
+    directory: Path,
+    device: torch.device,
+    collectives: Collectives,
+    report: Report,
+    enough: MemoryCheck | None = None,
+) -> Share:
+    """`enough`: whether there is room for it; None: `check_room` of the settings. Raises `ModelLoadError` and
+    `ConfigurationError`: one sentence with the remedy."""
+    choose_level(settings.cpu_level)
+    has_room = enough or partial(_has_room, settings, device)
+    return backend_of(device).load_share(
+        ShareRequest(settings, spec, directory, device, collectives, report, has_room)
+    )
+
+
+def _has_room(
+    settings: ExecutorSettings,
+    device: torch.device,
+    states: LayerStates,
+    dtype: torch.dtype,
+    context: int,
+    widths: StepWidths | None,
+    weights: int,
+) -> None:
+    """`MemoryCheck` of a model that is alone."""
+    held = min(weights, settings.weights_memory or weights)
+    check_room(settings, states, dtype, context, device, held, widths)

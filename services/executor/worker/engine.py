@@ -33,13 +33,11 @@ from services.executor.core.layer_state import LayerStates, choosing_pages, desc
 from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
-from services.executor.core.sharding import ShardLayout
-from services.executor.core.step_plan import StepLimits, StepPlan
+from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.kv_cache.offload import DiskSlots
-from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
@@ -52,7 +50,7 @@ from services.executor.platforms.catalog import choose_device, platform_of
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
-from services.executor.worker.backends.modules import has_triton
+from services.executor.worker.backend import backend_of, load_share
 from services.executor.worker.drafting.kind import Directories
 from services.executor.worker.drafting.loading import draft_directory, draft_name, load_draft
 from services.executor.worker.drafting.model import DraftModel, DraftSampler
@@ -60,7 +58,7 @@ from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.storage import RankStorage
-from services.executor.worker.weights import Share, context_of, load_share
+from services.executor.worker.weights import Share, context_of
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import ModelCard, SparseKind
 from shared.model_store.locks import hold_model
@@ -341,7 +339,8 @@ class Worker:
         progress: ProgressCallback,
     ) -> "Worker":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
-        _check_mapped(settings, device.type == "cpu")
+        backend = backend_of(device)
+        _check_mapped(settings, backend.disk_rate is not None)
         laps, directory = LoadTimings(), where.model
         adopt_loggers()  # of torch, which is loaded by now
         platform_of(device).start_rank(settings, device, board)
@@ -362,7 +361,7 @@ class Worker:
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
             return cls(encoder, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
-        if device.type == "cpu" and share.reads_compressed and not share.is_cached:
+        if backend.packs_weights and share.reads_compressed and not share.is_cached:
             board.packs()
         facts = share.facts
         _check_sparse(settings, facts.states)
@@ -372,7 +371,7 @@ class Worker:
         laps.over("weights")
         storage = RankStorage.make(settings, share, context, device, collectives, drafting.states)
         laps.over("kv_cache")
-        limits = step_limits(settings, context, drafting.share) if device.type == "cuda" else None
+        limits = backend.step_limits(settings, context, drafts=drafting.share is not None)
         runner = share.runner(storage.own_store, storage.spill, limits)
         laps.over("packing")
         draft = drafting.beside(runner, storage.store, storage.spill, collectives, limits)
@@ -381,7 +380,8 @@ class Worker:
             runner.serve_adapters(share.facts.adapter_targets, share.dtype, *limits_of_adapters)
         if runner.is_native:
             spans.count_native(runner.spent)
-        runner.warm_up(rehearsal(settings, share.layout, storage.store, limits))
+        compiled = limits if settings.warm_up != "off" else None
+        runner.warm_up(backend.rehearsal(share.layout, storage.store, compiled) if compiled else ())
         handover = HandoverBoard.beside(spec.board, spec.world_size)
         if handover is not None:
             address = (spec.rank, settings.ring_host, settings.handover_port)
@@ -474,37 +474,6 @@ def _numerics(settings: ExecutorSettings, runner: ModelRunner, kv_format: str, r
     adapters = "" if settings.adapter_dtype == "auto" else f"adapters-{settings.adapter_dtype}"
     arithmetic = f"arithmetic-{ARITHMETIC}" if runner.is_native else ""
     return " ".join(part for part in (runner.kernels, arithmetic, kv_format, adapters, rotary) if part)
-
-
-def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = None) -> StepLimits | None:
-    """Of a GPU's steps of sequences of up to `context` tokens, which `draft` computes, too, in graphs of its own; None
-    where there is no Triton."""
-    if not has_triton():
-        if settings.batch_invariant:
-            raise ConfigurationError(
-                "--batch-invariant needs Triton on a GPU; the log says why there is none (attending_with_pytorch)."
-            )
-        return None
-
-    memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
-    memory //= 1 if draft is None else 2
-    return StepLimits(
-        settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
-    )
-
-
-def rehearsal(
-    settings: ExecutorSettings, layout: ShardLayout, store: KvStore, limits: StepLimits | None
-) -> list[StepPlan]:
-    """Steps that compile what requests will need on a GPU; none where nothing is compiled."""
-    if limits is None or settings.warm_up == "off":
-        return []
-    from services.executor.gpu.steps import sparse_warmups, warmup_chunks, warmup_plans
-
-    found = warmup_chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
-    return warmup_plans(
-        found, store.block_size, (0, store.num_writable) if store.num_quantized else None
-    ) + sparse_warmups(store.shape, limits.context_length)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

@@ -1,9 +1,9 @@
 """One rank's forward pass over a step plan."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import structlog
@@ -20,8 +20,6 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.spans import span
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, plan_alone
-from services.executor.cpu.decoder import NativeDecoder
-from services.executor.cpu.packed_model import PackedModel
 from services.executor.kv_cache.offload import BlockCopier, Spill, TransferEndpoint
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.holder import AdapterHolder, ReservingHolder, RoundingHolder
@@ -44,9 +42,6 @@ from services.executor.sampling.candidates import (
 )
 from shared.errors import ModelLoadError
 
-if TYPE_CHECKING:  # they import Triton, which not every host has
-    from services.executor.gpu.steps import GpuSteps
-
 log = structlog.get_logger(__name__)
 
 
@@ -58,14 +53,6 @@ def widths_of(model: Any) -> list[int]:
 
 
 NO_POOLS = np.zeros((0, 2), np.int32)
-
-
-def _capability(device: torch.device) -> str:
-    """Which GPUs a kernel is compiled for as for this one."""
-    if device.type != "cuda":
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    return f"sm_{properties.major}{properties.minor}"
 
 
 class _HiddenStateHook:
@@ -92,6 +79,43 @@ class _HiddenStateHook:
             return np.zeros((0, 0), np.float32)
         assert self._states is not None, "the model has no base model"
         return sums_of(self._states[0], pools)
+
+
+@runtime_checkable
+class NativeKernels(Decoder, Protocol):
+    """A decoder on the host whose layers wait for blocks that are restored meanwhile."""
+
+    level: str
+    """Of instructions (`native/library.py`)."""
+    packed: Any
+    """The weights that it multiplies with."""
+    restored: int
+    """Address of the number of layers whose blocks are there, of the step that comes; 0: all are."""
+
+    @property
+    def pages(self) -> list[int]:
+        """The page layer of each layer."""
+        ...
+
+    def spent(self) -> dict[str, float]: ...
+
+    def level_with_finite_logits(self, plan: StepPlan) -> str: ...
+
+
+class DeviceSteps(Protocol):
+    """Steps that a device computes and samples beside the host (`gpu/steps.py`)."""
+
+    def tap(self, layers: Sequence[int], take: Callable[[StepPlan, Tensor], None]) -> None: ...
+
+    def prepare(self) -> None: ...
+
+    def launch(
+        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
+    ) -> PendingTokens: ...
+
+    def can_sample(self, rows: int) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class Draft(Protocol):
@@ -137,17 +161,21 @@ class ModelRunner:
         spill: Spill | None = None,
         decoder: Decoder | None = None,
         attention: AttentionBackend | None = None,
-        steps: "GpuSteps | None" = None,
-        batch_invariant: bool = False,
+        steps: DeviceSteps | None = None,
+        kernels: str = "",
+        exact: bool = False,
     ):
         """`widths`: each rank's share of the vocabulary. `decoder` computes in place of `model`, which need not be
         there then; `attention` is what the model's attention uses;
         `steps`, around the same decoder, need not be waited for.
-        `batch_invariant`: whether the GPU decoder computes each row as if it were alone."""
-        self._batch_invariant = batch_invariant
+        `kernels`: what computes; empty: PyTorch's. `exact`: whether each row is computed as if it were alone."""
+        self.kernels = kernels or f"PyTorch {device.type}"
+        """What computes, by a name that stands for one order of sums and one way of rounding."""
         self._model: Any = model
         self._decoder = decoder
-        self._native = decoder if isinstance(decoder, NativeDecoder) else None
+        self._native = decoder if isinstance(decoder, NativeKernels) else None
+        self.is_exact = self.is_native or exact
+        """Whether what a row comes to is a function of its token, its position and what it reads, to the bit."""
         self._attention = attention
         self._steps = steps
         self._search = largest_of if decoder is None else decoder.largest
@@ -229,7 +257,7 @@ class ModelRunner:
         return sum(self._widths)
 
     @property
-    def native(self) -> NativeDecoder | None:
+    def native(self) -> NativeKernels | None:
         """None: the native kernels do not compute."""
         return self._native
 
@@ -238,23 +266,9 @@ class ModelRunner:
         return self._native is not None
 
     @property
-    def is_exact(self) -> bool:
-        """Whether what a row comes to is a function of its token, its position and what it reads, to the bit."""
-        return self.is_native or self._batch_invariant
-
-    @property
-    def packed(self) -> PackedModel | None:
+    def packed(self) -> Any:
         """The weights that the native kernels multiply with; None where they do not compute."""
         return None if self._native is None else self._native.packed
-
-    @property
-    def kernels(self) -> str:
-        """What computes, by a name that stands for one order of sums and one way of rounding."""
-        if self._native is not None:
-            return f"native {self._native.level}"
-        if self._batch_invariant:
-            return f"Triton batch-invariant {_capability(self._device)}"
-        return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"
 
     def compress(self, plan: StepPlan) -> None:
         """Compresses the blocks that the plan says in all layers, and computes nothing."""
@@ -291,7 +305,7 @@ class ModelRunner:
         return logits
 
     def _forward_beside_restores(
-        self, native: NativeDecoder, plan: StepPlan, progress: ProgressCounter
+        self, native: NativeKernels, plan: StepPlan, progress: ProgressCounter
     ) -> Tensor | RowLogits | None:
         """Each layer waits for the blocks that it attends to; where no sequence of the step does, none waits."""
         self._load_adapters(plan, progress)

@@ -11,9 +11,7 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import SpilledBlock
 from services.executor.core.layer_state import LayerStates, page_layers
-from services.executor.core.settings import ExecutorSettings, numeric_settings, served_name, spare_cores
-from services.executor.cpu.block_fetching import measure_disk
-from services.executor.gpu.offload import DeviceSpill
+from services.executor.core.settings import ExecutorSettings, numeric_settings, served_name
 from services.executor.kv_cache.block_memory import MappedFiles
 from services.executor.kv_cache.capacity import (
     BlockCounts,
@@ -22,13 +20,13 @@ from services.executor.kv_cache.capacity import (
     blocks_of_a_snapshot,
     mapped_window,
     plan_store,
-    smallest,
 )
-from services.executor.kv_cache.offload import SpillStore
+from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.spill_file import SpillPlace, recover
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.card import files_stamp
+from services.executor.worker.backend import backend_of
 from services.executor.worker.weights import Share
 from shared.process import VERSION
 
@@ -44,7 +42,7 @@ class RankStorage(NamedTuple):
     store: KvStore
     own_store: KvStore
     """The page layers of the model that is served: all but its draft model's."""
-    spill: SpillStore | DeviceSpill
+    spill: Spill
     window: int
     """Bytes of memory that mapped blocks have at least."""
 
@@ -72,23 +70,19 @@ class RankStorage(NamedTuple):
             of_draft,
         )
         slots = agree_on_slots(shape, settings, device, collectives)
-        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
-        if device.type == "cuda":
-            spill: SpillStore | DeviceSpill = DeviceSpill(*room, device)
-        else:
-            (spare,) = smallest((spare_cores(settings),), device, collectives)
-            spill = SpillStore(*room, beside=spare > 0)
+        backend = backend_of(device)
+        spill = backend.spill(shape, slots, settings, device, collectives)
         files = MappedFiles(settings.kv_disk_directory) if shape.is_mapped else None
         store = KvStore(shape, blocks.writable, device, blocks.quantized, blocks.all_slots, files=files)
         window = mapped_window(shape, context) if files is not None else 0
-        if files is not None:
+        if files is not None and backend.disk_rate is not None:
             log.info(
                 "kv_blocks_mapped",
                 directory=str(settings.kv_disk_directory or tempfile.gettempdir()),
                 file_bytes=files.nbytes,
                 memory_bytes=store.nbytes,
                 window_bytes=window,
-                disk_rate=round(measure_disk(files.files[0])),
+                disk_rate=round(backend.disk_rate(files.files[0])),
             )
         store.blocks_per_snapshot = blocks_of_a_snapshot(shape, device, collectives)
         behind = len(page_layers(of_draft))

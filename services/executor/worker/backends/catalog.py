@@ -1,4 +1,4 @@
-"""The backends, the first that computes a model takes it; what none computes transformers' own modules do
+"""The backends: the first one of a platform computes there, and where there is none transformers' own modules do
 (`modules.py`). Taking a line out takes the feature out."""
 
 from services.executor.worker.backends.base import Backend

@@ -1,74 +1,83 @@
-"""The model's own modules as transformers has them, attending with Triton on GPUs that have it, else with PyTorch."""
+"""The backend of every platform that has none of its own, and what others fall back on: the model's own modules as
+transformers has them, computed by PyTorch."""
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
-import structlog
+import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.gpu.linear import pack_for_gpu, use_products
-from services.executor.kv_cache.offload import Spill
+from services.executor.core.settings import ExecutorSettings, spare_cores
+from services.executor.core.sharding import ShardLayout
+from services.executor.core.step_plan import StepLimits, StepPlan
+from services.executor.kv_cache.block_memory import MappedBlockFile
+from services.executor.kv_cache.capacity import SpillCounts, smallest
+from services.executor.kv_cache.offload import Spill, SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
+from services.executor.model.quantizing import codec_of
+from services.executor.model.weight_formats import WeightCodec
+from services.executor.worker.backends.base import Backend, HeadReader, RunnerRequest
+from services.executor.worker.backends.built_share import BuiltShare
 from services.executor.worker.runner import ModelRunner, widths_of
-from shared.errors import reason_of
-
-log = structlog.get_logger(__name__)
-
-
-def module_runner(
-    model: Any, store: KvStore, collectives: Collectives, spill: Spill | None = None, first_seen: int = 0
-) -> ModelRunner:
-    """A runner for `model`, loaded and not packed, whose own modules compute. `first_seen`: what it sets of the steps'
-    `StepContext`."""
-    device = store.device
-    if device.type == "cuda" and has_triton():
-        pack_for_gpu(model, device)
-        return modules_on_gpu(model, store, collectives, spill, first_seen)
-    # With transformers, which has built the model.
-    from services.executor.model.loading.loader import pack_linears
-
-    pack_linears(model)
-    use_products(model)
-    return ModelRunner(model, widths_of(model), store, collectives, device, spill)
+from services.executor.worker.weights import Share, ShareRequest
+from shared.data_types import WeightDType
+from shared.errors import ConfigurationError
 
 
-def modules_on_gpu(
-    model: Any, store: KvStore, collectives: Collectives, spill: Spill | None, first_seen: int = 0
-) -> ModelRunner:
-    from services.executor.gpu.attention import GpuKernels
-    from services.executor.gpu.experts import use_expert_kernels
+class Modules(Backend):
+    platform = ""
+    packs_weights = False
+    disk_rate: Callable[[MappedBlockFile], float] | None = None
 
-    use_expert_kernels(model, store.device)
-    use_products(model)
-    # The kernels read page layers of one shape; others are PyTorch's to attend to.
-    attention = GpuKernels(store, first_seen) if store.shape.is_uniform else None
-    return ModelRunner(model, widths_of(model), store, collectives, store.device, spill, attention=attention)
+    def load_share(self, request: ShareRequest) -> Share:
+        if request.settings.weights_memory:
+            raise ConfigurationError(
+                "--weights-memory needs Linux, a CPU with native kernels (docs/performance.md) and a weight cache "
+                "(RYZANSTEIN_WEIGHT_CACHE_BYTES above 0), whose file the other weights are read from; leave it out."
+            )
+        return BuiltShare(request, self)
 
+    def weight_codec(self, kind: WeightDType, device: torch.device, dtype: torch.dtype) -> WeightCodec | None:
+        return codec_of(kind)
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton is there, which comes with PyTorch for CUDA, and can launch kernels on this process's GPU; says
-    once in the log where it is not."""
-    reason = _why_no_triton()
-    if reason:
-        log.warning("attending_with_pytorch", reason=reason)
-    return not reason
+    def pack(self, model: Any, device: torch.device) -> None:
+        return
 
+    def reads_compressed(
+        self, model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
+    ) -> bool:
+        return False
 
-def _why_no_triton() -> str:
-    try:
-        import triton
-        from triton import knobs
-    except ImportError as error:
-        return f"Triton cannot be imported ({error}); install it with torch"
-    if knobs.runtime.interpret:
-        return ""
-    try:
-        # Builds its own library for the driver where its cache has none, with a C compiler and Python's headers.
-        triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # of a compiler, a linker, a file system that forbids to execute
-        return (
-            f"Triton cannot build what launches its kernels ({reason_of(error)}); install a C compiler and Python's "
-            "headers, and let TRITON_CACHE_DIR be where files may be executed"
+    def runner(self, request: RunnerRequest) -> ModelRunner:
+        # With transformers, which has built the model.
+        from services.executor.model.loading.loader import pack_linears
+        from services.executor.model.products import use_products
+
+        model = request.model
+        pack_linears(model)
+        use_products(model)
+        return ModelRunner(
+            model, widths_of(model), request.store, request.collectives, request.device, request.spill
         )
-    return ""
+
+    def head_runner(self, request: RunnerRequest) -> tuple[ModelRunner, HeadReader]:
+        return Modules.runner(self, request), request.model  # kernels for models alone compute none
+
+    def step_limits(self, settings: ExecutorSettings, context: int, *, drafts: bool) -> StepLimits | None:
+        return None
+
+    def rehearsal(self, layout: ShardLayout, store: KvStore, limits: StepLimits) -> list[StepPlan]:
+        return []
+
+    def spill(
+        self,
+        shape: StoreShape,
+        slots: SpillCounts,
+        settings: ExecutorSettings,
+        device: torch.device,
+        collectives: Collectives,
+    ) -> Spill:
+        (spare,) = smallest((spare_cores(settings),), device, collectives)
+        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
+        return SpillStore(*room, beside=spare > 0)

@@ -17,22 +17,19 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.executor.collectives.base import Collectives
 from services.executor.core.draft_passes import slots_before
 from services.executor.core.progress import ProgressCounter
-from services.executor.core.settings import MTP, ExecutorSettings
+from services.executor.core.settings import MTP, ExecutorSettings, thread_count
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32
-from services.executor.gpu.linear import pack_for_gpu
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.lowering import CannotLower
 from services.executor.model.model_facts import ModelFacts
 from services.executor.model.tokenizer_files import read_json
 from services.executor.platforms.base import sent
 from services.executor.sampling.candidates import RowLogits
-from services.executor.worker.backends.gpu_decoder import lowered_for_gpu
-from services.executor.worker.backends.modules import has_triton, module_runner, modules_on_gpu
+from services.executor.worker.backend import backend_of
+from services.executor.worker.backends.base import HeadReader, RunnerRequest
 from services.executor.worker.drafting.kind import DraftRequest
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.row_states import RowStates
@@ -40,8 +37,7 @@ from services.executor.worker.runner import ModelRunner, widths_of
 from services.executor.worker.weights import Share
 
 if TYPE_CHECKING:  # they import transformers
-    from services.executor.gpu.draft_head import GraphedHead
-    from services.executor.model.draft_heads import HeadModel, StateTaps
+    from services.executor.model.draft_heads import StateTaps
     from services.executor.model.loading.draft_heads import LoadedHead
 
 
@@ -61,6 +57,7 @@ class HeadShare(Share):
 
         config, head = loaded.config, loaded.model
         self.layout, self.dtype = layout, dtype
+        self._threads = thread_count(settings)
         self.facts = ModelFacts(
             states=layer_states(config, layout),
             hidden_size=head.hidden,
@@ -70,7 +67,7 @@ class HeadShare(Share):
         )
         self.taps = StateTaps(loaded.layers)
         self.head = head
-        self.reader: HeadModel | GraphedHead = head
+        self.reader: HeadReader = head
         """What is handed states, and hands its own over."""
         self.layers = loaded.layers
         self.rows = 2 * settings.max_batch_tokens + settings.max_sequences * settings.block_size
@@ -84,7 +81,17 @@ class HeadShare(Share):
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
         assert beside is not None, "a head computes beside its model"
-        runner, self.reader = head_runner(self.head, store, self.layout, beside.collectives, spill, limits)
+        request = RunnerRequest(
+            self.head,
+            store,
+            self.layout,
+            beside.collectives,
+            store.device,
+            self._threads,
+            spill,
+            limits=limits,
+        )
+        runner, self.reader = backend_of(store.device).head_runner(request)
         return runner
 
     @property
@@ -140,36 +147,6 @@ class DraftHeadModel(DraftModel):
 
     def _reading(self, plan: StepPlan) -> Any:
         return self._head.reading(self._states.at(slots_before(plan, self._size)))
-
-
-def head_runner(
-    head: "HeadModel",
-    store: KvStore,
-    layout: ShardLayout,
-    collectives: Collectives,
-    spill: Spill,
-    limits: StepLimits | None,
-) -> "tuple[ModelRunner, HeadModel | GraphedHead]":
-    """A runner for a draft head, loaded and not packed, and what is handed the states that it reads. `limits`: as of
-    `make_runner`."""
-    if store.device.type == "cuda" and has_triton() and limits is not None:
-        pack_for_gpu(head, store.device)
-        try:
-            lowered = lowered_for_gpu(head.model, store)
-        except CannotLower as reason:
-            log.info("computing_draft_head_with_pytorch", attending_with="Triton", reason=str(reason))
-            return modules_on_gpu(head, store, collectives, spill, head.first_seen), head
-        from services.executor.gpu.draft_head import GpuHead, GraphedHead
-        from services.executor.gpu.steps import GpuSteps
-
-        widths = widths_of(head)
-        decoder = GpuHead(head, lowered, store, layout, collectives)
-        steps = GpuSteps(decoder, store, collectives, widths, limits)
-        runner = ModelRunner(
-            head, widths, store, collectives, store.device, spill, steps.decoder, steps=steps
-        )
-        return runner, GraphedHead(decoder, steps.decoder)
-    return module_runner(head, store, collectives, spill, head.first_seen), head
 
 
 class LoadedHeads(NamedTuple):

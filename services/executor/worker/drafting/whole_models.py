@@ -9,12 +9,13 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepLimits
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
+from services.executor.worker.backend import load_share
 from services.executor.worker.drafting.kind import DraftRequest
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.drafting.vocabulary import translation_of
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Share, load_share
+from services.executor.worker.weights import Share
 
 log = structlog.get_logger(__name__)
 

@@ -25,12 +25,13 @@ from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import build_split, load_config
 from services.executor.model.model_facts import ModelFacts
 from services.executor.native.library import why_not
-from services.executor.worker.backends.cpu_kernels import packed_runner
+from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import runner_of
 from tests.unit.executor.model.lanes import in_lanes
-from tests.unit.executor.model.ring import Script
+from tests.unit.executor.model.ring import CPU, Script
 from tests.unit.executor.model.tiny import ALL_EXPERTS, auto_class, make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -342,7 +343,9 @@ def test_weights_of_a_file_take_adapters_without_the_model(tmp_path: Path) -> No
         found = PackedFile(os.dup(file.fileno()))
         packed = found.read(2, lambda done, total: None)
         found.close()
-    again = packed_runner(packed, [131], runner._store, layout, SingleRank(), 2)
+    again = native_runner(
+        packed, [131], RunnerRequest(None, runner._store, layout, SingleRank(), CPU, 2), "cached"
+    )
     for one in (runner, again):
         decoder_of(one).load(0, adapter)
     assert same(run(again), run(runner), {0, 1, 2, 3})

@@ -20,7 +20,8 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.layer_states import layer_states
 from services.executor.model.model_facts import ModelFacts
 from services.executor.native.library import why_not
-from services.executor.worker.backends.cpu_kernels import packed_runner
+from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.model_store.packed import packed_files
 from tests.unit.executor.cpu.test_decoder import runner_of
@@ -110,7 +111,9 @@ def test_what_is_read_computes_what_was_built(
     layout = ShardLayout.of(facts.heads, 1, 0)
     shape = runner._store.shape
     store = KvStore(shape, NUM_BLOCKS, CPU, num_slots=NUM_SLOTS if shape.slot else 0)
-    again = packed_runner(found.model, facts.widths, store, layout, SingleRank(), threads=2)
+    again = native_runner(
+        found.model, facts.widths, RunnerRequest(None, store, layout, SingleRank(), CPU, 2), "cached"
+    )
     for ours, theirs in zip(logits(again), logits(runner), strict=True):
         assert torch.equal(ours, theirs)
 

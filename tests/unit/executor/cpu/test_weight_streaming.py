@@ -29,7 +29,8 @@ from services.executor.cpu.weight_streaming import (
 )
 from services.executor.kv_cache.store import KvStore
 from services.executor.native.library import why_not
-from services.executor.worker.backends.cpu_kernels import packed_runner
+from services.executor.worker.backends.base import RunnerRequest
+from services.executor.worker.backends.native_runner import native_runner
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights
@@ -143,9 +144,8 @@ class Case:
         shape = self.runner._store.shape
         store = KvStore(shape, NUM_BLOCKS, CPU, num_slots=NUM_SLOTS if shape.slot else 0)
         layout = ShardLayout.of(self.facts.heads, 1, 0)
-        return packed_runner(
-            found.model, self.facts.widths, store, layout, SingleRank(), 2, streamer=found.streamer
-        )
+        request = RunnerRequest(None, store, layout, SingleRank(), CPU, 2)
+        return native_runner(found.model, self.facts.widths, request, "cached", found.streamer)
 
     @property
     def least(self) -> int:

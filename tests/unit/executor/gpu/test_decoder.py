@@ -18,9 +18,9 @@ from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.sampling.candidates import WANT, RowLogits
-from services.executor.worker.backend import reads_compressed
-from services.executor.worker.backends import modules
-from services.executor.worker.backends.modules import _why_no_triton, has_triton
+from services.executor.worker.backend import backend_of
+from services.executor.worker.backends import gpu_decoder
+from services.executor.worker.backends.gpu_decoder import _why_no_triton, has_triton
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.gpu.gpu_runners import (
     RING_STEPS,
@@ -227,11 +227,11 @@ def asked_anew() -> Iterator[None]:
 @pytest.mark.usefixtures("asked_anew")
 def test_compressed_blocks_are_read_as_fast_where_triton_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    assert reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
-    assert not reads_compressed(None, torch.float32, SingleRank(), gpu, threads=1)
+    assert backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert not backend_of(gpu).reads_compressed(None, torch.float32, SingleRank(), gpu, threads=1)
     monkeypatch.setitem(sys.modules, "triton", None)
     has_triton.cache_clear()
-    assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert not backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
 
 
 class NoCompiler:
@@ -249,7 +249,7 @@ def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pyte
     gpu = torch.device("cuda")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
-    assert not reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert not backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
     assert "cannot build what launches its kernels (Failed to find C compiler)" in _why_no_triton()
 
 
@@ -257,7 +257,7 @@ def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pyte
 def test_that_there_is_no_triton_is_found_out_and_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(modules, "_why_no_triton", lambda: "none")
+    monkeypatch.setattr(gpu_decoder, "_why_no_triton", lambda: "none")
     assert not has_triton()
     assert not has_triton()
     assert capsys.readouterr().out.count("attending_with_pytorch") == 1

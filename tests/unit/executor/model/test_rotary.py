@@ -17,7 +17,8 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model.loading.loader import context_length
 from services.executor.model.rotary import fix_frequencies, rotary_scaling
 from services.executor.native.library import why_not
-from services.executor.worker.weights import context_of, load_share
+from services.executor.worker.backend import load_share
+from services.executor.worker.weights import context_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.cpu.test_decoder import runner_of

@@ -25,9 +25,10 @@ from services.executor.model.dtypes import choose_dtype
 from services.executor.model.loading import arena, loader
 from services.executor.native import library
 from services.executor.platforms.cpu import Cpu
-from services.executor.worker import weights
+from services.executor.worker.backend import load_share
+from services.executor.worker.backends.packed_share import cache_of
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Share, load_share
+from services.executor.worker.weights import Share, ShareRequest
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES
@@ -235,7 +236,8 @@ def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
     packed = runner_of(share).packed
     assert packed is not None
     asked = load_settings(ExecutorSettings, threads=2, **kept)
-    cache = weights._cache_of(asked, SPEC, directory, CPU, SingleRank(), 2)
+    no_check, no_report = (lambda *_: None), (lambda done, total: None)
+    cache = cache_of(ShareRequest(asked, SPEC, directory, CPU, SingleRank(), no_report, no_check))
     assert cache is not None
     cache.keep(share.facts, packed)
     assert share_of(directory, **kept).is_cached
