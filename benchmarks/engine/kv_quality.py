@@ -36,7 +36,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import RowsCodec
-from services.executor.worker.backend import make_runner
+from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import ModelRunner
 from shared.data_types import BlockDType
@@ -70,7 +70,7 @@ class Model:
             self.weights,
             keep_codes=True,
         )
-        return make_runner(
+        return backend_of(CPU).runner(
             RunnerRequest(module, store, self.layout, SingleRank(), CPU, torch.get_num_threads())
         )
 

@@ -57,7 +57,7 @@ def load_one_rank(
     from services.executor.kv_cache.store import KvStore
     from services.executor.model.layer_states import layer_states
     from services.executor.model.loading.loader import load_config, load_model
-    from services.executor.worker.backend import make_runner
+    from services.executor.worker.backend import backend_of
     from services.executor.worker.backends.base import RunnerRequest
 
     torch.set_num_threads(threads)
@@ -69,7 +69,9 @@ def load_one_rank(
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
     quantized, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
     store = KvStore(shape, num_blocks, device, quantized, slots)
-    return make_runner(RunnerRequest(model, store, layout, SingleRank(), device, threads)), store
+    return backend_of(device).runner(
+        RunnerRequest(model, store, layout, SingleRank(), device, threads)
+    ), store
 
 
 _TOKENS = 100

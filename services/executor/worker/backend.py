@@ -11,19 +11,13 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room
 from services.executor.native.library import choose_level
-from services.executor.worker.backends.base import Backend, RunnerRequest
+from services.executor.worker.backends.base import Backend
 from services.executor.worker.backends.catalog import BACKENDS
-from services.executor.worker.backends.modules import Modules
-from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import MemoryCheck, Report, Share, ShareRequest
 
 
 def backend_of(device: torch.device) -> Backend:
-    return next((one for one in BACKENDS if one.platform == device.type), Modules())
-
-
-def make_runner(request: RunnerRequest) -> ModelRunner:
-    return backend_of(request.device).runner(request)
+    return next((one for one in BACKENDS if one.platform == device.type), Backend())
 
 
 def load_share(

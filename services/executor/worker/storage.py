@@ -11,7 +11,7 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import SpilledBlock
 from services.executor.core.layer_state import LayerStates, page_layers
-from services.executor.core.settings import ExecutorSettings, numeric_settings, served_name
+from services.executor.core.settings import ExecutorSettings, numeric_settings, served_name, spare_cores
 from services.executor.kv_cache.block_memory import MappedFiles
 from services.executor.kv_cache.capacity import (
     BlockCounts,
@@ -20,6 +20,7 @@ from services.executor.kv_cache.capacity import (
     blocks_of_a_snapshot,
     mapped_window,
     plan_store,
+    smallest,
 )
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.spill_file import SpillPlace, recover
@@ -71,7 +72,9 @@ class RankStorage(NamedTuple):
         )
         slots = agree_on_slots(shape, settings, device, collectives)
         backend = backend_of(device)
-        spill = backend.spill(shape, slots, settings, device, collectives)
+        (spare,) = smallest((spare_cores(settings),), device, collectives)
+        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
+        spill = backend.spill(room, device, beside=spare > 0)
         files = MappedFiles(settings.kv_disk_directory) if shape.is_mapped else None
         store = KvStore(shape, blocks.writable, device, blocks.quantized, blocks.all_slots, files=files)
         window = mapped_window(shape, context) if files is not None else 0

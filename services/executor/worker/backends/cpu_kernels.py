@@ -10,8 +10,7 @@ from services.executor.collectives.base import Collectives
 from services.executor.cpu.block_fetching import measure_disk
 from services.executor.cpu.packed_model import pack
 from services.executor.model.lowering import CannotLower
-from services.executor.worker.backends.base import RunnerRequest
-from services.executor.worker.backends.modules import Modules
+from services.executor.worker.backends.base import Backend, RunnerRequest
 from services.executor.worker.backends.native_runner import lower_natively, native_runner
 from services.executor.worker.backends.packed_share import cache_of, load_packed
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -20,7 +19,7 @@ from services.executor.worker.weights import Share, ShareRequest
 log = structlog.get_logger(__name__)
 
 
-class CpuKernels(Modules):
+class CpuKernels(Backend):
     platform = "cpu"
     packs_weights = True
     disk_rate = staticmethod(measure_disk)
@@ -32,19 +31,19 @@ class CpuKernels(Modules):
         return load_packed(request, self, cache)
 
     def reads_compressed(
-        self, model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
+        self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
     ) -> bool:
         """Wherever they compute."""
         try:
-            lower_natively(model, dtype, collectives, device, threads)
+            lower_natively(model, dtype, collectives, threads)
         except CannotLower:
             return False
         return True
 
     def runner(self, request: RunnerRequest) -> ModelRunner:
-        model, store, layout, collectives, device, threads, *_ = request
+        model, store, layout, collectives, _, threads, *_ = request
         try:
-            library, _, lowered = lower_natively(model, store.shape.dtype, collectives, device, threads)
+            library, lowered = lower_natively(model, store.shape.dtype, collectives, threads)
         except CannotLower as reason:
             log.info("computing_with_pytorch", reason=str(reason))
             return super().runner(request)

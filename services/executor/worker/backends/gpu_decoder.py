@@ -12,16 +12,13 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepLimits, StepPlan
 from services.executor.gpu.linear import pack_for_gpu, use_products, weight_codec
 from services.executor.gpu.offload import DeviceSpill
-from services.executor.kv_cache.capacity import SpillCounts
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model import lowering
 from services.executor.model.lowering import CannotLower, Lowered
 from services.executor.model.weight_formats import WeightCodec
 from services.executor.platforms.catalog import platform_of
-from services.executor.worker.backends.base import HeadReader, RunnerRequest
-from services.executor.worker.backends.modules import Modules
+from services.executor.worker.backends.base import Backend, HeadReader, RunnerRequest, SpillRoom
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.data_types import WeightDType
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
@@ -32,7 +29,7 @@ if TYPE_CHECKING:  # they import Triton
 log = structlog.get_logger(__name__)
 
 
-class GpuDecoding(Modules):
+class GpuDecoding(Backend):
     platform = "cuda"
 
     def weight_codec(self, kind: WeightDType, device: torch.device, dtype: torch.dtype) -> WeightCodec | None:
@@ -42,7 +39,7 @@ class GpuDecoding(Modules):
         pack_for_gpu(model, device)
 
     def reads_compressed(
-        self, model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
+        self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
     ) -> bool:
         """Attention by Triton multiplies codes as they are, whatever computes the rest of the model; in fp32, which is
         asked for where rounding is not wanted, blocks are left as they are."""
@@ -79,15 +76,7 @@ class GpuDecoding(Modules):
         plans = warmup_plans(chunks, store.block_size, compression)
         return plans + sparse_warmups(store.shape, limits.context_length)
 
-    def spill(
-        self,
-        shape: StoreShape,
-        slots: SpillCounts,
-        settings: ExecutorSettings,
-        device: torch.device,
-        collectives: Collectives,
-    ) -> Spill:
-        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
+    def spill(self, room: SpillRoom, device: torch.device, *, beside: bool) -> Spill:
         return DeviceSpill(*room, device)
 
 

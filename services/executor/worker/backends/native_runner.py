@@ -7,9 +7,8 @@ import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.collectives.shared_memory import SharedMemory
-from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.decoder import NativeDecoder
-from services.executor.cpu.packed_model import PackedModel, lower, pack
+from services.executor.cpu.packed_model import PackedModel, lower
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.model.lowering import CannotLower, Lowered
 from services.executor.native.library import load_library, why_not
@@ -29,7 +28,7 @@ def native_runner(
     """Of a packed model, where `native_kernels` may compute. `widths`: as of `widths_of`; `weights`: where they come
     from, for the log; `streamer`: of what is not in memory."""
     model, store, layout, collectives, device, threads, spill, cpus, _, beside = request
-    library, ring = native_kernels(collectives, device, threads)
+    library, ring = native_kernels(collectives, threads)
     log.info(
         "computing_with_native_kernels",
         cpu_level=library.level,
@@ -44,33 +43,16 @@ def native_runner(
     return ModelRunner(model, widths, store, collectives, device, spill, decoder, kernels=kernels)
 
 
-def packed_model(
-    model: Any,
-    dtype: torch.dtype,
-    layout: ShardLayout,
-    collectives: Collectives,
-    device: torch.device,
-    threads: int,
-) -> PackedModel:
-    """`model`, loaded, as the native kernels take it; it is of no use afterwards. Raises `CannotLower`."""
-    library, _, lowered = lower_natively(model, dtype, collectives, device, threads)
-    return pack(library, lowered, layout, threads)
-
-
 def lower_natively(
-    model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
-) -> tuple[Any, SharedMemory | None, Lowered]:
-    """All that a native decoder needs. Raises `CannotLower` with the reason."""
-    library, ring = native_kernels(collectives, device, threads)
-    return library, ring, lower(model, dtype, collectives.world_size)
+    model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
+) -> tuple[Any, Lowered]:
+    """The library, and `model`, loaded, as it takes it. Raises `CannotLower` with the reason."""
+    library, _ = native_kernels(collectives, threads)
+    return library, lower(model, dtype, collectives.world_size)
 
 
-def native_kernels(
-    collectives: Collectives, device: torch.device, threads: int
-) -> tuple[Any, SharedMemory | None]:
+def native_kernels(collectives: Collectives, threads: int) -> tuple[Any, SharedMemory | None]:
     """The library, and what sums over the ranks. Raises `CannotLower` where they compute for no model at all."""
-    if device.type != "cpu":
-        raise CannotLower("the native kernels are for CPUs")
     library = load_library()
     if library is None:
         raise CannotLower(why_not())

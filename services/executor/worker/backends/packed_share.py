@@ -19,6 +19,7 @@ from services.executor.core.settings import (
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepLimits
 from services.executor.cpu.packed_file import PackedFile
+from services.executor.cpu.packed_model import pack
 from services.executor.cpu.weight_cache import CachedWeights, WeightCache
 from services.executor.kv_cache.capacity import smallest
 from services.executor.kv_cache.offload import Spill
@@ -26,9 +27,8 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.arena import in_files
 from services.executor.model.lowering import CannotLower
 from services.executor.model.model_facts import ModelFacts
-from services.executor.worker.backends.base import Backend, RunnerRequest
-from services.executor.worker.backends.built_share import BuiltShare
-from services.executor.worker.backends.native_runner import native_kernels, native_runner, packed_model
+from services.executor.worker.backends.base import Backend, BuiltShare, RunnerRequest
+from services.executor.worker.backends.native_runner import lower_natively, native_kernels, native_runner
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, ShareRequest, context_of
 from shared.errors import ConfigurationError, RyzansteinError
@@ -42,11 +42,11 @@ KEEP_TIMEOUT = 4.0
 
 def cache_of(request: ShareRequest) -> WeightCache | None:
     """None where weights are not kept, or not packed for the native kernels; alike on every rank."""
-    settings, spec, directory, device, collectives, *_ = request
+    settings, spec, directory, _, collectives, *_ = request
     if not settings.weight_cache_bytes or not directory.is_dir():
         return None
     try:
-        native_kernels(collectives, device, thread_count(settings))
+        native_kernels(collectives, thread_count(settings))
     except CannotLower:
         return None
     share = packed_share(settings, spec.rank, spec.world_size)
@@ -168,15 +168,13 @@ class PackedShare(BuiltShare):
         native kernels do not compute the model."""
         model, self._model = self._model, None
         try:
-            packed = packed_model(
-                model, self.dtype, self.layout, self._collectives, self._device, self._threads
-            )
+            library, lowered = lower_natively(model, self.dtype, self._collectives, self._threads)
         except CannotLower as reason:
             raise ConfigurationError(
                 f"--weights-memory is for models that the native CPU kernels compute, not this one ({reason}); leave "
                 "it out."
             ) from None
-        self._cache.keep(self.facts, packed)
+        self._cache.keep(self.facts, pack(library, lowered, self.layout, self._threads))
         give_back()
 
     def keep(self, packed: Any) -> None:

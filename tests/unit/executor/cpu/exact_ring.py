@@ -33,7 +33,7 @@ from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import SampledRow
-from services.executor.worker.backend import make_runner
+from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.launches import Launches
 from services.executor.worker.runner import ModelRunner
@@ -119,7 +119,9 @@ class Ranks:
             )
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
-            made = make_runner(RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill))
+            made = backend_of(CPU).runner(
+                RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill)
+            )
             assert made.is_native
             return made
 

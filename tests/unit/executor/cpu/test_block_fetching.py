@@ -23,7 +23,7 @@ from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.native.library import why_not
-from services.executor.worker.backend import make_runner
+from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
@@ -92,7 +92,9 @@ class Mapped:
         self.files = files
         self.store = KvStore(shape, BLOCKS, CPU, BLOCKS, files=files)
         model = load_model(directory, torch.bfloat16, layout, SingleRank(), CPU, lambda done, total: None)
-        self.runner: ModelRunner = make_runner(RunnerRequest(model, self.store, layout, SingleRank(), CPU, 2))
+        self.runner: ModelRunner = backend_of(CPU).runner(
+            RunnerRequest(model, self.store, layout, SingleRank(), CPU, 2)
+        )
 
     def logits(self, wanted: Sequence[SparseAttention | None]) -> list[Tensor]:
         """Of the last tokens of a text, `wanted` each, which leaves memory before each of its steps."""

@@ -32,7 +32,7 @@ from services.executor.model.products import use_products
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import largest_of
-from services.executor.worker.backend import make_runner
+from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
 from shared.errors import RingLost
@@ -68,7 +68,7 @@ def runner_of(
     num_slots = NUM_SLOTS if shape.slot else 0
     store = KvStore(shape, num_blocks, CPU, num_blocks if shape.moves_full_blocks else 0, num_slots)
     if native:
-        return make_runner(RunnerRequest(model, store, layout, ring, CPU, threads, cpus=cpus))
+        return backend_of(CPU).runner(RunnerRequest(model, store, layout, ring, CPU, threads, cpus=cpus))
     use_products(model)
     return ModelRunner(model, widths_of(model), store, ring, CPU)
 

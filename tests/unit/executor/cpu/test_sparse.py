@@ -19,7 +19,7 @@ from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
 from services.executor.native.library import why_not
-from services.executor.worker.backend import make_runner
+from services.executor.worker.backend import backend_of
 from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import ModelRunner, widths_of
 from shared.data_types import BlockDType
@@ -56,7 +56,7 @@ def runner_of(
     shape = store_shape(settings, kind, layer_states(config, layout), torch.bfloat16)
     store = KvStore(shape, blocks, CPU, blocks if kind != "bf16" else 0)
     if native:
-        return make_runner(RunnerRequest(model, store, layout, SingleRank(), CPU, 2))
+        return backend_of(CPU).runner(RunnerRequest(model, store, layout, SingleRank(), CPU, 2))
     return ModelRunner(model, widths_of(model), store, SingleRank(), CPU)
 
 

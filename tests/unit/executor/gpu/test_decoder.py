@@ -227,11 +227,11 @@ def asked_anew() -> Iterator[None]:
 @pytest.mark.usefixtures("asked_anew")
 def test_compressed_blocks_are_read_as_fast_where_triton_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    assert backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
-    assert not backend_of(gpu).reads_compressed(None, torch.float32, SingleRank(), gpu, threads=1)
+    assert backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), threads=1)
+    assert not backend_of(gpu).reads_compressed(None, torch.float32, SingleRank(), threads=1)
     monkeypatch.setitem(sys.modules, "triton", None)
     has_triton.cache_clear()
-    assert not backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert not backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), threads=1)
 
 
 class NoCompiler:
@@ -249,7 +249,7 @@ def test_triton_without_a_compiler_is_told_of_and_done_without(monkeypatch: pyte
     gpu = torch.device("cuda")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
-    assert not backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), gpu, threads=1)
+    assert not backend_of(gpu).reads_compressed(None, torch.bfloat16, SingleRank(), threads=1)
     assert "cannot build what launches its kernels (Failed to find C compiler)" in _why_no_triton()
 
 

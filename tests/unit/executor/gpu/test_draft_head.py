@@ -24,8 +24,7 @@ from services.executor.model.loading.draft_heads import (
     load_mtp_head,
 )
 from services.executor.model.lowering import lower
-from services.executor.worker.backends.base import RunnerRequest
-from services.executor.worker.backends.modules import Modules
+from services.executor.worker.backends.base import Backend, RunnerRequest
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring
 from tests.unit.executor.model.architectures import settings_of
@@ -70,7 +69,7 @@ def computed(directories: tuple[Path, Path], collectives: Collectives, *, gpu: b
         assert steps.decoder._graphs is not None
         assert steps.decoder._graphs.rungs == [1, 2]
     else:
-        runner, _ = Modules().head_runner(RunnerRequest(head, store, layout, collectives, CPU, 1))
+        runner, _ = Backend().head_runner(RunnerRequest(head, store, layout, collectives, CPU, 1))
     script, found = Script([12, 6]), []
     random = torch.Generator().manual_seed(4)
     for step in STEPS:
