@@ -50,11 +50,7 @@ class EncoderRunner:
     """Nothing that a later start could read in place of the checkpoint."""
 
     def __init__(
-        self,
-        encoder: Encoder,
-        vectors: VectorFacts | None,
-        collectives: Collectives,
-        device: torch.device,
+        self, encoder: Encoder, vectors: VectorFacts | None, collectives: Collectives, device: torch.device
     ) -> None:
         """`vectors`: how it embeds; None: it classifies."""
         self._base, self._model, self._dense = encoder.base, encoder.model, encoder.dense

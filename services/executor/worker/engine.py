@@ -58,7 +58,7 @@ from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.storage import RankStorage
-from services.executor.worker.weights import Share, context_of
+from services.executor.worker.weights import Share, ShareRequest, context_of
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import ModelCard, SparseKind
 from shared.model_store.locks import hold_model
@@ -360,7 +360,7 @@ class Worker:
             laps.over("weights")
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
             return cls(encoder, collectives, engine_spec, Share())
-        share = load_share(settings, spec, directory, device, collectives, report)
+        share = load_share(ShareRequest(settings, spec, directory, device, collectives, report))
         if backend.packs_weights and share.reads_compressed and not share.is_cached:
             board.packs()
         facts = share.facts

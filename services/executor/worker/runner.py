@@ -408,11 +408,7 @@ class ModelRunner:
         sampled = len(as_int32(plan.sample_rows))
         with span("score prompts"):
             found = score(
-                local[sampled:],
-                as_int32(plan.score_targets),
-                plan.score_top,
-                self._collectives,
-                self._widths,
+                local[sampled:], as_int32(plan.score_targets), plan.score_top, self._collectives, self._widths
             )
         self.scored = found or no_scores(plan.score_top)
         return local[:sampled]

@@ -12,7 +12,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepLimits
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.kv_cache.capacity import StepWidths
+from services.executor.kv_cache.capacity import StepWidths, check_room
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.model_facts import ModelFacts
@@ -38,11 +38,7 @@ class Share:
     """See `Backend.reads_compressed`."""
 
     def runner(
-        self,
-        store: KvStore,
-        spill: Spill,
-        limits: StepLimits | None,
-        beside: ModelRunner | None = None,
+        self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None
     ) -> ModelRunner:
         """To be called once. `beside`: see `RunnerRequest`."""
         raise NotImplementedError
@@ -64,12 +60,7 @@ class Share:
 
 class MemoryCheck(Protocol):
     def __call__(
-        self,
-        states: LayerStates,
-        dtype: torch.dtype,
-        context: int,
-        widths: StepWidths | None,
-        weights: int,
+        self, states: LayerStates, dtype: torch.dtype, context: int, widths: StepWidths | None, weights: int
     ) -> None:
         """Raises `ConfigurationError` where this rank has no room for a model that is to serve sequences of `context`
         tokens and whose weights take `weights` bytes; the others as of `ModelFacts` and `Share`."""
@@ -85,7 +76,18 @@ class ShareRequest(NamedTuple):
     device: torch.device
     collectives: Collectives
     report: Report
-    has_room: MemoryCheck
+    has_room: MemoryCheck | None = None
+    """None: that of a model which is alone."""
+
+    def check_room(
+        self, states: LayerStates, dtype: torch.dtype, context: int, widths: StepWidths | None, weights: int
+    ) -> None:
+        """`MemoryCheck`"""
+        if self.has_room is not None:
+            self.has_room(states, dtype, context, widths, weights)
+            return
+        held = min(weights, self.settings.weights_memory or weights)
+        check_room(self.settings, states, dtype, context, self.device, held, widths)
 
 
 def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:

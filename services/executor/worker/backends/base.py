@@ -146,7 +146,7 @@ class BuiltShare(Share):
         from services.executor.model.rotary import rotary_scaling
 
         adopt_loggers()  # of transformers
-        settings, spec, directory, device, collectives, report, has_room = request
+        settings, spec, directory, device, collectives, report, _ = request
         config = load_config(directory)
         check_supported(config)
         self.layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
@@ -168,7 +168,7 @@ class BuiltShare(Share):
             codec,
             keep_codes=keep_codes,
             defer_codes=keep_codes,
-            before_reading=partial(has_room, states, self.dtype, context, self.widths),
+            before_reading=partial(request.check_room, states, self.dtype, context, self.widths),
             context=context,
         )
         self._backend, self._device, self._collectives = backend, device, collectives
@@ -184,11 +184,7 @@ class BuiltShare(Share):
         self._module = type(self._model).__module__
 
     def runner(
-        self,
-        store: KvStore,
-        spill: Spill,
-        limits: StepLimits | None,
-        beside: ModelRunner | None = None,
+        self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None
     ) -> ModelRunner:
         model, self._model = self._model, None
         where = (self.layout, self._collectives, self._device, self._threads)

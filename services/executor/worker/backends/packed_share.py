@@ -105,7 +105,7 @@ def _take(request: ShareRequest, cache: WeightCache, file: PackedFile) -> Cached
     threads, report = thread_count(settings), request.report
     context = context_of(settings, facts.context_length, facts.rotary.longest)
     try:
-        request.has_room(facts.states, torch.bfloat16, context, None, file.size)
+        request.check_room(facts.states, torch.bfloat16, context, None, file.size)
     except RyzansteinError:
         file.close()
         raise
@@ -143,11 +143,7 @@ class CachedShare(Share):
         self._collectives = request.collectives
 
     def runner(
-        self,
-        store: KvStore,
-        spill: Spill,
-        limits: StepLimits | None,
-        beside: ModelRunner | None = None,
+        self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None
     ) -> ModelRunner:
         threads, cores = thread_count(self._settings), cores_of(self._settings, self._rank)
         where = (self.layout, self._collectives, store.device, threads)

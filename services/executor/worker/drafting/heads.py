@@ -74,11 +74,7 @@ class HeadShare(Share):
         """Whose states are kept: those of a sequence's block that is not full, and those of the last steps."""
 
     def runner(
-        self,
-        store: KvStore,
-        spill: Spill,
-        limits: StepLimits | None,
-        beside: ModelRunner | None = None,
+        self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None
     ) -> ModelRunner:
         assert beside is not None, "a head computes beside its model"
         request = RunnerRequest(

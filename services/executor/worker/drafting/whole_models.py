@@ -15,7 +15,7 @@ from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.drafting.vocabulary import translation_of
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Share
+from services.executor.worker.weights import Share, ShareRequest
 
 log = structlog.get_logger(__name__)
 
@@ -60,15 +60,8 @@ class WholeModels:
 
     def load(self, request: DraftRequest) -> LoadedDraftModel:
         translation = translation_of(request.model, request.directory)
-        share = load_share(
-            request.settings,
-            request.spec,
-            request.directory,
-            request.device,
-            request.collectives,
-            lambda done, total: None,
-            request.has_room,
-        )
+        where = (request.settings, request.spec, request.directory, request.device, request.collectives)
+        share = load_share(ShareRequest(*where, lambda done, total: None, request.has_room))
         return LoadedDraftModel(share, translation)
 
 

@@ -76,7 +76,13 @@ def bugs() -> Iterator[Bug]:
     for head, change in zip(lines[::2], lines[1::2], strict=True):
         about, file, tests = head.split(" | ")
         old, new = change.replace("\0", "\n").strip(" ").removesuffix(" =>").partition(" => ")[::2]
-        yield Bug(about, SOURCES / file, [f"{HERE / test}.py" for test in tests.split()], old, new)
+        yield Bug(
+            about,
+            Path(os.path.normpath(SOURCES / file)),
+            [f"{HERE / test}.py" for test in tests.split()],
+            old,
+            new,
+        )
 
 
 class Planting:
@@ -95,7 +101,9 @@ class Planting:
             self.missed += not found
             places = Counter(name.removeprefix(f"{HERE}/").split("[")[0] for name in found)
             where = ", ".join(f"{place} ({count})" for place, count in places.items()) or "NOBODY"
-            os.write(self._out, f"| {bug.file.relative_to(SOURCES)} | {bug.about} | {where} |\n".encode())
+            os.write(
+                self._out, f"| {bug.file.relative_to(SOURCES.parent)} | {bug.about} | {where} |\n".encode()
+            )
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

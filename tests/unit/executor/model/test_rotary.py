@@ -18,7 +18,7 @@ from services.executor.model.loading.loader import context_length
 from services.executor.model.rotary import fix_frequencies, rotary_scaling
 from services.executor.native.library import why_not
 from services.executor.worker.backend import load_share
-from services.executor.worker.weights import context_of
+from services.executor.worker.weights import ShareRequest, context_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.cpu.test_decoder import runner_of
@@ -236,7 +236,7 @@ def test_weights_that_were_kept_for_another_length_are_not_read(tmp_path: Path) 
             context_length=context,
         )
         spec = RankSpec(rank=0, world_size=1, group="g", instance="i", epoch=1, board="", settings={})
-        share = load_share(settings, spec, directory, CPU, SingleRank(), lambda *_: None)
+        share = load_share(ShareRequest(settings, spec, directory, CPU, SingleRank(), lambda *_: None))
         if not share.is_cached:
             runner = runner_of_share(share)
             share.keep(runner.packed)

@@ -62,9 +62,13 @@ def model_of(directory: Path, **changes: object) -> Path:
     return directory
 
 
+def request_for(settings: ExecutorSettings, directory: Path) -> ShareRequest:
+    return ShareRequest(settings, SPEC, directory, CPU, SingleRank(), lambda done, total: None)
+
+
 def share_of(directory: Path, **settings: object) -> Share:
     asked = load_settings(ExecutorSettings, **{"weight_cache_bytes": 0, "threads": 2, **settings})
-    return load_share(asked, SPEC, directory, CPU, SingleRank(), lambda done, total: None)
+    return load_share(request_for(asked, directory))
 
 
 def runner_of(share: Share) -> ModelRunner:
@@ -236,8 +240,7 @@ def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
     packed = runner_of(share).packed
     assert packed is not None
     asked = load_settings(ExecutorSettings, threads=2, **kept)
-    no_check, no_report = (lambda *_: None), (lambda done, total: None)
-    cache = cache_of(ShareRequest(asked, SPEC, directory, CPU, SingleRank(), no_report, no_check))
+    cache = cache_of(request_for(asked, directory))
     assert cache is not None
     cache.keep(share.facts, packed)
     assert share_of(directory, **kept).is_cached
