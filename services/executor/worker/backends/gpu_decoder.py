@@ -47,6 +47,7 @@ class GpuDecoding(Backend):
 
     def runner(self, request: RunnerRequest) -> ModelRunner:
         if not has_triton():
+            log.info("computing_with_pytorch", reason="there is no Triton for this GPU")
             return super().runner(request)
         model, store, layout, collectives, *_ = request
         return gpu_runner(model, store, layout, collectives, request.spill, request.limits)
@@ -110,14 +111,12 @@ def gpu_runner(
     # Weights that were joined leave pieces behind, in which no joined one finds room.
     platform_of(store.device).give_back(store.device)
     widths = widths_of(model)
+    how = f"batch-invariant {_capability(store.device)}" if batch_invariant else store.device.type
     where = (model, widths, store, collectives, store.device, spill)
     if limits is None:
-        return ModelRunner(*where, decoder, kernels=f"Triton {store.device.type}")
-    kernels = (
-        f"Triton {f'batch-invariant {_capability(store.device)}' if batch_invariant else store.device.type}"
-    )
+        return ModelRunner(*where, decoder, kernels=f"Triton {how}")
     steps = GpuSteps(decoder, store, collectives, widths, limits, capture)
-    return ModelRunner(*where, steps.decoder, steps=steps, kernels=kernels, exact=batch_invariant)
+    return ModelRunner(*where, steps.decoder, steps=steps, kernels=f"Triton {how}", exact=batch_invariant)
 
 
 def lowered_for_gpu(model: Any, store: KvStore) -> Lowered:

@@ -77,16 +77,8 @@ class HeadShare(Share):
         self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None
     ) -> ModelRunner:
         assert beside is not None, "a head computes beside its model"
-        request = RunnerRequest(
-            self.head,
-            store,
-            self.layout,
-            beside.collectives,
-            store.device,
-            self._threads,
-            spill,
-            limits=limits,
-        )
+        where = (self.layout, beside.collectives, store.device, self._threads)
+        request = RunnerRequest(self.head, store, *where, spill, limits=limits)
         runner, self.reader = backend_of(store.device).head_runner(request)
         return runner
 
