@@ -199,7 +199,9 @@ def test_the_proof_of_a_level_tells_what_it_computes_wrongly(bug: Bug, tmp_path:
     assert library.PROOFS[subprocess.run([tmp_path / "prove"], check=False).returncode] == bug.told
 
 
+@pytest.mark.slow
 def test_avx512_bf16_computes_what_it_always_has() -> None:
+    """By the program that is compared with other levels: it takes ten seconds to compile."""
     sums = [line for line in lines_of("avx512bf16") if line[0] in ("tile", "logits")]
     assert len(sums) == 5
     assert hashlib.sha256(repr(sums).encode()).hexdigest() == RECORDED
