@@ -10,12 +10,16 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from shared.process import die_with_parent
 from tests.covered import follow_environment
+from tests.forked_ranks import STUB_MODULES, fork_ranks
 
 MODULES = [
     "services.executor.supervisor.multinode.node",
@@ -23,10 +27,15 @@ MODULES = [
     "services.gateway.service",
     "services.health_monitor.service",
     "services.scheduler.service",
+    *STUB_MODULES,
 ]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, *MODULES])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__, *MODULES])
+_with_ranks = forkserver.ForkServer()
+"""Of executors with a model that computes: it takes longer to start."""
+_with_ranks.set_forkserver_preload(["tests.rank_imports", __name__, *MODULES])
+_one_at_a_time = threading.Lock()
 
 
 class ForkedProcess:
@@ -65,9 +74,18 @@ class ForkedProcess:
 
 def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
     """Starts `python -m module arguments`; its output goes to `log`."""
-    process = _context.Process(target=_run, args=(module, [*arguments], {**environment}, str(log)))
-    process.start()
+    words = {*arguments}
+    computes = module == "services.executor" and bool({"--model", "--device"} & words) and "stub" not in words
+    process = CONTEXT.Process(target=_run, args=(module, [*arguments], {**environment}, str(log)))
+    start(process, computes=computes)
     return ForkedProcess(process)
+
+
+def start(process: ForkServerProcess, *, computes: bool) -> None:
+    """Starts a process of `CONTEXT`; `computes`: as a fork of one that has imported what ranks that compute do."""
+    server = _with_ranks if computes else forkserver._forkserver  # type: ignore[attr-defined]
+    with _one_at_a_time, patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process.start()
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
@@ -82,4 +100,7 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
     os.environ.update(environment)
     follow_environment()
     sys.argv = [module, *arguments]
+    stub = "stub" in arguments
+    if module == "services.executor" and (stub or "tests.rank_imports" in sys.modules):
+        fork_ranks(stub=stub)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

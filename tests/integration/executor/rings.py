@@ -92,6 +92,7 @@ class Rings:
         *arguments: str,
         memory: int = 4 << 20,
         variables: Mapping[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
         more = ("--model", str(model), "--group", group, "--kv-memory", str(memory))
         context = service_process(
@@ -104,6 +105,7 @@ class Rings:
             *arguments,
             instance=f"executor-{group}",
             variables=variables,
+            forked=forked,
         )
         self.processes[group] = await self._stack.enter_async_context(context)
 

@@ -42,7 +42,7 @@ class Restarted:
             "RYZANSTEIN_WEIGHT_CACHE_DIRECTORY": str(self.cache),
         }
         options = ("--tp", str(TP), "--dtype", "bf16", "--collectives", "shm")
-        await self._house.begin(GROUP, model, *options, variables=variables)
+        await self._house.begin(GROUP, model, *options, variables=variables, forked=False)
         await self._house.ready(GROUP, timeout=90)
 
     @property

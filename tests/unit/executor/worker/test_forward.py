@@ -1,6 +1,5 @@
 """The served model against transformers' own forward: same weights, same tokens, same logits."""
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from services.executor.collectives.torch_distributed import TorchDistributed
 from services.executor.core.progress import ProgressCounter
 from services.executor.worker.runner import ModelRunner
 from shared.errors import ModelLoadError, RingLost
+from tests.forked import CONTEXT, start
 from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
@@ -91,10 +91,9 @@ def _rank_process(rank: int, directory: Path, scratch: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_over_gloo(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "model", "llama")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank_process, args=(rank, directory, tmp_path)) for rank in range(2)]
+    ranks = [CONTEXT.Process(target=_rank_process, args=(rank, directory, tmp_path)) for rank in range(2)]
     for process in ranks:
-        process.start()
+        start(process, computes=True)
     for process in ranks:
         process.join(100)
     assert [process.exitcode for process in ranks] == [0, 0]
