@@ -19,7 +19,7 @@ from tests.integration.executor.training_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = 400
+EXAMPLES = 200
 LOST = r"Executor host-\d lost, resumed at step [1-9]\d* on host-\d"
 
 
@@ -96,7 +96,7 @@ async def test_an_executor_that_was_thought_dead_writes_nothing_more(tmp_path: P
             await cluster.begin("monitor", "services.health_monitor", "--gone-after", "2")
             await cluster.begin("scheduler", "services.scheduler")
             await cluster.executor("host-0", step_ms=20)
-            await cluster.submit("job", examples=EXAMPLES)
+            await cluster.submit("job", examples=2 * EXAMPLES)
             job = await cluster.until("job", lambda job: job.state is not None)
             old = cluster.processes["host-0"]
             os.kill(old.process.pid, signal.SIGSTOP)  # its trainer goes on meanwhile

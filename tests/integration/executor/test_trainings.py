@@ -39,19 +39,19 @@ def done(job: TrainingJob) -> bool:
 
 
 async def test_a_job_is_trained_told_of_and_stored(cluster: Cluster) -> None:
-    await cluster.submit("job", examples=60)
+    await cluster.submit("job", examples=20)
     job = await cluster.until("job", done)
     assert job.result is not None
     assert (job.status, job.host, job.attempt, job.crashes, job.waiting_for) == ("running", "", 1, 0, "")
-    assert (job.steps, job.trained_tokens, job.threads > 0) == (60, 60, True)
-    assert [adapter.step for adapter in job.adapters] == [30]
+    assert (job.steps, job.trained_tokens, job.threads > 0) == (20, 20, True)
+    assert [adapter.step for adapter in job.adapters] == [10]
     assert await AdapterFiles(cluster.bus).has(job.result.digest)
     assert job.state is not None
     assert sorted(await cluster.left("job")) == sorted([job.state.object_name, job.metrics_object])
-    assert (await cluster.objects.get(job.metrics_object)).count(b"\n") == 61
+    assert (await cluster.objects.get(job.metrics_object)).count(b"\n") == 21
     said = await cluster.said("job")
-    assert [event.metrics.step for event in said if event.metrics is not None] == [*range(1, 61)]
-    assert "Step 60/60: training loss=0.03333" in [event.message for event in said]
+    assert [event.metrics.step for event in said if event.metrics is not None] == [*range(1, 21)]
+    assert "Step 20/20: training loss=0.1" in [event.message for event in said]
     beat = await cluster.processes["one"].wait_for(
         lambda beat: beat.host is not None and not beat.host.trainings
     )
@@ -78,7 +78,7 @@ async def test_what_its_tenant_wants_is_done_between_two_steps(cluster: Cluster)
 
 @pytest.mark.slow
 async def test_a_trainer_that_dies_is_started_again_and_not_for_ever(cluster: Cluster) -> None:
-    await cluster.submit("job", examples=200)
+    await cluster.submit("job", examples=80)
     await cluster.trains("one", "job")
     cluster.trainer("one").kill()
     crashed = await cluster.until("job", lambda job: bool(job.crashes))
