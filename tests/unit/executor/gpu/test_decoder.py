@@ -16,7 +16,6 @@ from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import to_bytes
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.kv_cache.codecs import INT8, Codec
 from services.executor.sampling.candidates import WANT, RowLogits
 from services.executor.worker.backend import backend_of
 from services.executor.worker.backends import gpu_decoder
@@ -33,7 +32,6 @@ from tests.unit.executor.gpu.gpu_runners import (
 )
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.lanes import LOWERED
-from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import build, reference_logits
 
 NATIVE = {
@@ -261,22 +259,3 @@ def test_that_there_is_no_triton_is_found_out_and_told_once(
     assert not has_triton()
     assert not has_triton()
     assert capsys.readouterr().out.count("attending_with_pytorch") == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
-def test_what_a_token_reads_does_not_depend_on_how_steps_are_cut(tmp_path: Path, model_type: str) -> None:
-    """A chunk that fills blocks, against the same tokens one by one. Mistral has a window."""
-    directory = small_model(tmp_path, model_type)
-
-    def logits_of(cuts: Sequence[int], codec: Codec | None = INT8, *, gpu: bool = True) -> Tensor:
-        runner = runner_of(directory, SingleRank(), codec=codec, gpu=gpu)
-        script = Script([sum(cuts)], compresses=codec is not None)
-        rows = [runner.forward(script.step({0: count}, every_token=True)[0]) for count in cuts]
-        return torch.cat([row for row in rows if isinstance(row, Tensor)])
-
-    whole = logits_of([11])
-    assert (whole - logits_of([11], codec=None)).abs().max() > 1e-3, "compression changes nothing here"
-    assert (whole - logits_of([11], gpu=False)).abs().max() < 1e-4
-    for cuts in ([1] * 11, [3, 6, 2]):
-        assert (whole - logits_of(cuts)).abs().max() < 1e-5

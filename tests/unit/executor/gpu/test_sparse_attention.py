@@ -12,7 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sparse_attention import SparsePattern
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, to_bytes
@@ -22,9 +21,7 @@ from services.executor.gpu.sparse_attention import plan_of_runs
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.worker.runner import ModelRunner
 from shared.messages import SparseAttention
-from tests.pretend_gpu.device import pretend_gpu
 from tests.unit.executor.gpu.gpu_runners import runner_of, small_model
-from tests.unit.executor.gpu.texts import GREEDY, ONE_LAYER, requests, texts
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import build
@@ -140,27 +137,6 @@ def test_linear_biases_go_by_positions(tmp_path: Path) -> None:
     everywhere = [structs.replace(PAGES, dense_layers=0)]
     found = logits_of(ours, alone([14, 7, 1]), everywhere)
     assert (found - logits_of(plain, alone([1] * 22), everywhere)).abs().max() < 1e-4
-
-
-@pytest.mark.nightly
-def test_a_text_is_the_same_beside_others_from_the_cache_and_after_a_kill() -> None:
-    """A whole engine, which looks ahead: what is reused and what is computed again have the same summaries."""
-    options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 80}
-    options |= {"max_batch_tokens": 24, "batch_invariant": True, "sparse_attention": True}
-    choice = SparseAttention(threshold=32, sinks=0, recent=8, budget=16, share=0.0, dense_layers=0)
-    prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (60, 20)]
-    first, second = requests(prompts, (GREEDY, GREEDY), 4)
-    with pretend_gpu(), served(ONE_LAYER, torch.device("cuda", 0), **options) as ring:
-        assert ring.spec.sparse == ["pages", "window"]
-        batcher = ring.batcher()
-        chosen = structs.replace(first, sparse=choice)
-        both, _ = texts(ring, [chosen, second], ahead=True, batcher=batcher)
-        repeat = structs.replace(chosen, generation_id="again")
-        again, _ = texts(ring, [repeat], ahead=False, batcher=batcher)
-        assert again == both[:1]
-        assert texts(ring, [first], ahead=False)[0] != both[:1], "the choice tells"
-        (continued,) = requests([prompts[0] + both[0][:2]], (GREEDY,), 2)
-        assert texts(ring, [structs.replace(continued, sparse=choice)], ahead=False)[0] == [both[0][2:]]
 
 
 @given(
