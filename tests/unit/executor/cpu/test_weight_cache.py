@@ -162,16 +162,6 @@ def test_what_is_mapped_is_checked_as_what_is_read(tmp_path: Path) -> None:
     assert torch.equal(mapped.model.head.packed, expected.model.head.packed)
 
 
-def test_a_file_that_became_shorter_is_not_mapped(tmp_path: Path) -> None:
-    model = model_of(tmp_path / "model")
-    file = kept(tmp_path, model)
-    cache = cache_of(tmp_path, model)
-    found = cache.find()
-    assert found is not None
-    os.truncate(file, 1000)
-    assert cache.map(found, 2) is None
-
-
 @pytest.mark.parametrize("length", [0, 10, 23, 24, 1000, -1])
 def test_a_file_that_is_cut_off_is_not_read(tmp_path: Path, length: int) -> None:
     model = model_of(tmp_path / "model")
@@ -180,14 +170,15 @@ def test_a_file_that_is_cut_off_is_not_read(tmp_path: Path, length: int) -> None
     assert read(cache_of(tmp_path, model)) is None
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_file_that_becomes_shorter_is_neither_mapped_nor_read(tmp_path: Path, mapped: bool) -> None:
     model = model_of(tmp_path / "model")
     file = kept(tmp_path, model)
     cache = cache_of(tmp_path, model)
     found = cache.find()
     assert found is not None
     os.truncate(file, 1000)
-    assert cache.read(found, 2, lambda done, total: None) is None
+    assert (cache.map(found, 2) if mapped else cache.read(found, 2, lambda done, total: None)) is None
 
 
 def test_other_weights_under_the_same_name(tmp_path: Path) -> None:

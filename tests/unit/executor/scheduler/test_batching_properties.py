@@ -11,7 +11,14 @@ from collections import deque
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from services.executor.core.engine import BadLogits, DraftPlan, EngineSpec, RestoreFailed, SampledToken
 from services.executor.core.sampling_state import SamplingState
@@ -545,37 +552,20 @@ class AdapterBatcherMachine(BatcherMachine):
         super().teardown()
 
 
-class TestAdapterBatcherMachine(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=25, stateful_step_count=50)
+MACHINES = {
+    AdapterBatcherMachine: 50,
+    DraftingBatcherMachine: 50,
+    BatcherMachine: 60,
+    RecurrentBatcherMachine: 40,
+}
+"""And their steps."""
 
 
-@pytest.mark.nightly
-class TestAdapterBatcherMachineForLonger(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=300, stateful_step_count=60)
-
-
-class TestDraftingBatcherMachine(DraftingBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=25, stateful_step_count=50)
-
-
-@pytest.mark.nightly
-class TestDraftingBatcherMachineForLonger(DraftingBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=300, stateful_step_count=60)
-
-
-class TestBatcherMachine(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=25, stateful_step_count=60)
-
-
-@pytest.mark.nightly
-class TestBatcherMachineForLonger(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=300, stateful_step_count=60)
-
-
-class TestRecurrentBatcherMachine(RecurrentBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=25, stateful_step_count=40)
-
-
-@pytest.mark.nightly
-class TestRecurrentBatcherMachineForLonger(RecurrentBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=300, stateful_step_count=60)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+@pytest.mark.parametrize(
+    ("examples", "longer"),
+    [pytest.param(25, 0, id="shortly"), pytest.param(300, 60, marks=pytest.mark.nightly, id="for longer")],
+)
+def test_batcher(machine: type[RuleBasedStateMachine], examples: int, longer: int) -> None:
+    steps = longer or MACHINES[machine]
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))

@@ -86,15 +86,6 @@ def test_accepted_drafts_come_in_one_entry() -> None:
 # --- ends -----------------------------------------------------------------------------------------
 
 
-def test_max_tokens_cut_as_ever() -> None:
-    for most in range(1, 12):
-        ring = right()
-        ring.add(ask("a", 5, max_tokens=most))
-        ring.run()
-        assert len(ring.tokens("a")) == most
-        assert ring.last("a").finish == "length"
-
-
 def test_a_stop_token_among_accepted_drafts_ends_the_text() -> None:
     text = undisturbed(ask("a", 5), 30)
     for stop in range(1, 12):
@@ -106,13 +97,16 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text() -> None:
         assert ring.last("a").finish == "stop"
 
 
-def test_the_context_ends_the_text() -> None:
-    for context in range(8, 16):
-        ring = right(context=context)
-        ring.add(ask("a", 5, max_tokens=99))
-        ring.run()
-        assert len(ring.tokens("a")) == context - 5
-        assert ring.last("a").finish == "length"
+@pytest.mark.parametrize(
+    ("most", "context", "length"),
+    [(n, 200, n) for n in range(1, 12)] + [(99, n, n - 5) for n in range(8, 16)],
+)
+def test_the_most_tokens_and_the_context_end_the_text(most: int, context: int, length: int) -> None:
+    ring = right(context=context)
+    ring.add(ask("a", 5, max_tokens=most))
+    ring.run()
+    assert len(ring.tokens("a")) == length
+    assert ring.last("a").finish == "length"
 
 
 def test_a_text_larger_than_the_cache_fails_with_the_same_tokens() -> None:
