@@ -18,14 +18,7 @@ import pytest
 from services.cli.commands.debug import fetch_dump, fetch_profile
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
-from shared.messages import (
-    GenerationRequest,
-    GroupBeat,
-    GroupLoad,
-    GroupRecord,
-    SamplingParams,
-    TokenFrame,
-)
+from shared.messages import GenerationRequest, GroupBeat, GroupLoad, GroupRecord, SamplingParams, TokenFrame
 from shared.messages.debugging import (
     DebugCommand,
     Dump,

@@ -424,9 +424,7 @@ async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> Non
         port = probe.getsockname()[1]
     server = LocalNats(tmp_path / "nats", port=port)
     await server.start()
-    settings = server.settings(
-        beat_interval=0.1,
-    )
+    settings = server.settings(beat_interval=0.1)
     bus = await Bus.connect(settings, "test")
     await ensure_streams(bus)
     reader = Reader()

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.config import CommonSettings
-from shared.messages import (
-    Cancel,
-    ControlReply,
-    GenerationRequest,
-    SamplingParams,
-)
+from shared.messages import Cancel, ControlReply, GenerationRequest, SamplingParams
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, make_served_model, request_of, rings

@@ -17,10 +17,7 @@ from services.executor.gpu.kernels.matmul import (
     multiply_one,
     tiles_of,
 )
-from services.executor.gpu.quantized_matmul import (
-    coded_product,
-    multiply_widened,
-)
+from services.executor.gpu.quantized_matmul import coded_product, multiply_widened
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.weight_formats import Quantized, quantize
 

@@ -140,8 +140,7 @@ def test_linear_biases_go_by_positions(tmp_path: Path) -> None:
 
 
 @given(
-    lens=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), min_size=1, max_size=5),
-    data=st.data(),
+    lens=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), min_size=1, max_size=5), data=st.data()
 )
 def test_rows_that_read_everything_are_runs_of_their_sequences(
     lens: list[tuple[int, int]], data: st.DataObject

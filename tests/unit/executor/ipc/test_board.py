@@ -37,8 +37,7 @@ def test_a_board_that_is_made_anew_leaves_the_older_one_to_who_has_it(tmp_path: 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(list(BoardKind)), st.floats(0, 1000))))
 def test_each_histogram_has_what_was_observed_and_nothing_of_its_neighbours(
-    tmp_path: Path,
-    values: list[tuple[BoardKind, float]],
+    tmp_path: Path, values: list[tuple[BoardKind, float]]
 ) -> None:
     ours = RingBoard(tmp_path / "board", 1, create=True)
     ours.rank(0).computes_on(GPU)

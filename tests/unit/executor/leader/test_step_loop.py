@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.executor.core.engine import (
-    BadLogits,
-    DraftPlan,
-    DraftToken,
-    EngineSpec,
-    Launched,
-    SampledToken,
-)
+from services.executor.core.engine import BadLogits, DraftPlan, DraftToken, EngineSpec, Launched, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard

@@ -498,10 +498,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vision_config": _PATCHES,
         "tie_word_embeddings": False,
     },
-    "qwen2_vl": {
-        "text_config": _MROPE,
-        "vision_config": {**_PATCHES, "hidden_size": 48, "embed_dim": 16},
-    },
+    "qwen2_vl": {"text_config": _MROPE, "vision_config": {**_PATCHES, "hidden_size": 48, "embed_dim": 16}},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "mlp_only_layers": [0]},
     "qwen3": {**VARIANTS["qwen3"], **ONE_KV_HEAD},
     "qwen3_vl": {

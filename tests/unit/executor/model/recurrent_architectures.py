@@ -280,12 +280,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe_text": {**_DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 44},
     "qwen3_5_text": _DELTA_RULE,
-    "qwen3_next": {
-        **_DELTA_RULE,
-        **EXPERTS,
-        "shared_expert_intermediate_size": 44,
-        "mlp_only_layers": [0],
-    },
+    "qwen3_next": {**_DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 44, "mlp_only_layers": [0]},
     "qwen3_next/one_key_head": {
         **_DELTA_RULE,
         **EXPERTS,

@@ -29,12 +29,7 @@ from tests.unit.executor.worker.test_weights import runner_of as runner_of_share
 
 natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_HEADS = {
     "head_dim": 32,
     "hidden_size": 128,
@@ -196,11 +191,7 @@ def test_natively_a_text_does_not_depend_on_its_neighbours_and_is_near_pytorchs(
     tmp_path: Path, form: str
 ) -> None:
     """Below and beyond the length of first training, alone, in chunks and beside others: the same bits."""
-    changes = {
-        "phi3": LONG_HEADS,
-        "dynamic": DYNAMIC,
-        "yarn": {"rope_parameters": YARN},
-    }[form]
+    changes = {"phi3": LONG_HEADS, "dynamic": DYNAMIC, "yarn": {"rope_parameters": YARN}}[form]
     directory = make_model(tmp_path, "phi3" if form == "phi3" else "llama", **{"head_dim": 32, **changes})
     lengths = [110, 30]
 

@@ -105,19 +105,8 @@ MAMBA: dict[str, Any] = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "axk1": {**GROUPED, **LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "deepseek_v2": {
-        **GROUPED,
-        **LATENT,
-        "topk_method": "group_limited_greedy",
-        "rope_parameters": YARN,
-    },
-    "deepseek_v3": {
-        **GROUPED,
-        **LATENT,
-        "attention_bias": True,
-        "rope_parameters": YARN,
-        **ALL_EXPERTS,
-    },
+    "deepseek_v2": {**GROUPED, **LATENT, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
+    "deepseek_v3": {**GROUPED, **LATENT, "attention_bias": True, "rope_parameters": YARN, **ALL_EXPERTS},
     "llama": {},
     "mistral": {"sliding_window": 10},
     "ministral": WINDOWS,

@@ -510,15 +510,7 @@ class AdapterBatcherMachine(BatcherMachine):
         lookahead: bool,
         rng: random.Random,
     ) -> None:
-        spec = EngineSpec(
-            BLOCK,
-            blocks,
-            context,
-            VOCAB,
-            quantized,
-            host,
-            max_adapters=slots,
-        )
+        spec = EngineSpec(BLOCK, blocks, context, VOCAB, quantized, host, max_adapters=slots)
         self.there: set[str] = set()
         self.begin(spec, BatchSettings(budget, sequences, 8, 5.0, drafts), lookahead, rng)
 

@@ -59,8 +59,7 @@ def served(directory: Path, codec: str = "", dtype: torch.dtype = torch.bfloat16
     layout = ShardLayout.from_config(load_config(directory), 1, 0)
     how = CODECS[codec] if codec else None
     model = load_model(
-        *(directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, how),
-        keep_codes=not codec,
+        *(directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, how), keep_codes=not codec
     )
     weights = {}
     for name, module in model.named_modules():
@@ -99,8 +98,7 @@ one."""
 
 @natively
 @pytest.mark.parametrize(
-    "form",
-    in_lanes(["nf4", "gptq act-order", "awq", "int8 per channel", "fp8 by blocks"], ["nf4", "awq"]),
+    "form", in_lanes(["nf4", "gptq act-order", "awq", "int8 per channel", "fp8 by blocks"], ["nf4", "awq"])
 )
 def test_checkpoints_that_are_quantized(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])

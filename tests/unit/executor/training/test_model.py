@@ -192,11 +192,7 @@ def test_targets_are_chosen_by_the_last_parts_of_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [
-        ("mixtral", "mixture of experts"),
-        ("deepseek_v3", "latent state"),
-        ("mamba", "recurrent state"),
-    ],
+    [("mixtral", "mixture of experts"), ("deepseek_v3", "latent state"), ("mamba", "recurrent state")],
 )
 def test_bases_that_cannot_be_trained_say_why(tmp_path: Path, model_type: str, reason: str) -> None:
     directory = make_model(tmp_path / "model", model_type)

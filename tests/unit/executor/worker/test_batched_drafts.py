@@ -149,8 +149,7 @@ def test_every_proposal_is_right_and_every_text_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "tp"),
-    [("fp32", 1), pytest.param("bf16", 2, marks=[natively, pytest.mark.nightly])],
+    ("dtype", "tp"), [("fp32", 1), pytest.param("bf16", 2, marks=[natively, pytest.mark.nightly])]
 )
 def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
     tmp_path: Path, dtype: str, tp: int

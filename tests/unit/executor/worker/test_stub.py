@@ -92,11 +92,7 @@ def test_log_probabilities_where_asked_for(wanted: int, top: list[tuple[int, flo
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        StubSettings(vocab_size=100),
-        StubSettings(vocab_size=1100, first_token=1000),
-    ],
+    "settings", [StubSettings(vocab_size=100), StubSettings(vocab_size=1100, first_token=1000)]
 )
 def test_a_vocabulary_that_is_too_small_is_named(settings: StubSettings) -> None:
     with pytest.raises(ConfigurationError, match="stub engine's"):

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, pages, sampling
 from services.executor.gpu.kernels.grouped import multiply_grouped
-from services.executor.gpu.kernels.matmul import (
-    BLOCK_N,
-    arrivals_for,
-    encode_rows,
-    multiply_few,
-    tiles_of,
-)
+from services.executor.gpu.kernels.matmul import BLOCK_N, arrivals_for, encode_rows, multiply_few, tiles_of
 from services.executor.gpu.kernels.tiles import rows_for
 from services.executor.gpu.quantized_matmul import packed_rows
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
@@ -297,10 +291,7 @@ MOST_BY_LOGIT = 1024
 def draw(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     """Launches the draws of `rows`, of which some have top-k and some top-p."""
     space = sampling.space_for(256, vocabulary, torch.device("meta"))
-    largest, params = (
-        meta(rows, dtype=torch.float32),
-        meta(sampling.NUM_PARAMS * rows, dtype=torch.float64),
-    )
+    largest, params = (meta(rows, dtype=torch.float32), meta(sampling.NUM_PARAMS * rows, dtype=torch.float64))
     tokens = meta(rows, dtype=torch.int64)
     logits = meta(rows, vocabulary, dtype=dtype)
     sampling.draw(logits, largest, params, tokens, space, MOST_BY_LOGIT, top_k=True, top_p=True)

@@ -475,12 +475,7 @@ def test_codes_of_a_file_become_numbers(model_of: MakeModel, tmp_path: Path) -> 
 
 def llama_3(original: int) -> dict[str, Any]:
     scale = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": original,
-        **scale,
-    }
+    return {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": original, **scale}
 
 
 def test_rotary_factors_are_not_lost_silently(model_of: MakeModel, tmp_path: Path) -> None:

@@ -54,10 +54,7 @@ def test_the_continuation_repeats_what_has_begun_to_repeat() -> None:
     assert index.continuation(match.source, 2) == [1, 2]
 
 
-@given(
-    st.lists(st.integers(0, 4), max_size=300),
-    st.lists(st.integers(1, 90), max_size=8),
-)
+@given(st.lists(st.integers(0, 4), max_size=300), st.lists(st.integers(1, 90), max_size=8))
 def test_a_match_is_what_it_says(tokens: list[int], pieces: list[int]) -> None:
     """However the tokens come: in long pieces, which are indexed by arrays, or one by one."""
     grown = array("i")

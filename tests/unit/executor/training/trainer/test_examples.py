@@ -6,12 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.training.trainer.examples import (
-    ExampleSet,
-    epoch_order,
-    micro_batches,
-    read_examples,
-)
+from services.executor.training.trainer.examples import ExampleSet, epoch_order, micro_batches, read_examples
 from services.executor.training.trainer.schedule import Course
 from shared.errors import InternalError
 from shared.messages.training import Examples

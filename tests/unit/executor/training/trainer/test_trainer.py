@@ -26,13 +26,7 @@ from services.executor.training.trainer.process import Trainer
 from shared.errors import ConfigurationError, InternalError, StorageFull, TrainingDiverged
 from shared.messages.training import TrainingJob
 from tests.unit.executor.model.lanes import in_lanes
-from tests.unit.executor.training.trainer.jobs import (
-    StandIn,
-    examples_of,
-    job_of,
-    make_spec,
-    random_texts,
-)
+from tests.unit.executor.training.trainer.jobs import StandIn, examples_of, job_of, make_spec, random_texts
 
 CPU = torch.device("cpu")
 
