@@ -223,13 +223,13 @@ async def test_batch_work_makes_way_and_goes_on_where_it_was(
     options = ("--stub-step-ms", "5", "--max-sequences", "1")
     async with executor(bus, nats_settings, tmp_path, *options) as process:
         await process.wait_ready()
-        bulk = msgspec.structs.replace(request("b", max_tokens=600), lane="batch")
+        bulk = msgspec.structs.replace(request("b", max_tokens=300), lane="batch")
         await dispatch(bus, bulk)
         await reader.some()
         await dispatch(bus, request("i", seed=2, max_tokens=20))
         assert (await reader.finish("i"))[0] == expected(2, 0, 20)
         assert not [entry for entry in reader.entries if entry.generation_id == "b" and entry.finish]
-        assert (await reader.finish("b"))[0] == expected(1, 0, 600)
+        assert (await reader.finish("b"))[0] == expected(1, 0, 300)
 
 
 @pytest.mark.slow

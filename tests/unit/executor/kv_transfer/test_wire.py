@@ -188,8 +188,9 @@ def test_who_has_another_key_gives_nothing(line: Line) -> None:
     assert not line.landed
 
 
-def test_a_stranger_is_refused_and_holds_nobody_up(line: Line) -> None:
+def test_a_stranger_is_refused_and_holds_nobody_up(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, one that speaks HTTP, and one that cannot prove what it claims."""
+    monkeypatch.setattr(wire, "GREETING_TIMEOUT", 0.3)
     silent = socket.create_connection(line.address)
     with socket.create_connection(line.address) as http:
         http.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

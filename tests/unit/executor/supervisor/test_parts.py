@@ -15,7 +15,7 @@ from services.executor.core.settings import ExecutorSettings, cores_of, spare_co
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
-from services.executor.ipc.proofs import MessageMac
+from services.executor.ipc.proofs import NONCE_SIZE, PROOF_SIZE, MessageMac
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.leader.frames import KEPT_SECONDS, RecentFrames
 from services.executor.model.card import read_card
@@ -107,7 +107,7 @@ def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
 def test_plans_reach_only_those_who_know_the_secret() -> None:
     listener = PlanListener("127.0.0.1")
     stranger = socket.create_connection((listener.host, listener.port))
-    stranger.sendall(b"x" * len(listener.secret))
+    stranger.sendall(b"x" * (NONCE_SIZE + PROOF_SIZE))
     received: list[StepPlan | None] = []
 
     def follow() -> None:
