@@ -170,6 +170,8 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         await groups.put("g", GroupRecord("g", "m", "ready", found.epoch, [], GroupLoad()))
         plans = msgspec.json.decode(await command_line(nats_settings, tmp_path, "plans", "--json"))
         assert plans[-1]["step"] >= kept.plans[-1].step
+        with pytest.raises(ConfigurationError, match="runs the stub engine, which computes nothing"):
+            await fetch_profile(nats_settings, "g", ProfileCommand(), tmp_path / "profile", lambda text: None)
 
 
 @pytest.mark.slow
@@ -272,15 +274,6 @@ async def test_slow_steps_are_logged_with_what_they_were_made_of(
         assert re.search(
             r'^ryzanstein_executor_slow_steps_total\{group="g",model="stub"\} 1[0-9]', metrics, re.M
         )
-
-
-async def test_the_stub_has_nothing_to_profile(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
-    async with executor(bus, nats_settings, tmp_path) as process:
-        await process.wait_ready()
-        with pytest.raises(ConfigurationError, match="runs the stub engine, which computes nothing"):
-            await fetch_profile(nats_settings, "g", ProfileCommand(), tmp_path / "profile", lambda text: None)
 
 
 @pytest.mark.slow
