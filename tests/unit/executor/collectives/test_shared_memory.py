@@ -1,6 +1,5 @@
 """The shared memory collectives: between processes, between threads, and when a rank does not come."""
 
-import multiprocessing
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,31 +15,22 @@ from services.executor.collectives.shared_memory import SharedArea, SharedMemory
 from services.executor.platforms.catalog import choose_platform
 from services.executor.worker.rendezvous import choose_backend
 from shared.errors import ConfigurationError, RingLost
+from tests.forked import CONTEXT, start
 from tests.unit.executor.collectives import shm_ranks
 from tests.unit.executor.model.lanes import in_lanes
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="no C compiler, or not Linux")
 
 
-@pytest.fixture(scope="module")
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Processes that have torch imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([shm_ranks.__name__])
-    return context
-
-
-def run_ranks(
-    context: multiprocessing.context.ForkServerContext, work: shm_ranks.Work, world_size: int
-) -> list[int | None]:
+def run_ranks(work: shm_ranks.Work, world_size: int) -> list[int | None]:
     """Exit codes of the ranks."""
     area = make_area(world_size, shm_ranks.LANES)
     ranks = [
-        context.Process(target=shm_ranks.rank_process, args=(work, area.path, rank, world_size))
+        CONTEXT.Process(target=shm_ranks.rank_process, args=(work, area.path, rank, world_size))
         for rank in range(world_size)
     ]
     for process in ranks:
-        process.start()
+        start(process, computes=True)
     for process in ranks:
         process.join(100)
     area.close()
@@ -48,14 +38,12 @@ def run_ranks(
 
 
 @pytest.mark.parametrize("world_size", in_lanes([2, 3], (), [3]))
-def test_thousands_of_operations_have_the_same_bits_on_every_rank(
-    forkserver: multiprocessing.context.ForkServerContext, world_size: int
-) -> None:
-    assert run_ranks(forkserver, shm_ranks.everything, world_size) == [0] * world_size
+def test_thousands_of_operations_have_the_same_bits_on_every_rank(world_size: int) -> None:
+    assert run_ranks(shm_ranks.everything, world_size) == [0] * world_size
 
 
-def test_the_others_notice_a_killed_rank(forkserver: multiprocessing.context.ForkServerContext) -> None:
-    assert run_ranks(forkserver, shm_ranks.last_one_dies, 3) == [0, 0, -signal.SIGKILL]
+def test_the_others_notice_a_killed_rank() -> None:
+    assert run_ranks(shm_ranks.last_one_dies, 3) == [0, 0, -signal.SIGKILL]
 
 
 # --- ranks that are threads of this process ------------------------------------------------------
