@@ -48,9 +48,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", ["linux", "posix"])
-async def test_suspended_ones_end_with_their_executor(how: str) -> None:
-    """All processes of it; by the kernel's signal for a parent's death, and without it."""
+async def suspending(how: str) -> tuple[asyncio.subprocess.Process, list[int]]:
+    """An executor, and the processes of its trainer."""
     executor = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-c", SUSPENDS_ITS_TRAINER, how),
@@ -58,7 +57,13 @@ async def test_suspended_ones_end_with_their_executor(how: str) -> None:
         start_new_session=True,  # whoever gets its children is then in another one
     )
     assert executor.stdout is not None
-    pids = [int(word) for word in (await executor.stdout.readline()).split()]
+    return executor, [int(word) for word in (await executor.stdout.readline()).split()]
+
+
+@pytest.mark.parametrize("how", ["linux", "posix"])
+async def test_suspended_ones_end_with_their_executor(how: str) -> None:
+    """All processes of it; by the kernel's signal for a parent's death, and without it."""
+    executor, pids = await suspending(how)
     assert len(pids) == 2
     for pid in pids:
         await until_status(pid, psutil.STATUS_STOPPED)
@@ -70,16 +75,8 @@ async def test_suspended_ones_end_with_their_executor(how: str) -> None:
 
 async def test_of_ranks_whose_first_was_killed_while_they_stood_still_none_is_left() -> None:
     """The others have not asked the kernel yet to end with it, and hold its pipe open."""
-    executor = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SUSPENDS_ITS_TRAINER,
-        "first",
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    executor, pids = await suspending("first")
     assert executor.stdout is not None
-    pids = [int(word) for word in (await executor.stdout.readline()).split()]
     try:
         assert await asyncio.wait_for(executor.stdout.readline(), 30) == b"signal SIGKILL\n"
         for pid in pids:
