@@ -101,6 +101,7 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
     follow_environment()
     sys.argv = [module, *arguments]
     stub = "stub" in arguments
-    if module == "services.executor" and (stub or "tests.rank_imports" in sys.modules):
+    forks = module == "services.executor" and sys.platform.startswith("linux")
+    if forks and (stub or "tests.rank_imports" in sys.modules):
         fork_ranks(stub=stub)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
