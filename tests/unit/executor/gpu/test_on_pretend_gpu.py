@@ -14,7 +14,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.device import CudaMarks
 
 from benchmarks.on_gpu.served import served
 from services.executor.collectives.base import Collectives, SingleRank
@@ -24,8 +23,10 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepLimits, StepPlan
 from services.executor.gpu import quantized_matmul
-from services.executor.gpu.graphs import GraphedDecoder
-from services.executor.gpu.steps import StepLimits, warmup_chunks, warmup_plans
+from services.executor.gpu.draft_head import GraphedHead
+from services.executor.gpu.graphs import Computed, GraphedDecoder, StepGraphs
+from services.executor.gpu.sampling import Pending
+from services.executor.gpu.steps import GpuSteps, warmup_chunks, warmup_plans
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -45,6 +46,10 @@ from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, te
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import build, logits_of
+from tests.unit.executor.worker.draft_heads import Eagle3Reference, make_eagle3
+from tests.unit.executor.worker.drafting_ring import Generated, ring_of
+from tests.unit.executor.worker.test_draft_heads import check
+from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 
 GPU = torch.device("cuda", 0)
 LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
@@ -222,3 +227,71 @@ def test_marks_are_passed_when_the_device_has_come_to_them(gpu: Host) -> None:
     torch.cuda.synchronize()
     assert progress.look()
     assert ended == [1]
+
+
+# --- draft heads ------------------------------------------------------------------------------------------
+
+ON_GPU = {"device": "cuda", "dtype": "fp32", "kv_memory": 1 << 20, "max_sequences": 4, "max_batch_tokens": 16}
+
+
+@pytest.fixture
+def steps_seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many steps the graphs have replayed, and how many were launched kernel by kernel."""
+    seen = Counter[str]()
+    replay = StepGraphs.replay
+
+    def watched(self: StepGraphs, plan: StepPlan, input_states: Tensor | None = None) -> Computed | None:
+        found = replay(self, plan, input_states)
+        rows = "one row" if len(plan.token_ids) == 4 else "rows"
+        seen[f"{rows}, {'launched' if found is None else 'replayed'}"] += 1
+        return found
+
+    monkeypatch.setattr(StepGraphs, "replay", watched)
+    return seen
+
+
+@pytest.fixture
+def launched(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Steps that the device was given, none of which the host waited for."""
+    steps: list[StepPlan] = []
+    launch = GpuSteps.launch
+
+    def watched(self: GpuSteps, plan: StepPlan, *others: Any) -> Pending:
+        gpu.waits.clear()
+        pending = launch(self, plan, *others)
+        assert gpu.waits == []
+        steps.append(plan)
+        return pending
+
+    monkeypatch.setattr(GpuSteps, "launch", watched)
+    return steps
+
+
+@pytest.mark.nightly
+def test_an_eagle3_head_reads_steps_that_graphs_hold(
+    tmp_path: Path, launched: list[StepPlan], steps_seen: Counter[str]
+) -> None:
+    model = model_in(tmp_path / "model", num_hidden_layers=2)
+    layers = (0, 1, 1)
+    head = make_eagle3(
+        tmp_path / "head", 144, eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)}
+    )
+    with ring_of(tmp_path, model, **ON_GPU) as ring:
+        plain = Generated(ring, PROMPT, GREEDY).run(4)
+    with ring_of(tmp_path, model, head, **ON_GPU) as ring:
+        assert ring.spec.drafts, ring.spec.draft_left_out
+        assert ring.spec.draft_reads_states
+        draft = ring.engine._loaded._draft
+        assert draft is not None
+        assert isinstance(draft._head, GraphedHead)
+        steps_seen.clear()
+        followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(6, 2)
+        launched.clear()
+        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(6, 2, followed=False)
+    assert steps_seen["rows, replayed"] > 0
+    assert steps_seen["one row, replayed"] > 0
+    assert steps_seen["one row, launched"] == 0
+    assert len(launched) > 4
+    check(followed, Eagle3Reference(head, model, layers))
+    check(behind, Eagle3Reference(head, model, layers))
+    assert followed.text[:4] == behind.text[:4] == plain.text
