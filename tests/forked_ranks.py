@@ -12,10 +12,11 @@ import sys
 from unittest.mock import patch
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.supervisor import early_fork_server, fork_server, rank_process, service
-from services.executor.supervisor.early_fork_server import RUNTIME, StartedForkServer
+from services.executor.supervisor import service
 from services.executor.supervisor.multinode import node
-from services.executor.supervisor.rank_process import ForkClient
+from services.executor.supervisor.ranks import early_fork_server, fork_server, rank_process
+from services.executor.supervisor.ranks.early_fork_server import RUNTIME, StartedForkServer
+from services.executor.supervisor.ranks.rank_process import ForkClient
 
 STUB_MODULES = ["services.executor.rank", "services.executor.leader.leader", "services.executor.worker.stub"]
 

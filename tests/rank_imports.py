@@ -2,11 +2,11 @@
 
 import os
 
-from services.executor.supervisor.early_fork_server import BUILDERS, RUNTIME
+from services.executor.supervisor.ranks.early_fork_server import BUILDERS, RUNTIME
 
 os.environ.update(RUNTIME)  # before the imports: libraries read it when they are loaded
 
-from services.executor.supervisor import fork_server
+from services.executor.supervisor.ranks import fork_server
 
 fork_server.prepare()
 fork_server._load(BUILDERS)
