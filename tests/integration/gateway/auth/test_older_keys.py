@@ -1,6 +1,7 @@
 """Keys of a release that kept them beside everything else: good until `ryzanstein keys` has copied them."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -21,13 +22,16 @@ async def older(bus: Bus) -> Bucket[KeyRecord]:
     return await Bucket.open(bus, subjects.OLD_KEYS_BUCKET, KeyRecord)
 
 
-@pytest.fixture
-async def authenticator(bus: Bus, older: Bucket[KeyRecord]) -> AsyncIterator[Authenticator]:
+@contextlib.asynccontextmanager
+async def watched(bus: Bus) -> AsyncIterator[Authenticator]:
+    """An authenticator that follows the keys. It looks for older ones once, as it begins."""
     made = Authenticator()
     watching = asyncio.create_task(KeyWatch(bus, made).run())
-    yield made
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    try:
+        yield made
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 def lets_in(authenticator: Authenticator, key: NewKey) -> bool:
@@ -38,24 +42,25 @@ def lets_in(authenticator: Authenticator, key: NewKey) -> bool:
 
 
 async def test_they_are_good_until_they_are_copied_and_what_is_written_there_later_is_not(
-    bus: Bus, older: Bucket[KeyRecord], authenticator: Authenticator
+    bus: Bus, older: Bucket[KeyRecord]
 ) -> None:
     first, forged, new = (new_key("acme", 1.0) for _ in range(3))
     await older.put(first.identity, first.record)
-    await until(lambda: authenticator.records.keys() == {first.identity})
-    await until(lambda: not authenticator.open and lets_in(authenticator, first))
+    async with watched(bus) as authenticator:
+        await until(lambda: authenticator.records.keys() == {first.identity})
+        await until(lambda: not authenticator.open and lets_in(authenticator, first))
 
-    keys = await open_keys(bus)
-    assert await keys.items() == {first.identity: first.record}
-    await keys.put(new.identity, new.record)
-    await until(lambda: lets_in(authenticator, new))  # it reads the other bucket now
+        keys = await open_keys(bus)
+        assert await keys.items() == {first.identity: first.record}
+        await keys.put(new.identity, new.record)
+        await until(lambda: lets_in(authenticator, new))  # it reads the other bucket now
 
-    await older.put(forged.identity, forged.record)
-    assert (await (await open_keys(bus)).items()).keys() == {first.identity, new.identity}
-    await keys.delete(first.identity)
-    await until(lambda: first.identity not in authenticator.records)
-    assert authenticator.records.keys() == {new.identity}
-    assert not lets_in(authenticator, forged)
+        await older.put(forged.identity, forged.record)
+        assert (await (await open_keys(bus)).items()).keys() == {first.identity, new.identity}
+        await keys.delete(first.identity)
+        await until(lambda: first.identity not in authenticator.records)
+        assert authenticator.records.keys() == {new.identity}
+        assert not lets_in(authenticator, forged)
 
 
 async def test_a_copy_that_was_interrupted_goes_on(bus: Bus, older: Bucket[KeyRecord]) -> None:
@@ -77,5 +82,7 @@ async def test_a_copy_that_was_interrupted_goes_on(bus: Bus, older: Bucket[KeyRe
         }
 
 
-async def test_without_any_key_everybody_is_let_in(authenticator: Authenticator) -> None:
-    await until(lambda: authenticator.open)
+@pytest.mark.usefixtures("older")
+async def test_without_any_key_everybody_is_let_in(bus: Bus) -> None:
+    async with watched(bus) as authenticator:
+        await until(lambda: authenticator.open)
