@@ -210,7 +210,8 @@ async def test_batches_are_listed(served: openai.AsyncOpenAI) -> None:
     made = [await submit(served, requests(1)) for _ in range(3)]
     newest_first = [batch.id for batch in reversed(made)]
     assert [batch.id async for batch in served.batches.list(limit=2)] == newest_first
-    await until_status(served, made[2].id)
+    for batch in made:  # what is under way as the gateway stops is the subject of other tests
+        await until_status(served, batch.id)
 
 
 async def test_a_batch_is_its_tenants_and_runs_on_when_its_key_is_revoked(
