@@ -278,7 +278,8 @@ class Bucket(Generic[T]):
             headers_only=headers_only or None,
         )
         subject = self._subject(keys)
-        reading = read_stream(self._bus, f"KV_{self._name}", subject, config, timeout=READ_TIMEOUT)
+        stream = f"KV_{self._name}"
+        reading = read_stream(self._bus, stream, subject, config, timeout=READ_TIMEOUT, replaced=True)
         with translated(f"read the bucket {self._name}"):
             async with contextlib.aclosing(reading) as messages:
                 async for message in messages:

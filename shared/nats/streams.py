@@ -192,21 +192,28 @@ PAGE = 256
 
 
 async def read_stream(
-    bus: Bus, stream: str, subject: str, config: ConsumerConfig, *, timeout: float
+    bus: Bus, stream: str, subject: str, config: ConsumerConfig, *, timeout: float, replaced: bool = False
 ) -> AsyncGenerator[Msg, None]:
     """The messages of `subject` from where `config` begins to the newest, without a gap, page by page: each page has
     `timeout` seconds of its own, so that many messages take long and do not fail.
 
+    `replaced`: a message may be replaced by a newer one of its subject meanwhile. For a moment the broker counts
+    neither of them as pending, so that nothing seems to be left; it is asked again.
+
     Raises one of `BROKER_ERRORS` when the broker does not answer, or the connection is cut meanwhile.
     """
     subscription = await bus.jetstream().pull_subscribe(subject, stream=stream, config=config)
+
+    async def left() -> int:
+        return (await subscription.consumer_info()).num_pending or 0
+
     try:
-        pending, delivered = (await subscription.consumer_info()).num_pending or 0, 0
-        while pending > 0:
+        pending, delivered = await left(), 0
+        while pending > 0 or (replaced and (pending := await left()) > 0):
             try:
                 messages = await subscription.fetch(min(pending, PAGE), timeout=timeout)
             except TimeoutError:
-                if (await subscription.consumer_info()).num_pending:
+                if await left():
                     raise
                 return  # the last ones have been removed meanwhile
             for message in messages:
