@@ -162,17 +162,18 @@ async def test_wrong_messages_leave_the_connection_up(socket: Socket, ring: Fake
     assert await socket.receive() == {"type": "pong"}
 
 
-async def test_closing_cancels_everything(gateway: RunningGateway, ring: FakeRing) -> None:
+async def test_closing_cancels_everything(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async def wait(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, list(b"H"))
 
     ring.behave = wait
-    async with connect(gateway.websocket_url) as connection:
-        socket = Socket(connection)
-        for identity in "abc":
-            await socket.send(type="generate", id=identity, request=CHAT)
-        await until(lambda: len(ring.requests) == 3)
-    await until(lambda: len(ring.cancelled | ring.commanded) == 3)
+    async with run_gateway(nats_settings, resume_grace=0.1) as gateway:
+        async with connect(gateway.websocket_url) as connection:
+            socket = Socket(connection)
+            for identity in "abc":
+                await socket.send(type="generate", id=identity, request=CHAT)
+            await until(lambda: len(ring.requests) == 3)
+        await until(lambda: len(ring.cancelled | ring.commanded) == 3)
 
 
 async def test_limits_of_one_connection(nats_settings: CommonSettings, ring: FakeRing) -> None:

@@ -155,27 +155,30 @@ async def test_the_budget_of_attempts_is_bounded(http: httpx.AsyncClient, ring: 
     assert len(ring.requests) == 4
 
 
-async def test_a_client_that_goes_cancels_its_generation(gateway: RunningGateway, ring: FakeRing) -> None:
+async def test_a_client_that_goes_cancels_its_generation(
+    nats_settings: CommonSettings, ring: FakeRing
+) -> None:
     async def start(fake: FakeRing, request: GenerationRequest) -> None:
         if bytes(request.prompt) != b"quiet\n":
             await fake.emit(request, 0, list(b"Hello"))
 
     ring.behave = start
-    async with gateway.http() as http:
-        async with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
-            async for _ in answer.aiter_bytes():
-                break
-        await until(lambda: ring.requests[0].generation_id in ring.commanded)
-        assert not ring.cancelled  # its group was known
-        quiet = BODY | {"messages": [{"role": "user", "content": "quiet"}]}
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post(CHAT, json=quiet, timeout=0.2)
-        await until(lambda: len(ring.requests) == 2)
-        await until(lambda: ring.requests[1].generation_id in ring.cancelled)
-        assert ring.requests[1].generation_id not in ring.commanded
-    generations = gateway.service.work.generations
-    assert generations is not None
-    await until(lambda: len(generations) == 0)
+    async with run_gateway(nats_settings, resume_grace=0.1) as gateway:
+        async with gateway.http() as http:
+            async with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
+                async for _ in answer.aiter_bytes():
+                    break
+            await until(lambda: ring.requests[0].generation_id in ring.commanded)
+            assert not ring.cancelled  # its group was known
+            quiet = BODY | {"messages": [{"role": "user", "content": "quiet"}]}
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(CHAT, json=quiet, timeout=0.2)
+            await until(lambda: len(ring.requests) == 2)
+            await until(lambda: ring.requests[1].generation_id in ring.cancelled)
+            assert ring.requests[1].generation_id not in ring.commanded
+        generations = gateway.service.work.generations
+        assert generations is not None
+        await until(lambda: len(generations) == 0)
 
 
 async def test_a_queued_request_of_a_client_that_went_is_withdrawn(
