@@ -1,5 +1,5 @@
-"""Where the longest tests stand among those of a run: first, so that none of them is still running, alone on its core,
-when all others have ended.
+"""In which order tests run: the longest first, so that none of them is still running, alone on its core, when all
+others have ended; those of one stack of the real model one after the other, so that no second worker starts it too.
 """
 
 import os
@@ -10,7 +10,23 @@ import pytest
 
 LONG = 600.0
 """Seconds after which a test that may take as long is stopped, at least: its marker `timeout` says so."""
+STACKS = frozenset({"two_groups", "one_ring_of_two"})
+"""Fixtures of `tests/e2e` that take 20 s to begin."""
 Test = TypeVar("Test")
+
+
+def has_stack(item: pytest.Item) -> bool:
+    names = {*getattr(item, "fixturenames", ())}
+    if callspec := getattr(item, "callspec", None):
+        names |= {value for value in callspec.params.values() if isinstance(value, str)}
+    return bool(names & STACKS)
+
+
+def together(tests: Sequence[Test], belongs: Callable[[Test], bool]) -> list[Test]:
+    """The same tests: those that belong together follow the first of them."""
+    first = next((place for place, test in enumerate(tests) if belongs(test)), len(tests))
+    rest = tests[first:]
+    return [*tests[:first], *filter(belongs, rest), *(test for test in rest if not belongs(test))]
 
 
 def is_long(item: pytest.Item) -> bool:
@@ -35,4 +51,6 @@ def longest_first(tests: Sequence[Test], is_long: Callable[[Test], bool], worker
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is not selected has gone by now."""
-    items[:] = longest_first(items, is_long, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    items[:] = longest_first(
+        together(items, has_stack), is_long, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    )

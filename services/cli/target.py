@@ -158,6 +158,8 @@ def _path(data_dir: Path) -> Path:
     return data_dir / "stack.json"
 
 
+CONNECT_TIMEOUT = 5.0
+"""Seconds for which a command waits for NATS: whoever typed it looks on."""
 _ADDRESS = re.compile(
     r"(?P<scheme>(?:nats|tls|ws|wss)://)(?:(?P<user>[^:@/]*)(?::(?P<password>[^@/]*))?@)?(?P<rest>[^@]+)"
 )
@@ -266,7 +268,7 @@ def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
 
 def running_nats(data_dir: Path | None, nats_url: str) -> CommonSettings | None:
     """The same; None: no stack runs here, and none elsewhere was named."""
-    environment = load_settings(CommonSettings, nats_connect_timeout=5.0)
+    environment = load_settings(CommonSettings, nats_connect_timeout=CONNECT_TIMEOUT)
     if nats_url:
         return existing_nats(environment, nats_url)
     stack = find_stack(data_dir, starting=True)
@@ -276,7 +278,7 @@ def running_nats(data_dir: Path | None, nats_url: str) -> CommonSettings | None:
             nats_url=stack.nats_url,
             nats_user=stack.nats_user,
             nats_password=stack.nats_password,
-            nats_connect_timeout=5.0,
+            nats_connect_timeout=CONNECT_TIMEOUT,
         )
     if "nats_url" in environment.model_fields_set:
         return existing_nats(environment, environment.nats_url)

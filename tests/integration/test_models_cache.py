@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from services.cli import target
 from services.cli.commands.models.local import models_app
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, ModelLoadError
@@ -97,7 +98,11 @@ async def test_garbage_is_collected_by_the_registry(
         await run(nats_settings, "gc", "--to", "much")
 
 
-def test_without_a_registry_it_must_be_said_that_none_counts(cache: Path) -> None:
+def test_without_a_registry_it_must_be_said_that_none_counts(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "CONNECT_TIMEOUT", 0.2)
+
     def gc(*arguments: str) -> BaseException | None:
         return CliRunner().invoke(models_app, ["gc", *arguments]).exception
 
