@@ -26,6 +26,7 @@ from shared.messages import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.running import running
 
 LOAD = GroupLoad(running=1, free_blocks=3, total_blocks=4)
 
@@ -36,28 +37,8 @@ def monitor_settings(common: CommonSettings) -> HealthMonitorSettings:
     )
 
 
-class Monitor(HealthMonitorService):
-    """The service, which also says when it has started."""
-
-    def __init__(self, settings: HealthMonitorSettings) -> None:
-        super().__init__(settings)
-        self.started = asyncio.Event()
-
-    async def start(self) -> None:
-        await super().start()
-        self.started.set()
-
-
-@contextlib.asynccontextmanager
-async def running(common: CommonSettings) -> AsyncIterator[HealthMonitorService]:
-    service = Monitor(monitor_settings(common))
-    task = asyncio.create_task(service.run())
-    try:
-        await asyncio.wait_for(service.started.wait(), 10)
-        yield service
-    finally:
-        service.end()
-        await task
+def monitor(common: CommonSettings) -> contextlib.AbstractAsyncContextManager[HealthMonitorService]:
+    return running(HealthMonitorService(monitor_settings(common)))
 
 
 class Executor:
@@ -173,7 +154,7 @@ async def test_hosts_are_written_and_forgotten_as_services_are(
     bucket = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
     host = HostBeat(memory=100, models=[HostModel("m", "loading")], takes_models=True)
     beat = Heartbeat("executor", "empty", 1, "ready", host=host)
-    async with running(nats_settings):
+    async with monitor(nats_settings):
         seen: list[str] = []
         async with asyncio.timeout(15):
             async for update in bucket.watch():
@@ -190,7 +171,7 @@ async def test_hosts_are_written_and_forgotten_as_services_are(
 async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
     bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
-    async with running(nats_settings) as service:
+    async with monitor(nats_settings) as service:
         executor.start()
         await seen.until_state("g", "ready")
         record = seen.groups["g"]
@@ -229,7 +210,7 @@ async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
 async def test_load_follows_without_a_change_of_state(
     nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
-    async with running(nats_settings):
+    async with monitor(nats_settings):
         executor.start()
         await seen.until_state("g", "ready")
         steps = seen.groups["g"].ranks[0].progress
@@ -239,11 +220,11 @@ async def test_load_follows_without_a_change_of_state(
 async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
     bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
-    async with running(nats_settings):
+    async with monitor(nats_settings):
         executor.start()
         await seen.until_state("g", "ready")
         await executor.stop()
-    async with running(nats_settings):
+    async with monitor(nats_settings):
         await seen.until_state("g", "gone")
         await seen.until(lambda: ("g", 1, "down") in seen.events)
     assert seen.events == [("g", 1, "up"), ("g", 1, "down")]
@@ -252,7 +233,7 @@ async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
 async def test_two_monitors_agree(
     bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:
-    async with running(nats_settings) as first, running(nats_settings) as second:
+    async with monitor(nats_settings) as first, monitor(nats_settings) as second:
         executor.start()
         await seen.until_state("g", "ready")
         await seen.until(lambda: {first.instance, second.instance} <= set(seen.services))
@@ -263,7 +244,7 @@ async def test_two_monitors_agree(
 
 
 async def test_metrics_are_served(nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
-    async with running(nats_settings) as service:
+    async with monitor(nats_settings) as service:
         executor.start()
         await seen.until_state("g", "ready")
         host, port = service.address.split(":")

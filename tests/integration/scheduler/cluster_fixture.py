@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,36 +30,19 @@ from shared.messages import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.running import running
 
 MODEL = "org/model v1"
 CONSUMER = "gateway-1"
 FREE = GroupLoad(free_blocks=100, total_blocks=100)
 
 
-class Scheduler(SchedulerService):
-    """The service, which also says when it has started."""
-
-    def __init__(self, settings: SchedulerSettings) -> None:
-        super().__init__(settings)
-        self.started = asyncio.Event()
-
-    async def start(self) -> None:
-        await super().start()
-        self.started.set()
-
-
-@contextlib.asynccontextmanager
-async def scheduler(common: CommonSettings, **settings: Any) -> AsyncIterator[Scheduler]:
+def scheduler(
+    common: CommonSettings, **settings: Any
+) -> contextlib.AbstractAsyncContextManager[SchedulerService]:
     """A scheduler that has started; stopped at the end."""
     values = {"dispatch_timeout": 0.3, "suspect_time": 0.2, **common.model_dump(), **settings}
-    service = Scheduler(SchedulerSettings(**values))
-    task = asyncio.create_task(service.run())
-    try:
-        await asyncio.wait_for(service.started.wait(), 10)
-        yield service
-    finally:
-        service.end()
-        await task
+    return running(SchedulerService(SchedulerSettings(**values)))
 
 
 class Leader:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+from services.scheduler.service import SchedulerService
 from shared.config import CommonSettings
 from shared.messages import (
     GenerationRequest,
@@ -14,7 +15,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from tests.integration.scheduler.cluster_fixture import MODEL, House, Scheduler, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, scheduler
 
 
 async def test_a_request_arrives_unchanged_and_leaves_the_stream(
@@ -122,7 +123,7 @@ async def test_what_a_ring_does_not_compute_any_more_goes_to_another_group(
     assert house.entries == []
 
 
-async def until_state(house: House, service: Scheduler, name: str, state: str) -> None:
+async def until_state(house: House, service: SchedulerService, name: str, state: str) -> None:
     """A scheduler has read so of a group."""
     async with asyncio.timeout(15):
         while (group := service._table.get(name)) is None or group.status != state:

@@ -26,7 +26,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.kv import Bucket
-from tests.integration.scheduler.cluster_fixture import FREE, House, Leader, Scheduler, scheduler
+from tests.integration.scheduler.cluster_fixture import FREE, House, Leader, scheduler
 
 GB = 1_000_000_000
 
@@ -145,7 +145,7 @@ async def yard(house: House) -> AsyncIterator[Yard]:
     await asyncio.gather(*yard.tasks)
 
 
-def figure(service: Scheduler, name: str, **labels: str) -> float:
+def figure(service: SchedulerService, name: str, **labels: str) -> float:
     return service.registry.get_sample_value(name, labels) or 0.0
 
 
@@ -334,7 +334,7 @@ async def test_a_scheduler_that_starts_leaves_alone_what_was_unloaded_and_asked_
     assert [type(command) for command in host.told] == [LoadModel, LoadModel]
 
 
-async def _die(service: Scheduler) -> None:
+async def _die(service: SchedulerService) -> None:
     """Without a word: its connection breaks, and it does not come back."""
     client = service.bus.client
     client.options["allow_reconnect"] = False

@@ -6,13 +6,14 @@ import contextlib
 import pytest
 
 from services.scheduler.placement import SessionPins
+from services.scheduler.service import SchedulerService
 from shared.config import CommonSettings
 from shared.messages import GroupLoad, SessionPin
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.subjects import pin_key
-from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader, Scheduler, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader, scheduler
 
 
 def where(leaders: list[Leader], name: str) -> str:
@@ -20,7 +21,7 @@ def where(leaders: list[Leader], name: str) -> str:
     return found
 
 
-async def report(house: House, service: Scheduler, leader: Leader, load: GroupLoad) -> None:
+async def report(house: House, service: SchedulerService, leader: Leader, load: GroupLoad) -> None:
     """Returns once the scheduler knows of the load."""
     leader.load = load
     await leader.record("busy")

@@ -76,8 +76,7 @@ def first_of(chain: str) -> bytes:
 
 async def shown_by(gateway: RunningGateway, trust: ssl.SSLContext) -> bytes:
     """The certificate that a new connection is shown."""
-    host, port = gateway.url.removeprefix("https://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port), ssl=trust)
+    _, writer = await asyncio.open_connection(*gateway.url.removeprefix("https://").split(":"), ssl=trust)
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
     await writer.wait_closed()

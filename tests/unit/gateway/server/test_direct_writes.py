@@ -126,8 +126,7 @@ async def test_a_client_that_does_not_read_is_written_a_bounded_part() -> None:
         read = parts
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        reader, writer = await asyncio.open_connection(*address.split(":"), limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
         await full.wait()
         data = await reader.read()
@@ -150,8 +149,7 @@ async def test_nothing_is_written_to_a_client_that_has_gone() -> None:
         gone.set()
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         await reader.readuntil(b"1\r\na\r\n")
         writer.close()
@@ -243,8 +241,7 @@ async def test_a_request_hears_that_its_client_goes(length: int) -> None:
             await gone.wait()
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % length)
         writer.write(length * b"x")
         await waiting.wait()
@@ -289,8 +286,7 @@ async def test_a_body_that_has_come_whole_is_taken_and_the_client_still_heard_of
         gone.set()
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nwhole")
         await taken.wait()
         writer.close()
@@ -316,8 +312,7 @@ async def test_a_body_that_is_still_to_come_is_received(expect: bytes) -> None:
         await send(END)
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*address.split(":"))
         first = b"" if expect else b"in "
         writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 8\r\n%b\r\n%b" % (expect, first))
         await begun.wait()
@@ -341,8 +336,7 @@ async def test_a_request_hears_of_a_client_that_has_gone_before() -> None:
             assert heard.is_set()
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         await begun.wait()
         writer.close()
@@ -368,8 +362,7 @@ async def test_who_is_answered_hears_nothing_of_the_request_behind_it() -> None:
         await send(END)
 
     async def client(address: str) -> None:
-        host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"".join(b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n" % number for number in (1, 2)))
         await waiting.wait()
         writer.close()

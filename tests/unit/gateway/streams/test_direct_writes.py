@@ -133,9 +133,13 @@ def test_numbered_events_are_written_the_same(answer: RequestState) -> None:
     assert [chunk.event for chunk in direct.chunks] == [chunk.event for chunk in plain.chunks]
 
 
-def test_ordinary_tokens_wake_no_task() -> None:
+def direct() -> tuple[RequestState, Connection]:
     answer = answer_of([], 1, -1)
-    connection = Connection(answer, direct=True)
+    return answer, Connection(answer, direct=True)
+
+
+def test_ordinary_tokens_wake_no_task() -> None:
+    answer, connection = direct()
     for letter in "abcd":
         letters(answer, letter)
         settle()
@@ -146,8 +150,7 @@ def test_ordinary_tokens_wake_no_task() -> None:
 
 
 def test_what_cannot_be_written_is_left_to_the_task() -> None:
-    answer = answer_of([], 1, -1)
-    connection = Connection(answer, direct=True)
+    answer, connection = direct()
     letters(answer, "a")
     settle()
     connection.open = False
@@ -161,8 +164,7 @@ def test_what_cannot_be_written_is_left_to_the_task() -> None:
 
 
 def test_more_than_is_taken_at_once_is_all_read() -> None:
-    answer = answer_of([], 1, -1)
-    connection = Connection(answer, direct=True)
+    answer, connection = direct()
     letters(answer, "a")
     settle()
     for _ in range(100):
@@ -188,8 +190,7 @@ def test_what_a_client_has_is_not_written_again() -> None:
 
 
 def test_an_error_comes_behind_the_tokens_before_it() -> None:
-    answer = answer_of([], 1, -1)
-    connection = Connection(answer, direct=True)
+    answer, connection = direct()
     letters(answer, "a")
     settle()
     letters(answer, "b")
@@ -201,8 +202,7 @@ def test_an_error_comes_behind_the_tokens_before_it() -> None:
 
 
 def test_a_fault_in_the_callback_ends_the_reading() -> None:
-    answer = answer_of([], 1, -1)
-    connection = Connection(answer, direct=True)
+    answer, connection = direct()
     letters(answer, "a")
     settle()
     connection.written = None  # type: ignore[assignment]  # it cannot be counted up
@@ -213,8 +213,7 @@ def test_a_fault_in_the_callback_ends_the_reading() -> None:
 
 
 def test_nothing_is_written_for_a_client_that_has_gone() -> None:
-    answer = answer_of([], 1, -1)
-    connection = Connection(answer, direct=True)
+    answer, connection = direct()
     letters(answer, "a")
     settle()
     letters(answer, "b")
