@@ -113,6 +113,29 @@ def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "EXPOSITION_SECONDS", 0.0)
 
 
+POLLS = (
+    "api.grpc.server.SWEEP",
+    "api.models.routes.LOOK",
+    "auth.authenticator.LOOK",
+    "batches.line_runner.LOOK",
+    "core.cold_starts.INTERVAL",
+    "dialects.ollama.residency.LOOK",
+    "jobs.runners.TICK",
+    "lifecycle.failover.PAUSE",
+    "training.runner.BROKER_PAUSE",
+    "training.service.LOOK",
+    "training.tokenization.BUSY_PAUSE",
+)
+"""Seconds between two looks, of which nobody hears but by waiting for the next one."""
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gateways in this process."""
+    for name in POLLS:
+        monkeypatch.setattr(f"services.gateway.{name}", 0.1)
+
+
 @pytest.fixture
 async def no_trace(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

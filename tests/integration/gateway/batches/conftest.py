@@ -12,3 +12,9 @@ async def served(ring: FakeRing, client: openai.AsyncOpenAI) -> openai.AsyncOpen
     """A client of a gateway whose model has a group."""
     await ready(ring)
     return client
+
+
+@pytest.fixture(autouse=True)
+def frequent_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each a gateway in this process sees what has become of its batch."""
+    monkeypatch.setattr("services.gateway.jobs.leases.RENEW", 0.3)

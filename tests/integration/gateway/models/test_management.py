@@ -210,7 +210,7 @@ async def test_a_model_is_loaded_once_and_unloaded(
 
 
 async def test_a_load_that_fits_nowhere_is_refused_with_what_would_have_to_go(
-    http: httpx.AsyncClient, hosts: FakeHosts, gateway: RunningGateway
+    http: httpx.AsyncClient, hosts: FakeHosts, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await hosts.register("cold")
     await known(gateway, "cold")
@@ -221,6 +221,7 @@ async def test_a_load_that_fits_nowhere_is_refused_with_what_would_have_to_go(
     assert code(refused) == (409, "model_does_not_fit")
     assert "big would have to go" in refused.text
     assert (await spec_of(hosts, "cold")).action == "", "nothing has been asked for"
+    monkeypatch.setattr("services.gateway.api.management.models.REFUSAL_TIMEOUT", 0.1)
     again = await http.post("/models/load", json={"model": "cold"})  # nobody says anything new
     assert code(again) == (409, "model_does_not_fit")
 
