@@ -310,9 +310,10 @@ async def test_what_is_not_done_in_time_has_expired(served: openai.AsyncOpenAI, 
 
 
 async def test_lines_wait_while_the_gateway_or_the_fleet_is_full(
-    nats_settings: CommonSettings, ring: FakeRing
+    nats_settings: CommonSettings, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three generations at a time in this gateway; and one line fails at first, as when its group is lost."""
+    monkeypatch.setattr("services.gateway.batches.line_runner.backoff", lambda tries: 0.05)
     failed: set[str] = set()
 
     async def unsteady(fake: FakeRing, request: GenerationRequest) -> None:

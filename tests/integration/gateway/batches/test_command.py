@@ -8,8 +8,11 @@ from pathlib import Path
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.groups import app
 from shared.config import CommonSettings
+from shared.errors import RyzansteinError
 from tests.integration.gateway.batches.helpers import custom_ids, jsonl, line, requests
 from tests.integration.gateway.conftest import RunningGateway
 
@@ -64,4 +67,6 @@ async def test_what_is_wrong_is_said_and_in_the_exit_code(
         (["list", "--url", "http://127.0.0.1:1"], "did not answer"),
         (["list", "--url", "x", "--nats"], "give one"),
     ):
-        assert words in await batch(*arguments, code=1)
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["batch", *arguments])
+        assert isinstance(result.exception, RyzansteinError)
+        assert words in str(result.exception)

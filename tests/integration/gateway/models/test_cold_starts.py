@@ -146,7 +146,7 @@ async def test_who_waited_in_vain_is_told_how_many_came_before(
 
 @pytest.fixture
 async def small(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings, cold_model_requests=1, cold_bytes=3000, token_timeout=4) as one:
+    async with run_gateway(nats_settings, cold_model_requests=1, cold_bytes=3000, token_timeout=2) as one:
         yield one
 
 
