@@ -21,10 +21,7 @@ def index_table() -> str:
     for alert in rules.alerts(rules.load()):
         name = rules.kebab(alert["alert"])
         text = (runbooks.RUNBOOKS / f"{name}.md").read_text()
-        means, expected = (
-            _paragraph(r"\*\*\w+\*\* · ", text),
-            _paragraph(r"\*\*Expected\*\*: ", text),
-        )
+        means, expected = (_paragraph(r"\*\*\w+\*\* · ", text), _paragraph(r"\*\*Expected\*\*: ", text))
         severity = alert["labels"]["severity"]
         rows.append(f"| [{alert['alert']}]({name}.md) | {severity} | {means} | {_plain(expected)} |")
     return "\n".join(rows)

@@ -178,9 +178,7 @@ class House:
             self.disk.mount()
         self._broker = Broker(self.directory / "nats", quota=QUOTA if self.plan.store == "quota" else 0)
         await self._broker.up()
-        common = self._broker.settings(
-            journal_max_bytes=8 << 20 if self.plan.store else 1 << 30,
-        )
+        common = self._broker.settings(journal_max_bytes=8 << 20 if self.plan.store else 1 << 30)
         self._environment = {
             "RYZANSTEIN_NATS_USER": common.nats_user,
             "RYZANSTEIN_NATS_PASSWORD": common.nats_password.get_secret_value(),

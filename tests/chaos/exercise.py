@@ -45,12 +45,7 @@ async def exercise(house: House, fault: Fault, load: Load) -> Row:
 
 
 def row_of(
-    name: str,
-    records: list[Record],
-    moved: dict[str, float],
-    at: float,
-    detected: float | None,
-    whole: float,
+    name: str, records: list[Record], moved: dict[str, float], at: float, detected: float | None, whole: float
 ) -> Row:
     told = at if detected is None else detected
     streams = [r for r in records if r.kind != "plain"]

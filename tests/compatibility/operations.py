@@ -38,12 +38,7 @@ from openai.types.conversations import (
     item_list_params,
     item_retrieve_params,
 )
-from openai.types.fine_tuning import (
-    FineTuningJob,
-    job_create_params,
-    job_list_events_params,
-    job_list_params,
-)
+from openai.types.fine_tuning import FineTuningJob, job_create_params, job_list_events_params, job_list_params
 from openai.types.fine_tuning.jobs import checkpoint_list_params
 from openai.types.responses import (
     CompactedResponse,
@@ -179,12 +174,7 @@ OPERATIONS = (
             {"stream": True, "tools": [RESPONSE_TOOL], "tool_choice": "required", "max_output_tokens": 64},
             {"stream": True, "background": True},
             {"stream": True, "input": [*HELLO, {"type": "compaction_trigger"}]},
-            {
-                "stream": True,
-                "tools": [CUSTOM_TOOL],
-                "tool_choice": "required",
-                "max_output_tokens": 128,
-            },
+            {"stream": True, "tools": [CUSTOM_TOOL], "tool_choice": "required", "max_output_tokens": 128},
         ),
         reasoning=({"stream": True, "input": "<think>", "reasoning": {"summary": "auto"}},),
         failing=({"stream": True, "input": FAULT},),
@@ -231,10 +221,7 @@ OPERATIONS = (
         "conversations.items.delete", "DELETE", "/conversations/{conversation}/items/{conversation_item}"
     ),
     Operation(
-        "conversations.delete",
-        "DELETE",
-        "/conversations/{conversation}",
-        answers=ConversationDeletedResource,
+        "conversations.delete", "DELETE", "/conversations/{conversation}", answers=ConversationDeletedResource
     ),
     Operation(
         "responses.compact",
@@ -417,10 +404,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         r"file_url",
         "a server that fetches what clients name lets them reach whatever it reaches; send the file, or upload it",
     ),
-    (
-        r"\basync$",
-        "a tool's result is awaited: no model that is served was trained to go on before it",
-    ),
+    (r"\basync$", "a tool's result is awaited: no model that is served was trained to go on before it"),
     (
         r"allowed_callers",
         "nothing but the model calls a tool here: `programmatic` is a program that runs at OpenAI",
@@ -437,10 +421,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         r"comparison_response_id",
         "what of another prompt's blocks is left is known to the ring alone, and not told",
     ),
-    (
-        r"^completions.create suffix",
-        "no open model says how it was taught to fill in the middle",
-    ),
+    (r"^completions.create suffix", "no open model says how it was taught to fill in the middle"),
     (r" modalities", "audio: the models that are served read and write text"),
     (
         r"^fine_tuning.jobs.create (method\.reinforcement|method\.type$)",

@@ -114,11 +114,7 @@ def _events_left_out(events: Sequence[Row]) -> list[str]:
     for row in events:
         if row.excluded:
             reasons.setdefault(row.excluded, []).append(f"`{row.path.removeprefix('response.')}`")
-    lines = [
-        "",
-        "Types of stream events without a meaning here (each begins with `response.`):",
-        "",
-    ]
+    lines = ["", "Types of stream events without a meaning here (each begins with `response.`):", ""]
     return lines + [f"- {', '.join(names)}: {reason}." for reason, names in reasons.items()]
 
 

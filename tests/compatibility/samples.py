@@ -135,7 +135,7 @@ QUERIES: dict[tuple[str, str], Any] = {
 }
 """By operation and field of its query: what makes sense there."""
 QUERY_BESIDE: dict[tuple[str, str], dict[str, Any]] = {
-    ("responses.retrieve", "starting_after"): {"stream": "true"},
+    ("responses.retrieve", "starting_after"): {"stream": "true"}
 }
 """By the same: what stands beside one that is of no use alone."""
 

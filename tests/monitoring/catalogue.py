@@ -27,11 +27,7 @@ from services.scheduler.training.metrics import TrainingMetrics
 from shared.service.endpoints import Aliases, SpanCollector
 from shared.service.lifecycle import Service
 
-SUFFIXES = {
-    "counter": ("_total",),
-    "histogram": ("_bucket", "_sum", "_count"),
-    "summary": ("_sum", "_count"),
-}
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
 
 
 class Entry(NamedTuple):

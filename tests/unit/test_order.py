@@ -16,11 +16,7 @@ def test_all_are_there_once_and_the_others_in_their_order(long: list[bool], work
 
 
 @pytest.mark.parametrize(
-    ("workers", "expected"),
-    [
-        (1, [5, 8, 9, 0, 1, 2, 3, 4, 6, 7]),
-        (3, [5, 0, 1, 8, 2, 3, 9, 4, 6, 7]),
-    ],
+    ("workers", "expected"), [(1, [5, 8, 9, 0, 1, 2, 3, 4, 6, 7]), (3, [5, 0, 1, 8, 2, 3, 9, 4, 6, 7])]
 )
 def test_each_worker_begins_with_some(workers: int, expected: list[int]) -> None:
     assert longest_first(range(10), {5, 8, 9}.__contains__, workers) == expected

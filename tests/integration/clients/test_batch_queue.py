@@ -105,10 +105,7 @@ async def test_a_gateway_that_comes_late(
 
 
 async def test_the_example_of_the_readme(
-    nats_settings: CommonSettings,
-    served: openai.AsyncOpenAI,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    nats_settings: CommonSettings, served: openai.AsyncOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "input.jsonl").write_bytes(requests(5))
     monkeypatch.chdir(tmp_path)

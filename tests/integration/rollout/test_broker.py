@@ -61,9 +61,7 @@ async def test_services_that_start_together_on_a_new_cluster_open_the_same_bucke
 async def test_a_killed_and_restarted_nats_loses_nothing_and_restarts_no_executor(tmp_path: Path) -> None:
     server = LocalNats(tmp_path / "nats")
     await server.start()
-    settings = server.settings(
-        beat_interval=0.1,
-    )
+    settings = server.settings(beat_interval=0.1)
     bus = await Bus.connect(settings, "test")
     await ensure_streams(bus)
     try:

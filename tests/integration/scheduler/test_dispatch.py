@@ -5,14 +5,7 @@ import time
 
 from services.scheduler.service import SchedulerService
 from shared.config import CommonSettings
-from shared.messages import (
-    GenerationRequest,
-    GroupLoad,
-    GroupTraits,
-    Refusal,
-    SparseAttention,
-    TokenEntry,
-)
+from shared.messages import GenerationRequest, GroupLoad, GroupTraits, Refusal, SparseAttention, TokenEntry
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from tests.integration.scheduler.cluster_fixture import MODEL, House, scheduler

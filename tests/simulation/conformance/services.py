@@ -80,11 +80,7 @@ class Services:
 
     async def ensure_stream(self, name: str, all_of: str, change: bool = True, **limits: Any) -> None:
         config = StreamConfig(
-            name=name,
-            subjects=[all_of],
-            retention=RetentionPolicy.LIMITS,
-            storage=StorageType.FILE,
-            **limits,
+            name=name, subjects=[all_of], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, **limits
         )
         await ensure_stream(self._bus, config, change=change)
 

@@ -104,12 +104,7 @@ PACES = (
     Pace("services.scheduler.intake", "LOOK", 0.2, "touches what it holds, within `ack_wait`"),
     Pace("services.scheduler.models.controller", "TICK", 1.0, "is woken by changes"),
     Pace("services.scheduler.models.demand", "KEPT", 5.0, "what is said at each of these ticks"),
-    Pace(
-        "services.scheduler.models.placement",
-        "REPEAT",
-        10.0,
-        "hosts show by their beats what they do",
-    ),
+    Pace("services.scheduler.models.placement", "REPEAT", 10.0, "hosts show by their beats what they do"),
     Pace("services.scheduler.training.placement", "SILENT_AFTER", 20.0, "the same of trainings"),
     Pace("tests.simulation.broker.jetstream", "EXPIRY", 1.0, "deletes what has lived for a minute or more"),
 )

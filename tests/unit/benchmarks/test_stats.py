@@ -64,8 +64,7 @@ def test_an_interval_is_divided_by_the_tokens_it_brought() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(1e-4, 10), st.integers(1, 8)), min_size=2, max_size=20),
-    st.integers(1, 500),
+    st.lists(st.tuples(st.floats(1e-4, 10), st.integers(1, 8)), min_size=2, max_size=20), st.integers(1, 500)
 )
 def test_gaps_add_up_to_the_time_after_the_first_token(steps: list[tuple[float, int]], tokens: int) -> None:
     arrivals, at = [], 0.0

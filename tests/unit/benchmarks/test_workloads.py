@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.serve.workloads import (
-    WORKLOADS,
-    PromptSource,
-    Vocabulary,
-    calibrate,
-    sessions,
-)
+from benchmarks.serve.workloads import WORKLOADS, PromptSource, Vocabulary, calibrate, sessions
 from tests.unit.benchmarks.fake_server import FIRST_OVERHEAD, NEXT_OVERHEAD, FakeServer
 
 VOCABULARY = Vocabulary(

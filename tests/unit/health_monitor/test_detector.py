@@ -308,9 +308,7 @@ beats = st.builds(
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 3.0), st.none() | beats), max_size=60))
-def test_events_alternate_and_agree_with_the_states(
-    schedule: list[tuple[float, Heartbeat | None]],
-) -> None:
+def test_events_alternate_and_agree_with_the_states(schedule: list[tuple[float, Heartbeat | None]]) -> None:
     """Whatever is heard: per ring up before down, never twice in a row, epochs never go back."""
     seen, now, up, newest = detector(), 0.0, set[int](), 0
     for gap, heard in schedule:

@@ -4,14 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from services.health_monitor.detector import (
-    GRACE,
-    NOTICE,
-    STALL,
-    ConnectedClient,
-    ConnectionEvent,
-    Detector,
-)
+from services.health_monitor.detector import GRACE, NOTICE, STALL, ConnectedClient, ConnectionEvent, Detector
 from shared.messages import GroupBeat, GroupEvent, GroupLoad, GroupStatus, Heartbeat, RankBeat
 from shared.nats import subjects
 
@@ -103,9 +96,7 @@ def test_what_the_broker_cuts_may_live(seen: Detector, reason: str) -> None:
     assert state(seen) == "ready"
 
 
-def test_a_ring_whose_leader_is_cut_off_does_not_serve_whatever_its_orchestrator_says(
-    seen: Detector,
-) -> None:
+def test_a_ring_whose_leader_is_cut_off_does_not_serve_whatever_its_orchestrator_says(seen: Detector) -> None:
     seen.closed(event(LEADER), 0.1)
     assert kinds(seen.tick(0.1 + DUE)) == [(1, "down")]
     assert seen.observe(beat(), 0.8) == []

@@ -5,15 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.messages import (
-    GroupLoad,
-    GroupRecord,
-    HostBeat,
-    HostModel,
-    HostRecord,
-    ModelSettings,
-    ModelSpec,
-)
+from shared.messages import GroupLoad, GroupRecord, HostBeat, HostModel, HostRecord, ModelSettings, ModelSpec
 from shared.pins import pins_of, promises_more
 
 GB = 10**9

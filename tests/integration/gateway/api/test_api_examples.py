@@ -33,12 +33,7 @@ async def bash(script: str, directory: Path, *gateways: str) -> str:
     for port, url in zip(("8000", "8001"), gateways, strict=False):
         script = script.replace(f"http://127.0.0.1:{port}", url)
     process = await asyncio.create_subprocess_exec(
-        "bash",
-        "-c",
-        script,
-        cwd=directory,
-        env=os.environ | {"MODEL": MODEL},
-        stdout=asyncio.subprocess.PIPE,
+        "bash", "-c", script, cwd=directory, env=os.environ | {"MODEL": MODEL}, stdout=asyncio.subprocess.PIPE
     )
     shown, _ = await process.communicate()
     return shown.decode()

@@ -16,9 +16,7 @@ from tests.integration.gateway.fake_ring import MODEL, FakeRing
 
 pytestmark = pytest.mark.usefixtures("no_trace")
 EXAMPLES = settings(
-    max_examples=120,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=120, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},

@@ -214,9 +214,7 @@ async def test_what_a_lost_gateway_left_is_cancelled_or_driven_to_its_end(
         kept: list[Event] = []
         background = {"X-Ryzanstein-Background": "60"}
         waiting = asyncio.create_task(doomed.http.post(CHAT, json=body(stream=False)))
-        readers = [
-            asyncio.create_task(read_until_killed(doomed.http, body(), plain, CHAT)),
-        ]
+        readers = [asyncio.create_task(read_until_killed(doomed.http, body(), plain, CHAT))]
         async with doomed.http.stream("POST", CHAT, json=body(), headers=background) as response:
             kept += await read_events(response, 4)
         await until(lambda: len(text_of(plain)) == 12 and len(ring.requests) == 3)

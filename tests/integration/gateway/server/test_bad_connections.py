@@ -351,9 +351,7 @@ async def test_heads_that_rfc_9112_forbids(gateway: RunningGateway) -> None:
             assert await client.rest() == b""
 
 
-async def test_an_old_client_needs_no_host_and_a_new_one_may_expect_to_go_on(
-    gateway: RunningGateway,
-) -> None:
+async def test_an_old_client_needs_no_host_and_a_new_one_may_expect_to_go_on(gateway: RunningGateway) -> None:
     async with connect(gateway) as client:
         await client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert (await client.answer())[0] == 200

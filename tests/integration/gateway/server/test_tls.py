@@ -230,10 +230,7 @@ async def tls_nats(tmp_path: Path, files: Files) -> AsyncIterator[LocalNats]:
 
 
 def nats_of(server: LocalNats, **more: str) -> CommonSettings:
-    return server.settings(
-        nats_connect_timeout=20,
-        **more,
-    )
+    return server.settings(nats_connect_timeout=20, **more)
 
 
 async def test_services_reach_nats_over_tls(tls_nats: LocalNats, files: Files) -> None:

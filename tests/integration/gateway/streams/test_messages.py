@@ -262,11 +262,7 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient) -> None:
             "'server_tool_use'. Supported values of 'messages[0].content[0].type' are: 'text', 'image'",
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]},
-                ]
-            },
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
             "'base64'. Supported values of 'messages[0].content[0].source.type' are: 'text', 'content'.",
         ),
         (

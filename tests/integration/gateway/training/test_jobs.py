@@ -14,13 +14,7 @@ from shared.config import CommonSettings
 from tests.adapters import register
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card, until
-from tests.integration.gateway.training.fake_trainer import (
-    CSV,
-    FakeTrainer,
-    submit,
-    until_status,
-    upload,
-)
+from tests.integration.gateway.training.fake_trainer import CSV, FakeTrainer, submit, until_status, upload
 
 
 async def test_a_job_from_its_file_to_its_model(
@@ -166,10 +160,7 @@ async def test_jobs_are_listed_page_by_page(client: openai.AsyncOpenAI, trainer:
 
 
 async def test_the_oldest_that_are_over_are_forgotten_with_their_events(
-    client: openai.AsyncOpenAI,
-    gateway: RunningGateway,
-    trainer: FakeTrainer,
-    monkeypatch: pytest.MonkeyPatch,
+    client: openai.AsyncOpenAI, gateway: RunningGateway, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
     jobs = gateway.service.work._jobs[1]._jobs

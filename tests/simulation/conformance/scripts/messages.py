@@ -3,11 +3,7 @@
 from tests.simulation.conformance.operations import do, script
 
 SCRIPTS = (
-    script(
-        "what a server says of itself",
-        "shared.nats.bus",
-        do("server"),
-    ),
+    script("what a server says of itself", "shared.nats.bus", do("server")),
     script(
         "publish and subscribe, with headers, in order, over connections",
         "shared.nats.bus, services.health_monitor.service",

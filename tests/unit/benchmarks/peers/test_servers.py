@@ -101,14 +101,7 @@ def peer(name: str, script: str) -> Peer:
     def launch(place: Place) -> Launch:
         return python(script, str(place.port))
 
-    return Peer(
-        name=name,
-        title=name,
-        dtype="none",
-        environment=None,
-        packages=("psutil",),
-        launch=launch,
-    )
+    return Peer(name=name, title=name, dtype="none", environment=None, packages=("psutil",), launch=launch)
 
 
 def test_a_comparison_goes_on_without_a_peer_that_fails(tmp_path: Path) -> None:

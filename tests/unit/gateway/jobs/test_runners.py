@@ -8,15 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.jobs.runners import (
-    SHORT_TURN,
-    TURN,
-    Runners,
-    Running,
-    Waiting,
-    next_of,
-    to_yield,
-)
+from services.gateway.jobs.runners import SHORT_TURN, TURN, Runners, Running, Waiting, next_of, to_yield
 from shared.messages.batches import BatchJob
 
 tenants = st.sampled_from(["", "a", "b", "c"])

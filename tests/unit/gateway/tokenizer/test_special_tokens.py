@@ -75,10 +75,7 @@ async def test_without_such_text_the_tokens_are_the_same_to_the_bit(contents: li
     ("template", "fields"),
     [
         ("{{ messages[0].name }}", {"name": END}),
-        (
-            "{{ messages[0].calls[0].arguments | tojson }}",
-            {"calls": [{"arguments": {END: 1}}]},
-        ),
+        ("{{ messages[0].calls[0].arguments | tojson }}", {"calls": [{"arguments": {END: 1}}]}),
         ("{{ messages[0].content | tojson(ensure_ascii=True) }}", {"content": f"\u00e4{END}"}),
         ("{{ tools | tojson }}", {}),
         ("{{ tone }}", {}),

@@ -112,10 +112,7 @@ CASES = [
     Case("longcat", "<longcat_tool_call>[] none", "@", ()),
     Case("hy_v3", f"<tool_calls>\n{_HUNYUAN}\n{_HUNYUAN}\n</tool_calls>", "", (WEATHER, WEATHER)),
     Case(
-        "hy_v3",
-        f"Hm.<tool_calls:opensource>\n{_HUNYUAN_OPEN}\n</tool_calls:opensource>",
-        "Hm.",
-        (WEATHER,),
+        "hy_v3", f"Hm.<tool_calls:opensource>\n{_HUNYUAN_OPEN}\n</tool_calls:opensource>", "Hm.", (WEATHER,)
     ),
     Case("hy_v3", "<tool_calls><tool_call>now<tool_sep></tool_call></tool_calls>", "", (NOW,)),
     Case("hy_v3", "<tool_calls>none", "@", ()),

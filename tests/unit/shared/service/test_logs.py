@@ -146,9 +146,7 @@ def test_a_stack_trace_shows_no_values_and_no_keys(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["json", "console"])
-def test_no_text_of_a_client_reaches_the_terminal_as_a_command(
-    fmt: str,
-) -> None:
+def test_no_text_of_a_client_reaches_the_terminal_as_a_command(fmt: str) -> None:
     code = f"""
 import logging, structlog
 from shared.service.logs import configure_logging

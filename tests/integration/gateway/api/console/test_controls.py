@@ -65,10 +65,7 @@ async def test_parameters_go_along_and_are_kept(tab: Tab, ring: FakeRing) -> Non
     await tab.click("#send")
     await finished(tab, 2)
     sent, headers = asked(tab)
-    assert sent["messages"] == [
-        {"role": "system", "content": "Be brief"},
-        {"role": "user", "content": "Hi"},
-    ]
+    assert sent["messages"] == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
     wanted = {
         "temperature": 0.5, "top_p": 0.25, "top_k": 20, "min_p": 0.05, "frequency_penalty": -0.5,
         "presence_penalty": 1, "repetition_penalty": 1.1, "max_tokens": 7, "seed": 42,

@@ -182,11 +182,7 @@ def with_function(**fields: Any) -> pb.ChatRequest:
 WRONG = [
     (asking(tools=[pb.Tool()]), "MISSING_REQUIRED_PARAMETER", "tools[0].function"),
     (with_function(), "EMPTY_STRING", "tools[0].function.name"),
-    (
-        with_function(name="a", parameters_json="{"),
-        "INVALID_JSON",
-        "tools[0].function.parameters_json",
-    ),
+    (with_function(name="a", parameters_json="{"), "INVALID_JSON", "tools[0].function.parameters_json"),
     (
         with_function(name="a", parameters_json='{"type": "array"}'),
         "INVALID_FUNCTION_PARAMETERS",

@@ -15,13 +15,7 @@ from services.gateway.streams.cursor import END_OF_CHOICE
 from services.gateway.streams.reading import Presentations
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing
-from tests.unit.gateway.streams.test_resumed_reading import (
-    LIMITS,
-    OF_BYTE,
-    TOKENIZER,
-    Alone,
-    Reader,
-)
+from tests.unit.gateway.streams.test_resumed_reading import LIMITS, OF_BYTE, TOKENIZER, Alone, Reader
 
 PRESENTATIONS = Presentations({"ollama.chat": OllamaChatFormat, "ollama.generate": OllamaGenerateFormat})
 

@@ -131,10 +131,7 @@ def test_a_model_without_a_template_is_given_the_texts() -> None:
     ],
 )
 def test_errors_in_the_words_of_the_client(ours: str | None, theirs: str | None) -> None:
-    with (
-        pytest.raises(InvalidParameter) as told,
-        own_words(OllamaGenerateRequest(model="m")),
-    ):
+    with pytest.raises(InvalidParameter) as told, own_words(OllamaGenerateRequest(model="m")):
         raise InvalidParameter(f"Invalid '{ours}'.", param=ours, reason="x")
     assert (told.value.param, told.value.message) == (theirs, f"Invalid '{theirs}'.")
 

@@ -138,7 +138,7 @@ ENDS_THE_STREAM = {
             "6.9.1",
             "a stream's window above the largest",
             OPEN + frame(WINDOW_UPDATE, 0, 1, b"\x7f\xff\xff\xff"),
-        ),
+        )
     ],
     FRAME_SIZE_ERROR: [
         Case("6.3", "PRIORITY of another size than 5", OPEN + frame(PRIORITY, 0, 1, bytes(4)))
