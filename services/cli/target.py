@@ -158,8 +158,7 @@ def _path(data_dir: Path) -> Path:
     return data_dir / "stack.json"
 
 
-CONNECT_TIMEOUT = 5.0
-"""Seconds for which a command waits for NATS: whoever typed it looks on."""
+CONNECT_TIMEOUT = 5.0  # seconds: whoever typed the command looks on
 _ADDRESS = re.compile(
     r"(?P<scheme>(?:nats|tls|ws|wss)://)(?:(?P<user>[^:@/]*)(?::(?P<password>[^@/]*))?@)?(?P<rest>[^@]+)"
 )
@@ -271,8 +270,7 @@ def running_nats(data_dir: Path | None, nats_url: str) -> CommonSettings | None:
     environment = load_settings(CommonSettings, nats_connect_timeout=CONNECT_TIMEOUT)
     if nats_url:
         return existing_nats(environment, nats_url)
-    stack = find_stack(data_dir, starting=True)
-    if stack is not None:
+    if (stack := find_stack(data_dir, starting=True)) is not None:
         return load_settings(
             CommonSettings,
             nats_url=stack.nats_url,
@@ -287,8 +285,7 @@ def running_nats(data_dir: Path | None, nats_url: str) -> CommonSettings | None:
 
 def gateway_of_stack(data_dir: Path | None) -> Gateway:
     """The local stack's gateway, else the one that the environment names, else where one usually is."""
-    stack = find_stack(data_dir)
-    if stack is not None:
+    if (stack := find_stack(data_dir)) is not None:
         return Gateway(stack.gateway_url, stack.certificate)
     url = load_settings(LocalSettings).url
     directory = _directory(data_dir)

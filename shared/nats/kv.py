@@ -278,8 +278,7 @@ class Bucket(Generic[T]):
             headers_only=headers_only or None,
         )
         subject = self._subject(keys)
-        stream = f"KV_{self._name}"
-        reading = read_stream(self._bus, stream, subject, config, timeout=READ_TIMEOUT, replaced=True)
+        reading = read_stream(self._bus, f"KV_{self._name}", subject, config, timeout=READ_TIMEOUT)
         with translated(f"read the bucket {self._name}"):
             async with contextlib.aclosing(reading) as messages:
                 async for message in messages:

@@ -192,28 +192,23 @@ PAGE = 256
 
 
 async def read_stream(
-    bus: Bus, stream: str, subject: str, config: ConsumerConfig, *, timeout: float, replaced: bool = False
+    bus: Bus, stream: str, subject: str, config: ConsumerConfig, *, timeout: float
 ) -> AsyncGenerator[Msg, None]:
     """The messages of `subject` from where `config` begins to the newest, without a gap, page by page: each page has
-    `timeout` seconds of its own, so that many messages take long and do not fail.
-
-    `replaced`: a message may be replaced by a newer one of its subject meanwhile. For a moment the broker counts
-    neither of them as pending, so that nothing seems to be left; it is asked again.
+    `timeout` seconds of its own, so that many messages take long and do not fail. While an entry of a bucket is
+    overwritten, the broker counts neither message as pending for a moment: it is asked again before the end.
 
     Raises one of `BROKER_ERRORS` when the broker does not answer, or the connection is cut meanwhile.
     """
     subscription = await bus.jetstream().pull_subscribe(subject, stream=stream, config=config)
-
-    async def left() -> int:
-        return (await subscription.consumer_info()).num_pending or 0
-
+    info = subscription.consumer_info
     try:
-        pending, delivered = await left(), 0
-        while pending > 0 or (replaced and (pending := await left()) > 0):
+        pending, delivered, again = (await info()).num_pending or 0, 0, stream.startswith("KV_")
+        while pending > 0 or (again and (pending := (await info()).num_pending or 0) > 0):
             try:
                 messages = await subscription.fetch(min(pending, PAGE), timeout=timeout)
             except TimeoutError:
-                if await left():
+                if (await info()).num_pending:
                     raise
                 return  # the last ones have been removed meanwhile
             for message in messages:
@@ -226,9 +221,7 @@ async def read_stream(
         with contextlib.suppress(*BROKER_ERRORS):
             await subscription.unsubscribe()
             name = subscription._consumer  # noqa: SLF001  # asking the broker for it would be one more question
-            await bus.client.publish(
-                f"$JS.API.CONSUMER.DELETE.{stream}.{name}"
-            )  # else it goes by itself, later
+            await bus.client.publish(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")  # else it goes by itself
 
 
 HEARTBEAT = 9.0

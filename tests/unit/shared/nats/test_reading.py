@@ -51,5 +51,5 @@ async def test_a_message_that_is_being_replaced_is_not_left_out(count: int) -> N
 
     jetstream, client = SimpleNamespace(pull_subscribe=subscribe), SimpleNamespace(publish=publish)
     bus: Any = SimpleNamespace(jetstream=lambda: jetstream, client=client)
-    reading = read_stream(bus, "KV_x", "$KV.x.>", ConsumerConfig(), timeout=1, replaced=True)
+    reading = read_stream(bus, "KV_x", "$KV.x.>", ConsumerConfig(), timeout=1)
     assert len([message async for message in reading]) == count
