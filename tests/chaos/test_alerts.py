@@ -34,6 +34,7 @@ from tests.chaos.load import Load
 from tests.chaos.mischief import DeafToBatches
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600), pytest.mark.slow]
+STUB = ["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms"]
 BUSY = 40.0
 """Seconds of load in which nothing may be alerted: 8 minutes of an operator's time."""
 
@@ -186,8 +187,7 @@ async def _lose_ranks(house: House) -> None:
 async def test_rings_that_hang_crawl_or_do_not_hear(tmp_path: Path, load: Loader) -> None:
     """The executor is told to wait for ten minutes, so that only the monitor sees the hang."""
     deaf = DeafToBatches()
-    stub = ["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "20", "--hung-after", "600"]
-    plan = Plan(executor_arguments=stub, mischief={"executor-1": deaf})
+    plan = Plan(executor_arguments=[*STUB, "20", "--hung-after", "600"], mischief={"executor-1": deaf})
     async with House(tmp_path / "house", plan) as house, watched(house, tmp_path / "prometheus") as seen:
         async with load(house) as clients:
             await clients.flowing()
@@ -225,16 +225,7 @@ async def _crawl(pid: int) -> None:
 @pytest.mark.chaos
 async def test_more_load_than_places(tmp_path: Path) -> None:
     """Two places, and a step takes half a second: what comes must wait, and first tokens are late."""
-    stub = [
-        "--engine",
-        "stub",
-        "--served-model-name",
-        "stub",
-        "--stub-step-ms",
-        "500",
-        "--max-sequences",
-        "2",
-    ]
+    stub = [*STUB, "500", "--max-sequences", "2"]
     plan = Plan(gateways=1, schedulers=1, monitors=1, executors=1, tp=1, executor_arguments=stub)
     async with (
         House(tmp_path / "house", plan) as house,
@@ -247,7 +238,7 @@ async def test_more_load_than_places(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 async def test_a_kv_cache_that_is_too_small(tmp_path: Path) -> None:
-    stub = ["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "10", "--stub-blocks", "40"]
+    stub = [*STUB, "10", "--stub-blocks", "40"]
     plan = Plan(gateways=1, schedulers=1, monitors=1, executors=1, tp=1, executor_arguments=stub)
     async with (
         House(tmp_path / "house", plan) as house,

@@ -51,10 +51,7 @@ async def test_codex(gateway: RunningGateway, script: Script, program: Program, 
     assert "invalid agent id nobody-there" in script.prompts[-1], "the tool of the namespace has answered"
 
 
-WEATHER = [
-    ("weather in Rome", calling("weather", {"city": "Rome"})),
-    ("17 degrees", "It is warm in Rome."),
-]
+WEATHER = [("weather in Rome", calling("weather", {"city": "Rome"})), ("17 degrees", "It is warm in Rome.")]
 RAN = {"asked": ["Rome"], "answers": [["tool_use"], ["text"]], "said": "It is warm in Rome."}
 
 
@@ -81,14 +78,7 @@ async def test_claude_code(gateway: RunningGateway, script: Script, program: Pro
         ("word-17", "The word is word-17."),
     ]
     asked = ["Say the word.", "--max-turns", "4", "--allowedTools", "Bash"]
-    out = await program(
-        python,
-        str(HERE / "use_claude_agent.py"),
-        gateway.url,
-        MODEL,
-        str(tmp_path),
-        *asked,
-    )
+    out = await program(python, str(HERE / "use_claude_agent.py"), gateway.url, MODEL, str(tmp_path), *asked)
     seen = json.loads(out)
     assert (seen["result"], seen["num_turns"], seen["is_error"]) == ("The word is word-17.", 2, False)
 

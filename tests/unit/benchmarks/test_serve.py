@@ -118,13 +118,6 @@ async def test_conversations_are_computed_ahead_between_their_turns() -> None:
     assert all("stream" not in request.body for request in ahead)
 
 
-async def test_a_server_that_computes_nothing_ahead_is_told_of() -> None:
-    async with serving(lacks="/prefill") as fake:
-        result = await bench(fake.url, "--workload", "w4", "--requests", "4", "--prefill-ahead")
-    assert result.exit_code == 1
-    assert "--prefill-ahead was refused with HTTP 404" in result.output
-
-
 async def test_figures_are_shown_where_their_file_cannot_be_written() -> None:
     async with serving() as fake:
         result = await bench(fake.url, *SMALL, "--json", "/nowhere/report.json")
@@ -133,24 +126,26 @@ async def test_figures_are_shown_where_their_file_cannot_be_written() -> None:
     assert "The report cannot be written to /nowhere/report.json" in result.output
 
 
-async def test_failed_requests_are_in_the_report_and_the_exit_status() -> None:
-    async with serving(fail_after=4, error_body=b'{"error": {"message": "queue full"}}') as fake:
-        result = await bench(fake.url, *SMALL)
-    assert result.exit_code == 1
-    assert "6 x error: HTTP 503: queue full" in result.output
+AHEAD = ["--workload", "w4", "--requests", "4", "--prefill-ahead"]
+FULL = {"fail_after": 4, "error_body": b'{"error": {"message": "queue full"}}'}
 
 
-async def test_a_server_that_stops_early_is_told() -> None:
-    async with serving(tokens=3) as fake:
-        result = await bench(fake.url, *SMALL)
-    assert result.exit_code == 0
-    assert "9 of 9 answers had 3 output tokens instead of 5" in result.output
-
-
-async def test_bundled_tokens_are_told() -> None:
-    async with serving(per_event=5, tokens=5) as fake:
-        result = await bench(fake.url, *SMALL)
-    assert "events held 5.0 tokens on average" in result.output
+@pytest.mark.parametrize(
+    ("behaviour", "options", "code", "words"),
+    [
+        ({"lacks": "/prefill"}, AHEAD, 1, "--prefill-ahead was refused with HTTP 404"),
+        (FULL, SMALL, 1, "6 x error: HTTP 503: queue full"),
+        ({"tokens": 3}, SMALL, 0, "9 of 9 answers had 3 output tokens instead of 5"),
+        ({"per_event": 5, "tokens": 5}, SMALL, 0, "events held 5.0 tokens on average"),
+    ],
+    ids=["nothing is computed ahead", "requests fail", "the server stops early", "bundled tokens"],
+)
+async def test_what_is_odd_is_in_the_report_and_what_failed_in_the_exit_status(
+    behaviour: dict[str, Any], options: list[str], code: int, words: str
+) -> None:
+    async with serving(**behaviour) as fake:
+        result = await bench(fake.url, *options)
+    assert (result.exit_code, words in result.output) == (code, True), result.output
 
 
 @pytest.mark.parametrize(
