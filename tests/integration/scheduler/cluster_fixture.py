@@ -139,6 +139,9 @@ class House:
         await bus.subscribe(subjects.tokens(CONSUMER), TokenFrame, house._on_frame)
         return house
 
+    def scheduler(self, **settings: Any) -> contextlib.AbstractAsyncContextManager[SchedulerService]:
+        return scheduler(self.bus.settings, **settings)
+
     async def leader(self, name: str = "g", state: GroupStatus = "ready", epoch: int = 1) -> Leader:
         leader = Leader(self.bus, self, name, epoch)
         await leader.start(state)

@@ -4,29 +4,24 @@ import asyncio
 import time
 
 from services.scheduler.service import SchedulerService
-from shared.config import CommonSettings
 from shared.messages import GenerationRequest, GroupLoad, GroupTraits, Refusal, SparseAttention, TokenEntry
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from tests.integration.scheduler.cluster_fixture import MODEL, House, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House
 
 
-async def test_a_request_arrives_unchanged_and_leaves_the_stream(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_request_arrives_unchanged_and_leaves_the_stream(house: House) -> None:
     leader = await house.leader()
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         request = await house.ask("a", generated=[7, 8], attempt=2, tenant="t")
         await house.until(lambda: leader.requests == [request])
         await house.until_settled()
     assert house.entries == []
 
 
-async def test_many_requests_arrive_once_each_over_several_groups(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_many_requests_arrive_once_each_over_several_groups(house: House) -> None:
     leaders = [await house.leader(f"g{index}") for index in range(4)]
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await asyncio.gather(*(house.ask(str(index)) for index in range(400)))
         await house.until(lambda: sum(len(leader.requests) for leader in leaders) == 400)
         await house.until_settled()
@@ -36,13 +31,11 @@ async def test_many_requests_arrive_once_each_over_several_groups(
     assert max(size for leader in leaders for size in leader.batches) <= 128
 
 
-async def test_requests_wait_durably_while_no_group_is_up_most_urgent_first(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_requests_wait_durably_while_no_group_is_up_most_urgent_first(house: House) -> None:
     for name, lane in [("b1", "batch"), ("i1", "interactive"), ("r1", "recovery"), ("i2", "interactive")]:
         await house.ask(name, lane=lane)  # type: ignore[arg-type]
     leader = await house.leader(state="starting")
-    async with scheduler(nats_settings, ack_wait=0.5) as service:
+    async with house.scheduler(ack_wait=0.5) as service:
         await house.ask("b2", lane="batch")
         received = service._metrics.received
         await house.until_lanes(received, {"recovery": 1, "interactive": 2, "batch": 2})
@@ -53,9 +46,7 @@ async def test_requests_wait_durably_while_no_group_is_up_most_urgent_first(
     assert leader.ids == ["r1", "i1", "i2", "b1", "b2"]
 
 
-async def test_sparse_attention_waits_for_a_group_that_computes_it(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_sparse_attention_waits_for_a_group_that_computes_it(house: House) -> None:
     """Through that group's death, and in nobody's way."""
     pages, plain = await house.leader("pages"), await house.leader("plain")
     pages.traits, plain.traits = GroupTraits(["pages", "window"]), GroupTraits(["window"])
@@ -65,7 +56,7 @@ async def test_sparse_attention_waits_for_a_group_that_computes_it(
     await pages.record("ready")
     await plain.record("ready")
     asked = {"sparse": SparseAttention()}
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         for number in range(6):
             await house.ask(f"first-{number}", **asked)
         await house.until(lambda: len(pages.requests) == 6)
@@ -95,9 +86,7 @@ async def test_sparse_attention_waits_for_a_group_that_computes_it(
     assert [(entry.generation_id, entry.error) for entry in house.entries] == [("never", "No pages here.")]
 
 
-async def test_what_a_ring_does_not_compute_any_more_goes_to_another_group(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_what_a_ring_does_not_compute_any_more_goes_to_another_group(house: House) -> None:
     """The ring has begun anew without page summaries, and its record says so later."""
     starting, changed = await house.leader("starting", state="starting"), await house.leader("changed")
     changed.traits = GroupTraits(["pages", "window"])
@@ -106,7 +95,7 @@ async def test_what_a_ring_does_not_compute_any_more_goes_to_another_group(
     changed.refuse = lambda request: Refusal(
         request.generation_id, "invalid_request", "No pages here.", False
     )
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("asks", sparse=SparseAttention())
         await house.until(lambda: bool(changed.batches))
         starting.traits = GroupTraits(["pages", "window"])
@@ -123,11 +112,9 @@ async def until_state(house: House, service: SchedulerService, name: str, state:
             await house.bus.flush()
 
 
-async def test_held_requests_stay_with_their_scheduler_beyond_ack_wait(
-    house: House, nats_settings: CommonSettings, bus: Bus
-) -> None:
+async def test_held_requests_stay_with_their_scheduler_beyond_ack_wait(house: House, bus: Bus) -> None:
     """The broker would hand them out again if it did not hear that they are being worked on."""
-    async with scheduler(nats_settings, ack_wait=0.5) as service:
+    async with house.scheduler(ack_wait=0.5) as service:
         await house.ask("a")
         await house.ask("late", deadline=time.time() + 1.5)
         await house.until(lambda: len(house.entries) == 1)
@@ -138,10 +125,10 @@ async def test_held_requests_stay_with_their_scheduler_beyond_ack_wait(
         await house.until(lambda: leader.ids == ["a"])
 
 
-async def test_a_refused_request_goes_to_another_group(house: House, nats_settings: CommonSettings) -> None:
+async def test_a_refused_request_goes_to_another_group(house: House) -> None:
     full, free = await house.leader("full"), await house.leader("free")
     full.refuse = lambda request: Refusal(request.generation_id, "queue_full", "Full.")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         for index in range(6):
             await house.ask(str(index))
         await house.until(lambda: len(free.requests) == 6)
@@ -151,12 +138,10 @@ async def test_a_refused_request_goes_to_another_group(house: House, nats_settin
     assert house.entries == []
 
 
-async def test_a_refused_request_waits_for_the_only_group(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_refused_request_waits_for_the_only_group(house: House) -> None:
     leader = await house.leader()
     leader.refuse = lambda request: Refusal(request.generation_id, "queue_full", "Full.")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("a")
         await house.until(lambda: len(leader.batches) >= 3)
         leader.refuse = lambda _request: None
@@ -164,9 +149,7 @@ async def test_a_refused_request_waits_for_the_only_group(
         await house.until_settled()
 
 
-async def test_a_hopeless_request_ends_with_the_rings_own_words(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_hopeless_request_ends_with_the_rings_own_words(house: House) -> None:
     leader = await house.leader()
 
     def refuse(request: GenerationRequest) -> Refusal | None:
@@ -175,7 +158,7 @@ async def test_a_hopeless_request_ends_with_the_rings_own_words(
         return Refusal("long", "context_length_exceeded", "Too long.", retryable=False)
 
     leader.refuse = refuse
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("long", generated=[1, 2], attempt=1)
         await house.ask("short")
         await house.until(lambda: leader.ids == ["short"] and len(house.entries) == 1)
@@ -194,54 +177,50 @@ async def test_a_hopeless_request_ends_with_the_rings_own_words(
     ]
 
 
-async def test_a_silent_leader_is_passed_over(house: House, nats_settings: CommonSettings) -> None:
+async def test_a_silent_leader_is_passed_over(house: House) -> None:
     silent, other = await house.leader("silent"), await house.leader("zother")
     silent.silent = True
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         for index in range(4):
             await house.ask(str(index))
         await house.until(lambda: sorted(other.ids) == ["0", "1", "2", "3"])
         await house.until_settled()
 
 
-async def test_a_leader_that_died_unnoticed_is_passed_over_at_once(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_leader_that_died_unnoticed_is_passed_over_at_once(house: House) -> None:
     dead, other = await house.leader("dead"), await house.leader("other")
-    async with scheduler(nats_settings, dispatch_timeout=60):
+    async with house.scheduler(dispatch_timeout=60):
         await dead.stop()
         for index in range(4):
             await house.ask(str(index))
         await house.until(lambda: sorted(other.ids) == ["0", "1", "2", "3"], 5)
 
 
-async def test_a_lost_answer_means_the_request_is_handed_in_twice_and_kept_once(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_lost_answer_means_the_request_is_handed_in_twice_and_kept_once(house: House) -> None:
     leader = await house.leader()
     leader.lost_replies = 1
-    async with scheduler(nats_settings, dispatch_timeout=0.1, suspect_time=0.05):
+    async with house.scheduler(dispatch_timeout=0.1, suspect_time=0.05):
         await house.ask("a")
         await house.until(lambda: leader.batches == [1, 1])
         await house.until_settled()
     assert leader.ids == ["a"]
 
 
-async def test_groups_that_are_not_up_get_nothing(house: House, nats_settings: CommonSettings) -> None:
+async def test_groups_that_are_not_up_get_nothing(house: House) -> None:
     leaders = {
         state: await house.leader(state, state=state)  # type: ignore[arg-type]
         for state in ("starting", "hung", "draining", "gone", "busy")
     }
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         for index in range(10):
             await house.ask(str(index))
         await house.until(lambda: len(leaders["busy"].requests) == 10)
     assert {state for state, leader in leaders.items() if leader.batches} == {"busy"}
 
 
-async def test_an_event_counts_before_the_record(house: House, nats_settings: CommonSettings) -> None:
+async def test_an_event_counts_before_the_record(house: House) -> None:
     lost, other = await house.leader("lost"), await house.leader("other")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.event(lost, "down")
         await house.bus.flush()
         for index in range(6):
@@ -250,23 +229,21 @@ async def test_an_event_counts_before_the_record(house: House, nats_settings: Co
     assert lost.batches == []
 
 
-async def test_the_less_loaded_group_is_preferred(house: House, nats_settings: CommonSettings) -> None:
+async def test_the_less_loaded_group_is_preferred(house: House) -> None:
     busy, idle = await house.leader("busy"), await house.leader("idle")
     busy.load = GroupLoad(running=8, waiting=8, waiting_tokens=5000, free_blocks=50, total_blocks=100)
     await busy.record("busy")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         for index in range(10):
             await house.ask(str(index))
         await house.until(lambda: len(idle.requests) == 10)
     assert not any(busy.batches), "more than the question whether a full ring has room"
 
 
-async def test_while_a_batch_is_under_way_the_next_one_gathers(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_while_a_batch_is_under_way_the_next_one_gathers(house: House) -> None:
     leader = await house.leader()
     leader.hold = asyncio.Event()
-    async with scheduler(nats_settings, dispatch_timeout=30) as service:
+    async with house.scheduler(dispatch_timeout=30) as service:
         for index in range(50):
             await house.ask(str(index))
         await house.until_lanes(service._metrics.received, {"interactive": 50})
@@ -276,13 +253,11 @@ async def test_while_a_batch_is_under_way_the_next_one_gathers(
     assert leader.ids == [str(index) for index in range(50)]
 
 
-async def test_large_requests_travel_in_batches_that_the_broker_takes(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_large_requests_travel_in_batches_that_the_broker_takes(house: House) -> None:
     leader = await house.leader()
     leader.hold = asyncio.Event()
     large = [70_000] * (house.bus.max_payload // 18)
-    async with scheduler(nats_settings, dispatch_timeout=30) as service:
+    async with house.scheduler(dispatch_timeout=30) as service:
         for index in range(9):
             await house.ask(str(index), prompt=large)
         await house.until_lanes(service._metrics.received, {"interactive": 9})
@@ -293,11 +268,9 @@ async def test_large_requests_travel_in_batches_that_the_broker_takes(
     assert house.entries == []
 
 
-async def test_undecodable_requests_are_thrown_out(
-    house: House, nats_settings: CommonSettings, bus: Bus
-) -> None:
+async def test_undecodable_requests_are_thrown_out(house: House, bus: Bus) -> None:
     leader = await house.leader()
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         for payload in (b"no message pack \xc1", b"", b"\x81\xa1a\x01"):
             await bus.jetstream().publish(subjects.intake("interactive", MODEL), payload)
         await house.ask("a")
@@ -306,9 +279,9 @@ async def test_undecodable_requests_are_thrown_out(
         assert service._metrics.undecodable._value.get() == 3
 
 
-async def test_the_newer_attempt_replaces_the_older_one(house: House, nats_settings: CommonSettings) -> None:
+async def test_the_newer_attempt_replaces_the_older_one(house: House) -> None:
     leader = await house.leader(state="starting")
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("a")
         await house.ask("a")
         newer = await house.ask("a", lane="recovery", attempt=1, generated=[5])
@@ -320,13 +293,11 @@ async def test_the_newer_attempt_replaces_the_older_one(house: House, nats_setti
     assert house.entries == []
 
 
-async def test_consumers_are_shared_and_bounded_by_the_scheduler_alone(
-    house: House, nats_settings: CommonSettings, bus: Bus
-) -> None:
+async def test_consumers_are_shared_and_bounded_by_the_scheduler_alone(house: House, bus: Bus) -> None:
     leader = await house.leader()
     leader.hold = asyncio.Event()
     # No request is lost to the scheduler while the machine is busy: it would come back in another order.
-    async with scheduler(nats_settings, held_requests=5, ack_wait=60, dispatch_timeout=30) as service:
+    async with house.scheduler(held_requests=5, ack_wait=60, dispatch_timeout=30) as service:
         for index in range(20):
             await house.ask(str(index), lane="batch")
         await house.until_lanes(service._metrics.received, {"batch": 5})
@@ -338,13 +309,11 @@ async def test_consumers_are_shared_and_bounded_by_the_scheduler_alone(
         await house.until_settled()
 
 
-async def test_what_is_gathered_for_a_lost_group_goes_elsewhere(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_what_is_gathered_for_a_lost_group_goes_elsewhere(house: House) -> None:
     """Its window is full, so requests gather behind it; then it is lost, and another group comes."""
     lost = await house.leader("lost")
     lost.hold = asyncio.Event()
-    async with scheduler(nats_settings, dispatch_timeout=1.0) as service:
+    async with house.scheduler(dispatch_timeout=1.0) as service:
         for index in range(10):
             await house.ask(str(index))
         await house.until_lanes(service._metrics.received, {"interactive": 10})
@@ -358,13 +327,11 @@ async def test_what_is_gathered_for_a_lost_group_goes_elsewhere(
         await house.until_settled()
 
 
-async def test_a_request_too_large_for_a_batch_ends_with_that_reason(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_request_too_large_for_a_batch_ends_with_that_reason(house: House) -> None:
     """It fits alone, but not with the words around it."""
     leader = await house.leader()
     filler = "x" * (house.bus.max_payload - 200)
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         small = await house.ask("b", tenant=filler)
         spare = house.bus.max_payload - len(encode(small))
         await house.ask("a", tenant=filler + "x" * (spare - 4))

@@ -89,27 +89,27 @@ async def until_held(bus: Bus, count: int) -> None:
 
 @pytest.mark.parametrize("process", [1], indirect=True)
 async def test_a_killed_schedulers_requests_go_to_another_one(
-    house: House, bus: Bus, nats_settings: CommonSettings, process: Process
+    house: House, bus: Bus, process: Process
 ) -> None:
     await house.ask("a")
     await house.ask("b")
     await until_held(bus, 2)
     assert await process.end(signal.SIGKILL) == -signal.SIGKILL
     leader = await house.leader()
-    async with scheduler(nats_settings, ack_wait=1.0) as service:
+    async with house.scheduler(ack_wait=1.0) as service:
         await house.until(lambda: leader.ids == ["a", "b"])
         await house.until_settled()
         assert service._metrics.redelivered._value.get() == 2
 
 
 async def test_a_leaving_scheduler_hands_its_requests_back_at_once(
-    house: House, bus: Bus, nats_settings: CommonSettings, process: Process
+    house: House, bus: Bus, process: Process
 ) -> None:
     await house.ask("a", session="s")
     await until_held(bus, 1)
     assert await process.end(signal.SIGTERM) == 0
     leader = await house.leader()
-    async with scheduler(nats_settings, ack_wait=60.0):
+    async with house.scheduler(ack_wait=60.0):
         await house.until(lambda: leader.ids == ["a"], 10)
         await house.until_settled()
 
@@ -126,12 +126,10 @@ async def test_each_dispatch_is_logged_with_its_request_id(house: House, bus: Bu
         assert part in lines[0]
 
 
-async def test_two_schedulers_share_the_work_and_lose_none_when_one_leaves(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_two_schedulers_share_the_work_and_lose_none_when_one_leaves(house: House) -> None:
     leaders = [await house.leader(f"g{index}") for index in range(2)]
-    async with scheduler(nats_settings):
-        async with scheduler(nats_settings):
+    async with house.scheduler():
+        async with house.scheduler():
             asking = [asyncio.create_task(house.ask(str(index))) for index in range(100)]
             await house.until(lambda: sum(len(leader.requests) for leader in leaders) >= 20)
         await asyncio.gather(*asking)
@@ -142,11 +140,9 @@ async def test_two_schedulers_share_the_work_and_lose_none_when_one_leaves(
     ]
 
 
-async def test_a_lost_connection_is_taken_up_again(
-    house: House, bus: Bus, nats_settings: CommonSettings
-) -> None:
+async def test_a_lost_connection_is_taken_up_again(house: House, bus: Bus) -> None:
     leader = await house.leader()
-    async with scheduler(nats_settings, ack_wait=0.5) as service:
+    async with house.scheduler(ack_wait=0.5) as service:
         await house.ask("a")
         await house.until(lambda: leader.ids == ["a"])
         # The socket dies; the client connects anew by itself, and pulls anew.
@@ -177,11 +173,9 @@ async def test_a_scheduler_can_leave_while_nats_is_away(
         await server.stop()
 
 
-async def test_a_consumer_that_was_deleted_is_made_again(
-    house: House, bus: Bus, nats_settings: CommonSettings
-) -> None:
+async def test_a_consumer_that_was_deleted_is_made_again(house: House, bus: Bus) -> None:
     leader = await house.leader()
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("a")
         await house.until(lambda: leader.ids == ["a"])
         await bus.jetstream().delete_consumer(subjects.INTAKE_STREAM, "scheduler-interactive")
@@ -189,9 +183,9 @@ async def test_a_consumer_that_was_deleted_is_made_again(
         await house.until(lambda: leader.ids == ["a", "b"])
 
 
-async def test_metrics_are_served(house: House, nats_settings: CommonSettings) -> None:
+async def test_metrics_are_served(house: House) -> None:
     leader = await house.leader()
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("a", session="s")
         await house.until(lambda: leader.ids == ["a"])
         await house.until_settled()

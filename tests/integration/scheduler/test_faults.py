@@ -6,17 +6,14 @@ from typing import Any
 import pytest
 
 from services.scheduler import intake, router
-from shared.config import CommonSettings
-from tests.integration.scheduler.cluster_fixture import House, scheduler
+from tests.integration.scheduler.cluster_fixture import House
 
 
-async def test_before_a_request_goes_elsewhere_the_silent_group_is_told_to_let_go_of_it(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_before_a_request_goes_elsewhere_the_silent_group_is_told_to_let_go_of_it(house: House) -> None:
     first, other = await house.leader("first"), await house.leader("other")
     for leader in (first, other):
         leader.lost_replies = 1
-    async with scheduler(nats_settings, dispatch_timeout=0.2, suspect_time=0.2):
+    async with house.scheduler(dispatch_timeout=0.2, suspect_time=0.2):
         await house.ask("a", attempt=2)
         await house.until(lambda: first.ids == other.ids == ["a"])
         # The second one was silent too: the request goes back to the first, and the second lets go.
@@ -26,11 +23,9 @@ async def test_before_a_request_goes_elsewhere_the_silent_group_is_told_to_let_g
     assert first.cancelled == other.cancelled == []
 
 
-async def test_a_delivery_that_is_repeated_is_settled_while_its_ring_lives(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_delivery_that_is_repeated_is_settled_while_its_ring_lives(house: House) -> None:
     leaders = [await house.leader("one"), await house.leader("two")]
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("a", attempt=1)
         await house.until(lambda: any(leader.ids for leader in leaders))
         await house.until_settled()
@@ -49,17 +44,15 @@ async def test_a_delivery_that_is_repeated_is_settled_while_its_ring_lives(
     assert house.entries == []
 
 
-async def test_a_scheduler_that_was_stopped_lets_go_of_what_others_have(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_scheduler_that_was_stopped_lets_go_of_what_others_have(house: House) -> None:
     waits = {"ack_wait": 0.5, "dispatch_timeout": 30}
-    async with scheduler(nats_settings, **waits) as stopped:
+    async with house.scheduler(**waits) as stopped:
         await house.ask("a")
         await house.until_lanes(stopped._metrics.received, {"interactive": 1})
         assert stopped._intake is not None
         stopped._intake._stopping = True  # as a stopped process it neither pulls nor touches
         (delivery,) = stopped._intake._held.values()
-        async with scheduler(nats_settings, **waits) as other:
+        async with house.scheduler(**waits) as other:
             await house.until_lanes(other._metrics.received, {"interactive": 1})
             # Its time begins when it hears of the request, which is later than the broker's.
             while delivery.ours(asyncio.get_running_loop().time()):
@@ -75,11 +68,11 @@ async def test_a_scheduler_that_was_stopped_lets_go_of_what_others_have(
 
 @pytest.mark.parametrize("where", ["claim", "request"])
 async def test_a_fault_of_our_own_loses_no_request(
-    house: House, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch, where: str
+    house: House, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(router, "FAULT_PAUSE", 0.01)
     leaders = [await house.leader("g"), await house.leader("h")]  # with one there is nothing to claim
-    async with scheduler(nats_settings, suspect_time=0.05) as service:
+    async with house.scheduler(suspect_time=0.05) as service:
         assert service._router is not None
         owner: Any = service._router._pins if where == "claim" else service.bus
         works, faults = getattr(owner, where), [ValueError("a fault")]
@@ -101,12 +94,12 @@ async def test_a_fault_of_our_own_loses_no_request(
 
 
 async def test_a_model_that_nobody_serves_does_not_keep_others_out(
-    house: House, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "FIRST_DEFERRAL", 0.1)
     leader, dead = await house.leader(), await house.leader("dead", state="gone")
     await dead.record("gone", "dead")
-    async with scheduler(nats_settings, held_requests=8) as service:
+    async with house.scheduler(held_requests=8) as service:
         for index in range(20):
             await house.ask(str(index), lane="batch", model="dead")
         await house.ask("a", lane="batch")
@@ -122,10 +115,10 @@ async def test_a_model_that_nobody_serves_does_not_keep_others_out(
 
 @pytest.mark.parametrize(("age", "touched"), [(29, 0), (31, 1), (46, 20), (61, 0)])
 async def test_held_messages_are_touched_in_time_but_not_all_at_once(
-    house: House, nats_settings: CommonSettings, age: float, touched: int
+    house: House, age: float, touched: int
 ) -> None:
     """`ack_wait` is 60: due after 30 s, spread over 15 s, not ours after 60 s."""
-    async with scheduler(nats_settings, ack_wait=60) as service:
+    async with house.scheduler(ack_wait=60) as service:
         for index in range(20):
             await house.ask(str(index))
         await house.until_lanes(service._metrics.received, {"interactive": 20})

@@ -17,7 +17,7 @@ from shared.nats import subjects
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import stub_card
-from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader
 
 COMPLETIONS = "/v1/completions"
 
@@ -45,7 +45,7 @@ async def answer(house: House, leader: Leader, request: GenerationRequest) -> No
 async def test_requests_wait_for_the_first_ring_and_are_answered_when_it_arrives(
     house: House, nats_settings: CommonSettings
 ) -> None:
-    async with scheduler(nats_settings) as service, client(house, nats_settings) as http:
+    async with house.scheduler() as service, client(house, nats_settings) as http:
         asked = [asyncio.create_task(http.post(COMPLETIONS, json=body())) for _ in range(5)]
         await house.until_lanes(service._metrics.received, {"interactive": 5})
         leader = await house.leader()
@@ -59,7 +59,7 @@ async def test_requests_wait_for_the_first_ring_and_are_answered_when_it_arrives
 async def test_past_the_deadline_it_is_503_without_a_ring_and_504_with_a_full_one(
     house: House, nats_settings: CommonSettings
 ) -> None:
-    async with scheduler(nats_settings), client(house, nats_settings, token_timeout=0.5) as http:
+    async with house.scheduler(), client(house, nats_settings, token_timeout=0.5) as http:
         nobody = await http.post(COMPLETIONS, json=body())
         assert (nobody.status_code, nobody.json()["error"]["code"]) == (503, "no_group_available")
         assert int(nobody.headers["retry-after"]) >= 1
@@ -75,7 +75,7 @@ async def test_past_the_deadline_it_is_503_without_a_ring_and_504_with_a_full_on
 async def test_past_the_bound_it_is_429_and_those_that_waited_are_answered(
     house: House, nats_settings: CommonSettings
 ) -> None:
-    async with scheduler(nats_settings, max_waiting=2) as service, client(house, nats_settings) as http:
+    async with house.scheduler(max_waiting=2) as service, client(house, nats_settings) as http:
         asked = [asyncio.create_task(http.post(COMPLETIONS, json=body())) for _ in range(2)]
         await house.until_lanes(service._metrics.received, {"interactive": 2})
         refused = await http.post(COMPLETIONS, json=body())
@@ -88,14 +88,12 @@ async def test_past_the_bound_it_is_429_and_those_that_waited_are_answered(
         assert [each.status_code for each in await asyncio.gather(*asked)] == [200, 200]
 
 
-async def test_a_full_ring_is_asked_again_until_it_has_room(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_full_ring_is_asked_again_until_it_has_room(house: House) -> None:
     """No record and no reply to a request says so: the scheduler asks."""
     leader = await house.leader()
     leader.load = GroupLoad(running=4, waiting=8, free_blocks=9, total_blocks=10, slots=4)
     await leader.record("busy")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("a")
         await house.until(lambda: leader.batches.count(0) >= 3)
         assert leader.requests == []
@@ -105,14 +103,12 @@ async def test_a_full_ring_is_asked_again_until_it_has_room(
 
 
 @pytest.mark.parametrize(("load", "sent"), [(GroupLoad(waiting=1, slots=8), 0), (GroupLoad(slots=8), 6)])
-async def test_batch_work_fills_idle_places_only(
-    house: House, nats_settings: CommonSettings, load: GroupLoad, sent: int
-) -> None:
+async def test_batch_work_fills_idle_places_only(house: House, load: GroupLoad, sent: int) -> None:
     leader = await house.leader()
     leader.load = load
     leader.hold = asyncio.Event() if sent else None
     await leader.record("busy")
-    async with scheduler(nats_settings, dispatch_timeout=30) as service:
+    async with house.scheduler(dispatch_timeout=30) as service:
         for index in range(10):
             await house.ask(f"b{index}", lane="batch")
         await house.until_lanes(service._metrics.received, {"batch": 10})

@@ -9,7 +9,6 @@ import pytest
 
 from services.scheduler.models.controller import HostedJobKind
 from services.scheduler.service import SchedulerService
-from shared.config import CommonSettings
 from shared.messages import (
     GroupRecord,
     HostBeat,
@@ -26,7 +25,7 @@ from shared.messages import (
 )
 from shared.nats import subjects
 from shared.nats.kv import Bucket
-from tests.integration.scheduler.cluster_fixture import FREE, House, Leader, scheduler
+from tests.integration.scheduler.cluster_fixture import FREE, House, Leader
 
 GB = 1_000_000_000
 
@@ -149,13 +148,11 @@ def figure(service: SchedulerService, name: str, **labels: str) -> float:
     return service.registry.get_sample_value(name, labels) or 0.0
 
 
-async def test_a_request_waits_while_its_model_is_loaded(
-    nats_settings: CommonSettings, house: House, yard: Yard
-) -> None:
+async def test_a_request_waits_while_its_model_is_loaded(house: House, yard: Yard) -> None:
     host = await yard.host()
     host.loads.clear()
     await yard.register("a")
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("r1", model="a")
         await house.until(lambda: bool(host.told))
         assert host.told == [LoadModel("h1/a", ModelSpec("a", "org/a"))]
@@ -178,17 +175,13 @@ async def test_a_request_waits_while_its_model_is_loaded(
 
 @pytest.mark.parametrize("gone", SchedulerService.job_kinds, ids=lambda kind: kind.__name__)
 async def test_without_a_kind_of_jobs_models_are_placed(
-    nats_settings: CommonSettings,
-    house: House,
-    yard: Yard,
-    monkeypatch: pytest.MonkeyPatch,
-    gone: HostedJobKind,
+    house: House, yard: Yard, monkeypatch: pytest.MonkeyPatch, gone: HostedJobKind
 ) -> None:
     kinds = tuple(kind for kind in SchedulerService.job_kinds if kind is not gone)
     monkeypatch.setattr(SchedulerService, "job_kinds", kinds)
     host = await yard.host()
     await yard.register("a")
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("r1", model="a")
         await house.until(lambda: "h1/a" in host.leaders and bool(host.leaders["h1/a"].requests))
         names = {metric.name for metric in service.registry.collect()}
@@ -196,13 +189,11 @@ async def test_without_a_kind_of_jobs_models_are_placed(
         assert "ryzanstein_training_jobs" not in names
 
 
-async def test_an_idle_model_makes_room_and_what_a_gateway_holds_counts(
-    nats_settings: CommonSettings, house: House, yard: Yard
-) -> None:
+async def test_an_idle_model_makes_room_and_what_a_gateway_holds_counts(house: House, yard: Yard) -> None:
     host = await yard.host()
     await yard.register("a")
     await yard.register("b")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("r1", model="a")
         await house.until(lambda: "h1/a" in host.leaders and bool(host.leaders["h1/a"].requests))
 
@@ -218,13 +209,11 @@ async def test_an_idle_model_makes_room_and_what_a_gateway_holds_counts(
         await yard.until_said("b", lambda said: said.hosts == ["h1"])
 
 
-async def test_beside_a_pinned_model_requests_end_at_once_with_the_reason(
-    nats_settings: CommonSettings, house: House, yard: Yard
-) -> None:
+async def test_beside_a_pinned_model_requests_end_at_once_with_the_reason(house: House, yard: Yard) -> None:
     host = await yard.host()
     await yard.register("a", pinned=True, least=1)
     await yard.register("b")
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.until(lambda: "h1/a" in host.models)
         await yard.until_said("a", lambda said: not said.expected_at and bool(said.hosts))
         await house.ask("r1", model="b")
@@ -242,13 +231,11 @@ async def test_beside_a_pinned_model_requests_end_at_once_with_the_reason(
         await house.until_settled()
 
 
-async def test_a_failed_load_is_told_and_a_removed_model_is_forgotten(
-    nats_settings: CommonSettings, house: House, yard: Yard
-) -> None:
+async def test_a_failed_load_is_told_and_a_removed_model_is_forgotten(house: House, yard: Yard) -> None:
     host = await yard.host()
     host.failed["a"] = "The file is damaged."
     await yard.register("a")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("r1", model="a")
         await house.until(lambda: bool(house.entries))
         (entry,) = house.entries
@@ -261,7 +248,7 @@ async def test_a_failed_load_is_told_and_a_removed_model_is_forgotten(
 
 
 async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_back_does_not(
-    nats_settings: CommonSettings, house: House, yard: Yard
+    house: House, yard: Yard
 ) -> None:
     """Among it may be what was answered long ago, and is delivered again since its acknowledgement was lost."""
     host = await yard.host()
@@ -269,7 +256,7 @@ async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_
     for name in ("a", "b"):
         await yard.register(name)
         await yard.registry.delete(name)
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("r1", model="a")
         await house.ask("r2", model="a", attempt=1, lane="recovery")
         await house.until(lambda: len(house.entries) == 2)
@@ -292,15 +279,15 @@ async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_
 
 
 async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nobody(
-    nats_settings: CommonSettings, house: House, yard: Yard
+    house: House, yard: Yard
 ) -> None:
     host = await yard.host()
     host.loads.clear()
     await yard.register("a")
     await yard.register("b", 10 * GB)
     async with (
-        scheduler(nats_settings, instance="s1", model_lease=0.8) as first,
-        scheduler(nats_settings, instance="s2", model_lease=0.8) as second,
+        house.scheduler(instance="s1", model_lease=0.8) as first,
+        house.scheduler(instance="s2", model_lease=0.8) as second,
     ):
         await house.ask("r1", model="a")
         await house.until(lambda: bool(host.told))
@@ -319,16 +306,16 @@ async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nob
 
 
 async def test_a_scheduler_that_starts_leaves_alone_what_was_unloaded_and_asked_for_since(
-    nats_settings: CommonSettings, house: House, yard: Yard
+    house: House, yard: Yard
 ) -> None:
     host = await yard.host()
     asked_at = time.time() - 1.0
     await yard.register("a", least=1, action="unload", action_at=asked_at)
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("r1", model="a")
         await house.until(lambda: "h1/a" in host.leaders and len(host.leaders["h1/a"].requests) == 1)
         await yard.until_said("a", lambda said: said.done_at == asked_at and not said.expected_at)
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await yard.register("b", 10 * GB, least=1)
         await house.until(lambda: "h1/b" in host.models)
     assert [type(command) for command in host.told] == [LoadModel, LoadModel]

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 
 from services.scheduler import rejections
-from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
 from shared.messages import CancelRequest, Refusal
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from tests.integration.scheduler.cluster_fixture import House, scheduler
+from tests.integration.scheduler.cluster_fixture import House
 
 
-async def test_a_deadline_with_no_group_is_no_group_available(
-    house: House, nats_settings: CommonSettings
-) -> None:
-    async with scheduler(nats_settings):
+async def test_a_deadline_with_no_group_is_no_group_available(house: House) -> None:
+    async with house.scheduler():
         await house.ask("a", deadline=time.time() + 0.1, attempt=3, generated=[1])
         await house.until(lambda: len(house.entries) == 1)
         await house.until_settled()
@@ -28,12 +25,10 @@ async def test_a_deadline_with_no_group_is_no_group_available(
     assert "org/model v1" in entry.error
 
 
-async def test_a_deadline_with_full_groups_is_deadline_exceeded(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_a_deadline_with_full_groups_is_deadline_exceeded(house: House) -> None:
     leader = await house.leader()
     leader.refuse = lambda request: Refusal(request.generation_id, "queue_full", "Full.")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("a", deadline=time.time() + 0.2)
         await house.ask("past", deadline=1.0)
         await house.until(lambda: len(house.entries) == 2)
@@ -41,10 +36,8 @@ async def test_a_deadline_with_full_groups_is_deadline_exceeded(
     assert {entry.error_code for entry in house.entries} == {"deadline_exceeded"}
 
 
-async def test_more_waiting_than_the_bound_is_queue_full_but_recoveries_wait(
-    house: House, nats_settings: CommonSettings
-) -> None:
-    async with scheduler(nats_settings, max_waiting=2, held_requests=2) as service:
+async def test_more_waiting_than_the_bound_is_queue_full_but_recoveries_wait(house: House) -> None:
+    async with house.scheduler(max_waiting=2, held_requests=2) as service:
         for index in range(4):
             await house.ask(f"i{index}")
             await house.ask(f"r{index}", lane="recovery")
@@ -60,8 +53,8 @@ async def test_more_waiting_than_the_bound_is_queue_full_but_recoveries_wait(
     assert sorted(leader.ids) == ["i0", "i1", "r0", "r1", "r2", "r3"]
 
 
-async def test_the_bound_is_each_models_own(house: House, nats_settings: CommonSettings) -> None:
-    async with scheduler(nats_settings, max_waiting=2) as service:
+async def test_the_bound_is_each_models_own(house: House) -> None:
+    async with house.scheduler(max_waiting=2) as service:
         for index in range(3):
             await house.ask(f"dead{index}", model="dead")
         await house.ask("a")
@@ -73,10 +66,10 @@ async def test_the_bound_is_each_models_own(house: House, nats_settings: CommonS
 
 
 async def test_what_the_broker_does_not_take_is_tried_again(
-    house: House, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rejections, "RETRY_PAUSE", 0.01)
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         publish, failures = service.bus.publish, 3
 
         async def fail_first(subject: str, message: object) -> None:
@@ -96,10 +89,10 @@ async def test_what_the_broker_does_not_take_is_tried_again(
 
 
 async def test_an_acknowledgement_that_fails_is_tried_again_without_a_second_word(
-    house: House, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rejections, "RETRY_PAUSE", 0.01)
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         publish, failures = service.bus.client.publish, 2
 
         async def fail_first(subject: str, *arguments: Any, **options: Any) -> None:
@@ -116,10 +109,8 @@ async def test_an_acknowledgement_that_fails_is_tried_again_without_a_second_wor
     assert len(house.entries) == 1
 
 
-async def test_a_consumer_that_cannot_be_told_does_not_stop_the_rest(
-    house: House, nats_settings: CommonSettings
-) -> None:
-    async with scheduler(nats_settings):
+async def test_a_consumer_that_cannot_be_told_does_not_stop_the_rest(house: House) -> None:
+    async with house.scheduler():
         await house.ask("nobody", consumer="", deadline=1.0)
         await house.ask("a", deadline=1.0)
         await house.until(lambda: len(house.entries) == 1)
@@ -127,10 +118,8 @@ async def test_a_consumer_that_cannot_be_told_does_not_stop_the_rest(
     assert house.entries[0].generation_id == "a"
 
 
-async def test_a_waiting_generation_is_cancelled(
-    house: House, bus: Bus, nats_settings: CommonSettings
-) -> None:
-    async with scheduler(nats_settings) as service:
+async def test_a_waiting_generation_is_cancelled(house: House, bus: Bus) -> None:
+    async with house.scheduler() as service:
         await house.ask("a", generated=[4, 5], attempt=1)
         await house.ask("b")
         await house.until_lanes(service._metrics.received, {"interactive": 2})
@@ -144,11 +133,9 @@ async def test_a_waiting_generation_is_cancelled(
     assert entry.error_code == ""
 
 
-async def test_a_generation_cancelled_before_it_is_pulled_never_runs(
-    house: House, bus: Bus, nats_settings: CommonSettings
-) -> None:
+async def test_a_generation_cancelled_before_it_is_pulled_never_runs(house: House, bus: Bus) -> None:
     leader = await house.leader()
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await bus.publish(subjects.CANCEL, CancelRequest(["a"]))
         await bus.flush()
         await house.ask("a")
@@ -158,11 +145,9 @@ async def test_a_generation_cancelled_before_it_is_pulled_never_runs(
     assert house.entries[0].finish == "cancelled"
 
 
-async def test_a_dispatched_generation_is_cancelled_at_its_leader(
-    house: House, bus: Bus, nats_settings: CommonSettings
-) -> None:
+async def test_a_dispatched_generation_is_cancelled_at_its_leader(house: House, bus: Bus) -> None:
     leader, other = await house.leader("g"), await house.leader("h", state="hung")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("a")
         await house.until_settled()
         await bus.publish(subjects.CANCEL, CancelRequest(["a", "unknown"]))
@@ -172,15 +157,13 @@ async def test_a_dispatched_generation_is_cancelled_at_its_leader(
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["accepted", "refused"])
-async def test_a_generation_cancelled_while_it_is_handed_over(
-    house: House, bus: Bus, nats_settings: CommonSettings, refused: bool
-) -> None:
+async def test_a_generation_cancelled_while_it_is_handed_over(house: House, bus: Bus, refused: bool) -> None:
     """It is cancelled at its leader, or else ends here."""
     leader = await house.leader()
     leader.hold = asyncio.Event()
     if refused:
         leader.refuse = lambda request: Refusal(request.generation_id, "queue_full", "Full.")
-    async with scheduler(nats_settings, dispatch_timeout=30):
+    async with house.scheduler(dispatch_timeout=30):
         await house.ask("a")
         await house.until(lambda: bool(leader.batches))
         await bus.publish(subjects.CANCEL, CancelRequest(["a"]))

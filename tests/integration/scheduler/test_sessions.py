@@ -7,13 +7,12 @@ import pytest
 
 from services.scheduler.placement import SessionPins
 from services.scheduler.service import SchedulerService
-from shared.config import CommonSettings
 from shared.messages import GroupLoad, SessionPin
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.subjects import pin_key
-from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader, scheduler
+from tests.integration.scheduler.cluster_fixture import MODEL, House, Leader
 
 
 def where(leaders: list[Leader], name: str) -> str:
@@ -35,11 +34,9 @@ async def pins(bus: Bus) -> Bucket[SessionPin]:
     return await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)
 
 
-async def test_turns_of_a_session_land_on_one_group_with_two_schedulers(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_turns_of_a_session_land_on_one_group_with_two_schedulers(house: House) -> None:
     leaders = [await house.leader(f"g{index}") for index in range(4)]
-    async with scheduler(nats_settings) as one, scheduler(nats_settings) as two:
+    async with house.scheduler() as one, house.scheduler() as two:
         for turn in range(6):
             for session in range(10):
                 await house.ask(f"{session}-{turn}", session=f"s{session}")
@@ -56,11 +53,11 @@ async def test_turns_of_a_session_land_on_one_group_with_two_schedulers(
 
 
 async def test_a_pin_is_written_for_all_and_moves_when_its_ring_is_gone(
-    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
+    house: House, pins: Bucket[SessionPin]
 ) -> None:
     home, other = await house.leader("a"), await house.leader("b")
     key = pin_key(MODEL, "s")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("1", session="s")
         await house.until(lambda: bool(home.requests or other.requests))
         if other.requests:
@@ -88,11 +85,9 @@ async def test_a_pin_is_written_for_all_and_moves_when_its_ring_is_gone(
         assert kept.revision == moved.revision
 
 
-async def test_with_one_group_nothing_is_pinned(
-    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
-) -> None:
+async def test_with_one_group_nothing_is_pinned(house: House, pins: Bucket[SessionPin]) -> None:
     first = await house.leader("a")
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("1", session="s")
         await house.until(lambda: first.ids == ["1"])
         await house.until_settled()
@@ -107,12 +102,10 @@ async def test_with_one_group_nothing_is_pinned(
         assert entry.value.group in ("a", "b")
 
 
-async def test_a_ring_that_restarted_has_lost_its_sessions(
-    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
-) -> None:
+async def test_a_ring_that_restarted_has_lost_its_sessions(house: House, pins: Bucket[SessionPin]) -> None:
     await pins.create(pin_key(MODEL, "s"), SessionPin("g", 1))
     leaders = [await house.leader("g", epoch=2), await house.leader("h", epoch=3)]
-    async with scheduler(nats_settings):
+    async with house.scheduler():
         await house.ask("1", session="s")
         await house.until(lambda: any(leader.ids for leader in leaders))
     entry = await pins.get(pin_key(MODEL, "s"))
@@ -121,13 +114,13 @@ async def test_a_ring_that_restarted_has_lost_its_sessions(
 
 
 async def test_a_session_leaves_an_overloaded_home_once_and_takes_its_pin_along(
-    house: House, nats_settings: CommonSettings, pins: Bucket[SessionPin]
+    house: House, pins: Bucket[SessionPin]
 ) -> None:
     await pins.create(pin_key(MODEL, "s"), SessionPin("home", 1))
     home, other = await house.leader("home"), await house.leader("other")
     home.load = GroupLoad(waiting=50, waiting_tokens=50_000, free_blocks=90, total_blocks=100)
     await home.record("busy")
-    async with scheduler(nats_settings) as service:
+    async with house.scheduler() as service:
         await house.ask("1", session="s")
         await house.until(lambda: other.ids == ["1"])
         moved = await pins.get(pin_key(MODEL, "s"))
@@ -150,11 +143,11 @@ async def test_a_session_leaves_an_overloaded_home_once_and_takes_its_pin_along(
 
 @pytest.mark.parametrize("schedulers", [2, 3])
 async def test_all_turns_of_a_session_at_once_meet_on_one_group_whoever_places_them(
-    house: House, nats_settings: CommonSettings, schedulers: int
+    house: House, schedulers: int
 ) -> None:
     leaders = [await house.leader(f"g{index}") for index in range(4)]
     async with contextlib.AsyncExitStack() as stack:
-        services = [await stack.enter_async_context(scheduler(nats_settings)) for _ in range(schedulers)]
+        services = [await stack.enter_async_context(house.scheduler()) for _ in range(schedulers)]
         names = [(session, turn) for turn in range(5) for session in range(12)]
         await asyncio.gather(*(house.ask(f"{s}-{t}", session=f"s{s}") for s, t in names))
         await house.until(lambda: sum(len(leader.requests) for leader in leaders) == len(names))
@@ -165,11 +158,9 @@ async def test_all_turns_of_a_session_at_once_meet_on_one_group_whoever_places_t
         assert len({where(leaders, f"{session}-{turn}") for turn in range(5)}) == 1
 
 
-async def test_prompts_that_begin_alike_meet_on_one_group_without_a_session(
-    house: House, nats_settings: CommonSettings
-) -> None:
+async def test_prompts_that_begin_alike_meet_on_one_group_without_a_session(house: House) -> None:
     leaders = [await house.leader(f"g{index}") for index in range(4)]
-    async with scheduler(nats_settings), scheduler(nats_settings), scheduler(nats_settings):
+    async with house.scheduler(), house.scheduler(), house.scheduler():
         for number in range(36):  # one at a time: behind another prompt a home is not worth waiting for
             turn, prefix = divmod(number, 6)
             await house.ask(f"{prefix}-{turn}", prompt=[prefix] * 300 + [turn] * 5)
