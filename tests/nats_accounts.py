@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -16,6 +17,7 @@ from pydantic import SecretStr
 from services.cli.supervision.nats_server import MAX_PAYLOAD, START_TIMEOUT, find_binary
 from shared.config import CommonSettings
 from shared.nats import subjects
+from shared.process import die_with_parent
 
 ACCOUNTS = 40
 """Of a server. Then another one is started, so that streams which nobody uses any more do not add up."""
@@ -66,7 +68,13 @@ class NatsAccounts:
         (directory / "nats.conf").write_text(self._config(directory, self._store.name))
         with (directory / "nats.log").open("wb") as log:
             command = [str(find_binary()), "-c", str(directory / "nats.conf")]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),  # who is killed stops nothing
+            )
         self._url = next(self._urls(directory / f"nats-server_{self._process.pid}.ports"))
         self._free = [f"user-{number}" for number in range(ACCOUNTS)]
 
