@@ -5,7 +5,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from datetime import tzinfo
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +14,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from services.cli.sla.journal import from_journal
-from services.cli.sla.periods import EXAMPLES, local_time, period_of, span_of, zone_of
+from services.cli.sla.periods import EXAMPLES, period_of, span_of, zone_of
 from services.cli.sla.prometheus import client_of, from_prometheus
-from services.cli.sla.report import Indicator, Report, judge, markdown, print_report
+from services.cli.sla.report import Indicator, judge, markdown, print_report
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import bar_columns, console
 from shared.errors import ConfigurationError
@@ -132,46 +131,24 @@ def sla(
     if prometheus:
         client = client_of(prometheus, prometheus_token_file, prometheus_basic_auth_file, prometheus_ca)
         with client, _bar("prometheus") as progress:
-            report = from_prometheus(
-                client, period, step=_step(step), gateway_job=gateway_job, progress=progress
-            )
+            every = span_of(step, "--step") if step else 0.0
+            report = from_prometheus(client, period, step=every, gateway_job=gateway_job, progress=progress)
     else:
         settings = nats_of_stack(data_dir, nats_url)
         quiet = span_of(silence, "--silence")
         with _bar("journal") as progress:
             report = asyncio.run(from_journal(settings, period, silence=quiet, zone=zone, progress=progress))
-    if report.share_covered < 1 - 60 / period.seconds:
-        report.notes.insert(
-            0,
-            f"{report.share_covered:.1%} of the period is covered: the source begins at "
-            f"{local_time(report.covered[0].begin, zone)}. The figures are of that part alone.",
-        )
     report.verdicts = judge(targets, report.scopes)
-    _print(report, form, zone)
+    if form == "table":
+        print_report(report, console(), zone)
+    else:
+        print(markdown(report, zone) if form == "markdown" else msgspec.json.encode(report).decode())  # noqa: T201
     if check and not all(verdict.met for verdict in report.verdicts):
         raise typer.Exit(MISSED)
 
 
-def _step(text: str) -> float:
-    seconds = span_of(text, "--step") if text else 0.0
-    if 0 < seconds < 1:
-        raise ConfigurationError(
-            "--step must be 1s or more; a step shorter than the scrape interval adds nothing."
-        )
-    return seconds
-
-
 def _option_of(indicator: Indicator) -> str:
     return f"--target-{indicator.removesuffix('_p95').replace('_', '-')}"
-
-
-def _print(report: Report, form: str, zone: tzinfo) -> None:
-    if form == "json":
-        print(msgspec.json.encode(report).decode())  # noqa: T201
-    elif form == "markdown":
-        print(markdown(report, zone))  # noqa: T201
-    else:
-        print_report(report, console(), zone)
 
 
 @contextlib.contextmanager

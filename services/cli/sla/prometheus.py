@@ -5,7 +5,6 @@ not see a first value, and an error that happens once is just that); of a proces
 Up is a model while one of its groups is ready or busy and a gateway answers its scrapes.
 """
 
-import base64
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -173,23 +172,16 @@ def client_of(
             "--prometheus must not hold a password, which everybody on the machine can read; name a file with "
             "--prometheus-basic-auth-file."
         )
-    headers = _credentials(token_file, basic_auth_file)
-    return httpx.Client(base_url=parts, timeout=TIMEOUT, verify=trust_of("", ca), headers=headers)
-
-
-def _credentials(token_file: Path | None, basic_auth_file: Path | None) -> dict[str, str]:
     if token_file and basic_auth_file:
         raise ConfigurationError(
             "A Prometheus takes a bearer token or a user's password; name one of the files."
         )
-    if token_file:
-        return {"authorization": f"Bearer {_secret(token_file)}"}
-    if not basic_auth_file:
-        return {}
-    secret = _secret(basic_auth_file)
-    if ":" not in secret:
+    headers = {"authorization": f"Bearer {_secret(token_file)}"} if token_file else {}
+    user, colon, password = (_secret(basic_auth_file) if basic_auth_file else "").partition(":")
+    if user and not colon:
         raise ConfigurationError(f"{basic_auth_file} must have one line, user:password.")
-    return {"authorization": f"Basic {base64.b64encode(secret.encode()).decode()}"}
+    auth = httpx.BasicAuth(user, password) if colon else None
+    return httpx.Client(base_url=parts, timeout=TIMEOUT, verify=trust_of("", ca), headers=headers, auth=auth)
 
 
 def _secret(path: Path) -> str:

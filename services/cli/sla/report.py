@@ -220,24 +220,20 @@ def _verdict(indicator: Indicator, target: float, scopes: Sequence[ReportScope])
     values = [(value, scope.model) for scope in scopes if (value := _value(indicator, scope)) is not None]
     if not values:
         return TargetResult(indicator, target, None, "", False)
-    if indicator == "availability":
-        actual, model = min(values)
-        return TargetResult(indicator, target, actual, model, actual >= target)
-    actual, model = max(values)
-    return TargetResult(indicator, target, actual, model, actual <= target)
+    at_least = indicator == "availability"
+    actual, model = (min if at_least else max)(values)
+    return TargetResult(indicator, target, actual, model, actual >= target if at_least else actual <= target)
 
 
 def _value(indicator: Indicator, scope: ReportScope) -> float | None:
-    if indicator == "availability":
-        return scope.availability
-    if indicator == "error_rate":
-        return scope.error_rate
     if (
         indicator == "mttr"
     ):  # without outages nothing had to be repaired; one that goes on has not been so far
         return max((scope.mttr or 0.0, *(one.end - one.begin for one in scope.outages if one.ongoing)))
-    found: Percentiles = getattr(scope, indicator.removesuffix("_p95"))
-    return found.p95.value if found.p95 is not None else None
+    found: Percentiles | float | None = getattr(scope, indicator.removesuffix("_p95"))
+    if isinstance(found, Percentiles):
+        return found.p95.value if found.p95 is not None else None
+    return found
 
 
 # --- how it is shown -----------------------------------------------------------------------------
@@ -295,7 +291,7 @@ def lines(report: Report, zone: tzinfo) -> list[str]:
     said = [f"Source: {report.source}", f"Period: {_span(period, zone)} ({seconds(period.seconds)})"]
     if report.share_covered < 1 - 1 / period.seconds:
         parts = ", ".join(_span(one, zone) for one in report.covered)
-        said.append(f"Covered: {report.share_covered:.1%} of it: {parts}")
+        said.append(f"Covered: {report.share_covered:.1%} of it, and the figures are of that part: {parts}")
     return said
 
 
