@@ -179,16 +179,8 @@ async def run_profile(ring: Ring, command: ProfileCommand, ranks: list[int], dir
     first = _first_step(ring)
     for rank, path in answers.items():
         trace = f"rank-{rank}.trace.json.gz"
-        question = ProfileQuestion(
-            str(path),
-            f"{name}-{trace}",
-            command.steps,
-            command.seconds,
-            command.memory,
-            command.timeout,
-            first,
-        )
-        ring.ask(rank, ask(question))
+        limits = command.steps, command.seconds, command.memory, command.timeout
+        ring.ask(rank, ask(ProfileQuestion(str(path), f"{name}-{trace}", *limits, first)))
     await _wait(ring, list(answers.values()), command.timeout + WRITE_TIME)
     found = []
     for rank, path in answers.items():

@@ -15,18 +15,8 @@ from shared.messages.debugging import CollectiveDump, Dump, RankDump, StackDump
 PATIENCE = 1.0
 """Seconds for which a ring that works may stand still in one place."""
 
-_COMPUTING = tuple(
-    f"services/executor/{place}"
-    for place in (
-        "worker/engine.py",
-        "worker/runner.py",
-        "model/",
-        "cpu/",
-        "gpu/",
-        "collectives/",
-        "sampling/",
-    )
-)
+_PLACES = ("worker/engine.py", "worker/runner.py", "model/", "cpu/", "gpu/", "collectives/", "sampling/")
+_COMPUTING = tuple(f"services/executor/{place}" for place in _PLACES)
 
 
 def verdict(dump: Dump) -> str:
@@ -42,7 +32,7 @@ def verdict(dump: Dump) -> str:
 
 def _ended(dump: Dump) -> str:
     gone = [rank for rank in dump.ranks if rank.process == ENDED]
-    return f"{_named(gone)} {_has(gone)} ended; the ring is lost." if gone else ""
+    return f"{_named(gone)} {_verb(gone, 'has', 'have')} ended; the ring is lost." if gone else ""
 
 
 def _stopped(dump: Dump) -> str:
@@ -50,7 +40,7 @@ def _stopped(dump: Dump) -> str:
     if not stopped:
         return ""
     by = "a debugger" if stopped[0].process == STOPPED[1] else "a signal (SIGSTOP)"
-    return f"{_named(stopped)} {_is(stopped)} stopped by {by}{_waiting_for(dump, stopped)}."
+    return f"{_named(stopped)} {_verb(stopped, 'is', 'are')} stopped by {by}{_waiting_for(dump, stopped)}."
 
 
 def _behind(dump: Dump) -> str:
@@ -61,7 +51,7 @@ def _behind(dump: Dump) -> str:
     number = max(at.number for _, at in waiting)
     late = [rank for rank in dump.ranks if rank.collective is None or rank.collective.number < number]
     if late:
-        return f"{_named(late)} {_is(late)} behind{_waiting_for(dump, late)}; {_whereabouts(late[0])}."
+        return f"{_named(late)} {_verb(late, 'is', 'are')} behind{_waiting_for(dump, late)}; {_whereabouts(late[0])}."
     return _all_in_one(waiting)
 
 
@@ -130,10 +120,9 @@ def _waiting_for(dump: Dump, late: Sequence[RankDump]) -> str:
     if not others:
         return ""
     _, at = max(others, key=lambda one: one[1].number)
-    waits = "waits" if len(others) == 1 else "wait"
-    them = "it" if len(late) == 1 else "them"
-    who = _named([one for one, _ in others])
-    return f": {who[0].lower()}{who[1:]} {waits} for {them} in {_what(at)} for {at.seconds:.1f} s"
+    who = [one for one, _ in others]
+    name, waits, them = _named(who), _verb(who, "waits", "wait"), _verb(late, "it", "them")
+    return f": {name[0].lower()}{name[1:]} {waits} for {them} in {_what(at)} for {at.seconds:.1f} s"
 
 
 def _what(at: CollectiveDump) -> str:
@@ -168,12 +157,8 @@ def _named(ranks: Sequence[RankDump]) -> str:
     return "Ranks " + ", ".join(f"{rank.rank} (process {rank.pid})" for rank in ranks)
 
 
-def _is(ranks: Sequence[RankDump]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _has(ranks: Sequence[RankDump]) -> str:
-    return "has" if len(ranks) == 1 else "have"
+def _verb(ranks: Sequence[RankDump], of_one: str, of_several: str) -> str:
+    return of_one if len(ranks) == 1 else of_several
 
 
 class ProgressAge:
