@@ -14,7 +14,7 @@ import structlog
 
 from shared.errors import RyzansteinError
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, KvEntry
+from shared.nats.kv import Bucket, Contention, KvEntry
 from shared.nats.subjects import escape
 from shared.tasks import TaskSet
 
@@ -88,6 +88,17 @@ class TenantBucket(Generic[T]):
         if await self._old(tenant, name) is not None:
             return None
         return await self._bucket.create(tenant_key(tenant, name), value)
+
+    async def change(self, tenant: str, name: str, made: Callable[[T], T], what: str) -> T | None:
+        """Has the entry hold what `made` makes of it, called again where others were first; None where there is none.
+        Writes nothing where nothing changes. `what` it is, as an error calls it."""
+        contention = Contention(what)
+        while (entry := await self.get(tenant, name)) is not None:
+            changed = made(entry.value)
+            if changed == entry.value or await self.update(entry.key, changed, entry.revision) is not None:
+                return changed
+            contention.lost()
+        return None
 
     async def of(self, tenant: str) -> AsyncGenerator[KvEntry[T], None]:
         """The entries of a tenant, those with old keys first; one that changes meanwhile once, as it is then."""

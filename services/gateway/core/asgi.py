@@ -1,7 +1,8 @@
 """ASGI in small pieces: bodies with a limit, JSON answers, event streams, the client's going."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -205,6 +206,22 @@ async def send_json(
     head += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": data})
+
+
+async def send_parts(
+    send: Send, content: AsyncGenerator[bytes, None], content_type: str, size: int | None = None
+) -> None:
+    """A whole answer, part by part, as fast as the client takes them; `size`: bytes, where that is known."""
+    head = [(b"content-type", content_type.encode())]
+    if size is not None:
+        head.append((b"content-length", str(size).encode()))
+    async with contextlib.aclosing(content) as parts:
+        first = await anext(parts, b"")  # what is wrong is said before the status is sent
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 class StreamChunk(msgspec.Struct, frozen=True, gc=False):

@@ -146,17 +146,7 @@ class Jobs(Generic[JobT]):
 
     async def change(self, job: str, tenant: str, change: Callable[[JobT], JobT]) -> JobT | None:
         """Applies `change` to whatever the job is now; None when there is none."""
-        contention = Contention(f"the {self.traits.word} {job}")
-        while True:
-            entry = await self.bucket.get(tenant, job)
-            if entry is None:
-                return None
-            changed = change(entry.value)
-            if changed == entry.value:
-                return changed
-            if await self.bucket.update(entry.key, changed, entry.revision) is not None:
-                return changed
-            contention.lost()
+        return await self.bucket.change(tenant, job, change, f"the {self.traits.word} {job}")
 
     async def follow(self, *told: Callable[[str, JobT | None, int], object]) -> None:
         """Tells each of every job there is and will be, by its key, with its revision. Runs until it is cancelled."""

@@ -24,7 +24,6 @@ from shared.limits import RESPONSE_BYTES
 from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.kv import Contention
 from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 
@@ -51,13 +50,11 @@ class ChatIndex:
 
     async def change(self, identity: str, tenant: str, metadata: dict[str, str]) -> StoredChat | None:
         """None where there is no entry."""
-        contention = Contention(f"the chat completion {identity}")
-        while (entry := await self.bucket.get(tenant, identity)) is not None:
-            changed = msgspec.structs.replace(entry.value, metadata=metadata)
-            if await self.bucket.update(entry.key, changed, entry.revision) is not None:
-                return changed
-            contention.lost()
-        return None
+
+        def described(chat: StoredChat) -> StoredChat:
+            return msgspec.structs.replace(chat, metadata=metadata)
+
+        return await self.bucket.change(tenant, identity, described, f"the chat completion {identity}")
 
     async def remove(self, identity: str, tenant: str) -> None:
         entry = await self.bucket.get(tenant, identity)

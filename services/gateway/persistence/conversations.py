@@ -25,7 +25,7 @@ from shared.errors import PayloadTooLarge
 from shared.messages.records import ConversationEntry, ConversationTurn
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.kv import Contention, KvEntry
+from shared.nats.kv import KvEntry
 from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 log = structlog.get_logger(__name__)
@@ -220,15 +220,13 @@ class Conversations:
     async def _change(
         self, public_id: str, tenant: str, change: Callable[[ConversationEntry], ConversationEntry]
     ) -> ConversationEntry:
-        """By compare-and-set."""
-        contention = Contention(f"the conversation '{public_id}'")
-        while True:
-            entry = await self._head(public_id, tenant)
-            changed = change(entry.value)
-            if await self.bucket.update(entry.key, changed, entry.revision) is not None:
-                self._trimmed.wrote(tenant, len(encode(changed)))
-                return changed
-            contention.lost()
+        """By compare-and-set. Raises `RouteError` where there is none."""
+        identity, what = _identity(public_id), f"the conversation '{public_id}'"
+        changed = await self.bucket.change(tenant, identity, change, what) if identity else None
+        if changed is None:
+            raise unknown(public_id)
+        self._trimmed.wrote(tenant, len(encode(changed)))
+        return changed
 
 
 def turns_behind(

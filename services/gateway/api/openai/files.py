@@ -1,6 +1,5 @@
 """/v1/files: POST, GET, GET and DELETE of one, GET of its content."""
 
-import contextlib
 import time
 from typing import Annotated, Any, Literal, get_args
 
@@ -11,6 +10,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import OCTETS, Operation
+from services.gateway.core.asgi import send_parts
 from services.gateway.core.errors import InvalidParameter, convert
 from services.gateway.core.pagination import ListPage, Order, PageQuery, list_object, page
 from services.gateway.core.settings import GatewaySettings
@@ -177,19 +177,9 @@ async def delete(ask: RequestContext) -> dict[str, Any]:
 
 async def content(ask: RequestContext) -> None:
     """The bytes, a chunk at a time, as fast as the client takes them."""
-    files, send = ask.parts.files, ask.send
+    files = ask.parts.files
     record = await files.get(ask.named("file"), ask.tenant)
-    async with contextlib.aclosing(files.content(record)) as parts:
-        first = await anext(parts, b"")  # what is wrong is said before the status is sent
-        head = [
-            (b"content-type", b"application/octet-stream"),
-            (b"content-length", str(record.bytes).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        async for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+    await send_parts(ask.send, files.content(record), "application/octet-stream", record.bytes)
 
 
 def file_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[BaseRoute]:

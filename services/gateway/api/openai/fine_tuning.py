@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import OCTETS, Operation
-from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header
+from services.gateway.core.asgi import EventStream, StreamChunk, disconnected, header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, list_object
 from services.gateway.core.settings import GatewaySettings
@@ -340,14 +340,7 @@ async def adapter(ask: RequestContext) -> None:
     size, content = await ask.parts.job(FineTuning).adapter_file(
         ask.named("job"), ask.tenant, ask.named("file"), step
     )
-    async with contextlib.aclosing(content) as parts:
-        first = await anext(parts, b"")  # what is wrong is said before the status is sent
-        head = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
-        await ask.send({"type": "http.response.start", "status": 200, "headers": head})
-        await ask.send({"type": "http.response.body", "body": first, "more_body": True})
-        async for part in parts:
-            await ask.send({"type": "http.response.body", "body": part, "more_body": True})
-    await ask.send({"type": "http.response.body", "body": b""})
+    await send_parts(ask.send, content, "application/octet-stream", size)
 
 
 async def refused(ask: RequestContext) -> None:

@@ -17,7 +17,7 @@ from services.gateway.batches.dependencies import LineEndpoint
 from services.gateway.batches.lines import Checker
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import needs_work
-from services.gateway.core.asgi import header
+from services.gateway.core.asgi import header, send_parts
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import NeighbourQuery, neighbours
 from services.gateway.core.settings import GatewaySettings
@@ -248,14 +248,7 @@ async def results(ask: RequestContext) -> None:
             status=404,
             reason="not_found",
         )
-    head = [(b"content-type", JSON_LINES.encode())]
-    async with contextlib.aclosing(_results(ask, job)) as parts:
-        first = await anext(parts, b"")  # what is wrong is said before the status is sent
-        await ask.send({"type": "http.response.start", "status": 200, "headers": head})
-        await ask.send({"type": "http.response.body", "body": first, "more_body": True})
-        async for part in parts:
-            await ask.send({"type": "http.response.body", "body": part, "more_body": True})
-    await ask.send({"type": "http.response.body", "body": b""})
+    await send_parts(ask.send, _results(ask, job), JSON_LINES)
 
 
 async def _job(ask: RequestContext) -> BatchJob:
