@@ -191,7 +191,6 @@ def _limit(what: int, soft: int) -> None:
 
 
 def verdict_on(grammar: Grammar) -> GrammarVerdict:
-    """Compiles `grammar`."""
     try:
         if grammar.kind == "lark" and "::=" in grammar.text:
             grammar = Grammar("lark", _from_gbnf(grammar.text))

@@ -69,8 +69,6 @@ class StackSettings(LocalSettings):
 
 
 class StartedProcess(msgspec.Struct, frozen=True):
-    """A process of a service."""
-
     service: str
     instance: str
     pid: int

@@ -26,8 +26,6 @@ Calls = Mapping[str, "Callable[[GrpcCall], Awaitable[None]]"]
 
 @dataclass(frozen=True)
 class JobKind:
-    """One kind of jobs."""
-
     make: Callable[[JobResources], JobRuntime]
     """Called once by each gateway, before it is connected."""
     settings: type[CommonSettings]

@@ -115,7 +115,6 @@ class StreamPoll:
             await asyncio.sleep(INTERVAL)
 
     async def ask(self, stream: str) -> None:
-        """Asks once."""
         metrics, began = self._metrics, time.perf_counter()
         gauges = (metrics.messages, metrics.bytes, metrics.max_bytes, metrics.age, metrics.max_age)
         try:

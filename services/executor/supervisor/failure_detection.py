@@ -47,8 +47,6 @@ class _Watch:
 
 
 class RingWatch(_Watch):
-    """Watches the steps of a ring."""
-
     def verdict(self, epoch: int, loop_beats: int, ranks: Iterable[RankBeat], now: float) -> str:
         """Why the ring is hung, at `now` (monotonic seconds); empty while it is not."""
         watch, reason = self._look(now), ""

@@ -150,7 +150,6 @@ ALONE = TrainerFailed(InvalidRequest.code, "The stub engine trains alone; create
 
 
 def main(events_fd: int) -> int:
-    """The process."""
     pipe = TrainerPipe(sys.stdin.buffer, events_fd)
     spec = pipe.read_spec()
     trainer = StubTrainer(spec, pipe)

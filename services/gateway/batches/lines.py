@@ -40,8 +40,6 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class Wrong(Exception):
-    """What is wrong with a line."""
-
     def __init__(self, line: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.error = BatchError(code, message, line, param)

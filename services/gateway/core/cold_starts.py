@@ -38,8 +38,6 @@ INTERVAL = 1.0
 
 
 class _Model:
-    """What is held for one model."""
-
     def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0

@@ -333,7 +333,6 @@ class Generation:
         return self.request
 
     def fail(self, error: RyzansteinError) -> None:
-        """Ends it with `error`."""
         if not self.ended:
             self.state, self.error = "failed", error
             self._deliver(error)

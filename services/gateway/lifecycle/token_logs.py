@@ -77,7 +77,6 @@ class TokenConsumer:
         await self._bus.flush()
 
     async def stop(self) -> None:
-        """Unsubscribes."""
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None

@@ -264,8 +264,6 @@ class JsonSerializer(ResponseSerializer):
 
 
 class ChatFormat(JsonSerializer):
-    """Chat completions."""
-
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def first(self, index: int) -> bytes | None:
@@ -311,8 +309,6 @@ class ChatFormat(JsonSerializer):
 
 
 class CompletionFormat(JsonSerializer):
-    """Completions."""
-
     kind = chunk_kind = "text_completion"
 
     def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:

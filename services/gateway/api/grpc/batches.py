@@ -36,7 +36,6 @@ class _BatchMethods:
         self._backend = backend
 
     async def submit(self, call: GrpcCall) -> None:
-        """SubmitBatch."""
         given = requests.decode(pb.SubmitBatchRequest, call.take())
         with self._backend.active():
             key = check_idempotency_key(call.metadata("idempotency-key"))
@@ -44,21 +43,18 @@ class _BatchMethods:
         await call.send(pb.SubmitBatchResponse(batch=to_message(job)).SerializeToString())
 
     async def get(self, call: GrpcCall) -> None:
-        """GetBatch."""
         given = requests.decode(pb.GetBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.parts.job(Batches).get(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.GetBatchResponse(batch=to_message(job)).SerializeToString())
 
     async def cancel(self, call: GrpcCall) -> None:
-        """CancelBatch."""
         given = requests.decode(pb.CancelBatchRequest, call.take())
         with self._backend.active():
             job = await self._backend.parts.job(Batches).cancel(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.CancelBatchResponse(batch=to_message(job)).SerializeToString())
 
     async def listed(self, call: GrpcCall) -> None:
-        """ListBatches."""
         given = requests.decode(pb.ListBatchesRequest, call.take())
         size = given.page_size or USUAL
         check_range("page_size", size, 1, MOST)

@@ -69,12 +69,10 @@ class Inference:
         return answered
 
     async def generate(self, call: GrpcCall) -> None:
-        """Generate."""
         given = decode(pb.GenerateRequest, call.take())
         await self._answer(call, GENERATE, given, requests.completion_request(given))
 
     async def chat(self, call: GrpcCall) -> None:
-        """Chat."""
         given = decode(pb.ChatRequest, call.take())
         await self._answer(call, CHAT, given, requests.chat_request(given))
 
@@ -101,7 +99,6 @@ class Inference:
                 await send_events(run, given.output, call.send, call.write)
 
     async def attach(self, call: GrpcCall) -> None:
-        """Attach."""
         given = decode(pb.AttachRequest, call.take())
         with self._backend.active():
             run = await self._backend.parts.reading.attach(
@@ -115,7 +112,6 @@ class Inference:
                 await send_events(run, given.output, call.send, call.write)
 
     async def cancel(self, call: GrpcCall) -> None:
-        """Cancel."""
         given = decode(pb.CancelRequest, call.take())
         with self._backend.active():
             answer, going = await self._backend.parts.reading.cancel(
@@ -125,7 +121,6 @@ class Inference:
         await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
 
     async def tokenize(self, call: GrpcCall) -> None:
-        """Tokenize."""
         given = decode(pb.TokenizeRequest, call.take())
         with self._backend.active():
             intake = self._backend.parts.intake
@@ -144,7 +139,6 @@ class Inference:
         await call.send(shown.SerializeToString())
 
     async def detokenize(self, call: GrpcCall) -> None:
-        """Detokenize."""
         given = decode(pb.DetokenizeRequest, call.take())
         with self._backend.active():
             intake = self._backend.parts.intake
@@ -157,13 +151,11 @@ class Inference:
         await call.send(pb.DetokenizeResponse(text=text).SerializeToString())
 
     async def list_models(self, call: GrpcCall) -> None:
-        """ListModels."""
         decode(pb.ListModelsRequest, call.take())
         models = [_model(card) for card in self._backend.started.catalog.listed()]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
     async def embed(self, call: GrpcCall) -> None:
-        """Embed."""
         given = decode(pb.EmbedRequest, call.take())
         with self._backend.active():
             context = context_of(call, self._settings)

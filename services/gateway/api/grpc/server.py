@@ -50,7 +50,6 @@ def begin_call(call: GrpcCall) -> Span:
 
 
 def end_call(span: Span, call: GrpcCall) -> None:
-    """`call` has ended."""
     if not span.recording:
         return
     error = call.error

@@ -355,8 +355,6 @@ class CompactionWriting(Writing):
 
 
 class CallWriting(Writing):
-    """A function call."""
-
     kind = "function_call"
 
     content: ClassVar[str] = "arguments"
@@ -392,8 +390,6 @@ class CallWriting(Writing):
 
 
 class CustomCallWriting(CallWriting):
-    """A call of a custom tool."""
-
     kind, content, event = "custom_tool_call", "input", "response.custom_tool_call_input"
 
     def done(self) -> list[News]:
