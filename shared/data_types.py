@@ -12,8 +12,8 @@ DType = Literal["auto", "bf16", "fp32"]
 DTYPES: tuple[str, ...] = get_args(DType)
 
 KvCodec = Literal["fp8", "int8"]
+# Of a full KV block; `bf16` means uncompressed: keys and values stay as the model computes them.
 BlockDType = Literal["bf16", KvCodec]
-"""Of a full KV block; `bf16` means uncompressed: keys and values stay as the model computes them."""
 KvDType = Literal["auto", BlockDType]
 BLOCK_DTYPES: tuple[BlockDType, ...] = get_args(BlockDType)
 KV_DTYPES: tuple[str, ...] = get_args(KvDType)

@@ -39,10 +39,8 @@ class RyzansteinError(Exception):
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
         super().__init__(message)
         self.message = message
-        self.param = param
-        """The field of the request that is at fault, where there is one."""
-        self.retry_after = retry_after
-        """Seconds after which a retry makes sense, where that is known."""
+        self.param = param  # the field of the request that is at fault, where there is one
+        self.retry_after = retry_after  # seconds after which a retry makes sense, where that is known
 
 
 class InvalidRequest(RyzansteinError):

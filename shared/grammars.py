@@ -26,8 +26,7 @@ from shared.child_environment import environment_without_settings
 from shared.messages import Grammar
 
 LARGEST_EXACT = 2**53
-_LONG_NUMBER = re.compile(rb"[0-9]{16}")
-"""In the JSON of each number beyond that."""
+_LONG_NUMBER = re.compile(rb"[0-9]{16}")  # in the JSON of each number beyond that
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 _MOST_OF_REASON = 300
 _PICTURE = re.compile(r"^\s*(\^+|\d+ \|.*)$", re.MULTILINE)
@@ -35,8 +34,8 @@ _PICTURE = re.compile(r"^\s*(\^+|\d+ \|.*)$", re.MULTILINE)
 # Between JSON's tokens: nothing, a blank, or a line break with an indentation. Left free, white space is what a
 # model that has lost its way puts out for ever.
 _WHITESPACE = r"( |\n[ \t]{0,40})"
+# Over what a schema says of itself under `x-guidance`: a keyword that cannot be held is an error.
 _OPTIONS = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": False, "lenient": False}
-"""Over what a schema says of itself under `x-guidance`: a keyword that cannot be held is an error."""
 
 
 def source_of(grammar: Grammar) -> str:
@@ -97,24 +96,20 @@ def embedded(schema: Mapping[str, Any]) -> str:
     return "%json " + text.replace("::=", "\\u003a:=")  # else it would look like GBNF (`verdict_on`)
 
 
-CPU_SECONDS = 2
-"""CPU time of one grammar at most; the kernel counts whole seconds."""
-MEMORY = 2 << 30
-"""Bytes of address space."""
-ANSWER_WITHIN = 60.0
-"""Seconds of waiting for a process that gets no processor."""
+CPU_SECONDS = 2  # CPU time of one grammar at most; the kernel counts whole seconds
+MEMORY = 2 << 30  # bytes of address space
+ANSWER_WITHIN = 60.0  # seconds of waiting for a process that gets no processor
 TOO_COMPLEX = "it is too complex to compile; make it smaller or simpler"
+# In llguidance's words for that: they name its own bounds, and a page of its own notation.
 _GAVE_UP = ("Unable to determine if", "fuel exhausted")
-"""In llguidance's words for that: they name its own bounds, and a page of its own notation."""
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True):
     """What became of a grammar."""
 
-    problem: str = ""
-    """Why it does not compile; empty: it does."""
+    problem: str = ""  # why it does not compile; empty: it does
+    # The grammar to use, where it compiles: the same, or what stands for it in Lark's notation.
     grammar: Grammar | None = None
-    """The grammar to use, where it compiles: the same, or what stands for it in Lark's notation."""
 
 
 class GrammarCheck:

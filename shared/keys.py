@@ -16,8 +16,7 @@ import msgspec
 
 _KEY = re.compile(r"rz-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
 _ANYWHERE = re.compile(r"(rz-[0-9a-f]{12})-[A-Za-z0-9_-]{16,}")
-_PERSON = b"ryzanstein-key"
-"""Sets these digests apart from other hashes of the same bytes."""
+_PERSON = b"ryzanstein-key"  # sets these digests apart from other hashes of the same bytes
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,8 +24,7 @@ class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    concurrent: int = 0
-    """Generations at the same time."""
+    concurrent: int = 0  # generations at the same time
 
 
 class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,19 +35,14 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     digest: bytes
     tenant: str
-    created: float
-    """Unix seconds, as the other times."""
-    name: str = ""
-    """For people."""
-    expires: float = 0.0
-    """0: never."""
-    revoked: float = 0.0
-    """0: it is not."""
+    created: float  # Unix seconds, as the other times
+    name: str = ""  # for people
+    expires: float = 0.0  # 0: never
+    revoked: float = 0.0  # 0: it is not
     limits: KeyLimits = KeyLimits()
+    # Whether it may register, load, unload and remove models and adapters over the API.
     manage_models: bool = False
-    """Whether it may register, load, unload and remove models and adapters over the API."""
-    view_keys: bool = False
-    """Whether it may see all keys and their use over the API; no secret is among that."""
+    view_keys: bool = False  # whether it may see all keys and their use over the API; no secret is among that
 
     def state(self, now: float) -> str:
         """`active`, `expired` or `revoked`."""

@@ -11,22 +11,19 @@ from typing import Any, Literal
 import msgspec
 
 Unit = Literal["entries", "characters", "bytes", "tokens", "seconds", "levels", "per minute", "frames"]
+# Of what each one has the bound for itself: each request, each scheduler, ...
 Holder = Literal["request", "connection", "key", "tenant", "gateway", "scheduler", "executor", "NATS"]
-"""Of what each one has the bound for itself: each request, each scheduler, ..."""
 
 
 class Limit(msgspec.Struct, frozen=True):
     """One bound."""
 
     name: str
-    value: int
-    """The default where a setting changes it; 0: it depends on the model, as `bounds` says."""
+    value: int  # the default where a setting changes it; 0: it depends on the model, as `bounds` says
     unit: Unit
-    bounds: str
-    """What may be no more, as a phrase."""
+    bounds: str  # what may be no more, as a phrase
     holder: Holder = "request"
-    setting: str = ""
-    """The environment variable that changes it; empty: none does."""
+    setting: str = ""  # the environment variable that changes it; empty: none does
 
     def length(self, **more: Any) -> msgspec.Meta:
         """In the type of a field: so many characters of a text, or entries of an array or object, at most. `more`:
@@ -553,6 +550,6 @@ def limit_of(refusal: str) -> "Limit | None":
     return _BY_NAME.get(cited[1]) if cited is not None else None
 
 
+# All of them.
 LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
-"""All of them."""
 _BY_NAME = {limit.name: limit for limit in LIMITS}

@@ -16,35 +16,27 @@ from shared.messages import GroupRecord, HostModel, HostRecord, ModelSpec
 
 ModelState = Literal["unloaded", "downloading", "loading", "loaded", "sleeping", "failed"]
 
+# Seconds after an order to load in which it counts as loading, though no host has said so yet.
 JUST_ASKED = 15.0
-"""Seconds after an order to load in which it counts as loading, though no host has said so yet."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
     """Of one model, on all hosts."""
 
     state: ModelState = "unloaded"
+    # Share of the download or of the load that is done, 0 to 1; of the replica that is furthest.
     progress: float = 0.0
-    """Share of the download or of the load that is done, 0 to 1; of the replica that is furthest."""
-    done: int = 0
-    """Bytes of that; 0: not known."""
+    done: int = 0  # bytes of that; 0: not known
     total: int = 0
-    replicas: int = 0
-    """Groups that take requests."""
+    replicas: int = 0  # groups that take requests
+    # Instances of the executors that serve it, or on their way to; of a failed one, those where it has failed.
     hosts: list[str] = []
-    """Instances of the executors that serve it, or on their way to; of a failed one, those where it has failed."""
-    memory: int = 0
-    """Bytes that one replica takes; 0: not known."""
-    reason: str = ""
-    """Why it has failed, or is not loaded, in a sentence."""
-    expected_seconds: float = 0.0
-    """Seconds until the first request could be taken; 0: at once, or not known."""
-    failed_at: float = 0.0
-    """Unix seconds of the failure; 0: it has not failed."""
-    waiting: int = 0
-    """Requests that wait until it is loaded, in all queues; about, where they are many."""
-    kv_bytes: int = 0
-    """Of `memory`, what its KV caches take once they have been filled; 0: not known."""
+    memory: int = 0  # bytes that one replica takes; 0: not known
+    reason: str = ""  # why it has failed, or is not loaded, in a sentence
+    expected_seconds: float = 0.0  # seconds until the first request could be taken; 0: at once, or not known
+    failed_at: float = 0.0  # Unix seconds of the failure; 0: it has not failed
+    waiting: int = 0  # requests that wait until it is loaded, in all queues; about, where they are many
+    kv_bytes: int = 0  # of `memory`, what its KV caches take once they have been filled; 0: not known
 
     @property
     def ready(self) -> bool:

@@ -10,10 +10,12 @@ from typing import Literal, get_args
 
 from shared.errors import ModelLoadError
 
+# Key of a model's config.json that says what `--weight-dtype auto` means for it: `bf16`, its codes are unpacked; left
+# out, they are kept. The model store writes it for built-in models.
 WEIGHT_DTYPE = "weight_dtype"
-"""Key of a model's config.json that says what `--weight-dtype auto` means for it: `bf16`, its codes are unpacked; left
-out, they are kept. The model store writes it for built-in models."""
 
+# How a model writes tool calls; `auto`: as its chat template shows, `none`: tools are refused. Some names are
+# vLLM's for what another name means too.
 ToolParser = Literal[
     "auto",
     "none",
@@ -62,9 +64,9 @@ ToolParser = Literal[
     "step3p5",
     "xlam",
 ]
-"""How a model writes tool calls; `auto`: as its chat template shows, `none`: tools are refused. Some names are
-vLLM's for what another name means too."""
 
+# How a model marks its reasoning; `auto`: as its chat template shows, `none` (vLLM's `identity`): it is part of the
+# answer.
 ReasoningParser = Literal[
     "auto",
     "none",
@@ -97,23 +99,19 @@ ReasoningParser = Literal[
     "step3p5",
     "think",
 ]
-"""How a model marks its reasoning; `auto`: as its chat template shows, `none` (vLLM's `identity`): it is part of the
-answer."""
 
 TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
 REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 
 
 _SAMPLE_BYTES = 1 << 20
+# What the directory holds; earlier versions unpacked the weights into it, or took the tokenizer of another file.
 _FORM = b"linked, of the file alone"
-"""What the directory holds; earlier versions unpacked the weights into it, or took the tokenizer of another file."""
-GGUF = "GGUF"
-"""What a model's card calls the form of such files (`ModelCard.weights`)."""
+GGUF = "GGUF"  # what a model's card calls the form of such files (`ModelCard.weights`)
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Names of GGUF files that belong to a model.
 _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*[-._](mmproj|imatrix)\b", re.IGNORECASE)
-"""Names of GGUF files that belong to a model."""
-_LISTED = 30
-"""Models that an error names, at most."""
+_LISTED = 30  # models that an error names, at most
 HUB = "hf://"
 _PATHS = ("/", "./", "../", "~")
 _LINK = re.compile(r"model(-\d{5}-of-\d{5})?\.gguf")

@@ -34,13 +34,10 @@ from shared.registry import (
     unknown_field,
 )
 
-MAX_BYTES = 4 << 20
-"""Of a file."""
-MAX_TOLD = 100
-"""Errors that are told of one file."""
+MAX_BYTES = 4 << 20  # of a file
+MAX_TOLD = 100  # errors that are told of one file
 _KEYS = (*DECLARED, "adapters")
-_MAPPINGS = ("settings", "sparse_attention")
-"""Fields of a model that may be mappings."""
+_MAPPINGS = ("settings", "sparse_attention")  # fields of a model that may be mappings
 _ADAPTER_KEYS = ("source", "revision")
 
 
@@ -53,8 +50,7 @@ class ModelsFileError(ConfigurationError):
             told.append(f"and {len(problems) - MAX_TOLD} more")
         count = f"{len(problems)} error{'s' * (len(problems) > 1)}"
         super().__init__("\n  ".join([f"{where} has {count}; nothing was applied:", *told]))
-        self.problems = problems
-        """Each one sentence, with its line."""
+        self.problems = problems  # each one sentence, with its line
 
 
 class Declaration(NamedTuple):

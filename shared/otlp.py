@@ -21,11 +21,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from shared.tracing import NONE, Attributes, Kind, Span, Statistics, TraceContext
 
 SCOPE = "ryzanstein"
-QUEUE_SIZE = 2048
-"""Spans that wait to be sent; OTEL_BSP_MAX_QUEUE_SIZE."""
+QUEUE_SIZE = 2048  # spans that wait to be sent; OTEL_BSP_MAX_QUEUE_SIZE
+# Milliseconds that a span waits for others; OTEL_BSP_SCHEDULE_DELAY. Short: what a process that is killed has not
+# sent is lost.
 SCHEDULE_DELAY = 1000
-"""Milliseconds that a span waits for others; OTEL_BSP_SCHEDULE_DELAY. Short: what a process that is killed has not
-sent is lost."""
 
 _KINDS: dict[Kind, trace.SpanKind] = {
     "internal": trace.SpanKind.INTERNAL,

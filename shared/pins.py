@@ -10,17 +10,14 @@ from typing import NamedTuple
 
 from shared.messages import GroupRecord, HostRecord, ModelSpec
 
-NAMED = 8
-"""Models that a sentence names at most."""
+NAMED = 8  # models that a sentence names at most
 
 
 class Pins(NamedTuple):
     """Sentences; empty: there is nothing to say."""
 
-    refused: str = ""
-    """Why they do not fit, and what would have to go."""
-    warning: str = ""
-    """Why it is not known whether they do."""
+    refused: str = ""  # why they do not fit, and what would have to go
+    warning: str = ""  # why it is not known whether they do
 
 
 def promises_more(spec: ModelSpec, known: ModelSpec | None) -> bool:

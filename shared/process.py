@@ -43,9 +43,9 @@ def pid_namespace() -> str:
 
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+# Bytes from which a block has a mapping of its own, which goes back when it is freed. glibc would raise the bound
+# with each such block that is freed, to 32 MiB.
 _OWN_MAPPING = 1 << 20
-"""Bytes from which a block has a mapping of its own, which goes back when it is freed. glibc would raise the bound
-with each such block that is freed, to 32 MiB."""
 _ARENAS = 2
 
 
@@ -85,16 +85,14 @@ def freeze_gc_after_startup() -> None:
 
 Counters = tuple[int, ...]
 
+# A key that has not been observed for this many times the limit is dropped when another one comes.
 _KEEP = 2.0
-"""A key that has not been observed for this many times the limit is dropped when another one comes."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    state: tuple[Counters, bool]
-    """The counters, and whether they must move."""
-    since: float
-    """When they were first seen like this."""
+    state: tuple[Counters, bool]  # the counters, and whether they must move
+    since: float  # when they were first seen like this
     observed: float
 
 

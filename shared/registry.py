@@ -19,14 +19,11 @@ from shared.data_types import BLOCK_DTYPES, WEIGHT_DTYPES
 from shared.messages.registry import MAX_ALIASES, MAX_MODELS, ModelSettings, ModelSpec
 from shared.models import HUB, REASONING_PARSERS, TOOL_PARSERS
 
-MAX_NAME = 200
-"""Characters of a model's name, of an alias, and of a revision."""
+MAX_NAME = 200  # characters of a model's name, of an alias, and of a revision
 MAX_SOURCE = 4096
 MAX_REPLICAS = 1024
-MAX_IDLE = 366 * 86_400.0
-"""Seconds."""
-MAX_NUMBER = 1 << 62
-"""Of a setting: what fits in a message."""
+MAX_IDLE = 366 * 86_400.0  # seconds
+MAX_NUMBER = 1 << 62  # of a setting: what fits in a message
 MAX_DRAFTS = 63
 _LAYER = re.compile(rf"-?\d{{1,5}}\s*=\s*({'|'.join(BLOCK_DTYPES)})", re.ASCII)
 _RANGES: dict[str, tuple[int, int]] = {
@@ -46,11 +43,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "reasoning_parser": REASONING_PARSERS,
 }
 
+# Fields that people write; the others are kept by those who write the registry.
 DECLARED = (
     *("name", "source", "revision", "settings", "least", "most", "pinned", "idle", "aliases"),
     "sparse_attention",
 )
-"""Fields that people write; the others are kept by those who write the registry."""
 SETTINGS = tuple(field.name for field in msgspec.structs.fields(ModelSettings))
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(ModelSpec)}
 _SETTING_TYPES = {field.name: field.type for field in msgspec.structs.fields(ModelSettings)}
@@ -59,22 +56,17 @@ _SETTING_TYPES = {field.name: field.type for field in msgspec.structs.fields(Mod
 class Problem(NamedTuple):
     """One thing that is wrong with a model's entry."""
 
-    field: str
-    """Such as `least` or `settings.tp`; empty: the entry as a whole."""
-    text: str
-    """One sentence."""
+    field: str  # such as `least` or `settings.tp`; empty: the entry as a whole
+    text: str  # one sentence
 
 
 class DeclaredAdapter(msgspec.Struct, frozen=True):
     """A LoRA adapter, as people write it."""
 
     name: str
-    model: str
-    """Name of its base in the registry."""
-    source: str
-    """Directory of peft's files on the hosts, or hub name."""
-    revision: str = ""
-    """Of a hub name: branch, tag or commit; empty: the main branch."""
+    model: str  # name of its base in the registry
+    source: str  # directory of peft's files on the hosts, or hub name
+    revision: str = ""  # of a hub name: branch, tag or commit; empty: the main branch
 
 
 def check(spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collection[str] = ()) -> list[str]:

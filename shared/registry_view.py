@@ -25,12 +25,11 @@ class RegistryView:
     """The records by their keys; `fold` brings one up to date."""
 
     specs: dict[str, ModelSpec] = field(default_factory=dict)
-    groups: dict[str, GroupRecord] = field(default_factory=dict)
-    """Those that are gone among them."""
+    groups: dict[str, GroupRecord] = field(default_factory=dict)  # those that are gone among them
     hosts: dict[str, HostRecord] = field(default_factory=dict)
     placements: dict[str, ModelPlacement] = field(default_factory=dict)
+    # Groups whose records are of an earlier start: they count for nothing.
     stale: set[str] = field(default_factory=set)
-    """Groups whose records are of an earlier start: they count for nothing."""
 
     def live(self) -> list[GroupRecord]:
         """Groups that are known, but for stale ones."""

@@ -15,8 +15,7 @@ import msgspec
 from shared.messages.generations import SparseAttention, SparseKind
 
 KINDS: tuple[SparseKind, ...] = get_args(SparseKind)
-MOST_TOKENS = 2**31 - 1
-"""Of any of its numbers of tokens: a position is an int32."""
+MOST_TOKENS = 2**31 - 1  # of any of its numbers of tokens: a position is an int32
 MOST_LAYERS = 4096
 FIELDS = SparseAttention.__struct_fields__
 _MOST = {"threshold": MOST_TOKENS, "sinks": MOST_TOKENS, "recent": MOST_TOKENS, "budget": MOST_TOKENS} | {

@@ -11,8 +11,8 @@ import structlog
 T = TypeVar("T")
 Job = TypeVar("Job")
 
+# Seconds that cancelled work has to end; then it is left behind, with an error in the log.
 CANCEL_TIMEOUT = 10.0
-"""Seconds that cancelled work has to end; then it is left behind, with an error in the log."""
 
 log = structlog.get_logger(__name__)
 
@@ -75,10 +75,8 @@ async def cancel_all(tasks: Collection["asyncio.Task[Any]"]) -> None:
 class Backoff:
     """How long to wait before something that has ended is started again. Pure: time comes in, in seconds."""
 
-    FIRST = 0.2
-    """Seconds; the pause doubles with each end."""
-    STABLE_AFTER = 60.0
-    """What has lived for so long begins with the first pause again."""
+    FIRST = 0.2  # seconds; the pause doubles with each end
+    STABLE_AFTER = 60.0  # what has lived for so long begins with the first pause again
 
     def __init__(self, longest: float = 10.0) -> None:
         self._longest = longest
@@ -158,8 +156,8 @@ class RoundRobin(Generic[Job]):
     """
 
     def __init__(self) -> None:
+        # By tenant; the first one's turn is next. None is empty.
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
-        """By tenant; the first one's turn is next. None is empty."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))

@@ -37,13 +37,10 @@ _SAMPLED = 1
 class TraceContext(NamedTuple):
     """A span, as whoever continues its trace knows it."""
 
-    trace_id: str
-    """32 hexadecimal digits."""
-    span_id: str
-    """16."""
+    trace_id: str  # 32 hexadecimal digits
+    span_id: str  # 16
     flags: int = _SAMPLED
-    state: str = ""
-    """`tracestate`: what other vendors' systems have to say, passed on."""
+    state: str = ""  # `tracestate`: what other vendors' systems have to say, passed on
 
     @property
     def sampled(self) -> bool:
@@ -159,10 +156,8 @@ class Statistics(NamedTuple):
     """What has become of the spans of this process."""
 
     exported: int = 0
-    failed: int = 0
-    """The collector has not taken them in time."""
-    dropped: int = 0
-    """There was no room for them in the queue."""
+    failed: int = 0  # the collector has not taken them in time
+    dropped: int = 0  # there was no room for them in the queue
 
 
 class SpanRecorder(Protocol):
@@ -189,8 +184,7 @@ class SpanRecorder(Protocol):
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-CLOSE_TIMEOUT = 3.0
-"""Seconds that a process which ends gives the collector to take what is left."""
+CLOSE_TIMEOUT = 3.0  # seconds that a process which ends gives the collector to take what is left
 
 log = structlog.get_logger(__name__)
 _current: ContextVar[Span] = ContextVar("current_span", default=NONE)

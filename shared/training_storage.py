@@ -11,18 +11,12 @@ from collections.abc import Mapping
 
 from shared.messages.training import Hyperparameters, TrainingJob
 
-KEPT_ADAPTERS = 3
-"""Adapters of ends of epochs that a job keeps: the last ones."""
-NAMES = KEPT_ADAPTERS + 1
-"""Models that a job makes at most, its result among them."""
-VALUE_BYTES = 4
-"""Of one number of a factor, or of a moment: float32."""
-STATE_VALUES = 3
-"""Numbers of a state for each of the factors': itself, two moments."""
-STEP_BYTES = 256
-"""Of what a state, and the table, have of one step."""
-FILE_BYTES = 1 << 20
-"""Of a file beside its numbers: names and shapes of its tensors."""
+KEPT_ADAPTERS = 3  # adapters of ends of epochs that a job keeps: the last ones
+NAMES = KEPT_ADAPTERS + 1  # models that a job makes at most, its result among them
+VALUE_BYTES = 4  # of one number of a factor, or of a moment: float32
+STATE_VALUES = 3  # numbers of a state for each of the factors': itself, two moments
+STEP_BYTES = 256  # of what a state, and the table, have of one step
+FILE_BYTES = 1 << 20  # of a file beside its numbers: names and shapes of its tensors
 
 
 def factor_values(widths: Mapping[str, int], hyperparameters: Hyperparameters) -> int:

@@ -24,8 +24,7 @@ class _Delta(msgspec.Struct, frozen=True):
 
 class _Choice(msgspec.Struct, frozen=True):
     delta: _Delta = _Delta()
-    text: str = ""
-    """Of a completion."""
+    text: str = ""  # of a completion
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -63,10 +62,10 @@ _KINDS: dict[str | None, type[RyzansteinError]] = {
     "chat_template_limit": TemplateRefused,
     "unsupported_task": GeneratesNoText,
 }
+# How often, and after how many seconds, a gateway that lists no model yet is asked again.
 LISTINGS, LISTING_PAUSE = 50, 0.1
-"""How often, and after how many seconds, a gateway that lists no model yet is asked again."""
+# Of a text that is gone on with, where nobody says how many: a base model seldom ends one by itself.
 PLAIN_TOKENS = 256
-"""Of a text that is gone on with, where nobody says how many: a base model seldom ends one by itself."""
 
 
 class ChatClient:
@@ -90,10 +89,10 @@ class ChatClient:
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
+        # Whether the model has turned out to have no chat template: it goes on with each text alone.
         self.plain = False
-        """Whether the model has turned out to have no chat template: it goes on with each text alone."""
+        # Is told how many tokens of a long prompt, of how many, have been computed.
         self.on_progress: Callable[[int, int], None] | None = None
-        """Is told how many tokens of a long prompt, of how many, have been computed."""
 
     def close(self) -> None:
         self._client.close()
@@ -229,8 +228,7 @@ def _first_model(url: str, response: httpx.Response) -> str:
     return models[0].id
 
 
-_PROGRESS = re.compile(r"prompt (\d{1,12})/(\d{1,12})", re.ASCII)
-"""A comment of the stream."""
+_PROGRESS = re.compile(r"prompt (\d{1,12})/(\d{1,12})", re.ASCII)  # a comment of the stream
 
 
 class _Answer:
@@ -239,8 +237,7 @@ class _Answer:
     def __init__(self, url: str, on_progress: Callable[[int, int], None] | None = None) -> None:
         self._url, self._on_progress = url, on_progress
         self._events = EventReader()
-        self.whole = False
-        """Whether the stream has ended in good order."""
+        self.whole = False  # whether the stream has ended in good order
 
     def take(self, line: str) -> str:
         """What `line` adds to it. Raises what the gateway says where it ends the stream with an error."""

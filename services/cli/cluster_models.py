@@ -43,12 +43,9 @@ from shared.registry import check, nearest
 from shared.registry_view import RegistryView, fold
 from shared.tasks import cancel_all
 
-HOST_TIMEOUT = 10.0
-"""Seconds that a host has to answer a command; the work goes on behind it."""
-LOOK_INTERVAL = 0.5
-"""Seconds between two looks at most: a status depends on the time too."""
-SETTLED = 3.0
-"""Seconds after an order in which the scheduler may still say what it said of the model before."""
+HOST_TIMEOUT = 10.0  # seconds that a host has to answer a command; the work goes on behind it
+LOOK_INTERVAL = 0.5  # seconds between two looks at most: a status depends on the time too
+SETTLED = 3.0  # seconds after an order in which the scheduler may still say what it said of the model before
 
 R = TypeVar("R")
 T = TypeVar("T", bound=msgspec.Struct)

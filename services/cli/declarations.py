@@ -44,8 +44,7 @@ class Applied(DeclarationChanges, frozen=True):
     """What becomes of the models, and of the adapters."""
 
     adapters: DeclarationChanges = DeclarationChanges()
-    warning: str = ""
-    """What is not known about models that it pins."""
+    warning: str = ""  # what is not known about models that it pins
 
 
 class Writes(NamedTuple):
@@ -53,8 +52,7 @@ class Writes(NamedTuple):
 
     models: list[ModelSpec]
     adapters: list[DeclaredAdapter]
-    adopted: list[str]
-    """Adapters that are as they are declared, and that somebody else had declared."""
+    adopted: list[str]  # adapters that are as they are declared, and that somebody else had declared
 
 
 def declared_adapters(now: ModelsSnapshot) -> list[DeclaredAdapter]:

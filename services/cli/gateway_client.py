@@ -18,14 +18,11 @@ from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 T = TypeVar("T")
 
 TIMEOUT = 30.0
+# Of a file's upload: the gateway answers when it has stored all of it.
 LONG_TIMEOUT = httpx.Timeout(TIMEOUT, write=600.0, read=600.0)
-"""Of a file's upload: the gateway answers when it has stored all of it."""
-PATIENCE = 60.0
-"""Seconds for which a gateway that is waited at may be away."""
-PAUSE = 0.5
-"""Seconds until it is asked again."""
-_AWAY = (502, 503, 504)
-"""Statuses of a gateway that starts or drains, or of a proxy that finds none."""
+PATIENCE = 60.0  # seconds for which a gateway that is waited at may be away
+PAUSE = 0.5  # seconds until it is asked again
+_AWAY = (502, 503, 504)  # statuses of a gateway that starts or drains, or of a proxy that finds none
 
 
 class RequestRefused(RyzansteinError):
@@ -44,8 +41,7 @@ class EventReader:
     def __init__(self) -> None:
         self._data: list[str] = []
         self._id = ""
-        self.comment = ""
-        """The last line, where it is one."""
+        self.comment = ""  # the last line, where it is one
 
     def take(self, line: str) -> ServerEvent | None:
         """The event that ends with `line`."""

@@ -19,8 +19,7 @@ class CommandGroup(NamedTuple):
 
     module: str
     commands: tuple[str, ...]
-    extra: str = "cli"
-    """Of our package, with which what it imports is installed."""
+    extra: str = "cli"  # of our package, with which what it imports is installed
 
 
 GROUPS = (

@@ -24,8 +24,8 @@ MODULES = {
     "executor": "services.executor",
     "health-monitor": "services.health_monitor",
 }
+# A package by which a service's extra is known to be installed; the others need no more than the core.
 _TELLTALES = {"gateway": "starlette", "executor": "torch"}
-"""A package by which a service's extra is known to be installed; the others need no more than the core."""
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -74,8 +74,7 @@ def packages_of(extra: str) -> Iterator[None]:
 
 
 HELP = "Ask the service beside this command whether it is ready, as a container's health check does."
-TIMEOUT = 3.0
-"""Seconds to wait for the connection, and for each part of the answer."""
+TIMEOUT = 3.0  # seconds to wait for the connection, and for each part of the answer
 API_PORT = 8000
 _ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # asked, not bound
 

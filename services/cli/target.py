@@ -78,18 +78,15 @@ class RunFile(msgspec.Struct, frozen=True):
     """A local stack that is up, or starts."""
 
     pid: int
-    gateway_url: str
-    """Empty while it starts."""
+    gateway_url: str  # empty while it starts
     nats_url: str
     nats_user: str
     nats_password: str
+    # File of the gateway's certificate, where it has one: what clients on this machine trust.
     certificate: str = ""
-    """File of the gateway's certificate, where it has one: what clients on this machine trust."""
-    model: str = ""
-    """What it serves, and where that lies."""
+    model: str = ""  # what it serves, and where that lies
     directory: str = ""
-    started: list[StartedProcess] = []
-    """Its services as they were first started."""
+    started: list[StartedProcess] = []  # its services as they were first started
 
 
 def write_run_file(data_dir: Path, content: RunFile) -> None:
@@ -242,8 +239,8 @@ def with_options_of(command: Callable[..., Any], run: Callable[..., None]) -> Ca
 
 class Gateway(NamedTuple):
     url: str
+    # File of the one to trust, of a gateway on this machine; empty: those of known authorities.
     certificate: str = ""
-    """File of the one to trust, of a gateway on this machine; empty: those of known authorities."""
 
 
 def find_stack(data_dir: Path | None, *, starting: bool = False) -> RunFile | None:

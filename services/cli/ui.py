@@ -99,8 +99,7 @@ class WordWrap:
     """
 
     def __init__(self, width: int) -> None:
-        self._width = width
-        """Of a line, in cells."""
+        self._width = width  # of a line, in cells
         self._column = 0
         self._gap = ""
         self._word = ""
@@ -264,8 +263,7 @@ class _Bars:
     def __init__(self, console: Console, amount: ProgressColumn, *, quiet: bool = False) -> None:
         """`quiet`: nothing is shown, for programs."""
         self._console = console
-        self._lines = not console.is_terminal and not quiet
-        """Whether what changes is told by lines instead."""
+        self._lines = not console.is_terminal and not quiet  # whether what changes is told by lines instead
         self._progress = Progress(
             *bar_columns(amount), console=console, disable=quiet or not console.is_terminal
         )

@@ -32,8 +32,7 @@ from shared.service.logs import follow as follow_level
 from shared.tracing import Attributes
 
 STUB_VOCABULARY = 256
-FIRST_WORD = 1000
-"""Token ids from here on stand for pieces of words in every vocabulary."""
+FIRST_WORD = 1000  # token ids from here on stand for pieces of words in every vocabulary
 
 
 def make_engine(

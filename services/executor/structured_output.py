@@ -46,10 +46,8 @@ class Vocabulary:
 
     def __init__(self, tokenizer: LLTokenizer, size: int) -> None:
         self.tokenizer = tokenizer
-        self.size = size
-        """Tokens that the model has logits for."""
-        self.words = (tokenizer.vocab_size + 31) // 32
-        """32-bit words of a mask."""
+        self.size = size  # tokens that the model has logits for
+        self.words = (tokenizer.vocab_size + 31) // 32  # 32-bit words of a mask
         self.eos = frozenset(token for token in tokenizer.eos_tokens if token < size)
 
     def unpack(self, words: NDArray[np.int32], mute: Int64Array) -> Mask | None:
@@ -111,17 +109,15 @@ class GrammarState:
         """`matcher` becomes the state's own."""
         self.matcher = matcher
         self.vocabulary = vocabulary
+        # Tokens that end a text. What ends it for the tokenizer and not for the request is not put out.
         self._ends = vocabulary.eos.intersection(stop_token_ids)
-        """Tokens that end a text. What ends it for the tokenizer and not for the request is not put out."""
         self._mute = np.array(sorted(vocabulary.eos - self._ends), np.int64)
         self._computing: Future[None] | None = None
         self._allowed: Mask | None = None
         self._problem = ""
-        self._ahead: DraftMatcher | None = None
-        """For drafts, once there was reason to think of some."""
+        self._ahead: DraftMatcher | None = None  # for drafts, once there was reason to think of some
         self._forced: list[int] | None = None
-        self.complete = False
-        """Whether the text matches the grammar and nothing can follow."""
+        self.complete = False  # whether the text matches the grammar and nothing can follow
 
     def advance(self, *tokens: int) -> None:
         self._settle()
@@ -212,8 +208,8 @@ def compute_masks(states: Sequence[GrammarState], parallel: LLExecutor | None = 
             state.fail(str(error))
 
 
+# Of forced text, as much as becomes drafts at once: of a constant of 100 kB, the whole would take 20 ms.
 FORCED_BYTES = 128
-"""Of forced text, as much as becomes drafts at once: of a constant of 100 kB, the whole would take 20 ms."""
 _RECENT = 4
 
 
@@ -227,8 +223,7 @@ class DraftMatcher:
         """`matcher` becomes its own."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._behind: list[int] = []
-        """What the text has got since it was last asked."""
+        self._behind: list[int] = []  # what the text has got since it was last asked
         self._recent: list[int] = []
         self._usable = not matcher.is_error()
 
@@ -386,8 +381,7 @@ class GrammarCompiler:
         self._check = GrammarCheck()
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._kept_bytes = 0
-        self.compiled = 0
-        """Grammars that were not kept from before."""
+        self.compiled = 0  # grammars that were not kept from before
 
     def start(self, request: GenerationRequest) -> GrammarState:
         """The state of a request's grammar after the tokens that it brings. Raises `InvalidGrammar`."""
@@ -432,8 +426,8 @@ class GrammarCompiler:
 
 Released = Callable[[GenerationRequest, GrammarState | RyzansteinError], None]
 
+# Bytes of address space: what fits the usual 8 MiB in the process that checks must fit here.
 STACK = 128 << 20
-"""Bytes of address space: what fits the usual 8 MiB in the process that checks must fit here."""
 
 
 class GrammarWork:
@@ -441,11 +435,10 @@ class GrammarWork:
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
-        self._unusable: InvalidGrammar | None = None
-        """Why the model's tokenizer is of no use for grammars."""
+        self._unusable: InvalidGrammar | None = None  # why the model's tokenizer is of no use for grammars
         self._compiling = _deep_thread()
+        # What waits to be compiled: of one tenant's many, each goes behind other tenants' next.
         self._turns: RoundRobin[Callable[[], None]] = RoundRobin()
-        """What waits to be compiled: of one tenant's many, each goes behind other tenants' next."""
         self._turn = threading.Lock()
         self._masking = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         # On CPUs the ring has all cores, and its threads wait for each other.

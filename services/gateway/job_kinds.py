@@ -20,16 +20,14 @@ from shared.config import CommonSettings
 if TYPE_CHECKING:
     from services.gateway.api.grpc.call import GrpcCall
 
-Calls = Mapping[str, "Callable[[GrpcCall], Awaitable[None]]"]
-"""Methods of the gRPC API, by name."""
+Calls = Mapping[str, "Callable[[GrpcCall], Awaitable[None]]"]  # methods of the gRPC API, by name
 
 
 @dataclass(frozen=True)
 class JobKind:
-    make: Callable[[JobResources], JobRuntime]
-    """Called once by each gateway, before it is connected."""
+    make: Callable[[JobResources], JobRuntime]  # called once by each gateway, before it is connected
+    # Its section of the gateway's settings: `make` takes it out of those (`section_of`).
     settings: type[CommonSettings]
-    """Its section of the gateway's settings: `make` takes it out of those (`section_of`)."""
     routes: tuple[RouteMaker, ...]
     calls: Callable[[GatewayBackend], Calls] = lambda backend: {}
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+# Headers of answers that pages of allowed origins may read.
 EXPOSED_HEADERS = (
     "etag",
     "request-id",
@@ -58,7 +59,6 @@ EXPOSED_HEADERS = (
         for what in ("limit", "remaining", "reset")
     ),
 )
-"""Headers of answers that pages of allowed origins may read."""
 
 
 class GatewayService(Service):

@@ -50,8 +50,7 @@ from shared.tasks import cancel_all
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
-ERROR_FLUSH_TIMEOUT_S = 2.0
-"""Seconds that streams get to write their error when the time to drain is over."""
+ERROR_FLUSH_TIMEOUT_S = 2.0  # seconds that streams get to write their error when the time to drain is over
 
 
 class Container:
@@ -74,8 +73,7 @@ class Container:
         self._backend = backend
         self._spawn = spawn
         self._opened = False
-        self._loops: list[asyncio.Task[None]] = []
-        """That end before what they look after does."""
+        self._loops: list[asyncio.Task[None]] = []  # that end before what they look after does
         keys = self._idempotency = IdempotencyKeys(bus, settings.idempotency_ttl)
         tokenizers = self._tokenizers = TokenizerStore(
             bus, special_tokens_in_messages=settings.special_tokens_in_messages

@@ -37,11 +37,10 @@ from shared.messages import (
 from shared.nats import subjects
 from shared.process import ProgressWatch
 
-WINDOW = 8
-"""Heartbeats of an instance that are compared."""
+WINDOW = 8  # heartbeats of an instance that are compared
+# Seconds by which a clock may differ before that is told: deadlines, limits per minute and reports of service levels
+# compare clocks; nothing else does.
 LARGE = 2.0
-"""Seconds by which a clock may differ before that is told: deadlines, limits per minute and reports of service levels
-compare clocks; nothing else does."""
 
 log = structlog.get_logger(__name__)
 
@@ -88,10 +87,9 @@ class Clocks:
             log.info("clock_skew_resolved", instance=instance, seconds_ahead=round(ahead, 3))
 
 
-GRACE = 0.25
-"""Seconds in which a client that lives is back: nats-py waits 0.1 s before it connects again."""
+GRACE = 0.25  # seconds in which a client that lives is back: nats-py waits 0.1 s before it connects again
+# How nats-server calls what the operating system does for a process that is gone (`ClosedState`).
 _BY_THE_PROCESS = ("Client Closed", "Read Error", "Write Error")
-"""How nats-server calls what the operating system does for a process that is gone (`ClosedState`)."""
 
 
 class ConnectedClient(msgspec.Struct, frozen=True):
@@ -158,15 +156,13 @@ class Presence:
         self._closed = dict.fromkeys(self._closed, now)
 
 
-STALL = 1.0
-"""Seconds between two ticks from which on the monitor itself was not listening, and blames nobody."""
+STALL = 1.0  # seconds between two ticks from which on the monitor itself was not listening, and blames nobody
 
-SAME = 0.5
-"""Seconds by which two monitors may have heard the same heartbeat at different times."""
+SAME = 0.5  # seconds by which two monitors may have heard the same heartbeat at different times
 
+# Seconds after which a leader whose connection has closed knows it, and its executor's heartbeats say so: one that
+# says it is connected then has connected anew, while this monitor was not connected itself and did not hear of it.
 NOTICE = 2.0
-"""Seconds after which a leader whose connection has closed knows it, and its executor's heartbeats say so: one that
-says it is connected then has connected anew, while this monitor was not connected itself and did not hear of it."""
 
 _SERVING = ("ready", "busy")
 _CUT_OFF = "its leader has lost its connection to NATS"
@@ -179,24 +175,19 @@ Record = TypeVar("Record", GroupRecord, ServiceRecord, HostRecord)
 class _Instance:
     record: ServiceRecord
     heard: float
-    host: HostBeat | None = None
-    """Of an executor: what was last said of it as a host."""
+    host: HostBeat | None = None  # of an executor: what was last said of it as a host
 
 
 @dataclass(slots=True)
 class _Group:
     record: GroupRecord
+    # When its silence began to count: later, perhaps, than the last heartbeat that any monitor has heard.
     heard: float
-    """When its silence began to count: later, perhaps, than the last heartbeat that any monitor has heard."""
     progress: ProgressWatch
-    announced: Literal["", "up", "draining"] = ""
-    """The last event about this ring, unless it was a loss."""
-    cut_off: float | None = None
-    """When its leader's connection to the broker closed; None: it stands."""
-    lost: bool = False
-    """Whether it is gone without having left: it was in service, and nobody had it drained."""
-    death: RingDeath | None = None
-    """What its executor has last said of this ring's end."""
+    announced: Literal["", "up", "draining"] = ""  # the last event about this ring, unless it was a loss
+    cut_off: float | None = None  # when its leader's connection to the broker closed; None: it stands
+    lost: bool = False  # whether it is gone without having left: it was in service, and nobody had it drained
+    death: RingDeath | None = None  # what its executor has last said of this ring's end
 
     def become(self, state: GroupStatus, **changes: Any) -> None:
         """`changes`: of other fields of the record."""

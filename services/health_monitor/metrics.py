@@ -71,8 +71,7 @@ class HealthMetrics:
 
 
 STREAMS = (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM)
-INTERVAL = 2.0
-"""Seconds between two questions: a dashboard that is read every 5 s shows what is true."""
+INTERVAL = 2.0  # seconds between two questions: a dashboard that is read every 5 s shows what is true
 ANSWER_WITHIN = 5.0
 
 
@@ -86,8 +85,7 @@ class StreamState(msgspec.Struct):
 
 class StreamLimits(msgspec.Struct):
     max_bytes: int = -1
-    max_age: int = 0
-    """Nanoseconds."""
+    max_age: int = 0  # nanoseconds
 
 
 class StreamInfo(msgspec.Struct):

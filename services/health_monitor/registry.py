@@ -27,9 +27,9 @@ from shared.nats.kv import Bucket
 
 Record = TypeVar("Record", GroupRecord, ServiceRecord, HostRecord)
 
+# Seconds after which an unchanged record is written again, so that readers see that it is not stale, and
+# another monitor that the group is heard.
 CONFIRM_INTERVAL = 2.0
-"""Seconds after which an unchanged record is written again, so that readers see that it is not stale, and
-another monitor that the group is heard."""
 
 
 class Due(msgspec.Struct, Generic[Record], frozen=True):
@@ -210,8 +210,7 @@ class Registry:
         self.groups = groups
         self.services = services
         self.hosts = hosts
-        self._up: dict[str, GroupEvent] = {}
-        """By group: that it is up, while its record is not written yet."""
+        self._up: dict[str, GroupEvent] = {}  # by group: that it is up, while its record is not written yet
 
     async def announce(self, events: list[GroupEvent]) -> None:
         """Publishes group events, which everybody reads: at once, but for those of rings that are up."""

@@ -38,12 +38,9 @@ class HealthMonitorSettings(CommonSettings):
 
 log = structlog.get_logger(__name__)
 
-TICK = 0.25
-"""Seconds between two looks at who has not been heard of, and sooner where somebody's time is up."""
-SOONEST = 0.02
-"""Seconds before the next look, where somebody's time is up at once."""
-GATHER = 0.05
-"""Seconds in which changes are gathered before they are written: bad news does not wait for it."""
+TICK = 0.25  # seconds between two looks at who has not been heard of, and sooner where somebody's time is up
+SOONEST = 0.02  # seconds before the next look, where somebody's time is up at once
+GATHER = 0.05  # seconds in which changes are gathered before they are written: bad news does not wait for it
 
 
 class HealthMonitorService(Service):

@@ -15,16 +15,13 @@ from statistics import median
 
 from shared.messages import GroupWork
 
+# Times the usual time of a step from which on a group is slow, and below which it is not any more.
 SLOW, FAIR = 2.0, 1.5
-"""Times the usual time of a step from which on a group is slow, and below which it is not any more."""
-RECENT, PAST = 5.0, 300.0
-"""Seconds over which "now" and "usually" are averaged, exponentially."""
+RECENT, PAST = 5.0, 300.0  # seconds over which "now" and "usually" are averaged, exponentially
+# What must have been seen of a group before it is a measure, for itself or for others.
 ENOUGH_STEPS, ENOUGH_SECONDS = 50, 10.0
-"""What must have been seen of a group before it is a measure, for itself or for others."""
-LEAST_STEP = 0.002
-"""Seconds: below, a step's time is the machine's noise."""
-REST = 30.0
-"""Seconds without a step after which a slow group is tried again."""
+LEAST_STEP = 0.002  # seconds: below, a step's time is the machine's noise
+REST = 30.0  # seconds without a step after which a slow group is tried again
 LOWEST = 0.05
 
 
@@ -57,10 +54,9 @@ class _Group:
     epoch: int
     work: GroupWork
     weight: float = 1.0
-    at: float = 0.0
-    """When it last made a step."""
+    at: float = 0.0  # when it last made a step
+    # By the number of tokens of a step, as a power of two.
     recent: dict[int, _Mean] = field(default_factory=dict)
-    """By the number of tokens of a step, as a power of two."""
     past: dict[int, _Mean] = field(default_factory=dict)
 
 

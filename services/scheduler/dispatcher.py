@@ -29,8 +29,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.tasks import TaskSet
 
-MAX_BATCH = 128
-"""Requests of one dispatch batch, at most."""
+MAX_BATCH = 128  # requests of one dispatch batch, at most
 
 
 @dataclass(slots=True)
@@ -143,9 +142,9 @@ class Dispatcher:
         self._outcome = outcome
         self._metrics = metrics
         self._timeout = timeout
+        # Groups that a batch is under way to. What comes meanwhile gathers for the next one: the busier a group is,
+        # the fewer messages a request needs.
         self._asked: set[str] = set()
-        """Groups that a batch is under way to. What comes meanwhile gathers for the next one: the busier a group is,
-        the fewer messages a request needs."""
         self._tasks = TaskSet("dispatch_failed")
         self._timer: asyncio.TimerHandle | None = None
         self._more_coming = False

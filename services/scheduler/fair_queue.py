@@ -29,10 +29,8 @@ from dataclasses import dataclass, field
 from services.scheduler.request import WaitingRequest
 from shared.messages import LANES, Lane
 
-QUANTUM = 4096
-"""Tokens."""
-Urgency = tuple[int, float]
-"""Priority, and unix seconds; the least first."""
+QUANTUM = 4096  # tokens
+Urgency = tuple[int, float]  # priority, and unix seconds; the least first
 
 
 def _urgency(item: WaitingRequest) -> tuple[int, float, int]:
@@ -70,11 +68,10 @@ class RequestHeap:
 @dataclass(slots=True, eq=False)
 class _Tenant:
     name: str
+    # By the kind of sparse attention that the requests need; empty: none.
     waiting: dict[str, RequestHeap] = field(default_factory=dict)
-    """By the kind of sparse attention that the requests need; empty: none."""
     balance: int = 0
-    had_turn: bool = False
-    """Whether this turn's quantum has been added."""
+    had_turn: bool = False  # whether this turn's quantum has been added
 
     def first(self, without: Container[str]) -> WaitingRequest | None:
         found = (heap.first() for kind, heap in self.waiting.items() if kind not in without)
@@ -102,8 +99,7 @@ class FairQueue:
     def peek(self, without: Container[str] = ()) -> WaitingRequest | None:
         """The request whose turn it is, of those that need none of the kinds `without` of sparse attention. Asking
         again gives the same one while nothing changes."""
-        passed = 0
-        """Tenants in a row all of whose requests need such a kind."""
+        passed = 0  # tenants in a row all of whose requests need such a kind
         while passed < len(self._turns):
             tenant = self._turns[0]
             item = tenant.first(without)

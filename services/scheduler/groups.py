@@ -25,10 +25,10 @@ from shared.messages import GroupEvent, GroupLoad, GroupRecord, GroupStatus, Gro
 State = Literal["closed", "half_open", "open"]
 STATES: tuple[State, ...] = ("closed", "half_open", "open")
 
+# Seconds for which a group is left alone that has refused, doubled with each time in a row.
 FIRST_REFUSAL, LONGEST_REFUSAL = 0.01, 1.0
-"""Seconds for which a group is left alone that has refused, doubled with each time in a row."""
+# After a time-out the open time doubles so often at most: a group that is back shall not wait long.
 TIMEOUT_DOUBLINGS = 3
-"""After a time-out the open time doubles so often at most: a group that is back shall not wait long."""
 
 
 @dataclass(slots=True)
@@ -46,13 +46,11 @@ class CircuitBreaker:
     health monitor says (open until it says otherwise). After M. Nygard, Release It! (2007).
     """
 
-    timeout_pause: float = 1.0
-    """Seconds for which the group is left alone after the first time-out."""
+    timeout_pause: float = 1.0  # seconds for which the group is left alone after the first time-out
     state: State = "closed"
+    # While it is open: when it will be half-open; infinite when only the health monitor can say.
     open_until: float = 0.0
-    """While it is open: when it will be half-open; infinite when only the health monitor can say."""
-    _pause: float = 0.0
-    """The last open time; 0 after a success."""
+    _pause: float = 0.0  # the last open time; 0 after a success
     _probing: bool = False
 
     @property
@@ -110,8 +108,7 @@ class CircuitBreaker:
 
 
 SLOTS = 16_384
-RANKS = 2
-"""Groups ranked per slot: the key's home, and where it goes when that one is too busy."""
+RANKS = 2  # groups ranked per slot: the key's home, and where it goes when that one is too busy
 
 
 class RendezvousHash:
@@ -169,14 +166,13 @@ def _draw(number: int, slot: int) -> int:
     return mixed ^ mixed >> 31
 
 
-IN_HAND = 256
-"""Requests sent to one group and not answered, at most."""
+IN_HAND = 256  # requests sent to one group and not answered, at most
+# Sequences that may wait in a ring however few it computes at once; more of them: half as many.
 MIN_BACKLOG = 8
-"""Sequences that may wait in a ring however few it computes at once; more of them: half as many."""
+# Seconds of prompts that may lie before a waiting sequence: a ring that has as much to do gets no more.
 HORIZON = 1.0
-"""Seconds of prompts that may lie before a waiting sequence: a ring that has as much to do gets no more."""
+# Batch work is sent while fewer than this share of a group's places are taken, by whatever work.
 BATCH_SHARE = 0.75
-"""Batch work is sent while fewer than this share of a group's places are taken, by whatever work."""
 SERVING = ("ready", "busy")
 _OUT = ("hung", "gone")
 _REPORTED = attrgetter("reported")
@@ -194,26 +190,19 @@ class Group:
     load: GroupLoad
     breaker: CircuitBreaker
     ttft: TtftEstimator = field(default_factory=TtftEstimator)
-    weight: float = 1.0
-    """How fast it is, against what is usual; below 1 it is degraded."""
+    weight: float = 1.0  # how fast it is, against what is usual; below 1 it is degraded
     sent_requests: int = 0
     sent_tokens: int = 0
-    reported: float = 0.0
-    """Monotonic seconds of the last load report in a reply."""
-    asked: float = 0.0
-    """Monotonic seconds at which it was last asked how full it is, with nothing sent along."""
+    reported: float = 0.0  # monotonic seconds of the last load report in a reply
+    asked: float = 0.0  # monotonic seconds at which it was last asked how full it is, with nothing sent along
+    # `at` of the last event that took it out of service: older records do not bring it back.
     lost_at: float = 0.0
-    """`at` of the last event that took it out of service: older records do not bring it back."""
-    chosen: int = 0
-    """When it was last chosen, in decisions: equals take turns."""
+    chosen: int = 0  # when it was last chosen, in decisions: equals take turns
+    # Digests of the LoRA adapters that it had in memory when it was heard last.
     adapters: frozenset[str] = frozenset()
-    """Digests of the LoRA adapters that it had in memory when it was heard last."""
-    traits: GroupTraits | None = None
-    """None: not known yet."""
-    place: int = -1
-    """Its place in the list of open groups; -1: it is not open."""
-    cordoned: bool = False
-    """Whether it makes room for another model: it gets nothing new."""
+    traits: GroupTraits | None = None  # None: not known yet
+    place: int = -1  # its place in the list of open groups; -1: it is not open
+    cordoned: bool = False  # whether it makes room for another model: it gets nothing new
 
     @property
     def up(self) -> bool:
@@ -269,11 +258,10 @@ class Group:
 class _Model:
     groups: dict[str, Group] = field(default_factory=dict)
     open: list[Group] = field(default_factory=list)
-    ranking: RendezvousHash = field(default_factory=RendezvousHash)
-    """Of those that are up."""
+    ranking: RendezvousHash = field(default_factory=RendezvousHash)  # of those that are up
     usual: Usual = field(default_factory=Usual)
+    # By an adapter's digest: the groups that have it in memory, by name.
     holders: dict[str, dict[str, Group]] = field(default_factory=dict)
-    """By an adapter's digest: the groups that have it in memory, by name."""
 
 
 class GroupTable:
@@ -284,8 +272,7 @@ class GroupTable:
         self._suspect_time = suspect_time
         self._groups: dict[str, Group] = {}
         self._models: dict[str, _Model] = {}
-        self._cordoned: dict[str, frozenset[str]] = {}
-        """By model."""
+        self._cordoned: dict[str, frozenset[str]] = {}  # by model
         self._closures: list[tuple[float, int, Group]] = []
         self._decisions = 0
 

@@ -39,31 +39,24 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of, translated
 
-PULL_MARGIN = 1.0
-"""Seconds that the news of a pull's end may take."""
-LOOK = 0.1
-"""Seconds between two looks at held messages that are to be touched, and at broken pulls."""
-TOUCH_SHARE = 0.5
-"""A held message is touched when this fraction of `ack_wait` has passed since the last time."""
-TOUCH_SPREAD = 0.25
-"""Many that are due together are touched within this fraction of `ack_wait`."""
+PULL_MARGIN = 1.0  # seconds that the news of a pull's end may take
+LOOK = 0.1  # seconds between two looks at held messages that are to be touched, and at broken pulls
+TOUCH_SHARE = 0.5  # a held message is touched when this fraction of `ack_wait` has passed since the last time
+TOUCH_SPREAD = 0.25  # many that are due together are touched within this fraction of `ack_wait`
+# Seconds for which a request that cannot wait here is put off, doubled each time.
 FIRST_DEFERRAL, LONGEST_DEFERRAL = 1.0, 4.0
-"""Seconds for which a request that cannot wait here is put off, doubled each time."""
-STOP_TIMEOUT = 2.0
-"""Seconds that a leaving scheduler waits for the last messages of its pulls."""
-LATECOMERS = 256
-"""Interactive requests held beyond `max_waiting`, while they are handed over or refused."""
+STOP_TIMEOUT = 2.0  # seconds that a leaving scheduler waits for the last messages of its pulls
+LATECOMERS = 256  # interactive requests held beyond `max_waiting`, while they are handed over or refused
+# A new pull is made when the credit has grown to this fraction of the limit, or nothing is outstanding.
 _REFILL_SHARE = 4
-"""A new pull is made when the credit has grown to this fraction of the limit, or nothing is outstanding."""
 _PULL_API = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.INTAKE_STREAM}"
 _STATUS, _PENDING = "Status", "Nats-Pending-Messages"
 _TIME_IS_UP = "408"
-_PARTS, _COUNTS = 9, 4
-"""Of the subject of an acknowledgement without a domain, and where its numbers begin."""
+_PARTS, _COUNTS = 9, 4  # of the subject of an acknowledgement without a domain, and where its numbers begin
 
+# Pulls to one inbox: nats-server keeps a name for the answers to each pull of another account until nobody listens at
+# the inbox any more.
 RENEWAL = 256
-"""Pulls to one inbox: nats-server keeps a name for the answers to each pull of another account until nobody listens at
-the inbox any more."""
 
 log = structlog.get_logger(__name__)
 
@@ -74,20 +67,15 @@ class _LanePull:
     limit: int
     inbox: str
     subscription: Subscription | None = None
-    older: Subscription | None = None
-    """To the inbox before, whose last pull may still be open."""
-    older_ends: float = 0.0
-    """Monotonic seconds after which it is not."""
-    asked: int = 0
-    """Pulls to this inbox."""
+    older: Subscription | None = None  # to the inbox before, whose last pull may still be open
+    older_ends: float = 0.0  # monotonic seconds after which it is not
+    asked: int = 0  # pulls to this inbox
     held: int = 0
     outstanding: int = 0
-    expires: float = 0.0
-    """Monotonic seconds after which no pull is open any more, whatever the broker said."""
+    expires: float = 0.0  # monotonic seconds after which no pull is open any more, whatever the broker said
+    # Whether the consumer, the broker or the connection must be looked after before the next pull.
     broken: bool = False
-    """Whether the consumer, the broker or the connection must be looked after before the next pull."""
-    behind: bool = False
-    """Whether the broker had more messages when it sent the last one."""
+    behind: bool = False  # whether the broker had more messages when it sent the last one
 
     @property
     def consumer(self) -> str:
@@ -107,8 +95,7 @@ class IntakeDelivery:
         self.size = len(message.data)
         self.pull = pull
         self.order = order
-        self.touched = now
-        """When the broker last heard that the message is being worked on."""
+        self.touched = now  # when the broker last heard that the message is being worked on
 
     async def ack(self) -> None:
         await self._intake.settle(self)
@@ -151,13 +138,11 @@ class RequestIntake:
         self._metrics = metrics
         self._admit = admit
         self._decoder = msgspec.msgpack.Decoder(GenerationRequest)
+        # By place in the stream; in the order in which they were touched last.
         self._held: dict[int, IntakeDelivery] = {}
-        """By place in the stream; in the order in which they were touched last."""
-        self._bytes = 0
-        """Of the held messages together."""
+        self._bytes = 0  # of the held messages together
         self._stopping = False
-        self._broken = asyncio.Event()
-        """A pull is, or the pulling is stopped."""
+        self._broken = asyncio.Event()  # a pull is, or the pulling is stopped
         # A pull stays open when the queue is full, so that those who come too late are told.
         limits = {"interactive": settings.max_waiting + LATECOMERS}
         self._pulls = [

@@ -18,11 +18,9 @@ from shared.service.endpoints import MODEL, Alias, Aliases, begin_at_zero
 
 _PREFIX = "ryzanstein_scheduler"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0, 60.0)
-MOST_MODELS = 100
-"""Models that are told one by one; requests for others are told together."""
+MOST_MODELS = 100  # models that are told one by one; requests for others are told together
 OTHER_MODELS = "(others)"
-KEPT = 300.0
-"""Seconds for which a group that is gone is told of."""
+KEPT = 300.0  # seconds for which a group that is gone is told of
 
 
 def code_label(code: str) -> str:
@@ -83,8 +81,8 @@ class WaitingCollector(Collector):
         """`served`: models that have groups, whatever their state."""
         self._waiting = waiting
         self._served = served
+        # Models that have been waited for or served: a queue that is empty again is told as 0, not left out.
         self._known: dict[str, None] = {}
-        """Models that have been waited for or served: a queue that is empty again is told as 0, not left out."""
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
@@ -120,8 +118,7 @@ class GroupCollector(Collector):
         self._breakers = breakers
         self._clock = clock
         self._dispatched: dict[str, int] = {}
-        self._gone: dict[str, float] = {}
-        """Since when groups with a count have been gone."""
+        self._gone: dict[str, float] = {}  # since when groups with a count have been gone
 
     def dispatched(self, group: str) -> None:
         """It has accepted a request."""

@@ -40,17 +40,13 @@ from shared.errors import RyzansteinError
 from shared.messages import SessionPin
 from shared.nats.kv import Bucket
 
-SAMPLE = 16
-"""Open groups that are compared; of fewer, all."""
-TOLERANCE = 1.05
-"""Groups whose times differ by no more than this factor are equals."""
+SAMPLE = 16  # open groups that are compared; of fewer, all
+TOLERANCE = 1.05  # groups whose times differ by no more than this factor are equals
+# What it is worth, in prompt tokens, to compute a request where its LoRA adapter is in memory: elsewhere that would
+# be read from disk, and another's might have to make way.
 ADAPTER_TOKENS = 1024
-"""What it is worth, in prompt tokens, to compute a request where its LoRA adapter is in memory: elsewhere that would
-be read from disk, and another's might have to make way."""
-RINGS = 4
-"""Of those that have a beginning so many are remembered."""
-HOLD = 30.0
-"""Seconds that a session stays, at least, with the ring that it has moved to."""
+RINGS = 4  # of those that have a beginning so many are remembered
+HOLD = 30.0  # seconds that a session stays, at least, with the ring that it has moved to
 
 _CHOSEN = attrgetter("chosen")
 
@@ -72,8 +68,8 @@ class Beginnings:
     memory or in a spill tier."""
 
     def __init__(self, most: int = limits.KNOWN_BEGINNINGS.value) -> None:
+        # Epochs by group, by the name of a beginning.
         self._rings: OrderedDict[int, dict[str, int]] = OrderedDict()
-        """Epochs by group, by the name of a beginning."""
         self._most = most
 
     def sent(self, prefixes: Iterable[Prefix], group: str, epoch: int) -> None:
@@ -230,8 +226,7 @@ def _may_take(group: Group, item: WaitingRequest) -> bool:
     return group.may_take(item.lane) and group.computes(item.sparse)
 
 
-REFRESH_SHARE = 4
-"""A pin in use is written anew once per this fraction of its time to live."""
+REFRESH_SHARE = 4  # a pin in use is written anew once per this fraction of its time to live
 _TRIES = 8
 
 Outcome = Literal["created", "moved", "adopted", "unpinned"]

@@ -17,15 +17,12 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of
 
-ACK_WAIT = 0.005
-"""Seconds between two bursts of acknowledgements, at least."""
-RETRY_PAUSE = 0.5
-"""Seconds before what the broker has not taken is tried again."""
-FRAME_ENTRIES = 512
-"""Rejections per frame, at most: a frame must stay below the broker's limit."""
+ACK_WAIT = 0.005  # seconds between two bursts of acknowledgements, at least
+RETRY_PAUSE = 0.5  # seconds before what the broker has not taken is tried again
+FRAME_ENTRIES = 512  # rejections per frame, at most: a frame must stay below the broker's limit
 
+# A request to settle, with what its consumer has to be told first.
 Due = tuple[WaitingRequest, TokenEntry | None]
-"""A request to settle, with what its consumer has to be told first."""
 
 log = structlog.get_logger(__name__)
 
@@ -37,10 +34,8 @@ class Rejections:
         self._bus = bus
         self._metrics = metrics
         self._due: asyncio.Queue[list[Due]] = asyncio.Queue()
-        self._taken: list[Due] = []
-        """Requests to be acknowledged together."""
-        self._burst = float("-inf")
-        """When the last were given out to be acknowledged; of the loop's clock."""
+        self._taken: list[Due] = []  # requests to be acknowledged together
+        self._burst = float("-inf")  # when the last were given out to be acknowledged; of the loop's clock
 
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""

@@ -26,8 +26,8 @@ from shared.nats.bus import encode
 from shared.sparse_attention import to_argument
 from shared.tracing import NONE, Span, Value
 
+# Ends that are none of the request's failures: nobody wants it, or another has it.
 NO_FAULT = ("cancelled", "deferred", "settled")
-"""Ends that are none of the request's failures: nobody wants it, or another has it."""
 
 _decoder = msgspec.msgpack.Decoder(GenerationRequest)
 
@@ -40,8 +40,7 @@ class RequestTrace:
     def __init__(self, span: Span) -> None:
         self._span = span
         self._done = False
-        self._part = tracing.under(span, "wait")
-        """What is under way: it waits, or is placed, or is sent."""
+        self._part = tracing.under(span, "wait")  # what is under way: it waits, or is placed, or is sent
 
     @property
     def ids(self) -> dict[str, str]:
@@ -128,8 +127,8 @@ def trace_of(request: GenerationRequest, lane: str, delivered: int) -> RequestTr
     return UNTRACED if span is NONE else RequestTrace(span)
 
 
+# Tokens. What is shorter than the first is computed sooner than it is looked for.
 LENGTHS = (64, 256, 1024, 4096)
-"""Tokens. What is shorter than the first is computed sooner than it is looked for."""
 
 
 class Prefix(NamedTuple):
@@ -169,8 +168,8 @@ def prefixes(
     return tuple(reversed(found))
 
 
+# Output tokens that a request is reckoned with at most: limits are often the whole context, answers are not.
 EXPECTED_OUTPUT = 256
-"""Output tokens that a request is reckoned with at most: limits are often the whole context, answers are not."""
 
 
 def cost(tokens: int, output_left: int) -> int:
@@ -179,8 +178,8 @@ def cost(tokens: int, output_left: int) -> int:
     return max(1, tokens + max(0, min(output_left, EXPECTED_OUTPUT)))
 
 
+# Seconds after its publication by which a request without a deadline is due, among its tenant's others.
 PATIENCE = 600.0
-"""Seconds after its publication by which a request without a deadline is due, among its tenant's others."""
 
 
 class Delivery(Protocol):
@@ -214,42 +213,26 @@ class WaitingRequest:
     lane: Lane
     tenant: str
     session: str
-    deadline: float
-    """Unix seconds; 0: none."""
+    deadline: float  # Unix seconds; 0: none
     attempt: int
-    position: int
-    """Output tokens that earlier attempts have produced."""
-    tokens: int
-    """Tokens to compute before the next output token: prompt and earlier output."""
-    order: int
-    """Position in the intake stream: who came first."""
+    position: int  # output tokens that earlier attempts have produced
+    tokens: int  # tokens to compute before the next output token: prompt and earlier output
+    order: int  # position in the intake stream: who came first
     raw: bytes
     delivery: Delivery
-    cost: int = 1
-    """Tokens that it counts for between tenants."""
-    due: float = math.inf
-    """Unix seconds: of a tenant's requests the one that is due first goes first."""
-    prefixes: tuple[Prefix, ...] = ()
-    """Names of the prompt's beginnings, longest first."""
-    paid: bool = False
-    """Its tenant's share has been charged; a request that comes back is not charged twice."""
-    arrived: float = 0.0
-    """Monotonic seconds."""
-    decided: float = 0.0
-    """Monotonic seconds at which a group was last chosen."""
+    cost: int = 1  # tokens that it counts for between tenants
+    due: float = math.inf  # Unix seconds: of a tenant's requests the one that is due first goes first
+    prefixes: tuple[Prefix, ...] = ()  # names of the prompt's beginnings, longest first
+    paid: bool = False  # its tenant's share has been charged; a request that comes back is not charged twice
+    arrived: float = 0.0  # monotonic seconds
+    decided: float = 0.0  # monotonic seconds at which a group was last chosen
     trace: RequestTrace = UNTRACED
-    reason: str = ""
-    """Why the group that it was last sent to."""
-    claim: int = 0
-    """Of the gateway that handed it in."""
-    priority: int = 0
-    """Of a tenant's requests the one with the least goes first."""
-    adapter: str = ""
-    """Digest of its LoRA adapter."""
-    sparse: SparseKind | Literal[""] = ""
-    """Kind of sparse attention that its group must compute; empty: none."""
-    asked: str = ""
-    """Group that was sent the request and has not answered: it may have it all the same."""
+    reason: str = ""  # why the group that it was last sent to
+    claim: int = 0  # of the gateway that handed it in
+    priority: int = 0  # of a tenant's requests the one with the least goes first
+    adapter: str = ""  # digest of its LoRA adapter
+    sparse: SparseKind | Literal[""] = ""  # kind of sparse attention that its group must compute; empty: none
+    asked: str = ""  # group that was sent the request and has not answered: it may have it all the same
 
     @property
     def log_fields(self) -> dict[str, Any]:

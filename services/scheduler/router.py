@@ -33,8 +33,7 @@ from shared.nats.bus import Bus
 from shared.nats.subjects import pin_key
 from shared.tasks import TaskSet
 
-REMEMBER = 120.0
-"""Seconds for which a cancelled generation is known."""
+REMEMBER = 120.0  # seconds for which a cancelled generation is known
 
 
 class Holder(NamedTuple):
@@ -46,10 +45,8 @@ class Holder(NamedTuple):
 
 
 class _Cancelled(NamedTuple):
-    until: float
-    """Monotonic seconds for which it is remembered."""
-    claim: float
-    """Of the gateway that said so; infinite: whoever owns the generation."""
+    until: float  # monotonic seconds for which it is remembered
+    claim: float  # of the gateway that said so; infinite: whoever owns the generation
 
 
 class DispatchHistory:
@@ -96,16 +93,11 @@ class DispatchHistory:
         return self._taken.get(generation_id)
 
 
-TICK = 0.02
-"""Seconds between two looks at deadlines and closed groups."""
-REFRESHES = 32
-"""Full groups per model that are asked at each look, at most, whether they have room again."""
-BATCH_REFRESH = 0.1
-"""Seconds between two such questions for the sake of batch work."""
-FAULT_PAUSE = 0.5
-"""Seconds before a request is tried again that a fault of ours has hit."""
-PAYLOAD_MARGIN = 4096
-"""Bytes of a message kept free for the batch's own framing."""
+TICK = 0.02  # seconds between two looks at deadlines and closed groups
+REFRESHES = 32  # full groups per model that are asked at each look, at most, whether they have room again
+BATCH_REFRESH = 0.1  # seconds between two such questions for the sake of batch work
+FAULT_PAUSE = 0.5  # seconds before a request is tried again that a fault of ours has hit
+PAYLOAD_MARGIN = 4096  # bytes of a message kept free for the batch's own framing
 
 log = structlog.get_logger(__name__)
 
@@ -159,8 +151,7 @@ class Router:
         )
         self._tasks = TaskSet()
         self._claiming = 0
-        self._ending: set[str] = set()
-        """Removed models about which the registry is asked."""
+        self._ending: set[str] = set()  # removed models about which the registry is asked
         self._woken = False
         self._stopped = False
         self._work_waiting = asyncio.Event()

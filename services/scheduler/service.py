@@ -20,8 +20,8 @@ from shared.nats import subjects
 from shared.nats.kv import Bucket
 from shared.service.lifecycle import Service
 
+# Seconds that a leaving scheduler takes to settle what was decided; the rest is delivered again.
 SETTLE_TIMEOUT = 5.0
-"""Seconds that a leaving scheduler takes to settle what was decided; the rest is delivered again."""
 
 
 class SchedulerService(Service):

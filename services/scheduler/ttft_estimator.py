@@ -19,23 +19,16 @@ from dataclasses import dataclass
 from services.scheduler.request import EXPECTED_OUTPUT
 from shared.messages import GroupLoad
 
-SEQUENCE_TOKENS = 64
-"""Waiting prompt tokens that weigh as much as one more sequence in a group's batch."""
-SCARCE_SHARE = 20
-"""Blocks are scarce when fewer than one in so many can be had at once."""
-UNKNOWN_STEP = 0.02
-"""Seconds of a step where none was measured."""
-UNKNOWN_SPEED = 4000.0
-"""Prompt tokens per second where none were measured."""
-UNKNOWN_SLOTS = 64
-"""Sequences that a group computes at once where it has not said."""
-LEAST_WEIGHT = 0.1
-"""A degraded group is reckoned with this weight at least: what is left of it is still used."""
-_MEMORY = 0.2
-"""Weight of the newest round trip in the average."""
+SEQUENCE_TOKENS = 64  # waiting prompt tokens that weigh as much as one more sequence in a group's batch
+SCARCE_SHARE = 20  # blocks are scarce when fewer than one in so many can be had at once
+UNKNOWN_STEP = 0.02  # seconds of a step where none was measured
+UNKNOWN_SPEED = 4000.0  # prompt tokens per second where none were measured
+UNKNOWN_SLOTS = 64  # sequences that a group computes at once where it has not said
+LEAST_WEIGHT = 0.1  # a degraded group is reckoned with this weight at least: what is left of it is still used
+_MEMORY = 0.2  # weight of the newest round trip in the average
+# A round trip counts for so many times the average at most, or for so many seconds: a group that was held up
+# once would otherwise look slow for good, since nobody would ask it again.
 _OUTLIER, _ORDINARY = 4.0, 0.05
-"""A round trip counts for so many times the average at most, or for so many seconds: a group that was held up
-once would otherwise look slow for good, since nobody would ask it again."""
 
 
 @dataclass(slots=True)
@@ -43,10 +36,8 @@ class Usual:
     """Of the groups of one model, what was told last: a group that has not measured its own speed is reckoned with
     it. So a ring that is new or has rested is given the work that shows what it can do."""
 
-    step: float = UNKNOWN_STEP
-    """Seconds."""
-    speed: float = UNKNOWN_SPEED
-    """Prompt tokens per second."""
+    step: float = UNKNOWN_STEP  # seconds
+    speed: float = UNKNOWN_SPEED  # prompt tokens per second
 
     def hear(self, load: GroupLoad) -> None:
         self.step = load.step_seconds or self.step
@@ -57,15 +48,11 @@ class Usual:
 class TtftEstimator:
     """One group's figures, put together once per change and not per request."""
 
-    latency: float = 0.0
-    """Running average of the round trips, in seconds."""
+    latency: float = 0.0  # running average of the round trips, in seconds
     slots: int = UNKNOWN_SLOTS
-    seconds: float = 0.0
-    """Until the first token of a request all of whose tokens are cached."""
-    seconds_per_token: float = 1 / UNKNOWN_SPEED
-    """What each token of its own adds that is not cached."""
-    queue_seconds: float = 0.0
-    """Work on prompts that lies before it."""
+    seconds: float = 0.0  # until the first token of a request all of whose tokens are cached
+    seconds_per_token: float = 1 / UNKNOWN_SPEED  # what each token of its own adds that is not cached
+    queue_seconds: float = 0.0  # work on prompts that lies before it
 
     def answered(self, seconds: float) -> None:
         """A dispatch was answered after `seconds`. Takes effect with the next `update`."""

@@ -14,11 +14,11 @@ FileStatus = Literal["uploading", "processed"]
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
+# What becomes of a batch whose files are being written.
 Ending = Literal["", "completed", "expired", "cancelled", "failed"]
-"""What becomes of a batch whose files are being written."""
 
+# States that a batch does not leave.
 OVER: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
-"""States that a batch does not leave."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,22 +28,18 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str
     filename: str
     purpose: str
-    created_at: float
-    """Unix seconds."""
+    created_at: float  # Unix seconds
     object_name: str
     bytes: int = 0
-    expires_at: float = 0.0
-    """Unix seconds; 0: it is kept until somebody deletes it."""
-    status: FileStatus = "processed"
-    """`uploading`: nobody but the gateway that receives it knows of it."""
+    expires_at: float = 0.0  # Unix seconds; 0: it is kept until somebody deletes it
+    status: FileStatus = "processed"  # `uploading`: nobody but the gateway that receives it knows of it
+    # Where the chunks lie of one that is being uploaded: what a gateway that died has left is removed.
     nuid: str = ""
-    """Where the chunks lie of one that is being uploaded: what a gateway that died has left is removed."""
+    # Of a part: the upload that it belongs to. An upload in parts is a record itself, without bytes.
     upload: str = ""
-    """Of a part: the upload that it belongs to. An upload in parts is a record itself, without bytes."""
-    expected: int = 0
-    """Bytes that an upload's parts will have together."""
+    expected: int = 0  # bytes that an upload's parts will have together
+    # Seconds after which an upload's file goes; 0: it is kept until somebody deletes it.
     expires_after: float = 0.0
-    """Seconds after which an upload's file goes; 0: it is kept until somebody deletes it."""
 
 
 class BatchError(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,8 +47,7 @@ class BatchError(msgspec.Struct, frozen=True, omit_defaults=True):
 
     code: str
     message: str
-    line: int | None = None
-    """Number of the line, from 1."""
+    line: int | None = None  # number of the line, from 1
     param: str | None = None
 
 
@@ -78,17 +73,14 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
 class BatchJob(JobRecord, frozen=True, omit_defaults=True):
     """A batch in the KV bucket `batches`; every change is a compare-and-set. Times are unix seconds, 0: not yet."""
 
-    endpoint: str
-    """Endpoint of all its lines."""
+    endpoint: str  # endpoint of all its lines
     input_file_id: str
-    input_object: str
-    """Name of the input in the object store `files`."""
+    input_object: str  # name of the input in the object store `files`
     completion_window: str
-    expires_at: float
-    """When the completion window ends."""
+    expires_at: float  # when the completion window ends
     status: BatchStatus = "validating"
+    # Seconds that output and error file are kept; 0: until somebody deletes them.
     output_expires_after: float = 0.0
-    """Seconds that output and error file are kept; 0: until somebody deletes them."""
     errors: list[BatchError] = []
     model: str = ""
     counts: Counts = Counts()
@@ -103,27 +95,22 @@ class BatchJob(JobRecord, frozen=True, omit_defaults=True):
     cancelled_at: float = 0.0
     output_file_id: str = ""
     error_file_id: str = ""
-    own_input: bool = False
-    """Whether its input file was made with it, and goes with it."""
+    own_input: bool = False  # whether its input file was made with it, and goes with it
+    # Unfinished lines up to this number may be under way; 0: none is. Written before they begin.
     begun: int = 0
-    """Unfinished lines up to this number may be under way; 0: none is. Written before they begin."""
-    lost: list[int] = []
-    """`begun` of the gateways that were lost while they ran it, the largest three."""
+    lost: list[int] = []  # `begun` of the gateways that were lost while they ran it, the largest three
 
 
 class LineResult(msgspec.Struct, frozen=True, array_like=True):
     """What has come of one line of a batch."""
 
-    line: int
-    """Its number in the input file, from 1."""
-    succeeded: bool
-    """Whether it belongs into the output file, not the error file."""
+    line: int  # its number in the input file, from 1
+    succeeded: bool  # whether it belongs into the output file, not the error file
+    # The line for that file, JSON without a line break; empty: it is in the object store, being too large.
     text: bytes
-    """The line for that file, JSON without a line break; empty: it is in the object store, being too large."""
     usage: TokenCounts = TokenCounts()
     object_name: str = ""
-    size: int = 0
-    """Bytes of the line, where it is in the object store."""
+    size: int = 0  # bytes of the line, where it is in the object store
 
 
 class LineResults(msgspec.Struct, frozen=True):
@@ -150,10 +137,9 @@ class BatchSubmit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     endpoint: str = "/v1/chat/completions"
     input_file_id: str | None = None
+    # Name of an object that the program has put into the object store `files` itself.
     object: str | None = None
-    """Name of an object that the program has put into the object store `files` itself."""
-    filename: str | None = None
-    """What that file is called; the object's name where it is left out."""
+    filename: str | None = None  # what that file is called; the object's name where it is left out
     completion_window: str = "24h"
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -182,8 +168,7 @@ class BatchReply(msgspec.Struct, frozen=True, omit_defaults=True):
     batch: dict[str, Any] | None = None
     batches: list[dict[str, Any]] | None = None
     has_more: bool = False
+    # Names of the batch's files in the object store `files`: input, output, errors.
     files: dict[str, str] | None = None
-    """Names of the batch's files in the object store `files`: input, output, errors."""
     error: dict[str, Any] | None = None
-    status: int = 0
-    """The HTTP status that belongs to `error`."""
+    status: int = 0  # the HTTP status that belongs to `error`

@@ -18,38 +18,30 @@ class RankBeat(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int
-    step: int
-    """Steps finished since the ring started."""
-    progress: int
-    """Grows within a step too (once per layer): standing still with work in flight means hung."""
-    in_flight: bool
-    """Whether the rank has begun a step that it has not finished."""
+    step: int  # steps finished since the ring started
+    progress: int  # grows within a step too (once per layer): standing still with work in flight means hung
+    in_flight: bool  # whether the rank has begun a step that it has not finished
 
 
 class GroupWork(msgspec.Struct, frozen=True):
     """What a ring has done since it started."""
 
     steps: int = 0
-    seconds: float = 0.0
-    """Time that these steps took."""
-    tokens: int = 0
-    """Prompt tokens computed and output tokens generated."""
+    seconds: float = 0.0  # time that these steps took
+    tokens: int = 0  # prompt tokens computed and output tokens generated
 
 
+# What rings die of. All but the first may be of the making of a request.
 RING_CAUSES = ("external", "out_of_memory", "crashed", "hung")
-"""What rings die of. All but the first may be of the making of a request."""
 
 
 class RingDeath(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why a ring has died."""
 
     epoch: int
-    cause: str = "external"
-    """`external`, or what a request may have made: `out_of_memory`, `crashed`, `hung`."""
-    suspects: list[str] = []
-    """Generations in the steps that were under way; none for an external cause."""
-    more: bool = False
-    """Whether not all of them are named: then every generation in the ring is suspected."""
+    cause: str = "external"  # `external`, or what a request may have made: `out_of_memory`, `crashed`, `hung`
+    suspects: list[str] = []  # generations in the steps that were under way; none for an external cause
+    more: bool = False  # whether not all of them are named: then every generation in the ring is suspected
 
     def suspects_only(self, generation_id: str) -> bool:
         """Whether that one was computed alone."""
@@ -63,12 +55,10 @@ class RingDeath(msgspec.Struct, frozen=True, omit_defaults=True):
 class StreamedWeights(msgspec.Struct, frozen=True):
     """Weights of which those that `weights_memory` has no room for are read from disk in each step, on all ranks."""
 
-    memory: int
-    """Bytes of weights in memory at most."""
-    per_step: int
-    """Bytes that are read for a step of one token."""
+    memory: int  # bytes of weights in memory at most
+    per_step: int  # bytes that are read for a step of one token
+    # Bytes a second that the disks gave at start, beyond the page cache; 0: it could not be measured.
     disk_rate: float
-    """Bytes a second that the disks gave at start, beyond the page cache; 0: it could not be measured."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,12 +73,9 @@ class StreamedWeights(msgspec.Struct, frozen=True):
 class GroupTraits(msgspec.Struct, frozen=True, omit_defaults=True):
     """In what a group may differ from others of its model."""
 
-    sparse: list[SparseKind] = []
-    """Kinds of sparse attention that it computes."""
-    draft_model: str = ""
-    """As a model card's."""
-    draft_left_out: str = ""
-    """As a model card's."""
+    sparse: list[SparseKind] = []  # kinds of sparse attention that it computes
+    draft_model: str = ""  # as a model card's
+    draft_left_out: str = ""  # as a model card's
 
 
 class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,46 +87,34 @@ class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     state: Literal["starting", "ready", "draining"]
     ranks: list[RankBeat]
     load: GroupLoad
-    loaded: float = 0.0
-    """Share of the weights that has been read, 0 to 1."""
-    message: str = ""
-    """Why the group is not ready, where there is something to say."""
+    loaded: float = 0.0  # share of the weights that has been read, 0 to 1
+    message: str = ""  # why the group is not ready, where there is something to say
     work: GroupWork = GroupWork()
-    kv_bytes: int = 0
-    """Most memory that the KV caches of all ranks take once they have been filled."""
+    kv_bytes: int = 0  # most memory that the KV caches of all ranks take once they have been filled
+    # Of the group's last ring; of this one where it stands still: so it would have died, were it given up now.
     death: RingDeath | None = None
-    """Of the group's last ring; of this one where it stands still: so it would have died, were it given up now."""
-    kernels: str = ""
-    """What its ranks compute with, such as `native avx2`; empty: not known yet."""
-    memory: int = 0
-    """Bytes that its weights take, and its KV caches at most, on all ranks; 0: not known yet."""
-    adapters: list[str] = []
-    """Digests of the LoRA adapters that its ranks hold in memory."""
-    streamed: StreamedWeights | None = None
-    """None: all of its weights are in memory."""
-    traits: GroupTraits | None = None
-    """None: not known yet, or to an earlier version of the executor."""
-    connected: bool = True
-    """Whether its leader's own connection to NATS stands, as far as the leader knows."""
+    kernels: str = ""  # what its ranks compute with, such as `native avx2`; empty: not known yet
+    memory: int = 0  # bytes that its weights take, and its KV caches at most, on all ranks; 0: not known yet
+    adapters: list[str] = []  # digests of the LoRA adapters that its ranks hold in memory
+    streamed: StreamedWeights | None = None  # None: all of its weights are in memory
+    traits: GroupTraits | None = None  # None: not known yet, or to an earlier version of the executor
+    connected: bool = True  # whether its leader's own connection to NATS stands, as far as the leader knows
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
     """To one instance of a service: what it shall log from now on. Its ranks do as it does."""
 
+    # debug, info, warning or error; empty: as it stands, this only asks; `usual`: as its settings say.
     level: str = ""
-    """debug, info, warning or error; empty: as it stands, this only asks; `usual`: as its settings say."""
-    seconds: float = 0.0
-    """For how long; 0: until it is changed again."""
+    seconds: float = 0.0  # for how long; 0: until it is changed again
 
 
 class LogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to `SetLogLevel`."""
 
     level: str
-    usual: str
-    """As the settings say."""
-    until: float = 0.0
-    """Unix seconds at which it is `usual` again; 0: it stays."""
+    usual: str  # as the settings say
+    until: float = 0.0  # Unix seconds at which it is `usual` again; 0: it stays
     error: str = ""
 
 
@@ -150,21 +125,16 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     instance: str
     pid: int
     state: ServiceStatus
-    address: str = ""
-    """`host:port` of /health, /ready and /metrics (the gateway's: of its API)."""
+    address: str = ""  # `host:port` of /health, /ready and /metrics (the gateway's: of its API)
     group: GroupBeat | None = None
-    grpc_address: str = ""
-    """`host:port` of the gateway's gRPC API, where it serves one."""
+    grpc_address: str = ""  # `host:port` of the gateway's gRPC API, where it serves one
+    # Where `pid`, and those of the ranks, mean this process (`shared.process.pid_namespace`).
     pid_namespace: str = ""
-    """Where `pid`, and those of the ranks, mean this process (`shared.process.pid_namespace`)."""
-    sent_at: float = 0.0
-    """Unix seconds by the sender's clock; 0: not told."""
-    models: list[str] = []
-    """Names of the models that a gateway lists."""
+    sent_at: float = 0.0  # Unix seconds by the sender's clock; 0: not told
+    models: list[str] = []  # names of the models that a gateway lists
+    # All of an executor's; `group` is the first of them, for versions before this field.
     groups: list[GroupBeat] = []
-    """All of an executor's; `group` is the first of them, for versions before this field."""
-    host: HostBeat | None = None
-    """Of an executor."""
+    host: HostBeat | None = None  # of an executor
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -176,10 +146,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     state: ServiceStatus
     address: str = ""
     updated_at: float = 0.0
-    heard_at: float = 0.0
-    """As a group's."""
-    pid_namespace: str = ""
-    """As a heartbeat's."""
+    heard_at: float = 0.0  # as a group's
+    pid_namespace: str = ""  # as a heartbeat's
 
 
 class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -194,23 +162,17 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     instance: str = ""
     loaded: float = 0.0
     message: str = ""
-    updated_at: float = 0.0
-    """Unix seconds at which this was true, by the monitor's clock."""
+    updated_at: float = 0.0  # Unix seconds at which this was true, by the monitor's clock
+    # How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded.
     weight: float = 1.0
-    """How fast the group is, against its own past and its peers, 0.05 to 1; below 1 it is degraded."""
+    # Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right.
     heard_at: float = 0.0
-    """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
     kv_bytes: int = 0
-    kernels: str = ""
-    """As a heartbeat's."""
-    memory: int = 0
-    """As a heartbeat's."""
-    adapters: list[str] = []
-    """As a heartbeat's."""
-    streamed: StreamedWeights | None = None
-    """As a heartbeat's."""
-    traits: GroupTraits | None = None
-    """As a heartbeat's."""
+    kernels: str = ""  # as a heartbeat's
+    memory: int = 0  # as a heartbeat's
+    adapters: list[str] = []  # as a heartbeat's
+    streamed: StreamedWeights | None = None  # as a heartbeat's
+    traits: GroupTraits | None = None  # as a heartbeat's
 
 
 class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -218,14 +180,13 @@ class GroupEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     group: str
     model: str
-    epoch: int
-    """The ring's life that the event is about: for a loss, the one that ended."""
+    epoch: int  # the ring's life that the event is about: for a loss, the one that ended
     kind: Literal["up", "draining", "down"]
     reason: str = ""
+    # Unix seconds by the monitor's clock, as a record's `updated_at`: tells which of the two is newer.
     at: float = 0.0
-    """Unix seconds by the monitor's clock, as a record's `updated_at`: tells which of the two is newer."""
+    # Of a loss whose cause the executor has told; None: it was seen from outside alone.
     death: RingDeath | None = None
-    """Of a loss whose cause the executor has told; None: it was seen from outside alone."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -235,59 +196,44 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     context_length: int
     vocab_size: int
     eos_token_ids: list[int]
-    tokenizer: str
-    """Name of the tokenizer bundle in the object store `tokenizers`; empty: the stub's tokens."""
-    created: int
-    """Unix seconds."""
-    defaults: dict[str, Any] = {}
-    """Sampling defaults from the model's generation_config.json."""
+    tokenizer: str  # name of the tokenizer bundle in the object store `tokenizers`; empty: the stub's tokens
+    created: int  # Unix seconds
+    defaults: dict[str, Any] = {}  # sampling defaults from the model's generation_config.json
+    # How the model writes tool calls, as its executor's settings say; `auto`: as its chat template shows.
     tool_parser: str = "auto"
-    """How the model writes tool calls, as its executor's settings say; `auto`: as its chat template shows."""
-    reasoning_parser: str = "auto"
-    """The same for its reasoning."""
+    reasoning_parser: str = "auto"  # the same for its reasoning
+    # Of the model and all of the engine's settings that a seed's text depends on; empty: not known.
     fingerprint: str = ""
-    """Of the model and all of the engine's settings that a seed's text depends on; empty: not known."""
-    embedding_size: int = 0
-    """Numbers in the vector of a request to embed; 0: the model gives none."""
+    embedding_size: int = 0  # numbers in the vector of a request to embed; 0: the model gives none
+    # Whether a text depends on nothing but what `fingerprint` is of and the request: not on what else is computed,
+    # on what was found in a cache, or on a ring's death in its middle.
     exact: bool = False
-    """Whether a text depends on nothing but what `fingerprint` is of and the request: not on what else is computed,
-    on what was found in a cache, or on a ring's death in its middle."""
+    # What it does: `generate`, `embed`, `classify`. Empty: the card is an older executor's, whose model generates, and
+    # embeds where it has an `embedding_size`; ask `does`.
     tasks: list[str] = []
-    """What it does: `generate`, `embed`, `classify`. Empty: the card is an older executor's, whose model generates, and
-    embeds where it has an `embedding_size`; ask `does`."""
+    # What of a text its vector or its classes are of: `mean` (of all tokens), `last`, `cls` (the first); empty: the
+    # model gives neither, or pools in the way of its own classification head.
     pooling: str = ""
-    """What of a text its vector or its classes are of: `mean` (of all tokens), `last`, `cls` (the first); empty: the
-    model gives neither, or pools in the way of its own classification head."""
-    normalized: bool = True
-    """Whether vectors have the length 1."""
-    bidirectional: bool = False
-    """Whether each token is seen by those before it as well: an encoder."""
-    labels: list[str] = []
-    """Of a classifier, in the order of its logits. A reranker has one."""
-    activation: str = ""
-    """What makes scores of a classifier's logits: `sigmoid`, `softmax`, `identity`."""
+    normalized: bool = True  # whether vectors have the length 1
+    bidirectional: bool = False  # whether each token is seen by those before it as well: an encoder
+    labels: list[str] = []  # of a classifier, in the order of its logits. A reranker has one
+    activation: str = ""  # what makes scores of a classifier's logits: `sigmoid`, `softmax`, `identity`
+    # Lengths that vectors may be cut to; None: any; empty: none.
     matryoshka_dimensions: list[int] | None = None
-    """Lengths that vectors may be cut to; None: any; empty: none."""
+    # Texts that inputs are put behind, by name (sentence-transformers'): `query`, `document`.
     prompts: dict[str, str] = {}
-    """Texts that inputs are put behind, by name (sentence-transformers'): `query`, `document`."""
-    default_prompt: str = ""
-    """Which of them an input that names none is put behind; empty: none."""
-    architecture: str = ""
-    """The `model_type` of its config.json; empty: not known."""
+    default_prompt: str = ""  # which of them an input that names none is put behind; empty: none
+    architecture: str = ""  # the `model_type` of its config.json; empty: not known
+    # How its files hold them. Safetensors: BF16, F16, F32, or the method of their quantization; GGUF files: `GGUF`,
+    # and behind a space how they are quantized, where their names say so. Empty: not known.
     weights: str = ""
-    """How its files hold them. Safetensors: BF16, F16, F32, or the method of their quantization; GGUF files: `GGUF`,
-    and behind a space how they are quantized, where their names say so. Empty: not known."""
-    sparse: list[SparseKind] = []
-    """Kinds of sparse attention that its groups compute."""
-    page_tokens: int = 0
-    """Tokens of a KV block, of which sparse attention chooses whole ones; 0: not known."""
-    draft_model: str = ""
-    """The name of the draft model that is to propose its tokens; empty: none is."""
-    draft_left_out: str = ""
-    """Why it is served without that draft model: one sentence; empty: it is not."""
+    sparse: list[SparseKind] = []  # kinds of sparse attention that its groups compute
+    page_tokens: int = 0  # tokens of a KV block, of which sparse attention chooses whole ones; 0: not known
+    draft_model: str = ""  # the name of the draft model that is to propose its tokens; empty: none is
+    draft_left_out: str = ""  # why it is served without that draft model: one sentence; empty: it is not
+    # By the last part of linears' names (`q_proj`) their inputs and outputs, of all layers together: an adapter of
+    # rank r has r times as many numbers. Empty: not known.
     adapter_widths: dict[str, int] = {}
-    """By the last part of linears' names (`q_proj`) their inputs and outputs, of all layers together: an adapter of
-    rank r has r times as many numbers. Empty: not known."""
 
     def does(self, task: str) -> bool:
         """Whether the model does `task`."""
@@ -307,5 +253,4 @@ class SessionPin(msgspec.Struct, frozen=True):
 
     group: str
     epoch: int
-    moved_at: float = 0.0
-    """Unix seconds at which the session left a ring that was too busy; 0: it has not."""
+    moved_at: float = 0.0  # Unix seconds at which the session left a ring that was too busy; 0: it has not

@@ -12,8 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PIECE_BYTES = 256 << 10
-"""Of a file, at most, in one answer."""
+PIECE_BYTES = 256 << 10  # of a file, at most, in one answer
 
 # --- commands ------------------------------------------------------------------------------------
 
@@ -21,21 +20,17 @@ PIECE_BYTES = 256 << 10
 class DumpCommand(msgspec.Struct, frozen=True, tag="dump"):
     """Write down how the ring is."""
 
-    wait: float = 1.0
-    """Seconds for which ranks that do not answer are waited for."""
+    wait: float = 1.0  # seconds for which ranks that do not answer are waited for
 
 
 class ProfileCommand(msgspec.Struct, frozen=True, tag="profile"):
     """Profile the next steps."""
 
-    steps: int = 20
-    """0: for `seconds`."""
+    steps: int = 20  # 0: for `seconds`
     seconds: float = 0.0
-    ranks: list[int] = []
-    """Empty: all."""
+    ranks: list[int] = []  # empty: all
     memory: bool = False
-    timeout: float = 60.0
-    """Seconds within which it must be over."""
+    timeout: float = 60.0  # seconds within which it must be over
 
 
 class ResultCommand(msgspec.Struct, frozen=True, tag="result"):
@@ -65,14 +60,12 @@ class JobReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: str = ""
     done: bool = False
-    error: str = ""
-    """Why there is nothing; empty: all is well."""
+    error: str = ""  # why there is nothing; empty: all is well
     files: list[JobFile] = []
 
 
 class Piece(msgspec.Struct, frozen=True):
-    data: bytes
-    """Empty: there is nothing at that offset, or the job is not known any more."""
+    data: bytes  # empty: there is nothing at that offset, or the job is not known any more
 
 
 # --- a dump --------------------------------------------------------------------------------------
@@ -85,54 +78,41 @@ class ThreadDump(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tid: int
     name: str
-    state: str
-    """As in /proc: R runs, S sleeps, D cannot be interrupted, T is stopped."""
+    state: str  # as in /proc: R runs, S sleeps, D cannot be interrupted, T is stopped
     cpu_seconds: float
-    busy: float = 0.0
-    """Share of a core that it used while the dump was taken."""
-    wchan: str = ""
-    """Where in the kernel it waits."""
+    busy: float = 0.0  # share of a core that it used while the dump was taken
+    wchan: str = ""  # where in the kernel it waits
     syscall: str = ""
-    kernel_stack: list[str] = []
-    """Where it may be read (root)."""
+    kernel_stack: list[str] = []  # where it may be read (root)
 
 
 class StackDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thread's Python frames, the innermost first."""
 
-    thread: str
-    """Its name where the process could tell, else its number."""
-    frames: list[str]
-    """`file:line function`."""
+    thread: str  # its name where the process could tell, else its number
+    frames: list[str]  # `file:line function`
 
 
 class CollectiveDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a rank is in the order of collectives, which is the same for all."""
 
     name: str
-    number: int
-    """Of the last one that it has entered."""
+    number: int  # of the last one that it has entered
     in_flight: bool
     bytes: int
-    seconds: float
-    """Since it entered that one."""
-    total_seconds: float = 0.0
-    """In all of them, since the rank started."""
-    waited_seconds: float = 0.0
-    """Of that, waiting for other ranks; 0 where the collectives do not tell."""
+    seconds: float  # since it entered that one
+    total_seconds: float = 0.0  # in all of them, since the rank started
+    waited_seconds: float = 0.0  # of that, waiting for other ranks; 0 where the collectives do not tell
 
 
 class StepDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """How long one rank has taken for one of the last steps; milliseconds."""
 
     step: int
-    ms: float
-    """So far, for one that is under way."""
+    ms: float  # so far, for one that is under way
     done: bool = True
-    send_ms: float = 0.0
-    """Leader: sending the plan."""
-    compute_ms: float = 0.0
-    """Leader: until the logits were there."""
+    send_ms: float = 0.0  # leader: sending the plan
+    compute_ms: float = 0.0  # leader: until the logits were there
     sample_ms: float = 0.0
     collective_ms: float = 0.0
     waited_ms: float = 0.0
@@ -143,28 +123,20 @@ class RankDump(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rank: int
     pid: int
-    process: str
-    """running, sleeping, stopped, stuck in the kernel, ended."""
-    begun_step: int = 0
-    """The last step that this rank has begun."""
+    process: str  # running, sleeping, stopped, stuck in the kernel, ended
+    begun_step: int = 0  # the last step that this rank has begun
     finished_step: int = 0
-    in_flight: bool = False
-    """Whether the leader has begun a step that this rank has not finished."""
-    layers: int = 0
-    """Its progress counter."""
-    still_seconds: float = 0.0
-    """For so long neither step nor counter has moved."""
+    in_flight: bool = False  # whether the leader has begun a step that this rank has not finished
+    layers: int = 0  # its progress counter
+    still_seconds: float = 0.0  # for so long neither step nor counter has moved
     memory_bytes: int = 0
     collective: CollectiveDump | None = None
     steps: list[StepDump] = []
     stacks: list[StackDump] = []
-    stacks_missing: str = ""
-    """Why there are none."""
-    answered: bool = False
-    """Whether Python code in it could still run."""
+    stacks_missing: str = ""  # why there are none
+    answered: bool = False  # whether Python code in it could still run
     threads: list[ThreadDump] = []
-    log: list[str] = []
-    """The last lines that it has written."""
+    log: list[str] = []  # the last lines that it has written
 
 
 class QueuedDump(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -175,20 +147,16 @@ class QueuedDump(msgspec.Struct, frozen=True, omit_defaults=True):
     state: Literal["held", "waiting", "running", "ended"]
     lane: str
     attempt: int
-    age: float
-    """Seconds since it came to this ring."""
+    age: float  # seconds since it came to this ring
     prompt_tokens: int
     output_tokens: int
     computed: int
     blocks: int
     session: bool = False
     in_step: bool = False
-    restoring: int = 0
-    """Blocks that are still to be brought back from host memory or disk."""
-    slot: int = -1
-    """Of its recurrent state; -1: it has none."""
-    snapshots: list[int] = []
-    """Numbers of its full blocks behind which that state is kept."""
+    restoring: int = 0  # blocks that are still to be brought back from host memory or disk
+    slot: int = -1  # of its recurrent state; -1: it has none
+    snapshots: list[int] = []  # numbers of its full blocks behind which that state is kept
 
 
 class PoolDump(msgspec.Struct, frozen=True):
@@ -215,33 +183,24 @@ class AllocatorDump(msgspec.Struct, frozen=True, omit_defaults=True):
     block_size: int
     writable: PoolDump
     quantized: PoolDump
-    private: int
-    """Used blocks that are being filled."""
-    shared: int
-    """Used blocks that several sequences have."""
-    promised: int
-    """Blocks that running sequences will still need."""
+    private: int  # used blocks that are being filled
+    shared: int  # used blocks that several sequences have
+    promised: int  # blocks that running sequences will still need
+    # Blocks that an admission leaves to those that run: below this nobody is admitted beside others.
     reserve: int
-    """Blocks that an admission leaves to those that run: below this nobody is admitted beside others."""
     host_slots: int
     host_used: int
     disk_slots: int
     disk_used: int
-    sessions: int
-    """Sessions that have blocks pinned."""
-    holders: list[HolderDump]
-    """The largest."""
-    invariants: str
-    """`hold`, or what is broken."""
+    sessions: int  # sessions that have blocks pinned
+    holders: list[HolderDump]  # the largest
+    invariants: str  # `hold`, or what is broken
+    # For recurrent state, of sequences and of snapshots that are being made; 0: the model keeps none.
     state_slots: int = 0
-    """For recurrent state, of sequences and of snapshots that are being made; 0: the model keeps none."""
     state_slots_used: int = 0
-    snapshots: int = 0
-    """Of recurrent state, in quantized blocks."""
-    snapshot_blocks: int = 0
-    """Blocks that one takes."""
-    layers: str = ""
-    """What the model's layers keep on rank 0."""
+    snapshots: int = 0  # of recurrent state, in quantized blocks
+    snapshot_blocks: int = 0  # blocks that one takes
+    layers: str = ""  # what the model's layers keep on rank 0
 
 
 class LeaderDump(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -250,8 +209,7 @@ class LeaderDump(msgspec.Struct, frozen=True, omit_defaults=True):
     queues: list[QueuedDump]
     counts: dict[str, int]
     allocator: AllocatorDump
-    by_loop: bool = True
-    """Whether its event loop told; else another thread read what it found."""
+    by_loop: bool = True  # whether its event loop told; else another thread read what it found
 
 
 class PlanSequenceDump(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -265,10 +223,8 @@ class PlanDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step plan, without its tokens."""
 
     step: int
-    age: float
-    """Seconds before the dump at which it was made."""
-    ms: float
-    """What the step has taken; 0: it is not over."""
+    age: float  # seconds before the dump at which it was made
+    ms: float  # what the step has taken; 0: it is not over
     tokens: int
     decodes: int
     sampled: int
@@ -276,16 +232,12 @@ class PlanDump(msgspec.Struct, frozen=True, omit_defaults=True):
     compressions: int = 0
     restores: int = 0
     pools: int = 0
-    snapshots: int = 0
-    """Of recurrent state: taken behind a row of the step,"""
-    snapshot_saves: int = 0
-    """put into blocks before it,"""
-    snapshot_loads: int = 0
-    """and loaded, which sequences begin with."""
+    snapshots: int = 0  # of recurrent state: taken behind a row of the step,
+    snapshot_saves: int = 0  # put into blocks before it,
+    snapshot_loads: int = 0  # and loaded, which sequences begin with
     sequence_count: int = 0
     blocks: int = 0
-    sequences: list[PlanSequenceDump] = []
-    """As many as there was room for."""
+    sequences: list[PlanSequenceDump] = []  # as many as there was room for
 
 
 class Dump(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -297,25 +249,18 @@ class Dump(msgspec.Struct, frozen=True, omit_defaults=True):
     instance: str
     host: str
     epoch: int
-    taken_at: float
-    """Unix seconds."""
-    took: float
-    """Seconds that it took."""
-    verdict: str
-    """In one sentence: what is the matter, and with which rank."""
-    state: str
-    """none, starting, ready, draining."""
-    reason: str = ""
-    """Why it was taken; empty: somebody asked."""
+    taken_at: float  # Unix seconds
+    took: float  # seconds that it took
+    verdict: str  # in one sentence: what is the matter, and with which rank
+    state: str  # none, starting, ready, draining
+    reason: str = ""  # why it was taken; empty: somebody asked
     loaded: float = 0.0
     message: str = ""
-    loop_still_seconds: float = 0.0
-    """For so long the leader's event loop has not turned."""
+    loop_still_seconds: float = 0.0  # for so long the leader's event loop has not turned
     load: dict[str, float] = {}
     totals: dict[str, float] = {}
     ranks: list[RankDump] = []
-    leader: LeaderDump | None = None
-    """None: it could not tell."""
+    leader: LeaderDump | None = None  # None: it could not tell
     plans: list[PlanDump] = []
     versions: dict[str, str] = {}
     settings: dict[str, object] = {}
@@ -331,8 +276,7 @@ class OperatorTime(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: int
     self_us: float
     total_us: float
-    device_us: float = 0.0
-    """On a GPU, by itself."""
+    device_us: float = 0.0  # on a GPU, by itself
     memory_bytes: int = 0
 
 
@@ -341,11 +285,9 @@ class ProfileSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rank: int
     steps: int = 0
-    seconds: float = 0.0
-    """From the first step's beginning to the last one's end."""
-    trace: str = ""
-    """Name of its file."""
+    seconds: float = 0.0  # from the first step's beginning to the last one's end
+    trace: str = ""  # name of its file
     operators: list[OperatorTime] = []
+    # Seconds in each part of the native kernels, which the trace shows as one range.
     native: dict[str, float] = {}
-    """Seconds in each part of the native kernels, which the trace shows as one range."""
     error: str = ""

@@ -17,19 +17,16 @@ class JobRecord(_Named, frozen=True, omit_defaults=True, kw_only=True):
     """A job in a KV bucket; every change is a compare-and-set. Times are unix seconds, 0: not yet."""
 
     metadata: dict[str, str] | None = None
+    # The gateway that looks after it; empty: whoever comes first. It writes the record every other second, so that a
+    # record that stands still has lost its owner.
     owner: str = ""
-    """The gateway that looks after it; empty: whoever comes first. It writes the record every other second, so that a
-    record that stands still has lost its owner."""
-    beat: int = 0
-    """Grows with each of these writings."""
-    clean: bool = False
-    """Whether nothing is left to do: what it kept while it ran is gone again."""
+    beat: int = 0  # grows with each of these writings
+    clean: bool = False  # whether nothing is left to do: what it kept while it ran is gone again
+    # Of the request under its idempotency key: another request under the same key is a mistake.
     fingerprint: str = ""
-    """Of the request under its idempotency key: another request under the same key is a mistake."""
-    key: str = ""
-    """Id of the API key that it came under, whose limits it keeps; empty: none."""
+    key: str = ""  # id of the API key that it came under, whose limits it keeps; empty: none
+    # Of the span that created it, where that was sampled: the traces of its work link to it.
     traceparent: str = ""
-    """Of the span that created it, where that was sampled: the traces of its work link to it."""
 
 
 class HostJob(Protocol):
@@ -53,7 +50,5 @@ class HostJob(Protocol):
 class HostJobs(NamedTuple):
     """Of one kind, on one host."""
 
-    places: int
-    """How many it takes at a time; 0: none."""
-    jobs: Sequence[HostJob]
-    """Those that it has."""
+    places: int  # how many it takes at a time; 0: none
+    jobs: Sequence[HostJob]  # those that it has

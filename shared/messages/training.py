@@ -18,45 +18,37 @@ from shared.messages.registry import ModelSpec
 TrainingStatus = Literal[
     "validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"
 ]
+# States that a job does not leave.
 TRAINING_OVER: tuple[TrainingStatus, ...] = ("succeeded", "failed", "cancelled")
-"""States that a job does not leave."""
 TrainingMethod = Literal["supervised", "dpo"]
 Schedule = Literal["cosine", "linear", "constant"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
 
-MAX_EVENT_MESSAGE = 1000
-"""Characters of an event."""
+MAX_EVENT_MESSAGE = 1000  # characters of an event
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a job trains. What is 0 or empty is `auto`, and is chosen when the examples are known."""
 
     epochs: int = 0
-    batch_size: int = 0
-    """Examples (of DPO: pairs) of one optimizer step, on all hosts together."""
+    batch_size: int = 0  # examples (of DPO: pairs) of one optimizer step, on all hosts together
+    # Of the learning rate that the method has for LoRA: 2e-4 supervised, 5e-6 DPO.
     learning_rate_multiplier: float = 0.0
-    """Of the learning rate that the method has for LoRA: 2e-4 supervised, 5e-6 DPO."""
-    beta: float = 0.0
-    """Of DPO: how far the model may go from its base."""
+    beta: float = 0.0  # of DPO: how far the model may go from its base
     rank: int = 16
-    alpha: float = 0.0
-    """0: twice the rank. The adapter adds alpha / rank times its product."""
-    dropout: float = 0.0
-    """Of the inputs of LoRA's factors."""
+    alpha: float = 0.0  # 0: twice the rank. The adapter adds alpha / rank times its product
+    dropout: float = 0.0  # of the inputs of LoRA's factors
+    # Last parts of the linears' names (`q_proj`); empty: all linears but the output layer.
     targets: list[str] = []
-    """Last parts of the linears' names (`q_proj`); empty: all linears but the output layer."""
-    max_tokens: int = 0
-    """Of an example; 0: the model's context."""
-    truncate: bool = False
-    """Whether longer examples are cut at their end; else they are a fault of the file."""
+    max_tokens: int = 0  # of an example; 0: the model's context
+    truncate: bool = False  # whether longer examples are cut at their end; else they are a fault of the file
     schedule: Schedule = "cosine"
-    warmup_ratio: float = 0.03
-    """Share of the steps in which the learning rate rises."""
+    warmup_ratio: float = 0.03  # share of the steps in which the learning rate rises
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     optimizer: Optimizer = "adamw"
+    # Hosts that train it side by side, each a part of every step's examples; fixed, so that the result is.
     replicas: int = 1
-    """Hosts that train it side by side, each a part of every step's examples; fixed, so that the result is."""
 
     @property
     def scale(self) -> float:
@@ -75,19 +67,14 @@ class TrainingError(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenizedData(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a job's examples lie, as `TrainingData` in MessagePack."""
 
-    object_name: str
-    """In the object store `training`."""
-    examples: int
-    """Of DPO: pairs."""
-    tokens: int
-    """Of all examples together."""
-    trained: int
-    """Of these the ones that a loss is taken of."""
+    object_name: str  # in the object store `training`
+    examples: int  # of DPO: pairs
+    tokens: int  # of all examples together
+    trained: int  # of these the ones that a loss is taken of
     longest: int
     validation_examples: int = 0
     validation_tokens: int = 0
-    bytes: int = 0
-    """Of the object; 0: not known."""
+    bytes: int = 0  # of the object; 0: not known
 
 
 class Examples(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,12 +82,9 @@ class Examples(msgspec.Struct, frozen=True, omit_defaults=True):
 
     A token with the weight 0 is context: no loss is taken of predicting it."""
 
-    tokens: bytes = b""
-    """int32, little-endian."""
-    weights: bytes = b""
-    """One byte a token, 0 or 1."""
-    lengths: bytes = b""
-    """uint32, little-endian: tokens of each example, never 0."""
+    tokens: bytes = b""  # int32, little-endian
+    weights: bytes = b""  # one byte a token, 0 or 1
+    lengths: bytes = b""  # uint32, little-endian: tokens of each example, never 0
 
 
 class TrainingData(msgspec.Struct, frozen=True):
@@ -113,13 +97,10 @@ class TrainingData(msgspec.Struct, frozen=True):
 class TrainingState(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a job goes on from after a host's death: it counts once the job's record names it."""
 
-    step: int
-    """Optimizer steps that it holds."""
-    object_name: str
-    """In the object store `training`: a safetensors file."""
+    step: int  # optimizer steps that it holds
+    object_name: str  # in the object store `training`: a safetensors file
     bytes: int
-    digest: str
-    """BLAKE2b of the file, 32 bytes in hexadecimal."""
+    digest: str  # BLAKE2b of the file, 32 bytes in hexadecimal
 
 
 class TrainingMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -128,19 +109,15 @@ class TrainingMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
 
     step: int
     train_loss: float = 0.0
+    # Share of tokens that the model finds likeliest; of DPO share of pairs that it orders right.
     train_accuracy: float = 0.0
-    """Share of tokens that the model finds likeliest; of DPO share of pairs that it orders right."""
     learning_rate: float = 0.0
-    grad_norm: float = 0.0
-    """Before clipping."""
-    tokens: int = 0
-    """Trained on so far, context included."""
-    seconds: float = 0.0
-    """That the step took, pauses excluded."""
+    grad_norm: float = 0.0  # before clipping
+    tokens: int = 0  # trained on so far, context included
+    seconds: float = 0.0  # that the step took, pauses excluded
     valid_loss: float | None = None
     valid_accuracy: float | None = None
-    margin: float | None = None
-    """Of DPO: by how much the reward of the preferred text is larger."""
+    margin: float | None = None  # of DPO: by how much the reward of the preferred text is larger
     valid_margin: float | None = None
 
 
@@ -152,86 +129,67 @@ class TrainedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     rank: int
     bytes: int
-    created: int
-    """Unix seconds."""
+    created: int  # Unix seconds
     metrics: TrainingMetrics
-    name: str = ""
-    """Under which it is registered; empty: not yet."""
+    name: str = ""  # under which it is registered; empty: not yet
 
 
 class TrainingJob(JobRecord, frozen=True, omit_defaults=True):
     """A job in the KV bucket `training_jobs`. Times are unix seconds, 0: not yet."""
 
-    model: str
-    """Name of its base, as the catalog resolves it."""
+    model: str  # name of its base, as the catalog resolves it
     method: TrainingMethod
     training_file: str
-    training_object: str
-    """In the object store `files`."""
+    training_object: str  # in the object store `files`
     seed: int
     hyperparameters: Hyperparameters = Hyperparameters()
     validation_file: str = ""
     validation_object: str = ""
     suffix: str = ""
     status: TrainingStatus = "validating_files"
+    # What its tenant wants of it: who trains it obeys, and writes the status that comes of it.
     wanted: Literal["run", "pause", "cancel"] = "run"
-    """What its tenant wants of it: who trains it obeys, and writes the status that comes of it."""
+    # What a host needs to find the base's files, from the moment that it is queued; without a `source` the base is
+    # the model that the host was started with.
     base: ModelSpec | None = None
-    """What a host needs to find the base's files, from the moment that it is queued; without a `source` the base is
-    the model that the host was started with."""
     data: TokenizedData | None = None
-    host: str = ""
-    """The executor that trains it; empty: it waits for one."""
+    host: str = ""  # the executor that trains it; empty: it waits for one
+    # Grows each time that a host is told to train it: what an earlier one still does is void.
     attempt: int = 0
-    """Grows each time that a host is told to train it: what an earlier one still does is void."""
+    # Further executors, where it has more than one replica; of use while `host` is set.
     helpers: list[str] = []
-    """Further executors, where it has more than one replica; of use while `host` is set."""
-    waiting_for: str = ""
-    """Why no host has it: one sentence."""
+    waiting_for: str = ""  # why no host has it: one sentence
     started_at: float = 0.0
     finished_at: float = 0.0
-    steps: int = 0
-    """In all; 0: not known yet."""
-    metrics: TrainingMetrics | None = None
-    """Of the last step that was told, at most every other second."""
-    expected_at: float = 0.0
-    """When it is expected to end."""
+    steps: int = 0  # in all; 0: not known yet
+    metrics: TrainingMetrics | None = None  # of the last step that was told, at most every other second
+    expected_at: float = 0.0  # when it is expected to end
     state: TrainingState | None = None
-    adapters: list[TrainedAdapter] = []
-    """Of the ends of its epochs, the last ones."""
+    adapters: list[TrainedAdapter] = []  # of the ends of its epochs, the last ones
+    # Set by the host when the last step is done: what is left is to publish it.
     result: TrainedAdapter | None = None
-    """Set by the host when the last step is done: what is left is to publish it."""
-    metrics_object: str = ""
-    """In the object store `training`: CSV of its steps."""
+    metrics_object: str = ""  # in the object store `training`: CSV of its steps
     result_files: list[str] = []
     fine_tuned_model: str = ""
     trained_tokens: int = 0
     error: TrainingError | None = None
+    # That compute it, as its first host has chosen: with others the sums would be others. 0: it never ran.
     threads: int = 0
-    """That compute it, as its first host has chosen: with others the sums would be others. 0: it never ran."""
-    crashes: int = 0
-    """Times that its trainer has ended by a fault since it has written its last state."""
-    retry_at: float = 0.0
-    """Before then no host is told to train it, in unix seconds."""
+    crashes: int = 0  # times that its trainer has ended by a fault since it has written its last state
+    retry_at: float = 0.0  # before then no host is told to train it, in unix seconds
+    # `host:port` where the trainer of its first replica waits for the others in this attempt; empty: not yet.
     meeting: str = ""
-    """`host:port` where the trainer of its first replica waits for the others in this attempt; empty: not yet."""
-    secret: str = ""
-    """Of this attempt: what its replicas show each other."""
-    tries: int = 0
-    """Times in a row that a gateway could not do its part (check the files, publish a result)."""
-    blocked_since: float = 0.0
-    """When the first of them was, in unix seconds; 0: there is none."""
-    look_at: float = 0.0
-    """Before then no gateway takes it, in unix seconds."""
+    secret: str = ""  # of this attempt: what its replicas show each other
+    tries: int = 0  # times in a row that a gateway could not do its part (check the files, publish a result)
+    blocked_since: float = 0.0  # when the first of them was, in unix seconds; 0: there is none
+    look_at: float = 0.0  # before then no gateway takes it, in unix seconds
+    # Bytes that it may keep in the object stores while it is not clean (`shared.training_storage`), of its tenant's
+    # quota; 0: an older gateway has queued it, and nobody counts.
     storage: int = 0
-    """Bytes that it may keep in the object stores while it is not clean (`shared.training_storage`), of its tenant's
-    quota; 0: an older gateway has queued it, and nobody counts."""
+    # The executor whose trainer is at work on it; an attempt that begins and finds one knows that it was lost.
     runner: str = ""
-    """The executor whose trainer is at work on it; an attempt that begins and finds one knows that it was lost."""
-    losses: int = 0
-    """Executors that were lost so."""
-    resumed_from: int = 0
-    """The step whose state the last of these attempts went on from."""
+    losses: int = 0  # executors that were lost so
+    resumed_from: int = 0  # the step whose state the last of these attempts went on from
 
     @property
     def hosts(self) -> list[str]:
@@ -245,14 +203,12 @@ class TrainingEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: str
     step: int
-    kind: str
-    """What happened, in snake_case: `job_queued`, `step`, `checkpoint`, ..."""
+    kind: str  # what happened, in snake_case: `job_queued`, `step`, `checkpoint`, ...
     level: Literal["info", "warn", "error"]
     message: str
-    created: float
-    """Unix seconds."""
+    created: float  # Unix seconds
+    # Of events of the type `metrics`; others are of the type `message`.
     metrics: TrainingMetrics | None = None
-    """Of events of the type `metrics`; others are of the type `message`."""
     data: dict[str, Any] = {}
 
 

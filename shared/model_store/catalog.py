@@ -64,10 +64,8 @@ class LocalModel(msgspec.Struct, frozen=True):
     name: str
     directory: str
     bytes: int
-    revision: str = ""
-    """Of the hub, as it was asked for."""
-    commit: str = ""
-    """Of the hub: what lies here."""
+    revision: str = ""  # of the hub, as it was asked for
+    commit: str = ""  # of the hub: what lies here
 
 
 def ensure_model(
@@ -204,8 +202,7 @@ def _check_typo(name: str) -> None:
         )
 
 
-_NEAR = 0.8
-"""How like a built-in name another is that means it, of 1."""
+_NEAR = 0.8  # how like a built-in name another is that means it, of 1
 
 
 def _in_library(name: str, revision: str, store: Store) -> Path | None:

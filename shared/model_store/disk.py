@@ -22,36 +22,27 @@ from shared.model_store.repository import MANIFEST, PARTS, Manifest, directory_n
 from shared.model_store.settings import Store
 from shared.models import converted_name, linked_gguf
 
-Named = Collection[tuple[str, str]]
-"""(source, revision) of models that the registry names."""
+Named = Collection[tuple[str, str]]  # (source, revision) of models that the registry names
 
-ADAPTERS = ".hub-adapters"
-"""In the cache: adapters of the hub."""
-RESERVE = 256 << 20
-"""Bytes of the disk that downloads leave free."""
+ADAPTERS = ".hub-adapters"  # in the cache: adapters of the hub
+RESERVE = 256 << 20  # bytes of the disk that downloads leave free
 _RESERVED = "reserved"
 _PARTIAL = ".partial"
 _REMOVED = ".removed"
-_STALE = 86_400.0
-"""Seconds after which a download that nobody goes on with is garbage."""
+_STALE = 86_400.0  # seconds after which a download that nobody goes on with is garbage
 _LISTED = 5
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
     """A model, an adapter, or an unfinished download in the cache."""
 
-    directory: Path
-    """Of the model, also where it is unfinished."""
-    bytes: int
-    """On the disk."""
-    promised: int
-    """That a download under way still brings."""
-    used: float
-    """Unix seconds."""
+    directory: Path  # of the model, also where it is unfinished
+    bytes: int  # on the disk
+    promised: int  # that a download under way still brings
+    used: float  # Unix seconds
     removable: bool
     unfinished: bool = False
-    packed: bool = False
-    """It is a file of packed weights, and `directory` its path."""
+    packed: bool = False  # it is a file of packed weights, and `directory` its path
 
     @property
     def name(self) -> str:

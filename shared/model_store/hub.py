@@ -34,8 +34,8 @@ from shared.model_store.settings import Store
 from shared.model_store.transfer import HttpError, Transfer, persistently
 from shared.models import choose_gguf
 
+# Called with the bytes that are to come; raises `ConfigurationError` where there is no room for them.
 MakeRoom = Callable[[int], None]
-"""Called with the bytes that are to come; raises `ConfigurationError` where there is no room for them."""
 _TIMEOUT = 30.0
 _AGENT = "ryzanstein"
 _HUB = "https://huggingface.co"

@@ -27,12 +27,9 @@ class PackedWeightsFile(msgspec.Struct, frozen=True):
 
     path: Path
     bytes: int
-    used: float
-    """Unix seconds."""
-    model: Path | None
-    """The directory of the model; None: not known."""
-    needed: bool
-    """Whether its model is there, or somebody writes it."""
+    used: float  # Unix seconds
+    model: Path | None  # the directory of the model; None: not known
+    needed: bool  # whether its model is there, or somebody writes it
 
 
 def packed_files(directory: Path) -> list[PackedWeightsFile]:

@@ -24,8 +24,7 @@ from shared.model_store.programs import ProgramOutput, Progress, last_complaint
 from shared.model_store.settings import Store
 from shared.process import die_with_parent
 
-_GRACE = 1.5
-"""Seconds from SIGTERM to SIGKILL."""
+_GRACE = 1.5  # seconds from SIGTERM to SIGKILL
 _LINE_LIMIT = 1 << 20
 
 

@@ -22,12 +22,12 @@ from shared.model_store.locks import READ_ONLY
 from shared.models import WEIGHT_DTYPE
 from shared.process import die_with_parent
 
+# Called with (what is being done, amount done, amount in all; 0: unknown).
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, amount done, amount in all; 0: unknown)."""
 
 
+# What a conversion is called while it is done, in order. The model's files are there by then.
 CONVERSION = ("header", "weights", "tokenizer", "write", "done")
-"""What a conversion is called while it is done, in order. The model's files are there by then."""
 
 
 def size_of(directory: Path) -> int:
@@ -71,8 +71,7 @@ class ProgramOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     done: int = 0
     total: int = 0
     error: str = ""
-    code: str = ModelLoadError.code
-    """Of the error (`shared.errors`)."""
+    code: str = ModelLoadError.code  # of the error (`shared.errors`)
     result: dict[str, Any] = {}
 
 
@@ -102,8 +101,7 @@ class ServableVerdict(msgspec.Struct, frozen=True):
     """Of the executor, on a model's configuration alone."""
 
     architecture: str = ""
-    refused: str = ""
-    """Why it is not served; "" where nothing speaks against it."""
+    refused: str = ""  # why it is not served; "" where nothing speaks against it
 
 
 def verdict_on(directory: Path) -> ServableVerdict:
@@ -148,15 +146,13 @@ class WheelModel(msgspec.Struct, frozen=True):
     name: str
     package: str
     version: str
-    sha256: str
-    """Of the wheel."""
-    member: str
-    """The GGUF file within the wheel."""
+    sha256: str  # of the wheel
+    member: str  # the GGUF file within the wheel
     about: str
+    # What the model's authors recommend and a GGUF file does not say; see `recommend`.
     sampling: dict[str, float] = {}
-    """What the model's authors recommend and a GGUF file does not say; see `recommend`."""
+    # What `--weight-dtype auto` means for it: `auto`, the file's own bits, or `bf16`.
     weight_dtype: str = "auto"
-    """What `--weight-dtype auto` means for it: `auto`, the file's own bits, or `bf16`."""
 
 
 def recommend(directory: Path, sampling: Mapping[str, float], weight_dtype: str = "auto") -> None:

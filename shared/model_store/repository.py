@@ -14,24 +14,18 @@ import msgspec
 from shared.errors import ModelLoadError
 from shared.models import HUB, hub_name, pulled_name
 
-MAX_LISTED = 10_000
-"""Files that a repository may list."""
-MAX_FETCHED = 2_000
-"""Files that are fetched of it."""
-MAX_CONFIG_BYTES = 16 << 20
-"""Of a config.json or adapter_config.json."""
+MAX_LISTED = 10_000  # files that a repository may list
+MAX_FETCHED = 2_000  # files that are fetched of it
+MAX_CONFIG_BYTES = 16 << 20  # of a config.json or adapter_config.json
+# Of any other file that holds no weights: tokenizers, chat templates, lists of tensors.
 MAX_OTHER_BYTES = 512 << 20
-"""Of any other file that holds no weights: tokenizers, chat templates, lists of tensors."""
-MAX_ADAPTER_BYTES = 16 << 30
-"""Of an adapter's weights."""
+MAX_ADAPTER_BYTES = 16 << 30  # of an adapter's weights
 _MAX_NAME = 255
 _MAX_PATH = 1024
 _MAX_DEPTH = 8
 
-MANIFEST = ".download.json"
-"""In a model's directory: what of the hub lies there."""
-PARTS = ".parts"
-"""In a directory that is being fetched into: what has come so far."""
+MANIFEST = ".download.json"  # in a model's directory: what of the hub lies there
+PARTS = ".parts"  # in a directory that is being fetched into: what has come so far
 CONFIG = "config.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -41,14 +35,11 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 class RemoteFile(msgspec.Struct, frozen=True):
     """A file of a repository, as the hub lists it."""
 
-    path: str
-    """Within the repository, with `/`."""
-    size: int
-    """Bytes."""
-    sha256: str = ""
-    """Hexadecimal, of files in large file storage."""
+    path: str  # within the repository, with `/`
+    size: int  # bytes
+    sha256: str = ""  # hexadecimal, of files in large file storage
+    # Hexadecimal, of the others: Git's object id. A mirror that tells neither has its sizes checked alone.
     git_sha1: str = ""
-    """Hexadecimal, of the others: Git's object id. A mirror that tells neither has its sizes checked alone."""
 
     def hasher(self) -> "hashlib._Hash | None":
         """To be fed the content; None where nothing says what should come out."""
@@ -67,10 +58,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """Which state of a repository lies in a directory."""
 
     repository: str
-    revision: str
-    """As it was asked for; empty: the main branch."""
-    commit: str
-    """What that meant when it was fetched."""
+    revision: str  # as it was asked for; empty: the main branch
+    commit: str  # what that meant when it was fetched
     files: list[RemoteFile] = []
 
 

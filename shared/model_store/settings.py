@@ -9,24 +9,21 @@ from pydantic import Field
 
 from shared.config import CommonSettings
 
-DOWNLOADS = 4
-"""Files that are fetched at a time, unless a setting says otherwise."""
+DOWNLOADS = 4  # files that are fetched at a time, unless a setting says otherwise
 
 
 class Store(msgspec.Struct, frozen=True):
     """The model cache of a machine, and what is looked into before the hub is asked."""
 
+    # Models that were fetched or converted, each in a directory of its own; made where it is not there.
     cache: Path
-    """Models that were fetched or converted, each in a directory of its own; made where it is not there."""
-    cache_bytes: int = 0
-    """Most bytes of them; 0: as many as the disk holds."""
+    cache_bytes: int = 0  # most bytes of them; 0: as many as the disk holds
+    # A directory of models, `ORG/NAME` or `ORG--NAME`, that is read and never written.
     library: Path | None = None
-    """A directory of models, `ORG/NAME` or `ORG--NAME`, that is read and never written."""
+    # Address of the hub or of a mirror; empty: what HF_ENDPOINT says, or https://huggingface.co.
     endpoint: str = ""
-    """Address of the hub or of a mirror; empty: what HF_ENDPOINT says, or https://huggingface.co."""
     downloads: int = DOWNLOADS
-    packed_directory: Path | None = None
-    """Of packed weights, where they lie elsewhere than in `cache`."""
+    packed_directory: Path | None = None  # of packed weights, where they lie elsewhere than in `cache`
 
     @property
     def packed(self) -> Path:

@@ -25,24 +25,19 @@ from shared.errors import ModelLoadError
 from shared.model_store.repository import PARTS, RemoteFile
 
 _FINISHED = "finished"
-_INTERVAL = 0.25
-"""Seconds between two reports."""
+_INTERVAL = 0.25  # seconds between two reports
 _CHUNK = 8 << 20
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _REFUSED_RANGE = 416
 _PARTIAL_CONTENT = 206
 
-ATTEMPTS = 6
-"""In a row that bring nothing new, after which a transfer fails."""
-ASKED = 3
-"""The same for a question to the hub: nobody has waited for anything yet."""
-PAUSE = 1.0
-"""Seconds before the second attempt; twice as many before each further one."""
-MAX_PAUSE = 300.0
-"""Seconds that a server may ask to be left alone; what asks for more is an error."""
+ATTEMPTS = 6  # in a row that bring nothing new, after which a transfer fails
+ASKED = 3  # the same for a question to the hub: nobody has waited for anything yet
+PAUSE = 1.0  # seconds before the second attempt; twice as many before each further one
+MAX_PAUSE = 300.0  # seconds that a server may ask to be left alone; what asks for more is an error
 
+# Of the HTTP library that the hub's client is made with: what it calls its own errors' root.
 HttpError: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
-"""Of the HTTP library that the hub's client is made with: what it calls its own errors' root."""
 _Found = TypeVar("_Found")
 
 

@@ -20,15 +20,14 @@ from typing import Literal, NamedTuple
 from shared.nats import subjects
 from shared.nats.permissions import USERS, Rights, User, inbox_of, matches, rights
 
+# The account of the streams. Its name is older than the others: stores have their streams below it.
 STREAMS = "RYZANSTEIN"
-"""The account of the streams. Its name is older than the others: stores have their streams below it."""
-KEYS = "KEYS"
-"""That of the bucket of API keys."""
+KEYS = "KEYS"  # that of the bucket of API keys
 SYSTEM = "SYS"
 API, MAPPED = "$JS.API.", "streams.API."
 
+# What streams take of the subjects that are not JetStream's own.
 _CAPTURED = (subjects.ALL_INTAKE, subjects.ALL_TOKENS, subjects.ALL_RECORDS, subjects.ALL_BATCH_RESULTS)
-"""What streams take of the subjects that are not JetStream's own."""
 _ONE_ANSWER = (
     "STREAM.>",
     "DIRECT.>",
@@ -37,11 +36,10 @@ _ONE_ANSWER = (
     "CONSUMER.INFO.>",
     "CONSUMER.DELETE.>",
 )
+# JetStream's API. nats-server takes the kind of the first export that fits, so they must not overlap.
 _MANY_ANSWERS = ("CONSUMER.MSG.NEXT.>",)
-"""JetStream's API. nats-server takes the kind of the first export that fits, so they must not overlap."""
 _OWN = ("$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$KV.>", "$O.>")
-_HEARD = ("_INBOX.>", "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*")
-"""What users hear of the streams' account."""
+_HEARD = ("_INBOX.>", "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*")  # what users hear of the streams' account
 
 Kind = Literal["service", "stream"]
 
@@ -49,23 +47,20 @@ Kind = Literal["service", "stream"]
 class Export(NamedTuple):
     kind: Kind
     subject: str
-    many: bool = False
-    """Whether a question has more than one answer."""
+    many: bool = False  # whether a question has more than one answer
 
 
 class AccountImport(NamedTuple):
     kind: Kind
     account: str
     subject: str
-    to: str = ""
-    """Its name here, where it is another."""
+    to: str = ""  # its name here, where it is another
 
 
 class NatsAccount(NamedTuple):
     exports: tuple[Export, ...] = ()
     imports: tuple[AccountImport, ...] = ()
-    user: User | None = None
-    """Who logs in to it."""
+    user: User | None = None  # who logs in to it
 
 
 def account_of(user: User) -> str:

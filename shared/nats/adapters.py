@@ -54,12 +54,9 @@ log = structlog.get_logger(__name__)
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 CONFIG_BYTES = 1 << 20
-MAX_BYTES = 8 << 30
-"""Of one adapter's weights."""
-PATIENCE = 30.0
-"""Seconds for which a file is read on while the broker is away."""
-FIRST_REPEAT = 5.0
-"""Seconds after which a host is asked again to read an adapter, each time twice as many."""
+MAX_BYTES = 8 << 30  # of one adapter's weights
+PATIENCE = 30.0  # seconds for which a file is read on while the broker is away
+FIRST_REPEAT = 5.0  # seconds after which a host is asked again to read an adapter, each time twice as many
 
 
 async def ask_to_read(bus: Bus, host: str, command: PullAdapter, *, timeout: float) -> HostReply:
@@ -244,8 +241,7 @@ async def _write(file: BinaryIO, parts: AsyncIterable[bytes], limit: int) -> Non
 
 # --- names ---------------------------------------------------------------------------------------
 
-MAX_RETIRED = 64
-"""Digests that a name has had and whose files still stay; a further replacement has to wait."""
+MAX_RETIRED = 64  # digests that a name has had and whose files still stay; a further replacement has to wait
 
 
 class AdapterRefused(Exception):

@@ -157,18 +157,14 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=as_list)
 DEFAULT_PENDING_MESSAGES = 65_536
 DEFAULT_PENDING_BYTES = 64 << 20
 CLOSE_TIMEOUT = 2.0
-FLUSH_TIMEOUT = 10.0
-"""Seconds within which the server answers whether it has read what was sent."""
+FLUSH_TIMEOUT = 10.0  # seconds within which the server answers whether it has read what was sent
 CLUSTER_REPLICAS = 3
-LEADER_PAUSE = 0.1
-"""Seconds between two questions to a cluster that has no leader."""
+LEADER_PAUSE = 0.1  # seconds between two questions to a cluster that has no leader
+# Seconds within which a cluster has chosen a new leader: nats-server takes 4 to 9 to miss the old one.
 ELECTION = 15.0
-"""Seconds within which a cluster has chosen a new leader: nats-server takes 4 to 9 to miss the old one."""
 _ELECTIONS = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED"
-LATE_ANSWERS = 0.1
-"""Seconds after a reconnection in which what was asked before it may still be answered."""
-REPEAT_INTERVAL = 1.0
-"""Seconds between two log lines about the same fault."""
+LATE_ANSWERS = 0.1  # seconds after a reconnection in which what was asked before it may still be answered
+REPEAT_INTERVAL = 1.0  # seconds between two log lines about the same fault
 
 
 def encode(message: object) -> bytes:
@@ -217,18 +213,15 @@ class Bus:
         self.settings = settings
         self._gap_callbacks: list[tuple[Subscription | None, Callable[[], object]]] = []
         self._election_callbacks: list[Callable[[str], None]] = []
-        self.where = without_password(settings.nats_url)
-        """Its address, as it may be shown."""
+        self.where = without_password(settings.nats_url)  # its address, as it may be shown
         self._last_error = ""
         self._refused = asyncio.Event()
         self._refusal = ""
         self._repeats: dict[tuple[str, str], int] = {}
         self._requester: Requester | None = None
         self._stored: StoredPublisher | None = None
-        self._unanswered: list[asyncio.Future[Any]] = []
-        """What was waited for when the connection broke."""
-        self.watchdog = Watchdog()
-        """Of the consumers that the broker keeps for this connection."""
+        self._unanswered: list[asyncio.Future[Any]] = []  # what was waited for when the connection broke
+        self.watchdog = Watchdog()  # of the consumers that the broker keeps for this connection
 
     @classmethod
     async def connect(cls, settings: CommonSettings, name: str) -> "Bus":

@@ -16,8 +16,8 @@ from shared.errors import (
     RyzansteinError,
 )
 
+# Everything that a call of nats-py raises because of the broker or the way to it.
 BROKER_ERRORS = (nats.errors.Error, TimeoutError, OSError)
-"""Everything that a call of nats-py raises because of the broker or the way to it."""
 
 # Error codes of the JetStream API: github.com/nats-io/nats-server, server/errors.json.
 _NOT_ENABLED = (None, 10039, 10076)

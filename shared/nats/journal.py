@@ -24,17 +24,15 @@ from shared.nats.streams import read_stream
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
-CLOCK_MARGIN = 5.0
-"""Seconds that two machines' clocks may differ by, where a time is all that is known."""
+CLOCK_MARGIN = 5.0  # seconds that two machines' clocks may differ by, where a time is all that is known
 
 
 class StartPosition(NamedTuple):
     """Where something may begin in the journal: behind a number, which needs no clock; or at a time."""
 
-    behind: int = -1
-    """A number in the stream; -1: not known."""
+    behind: int = -1  # a number in the stream; -1: not known
+    # Unix seconds by the broker's clock, where the number is not known; 0: the journal's beginning.
     since: float = 0.0
-    """Unix seconds by the broker's clock, where the number is not known; 0: the journal's beginning."""
 
 
 def log_begin(record: GenerationRecord) -> StartPosition:
@@ -55,8 +53,7 @@ class JournalEnd:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self.number = -1
-        """-1: nothing is known."""
+        self.number = -1  # -1: nothing is known
 
     def on_stored(self, number: int) -> None:
         """The broker has told that a message is stored there."""
@@ -127,8 +124,7 @@ class SubjectReader(Generic[T]):
         self._bus = bus
         self._subject = subject
         self._decoder = msgspec.msgpack.Decoder(message_type)
-        self._read_to = 0
-        """Number in the stream of the last message of a complete reading; 0: there was none."""
+        self._read_to = 0  # number in the stream of the last message of a complete reading; 0: there was none
 
     async def read(self, begin: StartPosition) -> AsyncGenerator[T, None]:
         """Yields the messages from `begin` to the newest, then ends.

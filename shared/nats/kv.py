@@ -31,21 +31,16 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 log = structlog.get_logger(__name__)
 
-READ_TIMEOUT = 10.0
-"""Seconds to read a whole bucket: nats-py waits for ever for a part that is lost."""
-SCAN_KEPT = 5.0
-"""Seconds after which the broker forgets a reading in pages that nobody goes on with."""
+READ_TIMEOUT = 10.0  # seconds to read a whole bucket: nats-py waits for ever for a part that is lost
+SCAN_KEPT = 5.0  # seconds after which the broker forgets a reading in pages that nobody goes on with
+# Of a bucket whose keys are written faster than it is read, before what was seen is taken for all.
 READINGS = 10
-"""Of a bucket whose keys are written faster than it is read, before what was seen is taken for all."""
-LEAST_BYTES = 1 << 20
-"""With less room than that a bucket is of no use."""
-WATCH_PAUSE = 0.2
-"""Seconds before a lost watcher is opened again."""
-TRIES = 100
-"""Of a change that others overtake: each time one of theirs has been made."""
+LEAST_BYTES = 1 << 20  # with less room than that a bucket is of no use
+WATCH_PAUSE = 0.2  # seconds before a lost watcher is opened again
+TRIES = 100  # of a change that others overtake: each time one of theirs has been made
 _SIZE, _OPERATION = "Nats-Msg-Size", "KV-Operation"
+# Of a deletion by the server itself, once a value has lived for as long as it may.
 _MARKER = "Nats-Marker-Reason"
-"""Of a deletion by the server itself, once a value has lived for as long as it may."""
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
 

@@ -35,12 +35,9 @@ from shared.nats.streams import create_replicated, made_by_others, when_led
 
 log = structlog.get_logger(__name__)
 
-CHUNK = 128 << 10
-"""Bytes of a chunk, as nats-py and the nats command write them."""
-LEAST_BYTES = 1 << 20
-"""With less room than that a store is of no use."""
-READ_PAUSE = 0.5
-"""Seconds between two tries to read a chunk."""
+CHUNK = 128 << 10  # bytes of a chunk, as nats-py and the nats command write them
+LEAST_BYTES = 1 << 20  # with less room than that a store is of no use
+READ_PAUSE = 0.5  # seconds between two tries to read a chunk
 _DIGEST = "SHA-256="
 
 
@@ -59,8 +56,7 @@ class StoredVersion(msgspec.Struct, frozen=True):
 
     name: str
     nuid: str
-    revision: int
-    """Of its meta message."""
+    revision: int  # of its meta message
 
 
 class MissingObject(Exception):

@@ -18,11 +18,12 @@ from shared.messages import ServiceName
 from shared.nats import subjects
 
 User = Literal["gateway", "scheduler", "health-monitor", "executor", "operator", "batch"]
+# The four services, `operator`: the command line, and `batch`: other programs that submit batches.
 USERS: tuple[User, ...] = get_args(User)
-"""The four services, `operator`: the command line, and `batch`: other programs that submit batches."""
 
 _API = "$JS.API"
 _STREAMS = (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM)
+# Buckets of which each tenant has a quota.
 _OF_TENANTS = (
     subjects.BATCHES_BUCKET,
     subjects.CHATS_BUCKET,
@@ -33,11 +34,10 @@ _OF_TENANTS = (
     subjects.TRAINING_BUCKET,
     subjects.TRAINING_EVENTS_BUCKET,
 )
-"""Buckets of which each tenant has a quota."""
 
 
+# Who may create none: whoever creates one may have it copy another, or publish what it stores anywhere else.
 _TAKE_STREAMS_AS_THEY_ARE: tuple[User, ...] = ("executor", "batch")
-"""Who may create none: whoever creates one may have it copy another, or publish what it stores anywhere else."""
 
 
 class Rights(NamedTuple):

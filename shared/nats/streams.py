@@ -187,8 +187,7 @@ def _other_stream(bus: Bus, config: StreamConfig, error: APIError) -> Configurat
     )
 
 
-PAGE = 256
-"""Messages of a stream that are asked for at a time."""
+PAGE = 256  # messages of a stream that are asked for at a time
 
 
 async def read_stream(
@@ -224,12 +223,10 @@ async def read_stream(
             await bus.client.publish(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")  # else it goes by itself
 
 
-HEARTBEAT = 9.0
-"""Seconds of silence after which the broker says that a watch's consumer is there."""
-MISSED = 20 / 9
-"""Heartbeats without a sign after which it is not: two, and some time for the third."""
+HEARTBEAT = 9.0  # seconds of silence after which the broker says that a watch's consumer is there
+MISSED = 20 / 9  # heartbeats without a sign after which it is not: two, and some time for the third
+# Seconds after which the broker forgets the consumer of a watch that nobody listens to any more.
 UNUSED = 30.0
-"""Seconds after which the broker forgets the consumer of a watch that nobody listens to any more."""
 
 
 class _End:
@@ -251,14 +248,11 @@ class StreamWatch:
     def __init__(self, bus: Bus) -> None:
         """Made by `open`."""
         self._bus = bus
-        self._waiting: asyncio.Queue[Msg | _End | None] = asyncio.Queue()
-        """Bounded by flow control."""
-        self._delivered = 0
-        """Messages so far, as the consumer counts them."""
-        self._taken = 0
-        """By the reader."""
+        self._waiting: asyncio.Queue[Msg | _End | None] = asyncio.Queue()  # bounded by flow control
+        self._delivered = 0  # messages so far, as the consumer counts them
+        self._taken = 0  # by the reader
+        # Where the answer that is owed goes, and the message that is to be taken before; empty: none is.
         self._question, self._asked_behind = "", 0
-        """Where the answer that is owed goes, and the message that is to be taken before; empty: none is."""
         self._shown = self._ended = False
         self._alive = bus.watchdog.watch(self.end, HEARTBEAT * MISSED)
 

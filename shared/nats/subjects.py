@@ -22,8 +22,7 @@ UNFINISHED_BUCKET = "unfinished"
 INHERITANCES_BUCKET = "inheritances"
 IDEMPOTENCY_BUCKET = "idempotency"
 KEYS_BUCKET = "api_keys"
-OLD_KEYS_BUCKET = "keys"
-"""Where older releases kept them, beside everything else."""
+OLD_KEYS_BUCKET = "keys"  # where older releases kept them, beside everything else
 LIMITS_BUCKET = "limits"
 RECORDS_BUCKET = "records"
 RESPONSES_BUCKET = "responses"
@@ -53,18 +52,16 @@ HEALTH_EVENTS = "health.events"
 CANCEL = "generations.cancel"
 IN_USE = "limits.in_use"
 CONNECTION_OPENED = "health.connections.opened"
+# The broker's own news (JSON), where its configuration passes them on: see docs/operations.md.
 CONNECTION_CLOSED = "health.connections.closed"
-"""The broker's own news (JSON), where its configuration passes them on: see docs/operations.md."""
 MODEL_DEMAND = "models.demand"
 SCHEDULER_DEMAND = "models.waiting"
 BATCH_SUBMIT = "batches.submit"
 BATCH_STATUS = "batches.status"
 BATCH_CANCEL = "batches.cancel"
 BATCH_LIST = "batches.list"
-BATCH_QUEUE = "gateways"
-"""Queue group of the gateways: one of them answers."""
-LEADER = "rank-0"
-"""The part of an executor that talks to the broker beside its supervisor."""
+BATCH_QUEUE = "gateways"  # queue group of the gateways: one of them answers
+LEADER = "rank-0"  # the part of an executor that talks to the broker beside its supervisor
 
 _SAFE = re.compile(r"[A-Za-z0-9_-]")
 

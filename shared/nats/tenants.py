@@ -22,16 +22,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 log = structlog.get_logger(__name__)
 
-NOBODY = "="
-"""The tenant of requests without a key."""
-OLD = "*"
-"""Keys of one token."""
+NOBODY = "="  # the tenant of requests without a key
+OLD = "*"  # keys of one token
+# Quotas of what makes room by itself are kept up to this part of them: a tenant's entries are looked through once
+# for as much as that is newly written, by each gateway.
 SLACK = 16
-"""Quotas of what makes room by itself are kept up to this part of them: a tenant's entries are looked through once
-for as much as that is newly written, by each gateway."""
 
+# Seconds after which the mark of a deleted entry goes too: by then every gateway has heard of it.
 MARKS_KEPT = 60.0
-"""Seconds after which the mark of a deleted entry goes too: by then every gateway has heard of it."""
 MARKS_AT_ONCE = 256
 
 
@@ -151,8 +149,8 @@ class Trimmed(Generic[T]):
     def __init__(self, bucket: TenantBucket[T], quota: Quota) -> None:
         self._bucket = bucket
         self._quota = quota
+        # Bytes and entries since the last look, by tenant; none: it was never looked.
         self._written: dict[str, tuple[int, int]] = {}
-        """Bytes and entries since the last look, by tenant; none: it was never looked."""
         self._looking = TaskSet()
 
     def wrote(self, tenant: str, size: int) -> None:
@@ -210,8 +208,7 @@ class Held(NamedTuple):
 
     tenant: str
     size: int
-    due: float
-    """Unix seconds at which it goes; 0: never."""
+    due: float  # Unix seconds at which it goes; 0: never
 
 
 class Holdings:
@@ -220,8 +217,7 @@ class Holdings:
     def __init__(self) -> None:
         self._by_key: dict[str, Held] = {}
         self._sums: dict[str, tuple[int, int]] = {}
-        self.size = 0
-        """Of all tenants."""
+        self.size = 0  # of all tenants
 
     def note(self, key: str, held: Held) -> None:
         """There is an entry, or it is another one now."""

@@ -22,8 +22,8 @@ from shared.nats.kv import Bucket, KvEntry
 from shared.nats.objects import Objects
 from shared.nats.tenants import TenantBucket, tenant_key
 
+# Seconds for which a job is known after its last change, and an event after it was written: 90 days.
 KEEP = 7_776_000.0
-"""Seconds for which a job is known after its last change, and an event after it was written: 90 days."""
 
 
 def training_jobs(bus: Bus) -> TenantBucket[TrainingJob]:

@@ -74,6 +74,7 @@ class StateCollector(Collector):
         yield CounterMetricFamily("ryzanstein_nats_reconnects", "Reconnections to NATS.", self._reconnects())
 
 
+# OpenAI's error object, as the gateway's other answers have it.
 _NOT_ALLOWED = msgspec.json.encode(
     {
         "error": {
@@ -84,11 +85,9 @@ _NOT_ALLOWED = msgspec.json.encode(
         }
     }
 )
-"""OpenAI's error object, as the gateway's other answers have it."""
 
 
-EXPOSITION_SECONDS = 1.0
-"""How long the text of /metrics is answered before it is made anew."""
+EXPOSITION_SECONDS = 1.0  # how long the text of /metrics is answered before it is made anew
 
 
 class Exposition:
@@ -154,8 +153,8 @@ class OpsApp:
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a third of all series, which nobody asks for
 
+# Bounds of what takes as long as a request, in seconds.
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Bounds of what takes as long as a request, in seconds."""
 
 
 class QuickHistogram:
@@ -236,14 +235,11 @@ class Alias(NamedTuple):
 
     name: str
     source: Collector
-    family: str
-    """Which of the source's families."""
-    labels: Mapping[str, str]
-    """Names of labels, ours to theirs; the others stay as they are."""
+    family: str  # which of the source's families
+    labels: Mapping[str, str]  # names of labels, ours to theirs; the others stay as they are
 
 
-MODEL = {"model": "model_name"}
-"""What others call the model."""
+MODEL = {"model": "model_name"}  # what others call the model
 
 
 class Aliases(Collector):

@@ -11,10 +11,9 @@ import uvicorn
 from shared.errors import ConfigurationError
 from shared.service.listener import ConnectionAdmission, Listener
 
+# Seconds for which requests are still read from connections without one, once there are no new connections.
 SETTLE = 0.1
-"""Seconds for which requests are still read from connections without one, once there are no new connections."""
-TICKS = 10
-"""uvicorn's of a second; at each tenth it writes the date that answers bear."""
+TICKS = 10  # uvicorn's of a second; at each tenth it writes the date that answers bear
 
 
 class _Uvicorn(uvicorn.Server):
@@ -93,8 +92,8 @@ class HttpServer:
         """`options`: uvicorn's. `admission`: what is asked about connections before they are made."""
         self._sock = sock
         host, port = sock.getsockname()[:2]
+        # `host:port` that it listens on, an IPv6 host in brackets; also once it is closed.
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        """`host:port` that it listens on, an IPv6 host in brackets; also once it is closed."""
         self._server = _Uvicorn(
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options), admission
         )

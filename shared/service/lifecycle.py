@@ -47,20 +47,17 @@ class Service(abc.ABC):
     """
 
     name: ClassVar[ServiceName]
+    # Whether it gives the streams the limits of its settings: one service decides, and may.
     changes_streams: ClassVar[bool] = False
-    """Whether it gives the streams the limits of its settings: one service decides, and may."""
 
-    traces: ClassVar[bool] = False
-    """Whether it has spans to record, where tracing is on."""
+    traces: ClassVar[bool] = False  # whether it has spans to record, where tracing is on
 
     def __init__(self, settings: CommonSettings) -> None:
         self.settings = settings
         self.instance = settings.instance or f"{self.name}-{secrets.token_hex(3)}"
         self.state: ServiceStatus = "starting"
-        self.owns_process = False
-        """Whether the process is there for this service alone."""
-        self.grpc_address = ""
-        """`host:port` of a gRPC API, for the heartbeat."""
+        self.owns_process = False  # whether the process is there for this service alone
+        self.grpc_address = ""  # `host:port` of a gRPC API, for the heartbeat
         self.registry: CollectorRegistry = new_registry()
         self._bus: Bus | None = None
         self._tasks = TaskSet(on_failure=self.fail)

@@ -18,28 +18,24 @@ from shared.errors import ConfigurationError, PortInUse
 
 log = structlog.get_logger(__name__)
 
-BACKLOG = 2048
-"""Connections that the system may hold until they are accepted."""
-AT_ONCE = 64
-"""Connections accepted in one turn of the event loop."""
-PAUSE = 1.0
-"""Seconds before the next try where the process may open no more files."""
+BACKLOG = 2048  # connections that the system may hold until they are accepted
+AT_ONCE = 64  # connections accepted in one turn of the event loop
+PAUSE = 1.0  # seconds before the next try where the process may open no more files
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class ConnectionAdmission(NamedTuple):
     """What is asked about a connection before it is one."""
 
-    handshake_seconds: float | None = None
-    """Time for a TLS handshake; None: asyncio's minute."""
+    handshake_seconds: float | None = None  # time for a TLS handshake; None: asyncio's minute
+    # Whether one more may be opened; else it is closed as soon as it is accepted.
     admits: Callable[[], bool] = lambda: True
-    """Whether one more may be opened; else it is closed as soon as it is accepted."""
+    # A protocol's connection is accepted, and shakes hands.
     begins: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
-    """A protocol's connection is accepted, and shakes hands."""
+    # It never came to be: `connection_made` will not be called.
     failed: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
-    """It never came to be: `connection_made` will not be called."""
+    # Where an HTTP server has those that are open; None: in a set of its own.
     connections: set[Any] | None = None
-    """Where an HTTP server has those that are open; None: in a set of its own."""
 
 
 def bind(host: str, port: int, *, option: str = "--port", shared: bool = False) -> socket.socket:
@@ -116,8 +112,7 @@ class Listener:
         self._admission = admission or ConnectionAdmission()
         self._loop = asyncio.get_running_loop()
         self._serving = False
-        self.opening: set[asyncio.Task[None]] = set()
-        """Connections that were accepted and are not made yet."""
+        self.opening: set[asyncio.Task[None]] = set()  # connections that were accepted and are not made yet
 
     def start(self) -> None:
         """Accepts from now on. Raises `OSError`."""

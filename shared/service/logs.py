@@ -25,18 +25,15 @@ from shared.keys import redact
 LEVELS = ("debug", "info", "warning", "error")
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _BESIDE_LINES = {code: shown for code, shown in _CONTROLS.items() if chr(code) not in "\n\t"}
-_OF_LINES = ("event", "exception", "stack")
-"""Fields of which libraries and tracebacks have several lines."""
+_OF_LINES = ("event", "exception", "stack")  # fields of which libraries and tracebacks have several lines
 _NUMBERS = {name: logging.getLevelNamesMapping()[name.upper()] for name in LEVELS} | {"critical": 50}
 
 
 class LevelChange(NamedTuple):
     """Another level than the settings'."""
 
-    number: int = 0
-    """As in `logging`; 0: no other."""
-    until: float = 0.0
-    """Unix seconds; 0: for good."""
+    number: int = 0  # as in `logging`; 0: no other
+    until: float = 0.0  # Unix seconds; 0: for good
 
     def at(self, usual: int, now: Callable[[], float]) -> int:
         """The level that holds at `now`."""

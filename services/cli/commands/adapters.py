@@ -17,8 +17,7 @@ from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, HostReply, Pul
 from shared.nats.adapters import AdapterRefused, read_by_first, register, unregister, want
 from shared.registry import DeclaredAdapter, adapter_problems, nearest, other_base
 
-PULL_TIMEOUT = 600.0
-"""Seconds for a host to fetch, check and store an adapter."""
+PULL_TIMEOUT = 600.0  # seconds for a host to fetch, check and store an adapter
 
 adapters_app = typer.Typer(
     help="LoRA adapters of the models that a running stack serves: load, unload, list, show.",

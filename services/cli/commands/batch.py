@@ -42,8 +42,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.objects import CHUNK, MissingObject, Objects
 
-Batch = dict[str, Any]
-"""A batch as `GET /v1/batches/{id}` shows it."""
+Batch = dict[str, Any]  # a batch as `GET /v1/batches/{id}` shows it
 Kind = Literal["output", "errors"]
 FILE_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
 
@@ -283,8 +282,7 @@ def _what_is_wrong(batch: Batch) -> str:
     return f"{where}{found[0]['message']}{more}"
 
 
-POLL = 0.5
-"""Seconds between two looks at a batch that is waited for."""
+POLL = 0.5  # seconds between two looks at a batch that is waited for
 
 
 async def submit(client: BatchClient, wanted: RequestedBatch) -> Batch:

@@ -70,8 +70,7 @@ class ChatOptions(NamedTuple):
 
     max_tokens: int | None
     temperature: float | None
-    plain: bool
-    """Show answers as they are, and not as Markdown."""
+    plain: bool  # show answers as they are, and not as Markdown
 
 
 class Conversation:

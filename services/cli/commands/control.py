@@ -18,12 +18,10 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
-ANSWER_TIMEOUT = 5.0
-"""Seconds that a leader has to answer a command."""
+ANSWER_TIMEOUT = 5.0  # seconds that a leader has to answer a command
 
 Group = Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it.")]
-Report = Callable[[GroupRecord], None]
-"""Called with what is left of the group whenever it changes."""
+Report = Callable[[GroupRecord], None]  # called with what is left of the group whenever it changes
 
 
 def drain(
@@ -73,10 +71,8 @@ def undrain(group: Group, data_dir: DataDir = None, nats_url: NatsUrl = "") -> N
 class DrainEnd(msgspec.Struct, frozen=True):
     """How far a drain has come."""
 
-    left: bool
-    """Whether the group has left."""
-    groups: dict[str, GroupRecord]
-    """All groups of its model, as they stand."""
+    left: bool  # whether the group has left
+    groups: dict[str, GroupRecord]  # all groups of its model, as they stand
 
 
 async def drain_group(

@@ -169,13 +169,10 @@ def _write(path: Path, found: Dump) -> None:
         ) from None
 
 
-ANSWER_TIMEOUT = 5.0
-"""Seconds that a supervisor has to answer a command: it does so at once."""
+ANSWER_TIMEOUT = 5.0  # seconds that a supervisor has to answer a command: it does so at once
 POLL = 0.1
-WRITE_TIME = 90.0
-"""Seconds that ranks may take to write a profile, beyond the time-out of the profile itself."""
-MOST_BYTES = 1 << 30
-"""Of one file."""
+WRITE_TIME = 90.0  # seconds that ranks may take to write a profile, beyond the time-out of the profile itself
+MOST_BYTES = 1 << 30  # of one file
 
 
 async def fetch_dump(settings: CommonSettings, group: str, wait: float, timeout: float) -> Dump:
@@ -290,8 +287,7 @@ class _Executor:
         return bytes(data)
 
 
-FRAMES = 12
-"""Of a stack that are shown; the file has all."""
+FRAMES = 12  # of a stack that are shown; the file has all
 QUEUED = 12
 PLANS = 8
 BLOCKS = 6

@@ -53,8 +53,7 @@ class KeyStatus(msgspec.Struct, frozen=True):
     id: str
     name: str
     tenant: str
-    state: str
-    """active, expired or revoked."""
+    state: str  # active, expired or revoked
     created: float
     expires: float
     revoked: float

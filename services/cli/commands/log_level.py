@@ -18,8 +18,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.service.logs import LEVELS
 
-LEVEL_TIMEOUT = 3.0
-"""Seconds that a service has to answer."""
+LEVEL_TIMEOUT = 3.0  # seconds that a service has to answer
 
 
 def log_level(

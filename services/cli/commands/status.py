@@ -20,8 +20,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.process import pid_namespace
 
-UNKNOWN = ("-", "-")
-"""CPU time and memory of a process on another machine, or in another container."""
+UNKNOWN = ("-", "-")  # CPU time and memory of a process on another machine, or in another container
 
 
 def status(json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
@@ -58,31 +57,23 @@ class GroupStatus(msgspec.Struct, frozen=True):
     state: str
     running: int
     waiting: int
-    kv_used: float
-    """Share of the KV blocks that sequences hold, 0 to 1."""
+    kv_used: float  # share of the KV blocks that sequences hold, 0 to 1
     ranks: list[RankStatus]
-    kv_bytes: int = 0
-    """Most memory that the ranks' KV caches take together; they grow to it as they are used."""
-    message: str = ""
-    """Why it is not ready, or how far its start has come."""
-    kernels: str = ""
-    """What its ranks compute with, such as `native avx2`."""
-    streamed: StreamedWeights | None = None
-    """Null: all weights are in memory."""
+    kv_bytes: int = 0  # most memory that the ranks' KV caches take together; they grow to it as they are used
+    message: str = ""  # why it is not ready, or how far its start has come
+    kernels: str = ""  # what its ranks compute with, such as `native avx2`
+    streamed: StreamedWeights | None = None  # null: all weights are in memory
+    # Its kinds of sparse attention, and its draft model; null: not known yet.
     traits: GroupTraits | None = None
-    """Its kinds of sparse attention, and its draft model; null: not known yet."""
 
 
 class HostStatus(msgspec.Struct, frozen=True):
     """An executor as a host of models."""
 
     instance: str
-    memory: int
-    """Bytes that its groups may take together."""
-    used: int
-    """Bytes that were promised to them."""
-    models: list[HostModel]
-    """What it fetches, loads, keeps asleep, could not load, and has on disk."""
+    memory: int  # bytes that its groups may take together
+    used: int  # bytes that were promised to them
+    models: list[HostModel]  # what it fetches, loads, keeps asleep, could not load, and has on disk
 
 
 class StackStatus(msgspec.Struct, frozen=True):
@@ -96,14 +87,12 @@ class StackStatus(msgspec.Struct, frozen=True):
 class StackSnapshot(NamedTuple):
     """What is known, for machines and for people."""
 
-    status: StackStatus
-    """The shape of `status --json`, which is promised."""
+    status: StackStatus  # the shape of `status --json`, which is promised
+    # Speed of each group against its own past and its peers; below 1 it is degraded.
     weights: dict[str, float]
-    """Speed of each group against its own past and its peers; below 1 it is degraded."""
+    # Instances whose process ids mean processes that can be looked at from here.
     here: frozenset[str] = frozenset()
-    """Instances whose process ids mean processes that can be looked at from here."""
-    instances: dict[str, str] = {}
-    """Whose ranks they are, by group."""
+    instances: dict[str, str] = {}  # whose ranks they are, by group
 
 
 async def read_status(settings: CommonSettings, started: Iterable[StartedProcess] = ()) -> StackSnapshot:

@@ -22,8 +22,7 @@ from services.cli.ui import bar_columns, console
 from shared.errors import ConfigurationError
 
 FORMATS = ("table", "json", "markdown")
-MISSED = 2
-"""Exit code of --check."""
+MISSED = 2  # exit code of --check
 
 option = typer.Option
 

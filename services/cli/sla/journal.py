@@ -46,18 +46,17 @@ from shared.nats.journal import from_moment, read_messages
 
 End = Literal["completed", "failed", "refused", "cancelled"]
 
+# Codes (`shared.errors`) that a gateway answers with 4xx: nothing of ours failed.
 CLIENTS_FAULT = re.compile(
     "invalid_request|invalid_grammar|model_not_found|model_does_not_fit|context_length_exceeded|payload_too_large"
     "|rate_limit_exceeded|queue_full"
 )
-"""Codes (`shared.errors`) that a gateway answers with 4xx: nothing of ours failed."""
+# Seconds after which a request that says nothing has failed: a gateway gives up by then (token_timeout), unless it
+# was lost and nobody took its place.
 PATIENCE = 600.0
-"""Seconds after which a request that says nothing has failed: a gateway gives up by then (token_timeout), unless it
-was lost and nobody took its place."""
-LATE = 60.0
-"""Seconds for which what is said of a request that has ended is known to be late."""
+LATE = 60.0  # seconds for which what is said of a request that has ended is known to be late
+# Failures without a success between them that make an outage: fewer are errors, and stand in the error rate.
 IN_A_ROW = 3
-"""Failures without a success between them that make an outage: fewer are errors, and stand in the error rate."""
 
 
 @dataclass(slots=True)
@@ -65,13 +64,10 @@ class ChoiceOutcome:
     """One generation. Attempts are fenced as a gateway does: an older one than the newest says nothing."""
 
     attempt: int = 0
-    position: int = 0
-    """Output tokens so far."""
+    position: int = 0  # output tokens so far
     cached: int = 0
-    last_at: float = 0.0
-    """When its last tokens came."""
-    moved: bool = False
-    """Whether a newer attempt has begun and nothing of it has come."""
+    last_at: float = 0.0  # when its last tokens came
+    moved: bool = False  # whether a newer attempt has begun and nothing of it has come
     end: End | None = None
 
     def take(self, group: str, entry: TokenEntry) -> bool:
@@ -100,14 +96,11 @@ class ClientRequest:
     identity: str
     began: float
     heard_at: float
-    model: str = ""
-    """Empty until the record has come."""
+    model: str = ""  # empty until the record has come
     batch: bool = False
-    stops: bool = False
-    """Whether its text may end before its tokens do: the gateway cancels the rest."""
+    stops: bool = False  # whether its text may end before its tokens do: the gateway cancels the rest
     prompt: int = 0
-    expected: int = 0
-    """Choices in all; 0: not known yet."""
+    expected: int = 0  # choices in all; 0: not known yet
     first_at: float | None = None
     choices: defaultdict[str, ChoiceOutcome] = field(default_factory=lambda: defaultdict(ChoiceOutcome))
 
@@ -138,15 +131,12 @@ class ModelAvailability:
     """What one model did within the period, and when it did not answer those who waited."""
 
     def __init__(self, silence: float) -> None:
-        self.counts: Counter[str] = Counter()
-        """By the fields of `Requests` and `Tokens`."""
+        self.counts: Counter[str] = Counter()  # by the fields of `Requests` and `Tokens`
         self.times: defaultdict[str, Latencies] = defaultdict(Latencies)
         self._silence = silence
         self._waiting = 0
-        self._since = 0.0
-        """When something came last, or the first of those who wait began."""
-        self._failures = 0
-        """In a row, the first of them at:"""
+        self._since = 0.0  # when something came last, or the first of those who wait began
+        self._failures = 0  # in a row, the first of them at:
         self._failing_since = 0.0
         self._causes: list[tuple[Interval, Reason]] = []
 
@@ -192,12 +182,12 @@ class Ledger:
         """`silence`: seconds without news from which on a model that is waited for is down."""
         self._period = period
         self._accounts: defaultdict[str, ModelAvailability] = defaultdict(lambda: ModelAvailability(silence))
+        # In the order in which they were heard of last: those who are silent come first.
         self._requests: dict[str, ClientRequest] = {}
-        """In the order in which they were heard of last: those who are silent come first."""
+        # Those that ended lately, and when: another ring may still speak of them.
         self._ended: dict[str, float] = {}
-        """Those that ended lately, and when: another ring may still speak of them."""
+        # Requests whose entries were seen and whose record was not: it is older than what was read.
         self.without_record = 0
-        """Requests whose entries were seen and whose record was not: it is older than what was read."""
 
     def on_records(self, at: float, records: Sequence[GenerationRecord]) -> None:
         self._give_up(at)

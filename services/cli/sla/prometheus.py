@@ -18,23 +18,20 @@ from services.cli.sla.report import TIMES, NoData, Report, ReportScope, percenti
 from services.cli.target import trust_of
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
-SMALLEST_STEP = 5.0
-"""Seconds: the scrape interval that the project's own configuration sets."""
-MOMENTS = 20_000
-"""Of the period, at which Prometheus looks whether a model was up."""
+SMALLEST_STEP = 5.0  # seconds: the scrape interval that the project's own configuration sets
+MOMENTS = 20_000  # of the period, at which Prometheus looks whether a model was up
 TIMEOUT = 60.0
+# By status or its first digit; the gateway's 499: the client gave the request up.
 ENDS = {"499": "cancelled", "4": "refused", "5": "failed"}
-"""By status or its first digit; the gateway's 499: the client gave the request up."""
 
+# Where generations begin: other requests are no part of the service that the report is about.
 _ROUTES = (
     r"/v1/(chat/completions|completions|responses|embeddings|stream)"
     r"|/ryzanstein\\.v1\\.InferenceService/(Generate|Chat|ChatSession|Embed)"
 )
-"""Where generations begin: other requests are no part of the service that the report is about."""
 _GATEWAY = "ryzanstein_gateway"
 _PRESENT = f"{_GATEWAY}_generations_in_flight"
-_BLOCKS = 'ryzanstein_executor_kv_blocks{model!=""}'
-"""By model; there while one of its groups is up."""
+_BLOCKS = 'ryzanstein_executor_kv_blocks{model!=""}'  # by model; there while one of its groups is up
 
 
 def queries(period: Interval, step: float, gateway_job: str) -> dict[str, str]:

@@ -17,13 +17,10 @@ from services.cli.sla.periods import Interval, local_time
 from services.cli.ui import print_columns, say
 from shared.errors import RyzansteinError
 
-GROWTH = 1.01
-"""Upper over lower bound of a bucket of the journal's latencies: each is known within 1%."""
-SMALLEST = 1e-6
-"""Seconds; what is shorter counts as this."""
+GROWTH = 1.01  # upper over lower bound of a bucket of the journal's latencies: each is known within 1%
+SMALLEST = 1e-6  # seconds; what is shorter counts as this
 TIMES = ("first_token", "between_tokens", "end_to_end", "interruption")
-OUTAGES = 20
-"""That are listed one by one; JSON has all."""
+OUTAGES = 20  # that are listed one by one; JSON has all
 
 Reason = Literal["silent", "failing"]
 Indicator = Literal[
@@ -238,8 +235,7 @@ def _value(indicator: Indicator, scope: ReportScope) -> float | None:
 
 # --- how it is shown -----------------------------------------------------------------------------
 
-Rows = list[tuple[str, ...]]
-"""The first has the headings."""
+Rows = list[tuple[str, ...]]  # the first has the headings
 
 _SECTIONS: dict[str, dict[str, Callable[[ReportScope], str]]] = {
     "Service": {

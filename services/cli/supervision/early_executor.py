@@ -22,8 +22,7 @@ from shared.process import die_with_parent
 
 MODULE = "services.executor"
 _NOT_OF_USE = {"stub", "cuda", "off", "--help", "-h"}
-_ENDED_WITHIN = 10.0
-"""Seconds for an import that cannot be interrupted."""
+_ENDED_WITHIN = 10.0  # seconds for an import that cannot be interrupted
 _NVIDIA = Path("/proc/driver/nvidia")
 
 

@@ -187,8 +187,7 @@ class LocalNats:
         self._port = port
         self._least_rights = least_rights
         self.user = "operator" if least_rights else "ryzanstein"
-        self.passwords = {name: secrets.token_urlsafe(24) for name in (*USERS, self.user)}
-        """Of each user."""
+        self.passwords = {name: secrets.token_urlsafe(24) for name in (*USERS, self.user)}  # of each user
         self.password = self.passwords[self.user]
         self.url = ""
         self.log = directory / "nats.log"
@@ -313,13 +312,11 @@ async def stop_process(process: Stoppable, grace: float) -> None:
     await process.wait()
 
 
-LOOK = 1.0
-"""Seconds between two looks."""
-ROOM = 16 << 20
-"""Bytes that must be free: with less the next write would fail again."""
+LOOK = 1.0  # seconds between two looks
+ROOM = 16 << 20  # bytes that must be free: with less the next write would fail again
+# What the system calls it, and so nats-server's log. Nothing else tells: a stream in this state still describes
+# itself.
 SIGN = b"no space left on device"
-"""What the system calls it, and so nats-server's log. Nothing else tells: a stream in this state still describes
-itself."""
 
 
 class StoreWatch:
@@ -335,8 +332,7 @@ class StoreWatch:
         self._nats = nats
         self._directory = directory
         self._tell = tell
-        self._read = self._size()
-        """Bytes of the log that have been looked at."""
+        self._read = self._size()  # bytes of the log that have been looked at
 
     async def run(self) -> None:
         """Runs until it is cancelled."""

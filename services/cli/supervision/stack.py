@@ -56,12 +56,10 @@ class Child:
         self.service = service
         self.instance = instance
         self.log = log
-        self.arguments = arguments
-        """May be changed between two starts."""
+        self.arguments = arguments  # may be changed between two starts
         self._environment = {**(environment or {}), "RYZANSTEIN_INSTANCE": instance}
         self._process: asyncio.subprocess.Process | EarlyExecutor | None = None
-        self._log_begin = 0
-        """Where in the log the output of the present process begins."""
+        self._log_begin = 0  # where in the log the output of the present process begins
 
     @property
     def pid(self) -> int | None:
@@ -141,47 +139,36 @@ def set_aside(directory: Path) -> None:
 
 
 STOP_ORDER = ("gateway", "scheduler", "executor", "health-monitor")
-STOP_MARGIN = 20.0
-"""Seconds that a service gets to end, beyond those for finishing its work."""
-LOOK_INTERVAL = 0.1
-"""Seconds between two looks at whether a process has ended that was to become ready."""
+STOP_MARGIN = 20.0  # seconds that a service gets to end, beyond those for finishing its work
+LOOK_INTERVAL = 0.1  # seconds between two looks at whether a process has ended that was to become ready
 
 Tell = Callable[[str], None]
 
 
 class StackPlan(msgspec.Struct, frozen=True):
     data_dir: Path
-    model: str
-    """Directory of the model, or empty with the stub engine."""
+    model: str  # directory of the model, or empty with the stub engine
     served_model_name: str
     host: str
     port: int
     tp: int
     replicas: int
     dtype: str
-    weight_dtype: str | None = None
-    """How weights are kept on GPUs; None: as the executors' own settings say."""
-    kv_dtype: str | None = None
-    """How full KV blocks are kept; None: as the executors' own settings say."""
+    weight_dtype: str | None = None  # how weights are kept on GPUs; None: as the executors' own settings say
+    kv_dtype: str | None = None  # how full KV blocks are kept; None: as the executors' own settings say
+    # Bytes of weights that each rank keeps in memory; None: as the executors' own settings say.
     weights_memory: int | None = None
-    """Bytes of weights that each rank keeps in memory; None: as the executors' own settings say."""
     engine: str = "torch"
-    gpus: list[str] = []
-    """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
-    nats: CommonSettings | None = None
-    """An existing NATS to use; None: start one."""
+    gpus: list[str] = []  # CUDA_VISIBLE_DEVICES of each group; empty: as it stands
+    nats: CommonSettings | None = None  # an existing NATS to use; None: start one
+    # How the model writes tool calls; None: as the executors' own settings say.
     tool_parser: str | None = None
-    """How the model writes tool calls; None: as the executors' own settings say."""
-    reasoning_parser: str | None = None
-    """The same for its reasoning."""
-    grpc_port: int | None = None
-    """Of the gRPC API; 0: the system chooses; None: it is not served."""
+    reasoning_parser: str | None = None  # the same for its reasoning
+    grpc_port: int | None = None  # of the gRPC API; 0: the system chooses; None: it is not served
+    # Models beside that of the executors, or instead of it where that has no name; the scheduler has them loaded.
     further: list[ModelSpec] = []
-    """Models beside that of the executors, or instead of it where that has no name; the scheduler has them loaded."""
-    adapters: "list[DeclaredAdapter]" = []
-    """LoRA adapters of these; the scheduler has them read."""
-    draft_model: str = ""
-    """Of the executors' own model; empty: it has none."""
+    adapters: "list[DeclaredAdapter]" = []  # LoRA adapters of these; the scheduler has them read
+    draft_model: str = ""  # of the executors' own model; empty: it has none
 
     def own_spec(self) -> ModelSpec | None:
         """The model that the executors are started with, as the registry has it; None: they are started without one.
@@ -210,20 +197,18 @@ class LocalStack:
         self._nats: LocalNats | None = None
         self._bus: Bus | None = None
         self.nats_settings = plan.nats or CommonSettings()
+        # Part of every name: on a NATS that is not ours, others may run a stack of the same shape.
         self._mark = "" if plan.nats is None else f"{secrets.token_hex(3)}-"
-        """Part of every name: on a NATS that is not ours, others may run a stack of the same shape."""
         self._port = plan.port
         self._grpc_port = plan.grpc_port
+        # Ports that several gateways share, and one for the operations of each service.
         self._reserved: list[socket.socket] = []
-        """Ports that several gateways share, and one for the operations of each service."""
         self.children: list[Child] = []
-        self.beats: dict[str, Heartbeat] = {}
-        """The last heartbeat of each instance, of its present process."""
+        self.beats: dict[str, Heartbeat] = {}  # the last heartbeat of each instance, of its present process
         self._ops_ports: dict[str, int] = {}
+        # Where each gateway answers for itself, by instance, when there are several.
         self.ops_addresses: dict[str, str] = {}
-        """Where each gateway answers for itself, by instance, when there are several."""
-        self._news = asyncio.Event()
-        """Set with every heartbeat."""
+        self._news = asyncio.Event()  # set with every heartbeat
 
     @property
     def gateway_url(self) -> str:

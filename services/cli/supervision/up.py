@@ -136,8 +136,7 @@ async def _output(program: str, *arguments: str) -> str:
 T = TypeVar("T")
 
 SMOKE_TEST_PROMPT = "In one sentence: what is a distributed system?"
-SMOKE_TEST_TEXT = "A distributed system is"
-"""Of a model without a chat template."""
+SMOKE_TEST_TEXT = "A distributed system is"  # of a model without a chat template
 SMOKE_TEST_TOKENS = 60
 CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 _EXAMPLES: dict[str, dict[str, object]] = {
@@ -170,8 +169,8 @@ class Up:
         self._settings = settings
         self._console = console
         self._signal = asyncio.Event()
+        # What makes the model ready, once it has begun.
         self._model: asyncio.Task[tuple[str, str]] | None = None
-        """What makes the model ready, once it has begun."""
         self._keyed = bool(settings.api_key.get_secret_value())
 
     async def run(self) -> int:

@@ -29,8 +29,7 @@ class SharedArea:
         self._map = mmap.mmap(fd, size)
         self._view: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * size).from_buffer(self._map)
         self.size = size
-        self.path = path
-        """What another process opens; empty there."""
+        self.path = path  # what another process opens; empty there
 
     @classmethod
     def create(cls, size: int) -> "SharedArea":
@@ -70,10 +69,9 @@ class SharedArea:
             self._map.close()
 
 
+# Of one rank's contribution that are in the area at a time: what a core's second-level cache holds well.
 PIECE_BYTES = 128 * 1024
-"""Of one rank's contribution that are in the area at a time: what a core's second-level cache holds well."""
-IDLE_TIMEOUT = 86400.0
-"""A hang is seen by the supervisor, and a rank that loads for long is no hang."""
+IDLE_TIMEOUT = 86400.0  # a hang is seen by the supervisor, and a rank that loads for long is no hang
 
 _REASONS = {
     -1: "another rank has given up",

@@ -39,19 +39,15 @@ from shared.errors import reason_of
 
 log = structlog.get_logger(__name__)
 
+# Of each rank's part: 1024 tokens of a hidden size of 4096. Larger messages fill the links whoever moves them.
 BUFFER_BYTES = 8 << 20
-"""Of each rank's part: 1024 tokens of a hidden size of 4096. Larger messages fill the links whoever moves them."""
-TWO_SHOT_BYTES = 1 << 20
-"""Without a switch that adds, NCCL is better at what is larger."""
+TWO_SHOT_BYTES = 1 << 20  # without a switch that adds, NCCL is better at what is larger
+# Bytes that reading everything may move more than reading shares: 0.9 us, what the second way of data costs.
 ONE_SHOT_MORE = 384 << 10
-"""Bytes that reading everything may move more than reading shares: 0.9 us, what the second way of data costs."""
 ONE_SHOT_BYTES = 1 << 20
-ALIGNMENT = 16
-"""Bytes that a thread loads at a time."""
-CHECKED = 16 << 10
-"""Numbers of the sums that are tried at the start."""
-DTYPES = (torch.bfloat16, torch.float32)
-"""What PyTorch's operators add."""
+ALIGNMENT = 16  # bytes that a thread loads at a time
+CHECKED = 16 << 10  # numbers of the sums that are tried at the start
+DTYPES = (torch.bfloat16, torch.float32)  # what PyTorch's operators add
 OPERATORS = ("one_shot_all_reduce_out", "two_shot_all_reduce_", "multimem_all_reduce_")
 
 
@@ -90,10 +86,8 @@ def one_shot_limit(ranks: int) -> int:
 class Circumstances(NamedTuple):
     ranks: int
     one_host: bool
-    operators: bool
-    """This PyTorch has them."""
-    peers: bool
-    """Every GPU of the ring reads every other's memory."""
+    operators: bool  # this PyTorch has them
+    peers: bool  # every GPU of the ring reads every other's memory
 
 
 def why_not(found: Circumstances) -> str:
@@ -112,8 +106,7 @@ def why_not(found: Circumstances) -> str:
 class SharedSums(Protocol):
     """A buffer that all ranks have mapped, and the operators on it."""
 
-    multicast: bool
-    """The switch between the GPUs adds."""
+    multicast: bool  # the switch between the GPUs adds
 
     def run(self, way: Way, tensor: Tensor) -> None:
         """Sums `tensor` (contiguous, at most `BUFFER_BYTES`) in place; `way`: one of the three through the buffer.

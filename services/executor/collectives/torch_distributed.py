@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed re-exports it 
 from services.executor.core.gpu_errors import is_gpu_error
 from shared.errors import RingLost, reason_of
 
-ABORT_PATIENCE = 2.0
-"""Seconds that leaving NCCL may take."""
+ABORT_PATIENCE = 2.0  # seconds that leaving NCCL may take
 
 
 class TorchDistributed:

@@ -24,14 +24,13 @@ class DraftPasses:
     def __init__(self, draft: DraftPlan, block_size: int) -> None:
         plan = draft.plan
         self._plan, self._size = plan, block_size
-        self.positions = as_int32(plan.positions)[as_int32(plan.sample_rows)]
-        """int32 [S]: of the last tokens."""
+        self.positions = as_int32(plan.positions)[as_int32(plan.sample_rows)]  # int32 [S]: of the last tokens
         self._slots = as_int32(draft.slots).reshape(len(self.positions), draft.count - 1)
         self._tables = as_int32(plan.block_tables)
         self._lengths = -(-as_int32(plan.context_lens) // block_size)
         starts = np.cumsum(self._lengths) - self._lengths
+        # Of each entry of the tables, which one of its sequence's it is.
         self._within = np.arange(len(self._tables)) - np.repeat(starts, self._lengths)
-        """Of each entry of the tables, which one of its sequence's it is."""
 
     def plan(self, number: int, tokens: Sequence[int] = ()) -> StepPlan:
         """Pass `number`, which computes `tokens` [S]; pass 0 those of the plan, and copies its blocks."""

@@ -17,85 +17,64 @@ from services.executor.core.step_plan import StepPlan
 from shared.errors import InternalError, InvalidGrammar
 from shared.messages import GroupTraits, ModelCard, SparseKind, StreamedWeights, TokenLogprobs
 
-ProgressCallback = Callable[[int, int], None]
-"""Called while loading with (bytes done, bytes in all)."""
+ProgressCallback = Callable[[int, int], None]  # called while loading with (bytes done, bytes in all)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """What a loaded engine can hold: the numbers that the leader plans with."""
 
-    block_size: int
-    """Tokens per KV block."""
-    num_blocks: int
-    """KV blocks that can be written to, the same on every rank."""
-    context_length: int
-    """Most tokens (prompt and output) that one sequence may have."""
+    block_size: int  # tokens per KV block
+    num_blocks: int  # KV blocks that can be written to, the same on every rank
+    context_length: int  # most tokens (prompt and output) that one sequence may have
     vocab_size: int
-    num_quantized: int = 0
-    """KV blocks for compressed, full blocks; their ids follow the writable ones'."""
-    num_host: int = 0
-    """Spill slots in host memory."""
-    num_disk: int = 0
-    """Spill slots on disk; their numbers follow those in host memory."""
-    copies_per_step: int = 32
-    """Blocks that a step restores at most."""
-    pooling: str = ""
-    """How a prompt becomes a vector (`model/card.py`); empty: it does not."""
-    embedding_size: int = 0
-    """Numbers in such a vector."""
+    num_quantized: int = 0  # KV blocks for compressed, full blocks; their ids follow the writable ones'
+    num_host: int = 0  # spill slots in host memory
+    num_disk: int = 0  # spill slots on disk; their numbers follow those in host memory
+    copies_per_step: int = 32  # blocks that a step restores at most
+    pooling: str = ""  # how a prompt becomes a vector (`model/card.py`); empty: it does not
+    embedding_size: int = 0  # numbers in such a vector
+    # What a full block's bytes mean: rings of one format can give blocks to each other; empty: there are none.
     kv_format: str = ""
-    """What a full block's bytes mean: rings of one format can give blocks to each other; empty: there are none."""
-    kv_block_bytes: int = 0
-    """Of one full block on this rank."""
+    kv_block_bytes: int = 0  # of one full block on this rank
+    # Most bytes of memory that this rank's KV cache takes once all of it was written to; of blocks in a file, what
+    # must be there of them at once.
     kv_bytes: int = 0
-    """Most bytes of memory that this rank's KV cache takes once all of it was written to; of blocks in a file, what
-    must be there of them at once."""
+    # Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
+    # one before it is over.
     overlaps: bool = False
-    """Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
-    one before it is over."""
+    # Modules that the next start of a rank of this model will need beyond those that every rank has.
     imports: list[str] = []
-    """Modules that the next start of a rank of this model will need beyond those that every rank has."""
+    # What computes, as far as the bits of its results depend on it; part of the model's fingerprint.
     numerics: str = ""
-    """What computes, as far as the bits of its results depend on it; part of the model's fingerprint."""
-    kernels: str = ""
-    """What computes, for people: `native avx2`, `PyTorch cpu`."""
+    kernels: str = ""  # what computes, for people: `native avx2`, `PyTorch cpu`
+    # Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut.
     exact: bool = False
-    """Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut."""
+    # Slots for recurrent state, of running sequences and of snapshots that are being made; 0: the model keeps none.
     num_states: int = 0
-    """Slots for recurrent state, of running sequences and of snapshots that are being made; 0: the model keeps none."""
+    # Further slots, for the states behind the positions that check drafts: one for each draft of a step.
     draft_states: int = 0
-    """Further slots, for the states behind the positions that check drafts: one for each draft of a step."""
+    # Full blocks that a snapshot of such a state takes, on the rank where it is the largest.
     state_blocks: int = 0
-    """Full blocks that a snapshot of such a state takes, on the rank where it is the largest."""
-    layers: str = ""
-    """What the model's layers keep on this rank, for people."""
-    max_adapters: int = 0
-    """Slots for LoRA adapters on each rank; 0: it computes none."""
-    generates: bool = True
-    """Whether it gives tokens."""
+    layers: str = ""  # what the model's layers keep on this rank, for people
+    max_adapters: int = 0  # slots for LoRA adapters on each rank; 0: it computes none
+    generates: bool = True  # whether it gives tokens
+    # Of a classifier, in the order of its logits; empty: it is none. What the engine pools begins with them then.
     labels: list[str] = []
-    """Of a classifier, in the order of its logits; empty: it is none. What the engine pools begins with them then."""
-    activation: str = ""
-    """`ModelCard.activation`"""
-    normalized: bool = True
-    """Whether vectors are brought to length 1."""
+    activation: str = ""  # `ModelCard.activation`
+    normalized: bool = True  # whether vectors are brought to length 1
+    # Whether every token of a prompt is seen by all others: prompts are computed in one step each, nothing of them is
+    # kept, and the engine pools them itself.
     whole_prompts: bool = False
-    """Whether every token of a prompt is seen by all others: prompts are computed in one step each, nothing of them is
-    kept, and the engine pools them itself."""
-    drafts: bool = False
-    """Whether it has a draft model (`Engine.draft`)."""
+    drafts: bool = False  # whether it has a draft model (`Engine.draft`)
+    # Whether that reads hidden states of the model that is served: what it has computed behind its own proposals is
+    # better computed again.
     draft_reads_states: bool = False
-    """Whether that reads hidden states of the model that is served: what it has computed behind its own proposals is
-    better computed again."""
-    draft_model: str = ""
-    """What people call it, also where it was left out; empty: none is asked for."""
-    draft_left_out: str = ""
-    """Why it serves without one that is asked for: one sentence."""
+    draft_model: str = ""  # what people call it, also where it was left out; empty: none is asked for
+    draft_left_out: str = ""  # why it serves without one that is asked for: one sentence
 
+    # Kinds of sparse attention that it computes (`SparseAttention.kind`); empty: none.
     sparse: list[SparseKind] = []
-    """Kinds of sparse attention that it computes (`SparseAttention.kind`); empty: none."""
-    streamed: StreamedWeights | None = None
-    """Of this rank; None: all of its weights are in memory."""
+    streamed: StreamedWeights | None = None  # of this rank; None: all of its weights are in memory
 
     @property
     def tasks(self) -> list[str]:
@@ -160,22 +139,19 @@ class DraftPlan(msgspec.Struct, frozen=True):
     pass k + 1     dk -> d(k + 1)             in column k - 1 of `slots`, until there are `count`
     """
 
+    # `of_draft`: of each sequence the tokens that the draft model has not computed yet, mostly the last one alone,
+    # which is sampled. `context_lens`, and so `block_tables`, cover the `count` proposals too. It may have `saves`.
+    # Its `step` is the number of the first pass; the others follow.
     plan: StepPlan
-    """`of_draft`: of each sequence the tokens that the draft model has not computed yet, mostly the last one alone,
-    which is sampled. `context_lens`, and so `block_tables`, cover the `count` proposals too. It may have `saves`.
-    Its `step` is the number of the first pass; the others follow."""
-    count: int
-    """Tokens to propose, at least 1."""
-    slots: bytes
-    """int32 [S, count - 1]: where the proposals go; the last one is not computed."""
+    count: int  # tokens to propose, at least 1
+    slots: bytes  # int32 [S, count - 1]: where the proposals go; the last one is not computed
 
 
 class DraftToken(NamedTuple):
     """A proposal of the draft model."""
 
     token: int
-    probability: float
-    """That the draft model gives it, before temperature and filters."""
+    probability: float  # that the draft model gives it, before temperature and filters
 
 
 class BadLogits(InternalError):
@@ -212,8 +188,7 @@ class SpilledBlock(NamedTuple):
     """A block that a ring has on disk when it starts."""
 
     slot: int
-    key: tuple[bytes, bytes, bytes]
-    """Digest, parent, tokens (`kv_cache/prefix_index.py`)."""
+    key: tuple[bytes, bytes, bytes]  # digest, parent, tokens (`kv_cache/prefix_index.py`)
 
 
 class PendingTokens(Protocol):

@@ -10,15 +10,13 @@ from typing import NamedTuple
 from shared.errors import InternalError, RingLost, RyzansteinError
 from shared.messages import RING_CAUSES
 
+# What a ring dies of; `supervisor/failure_detection.py` tells them apart.
 EXTERNAL, OUT_OF_MEMORY, CRASHED, HUNG = RING_CAUSES
-"""What a ring dies of; `supervisor/failure_detection.py` tells them apart."""
 
 
 class Fault(NamedTuple):
-    code: int
-    """Of `cudaError_t`."""
-    pattern: str
-    """In the text of those that come without a code."""
+    code: int  # of `cudaError_t`
+    pattern: str  # in the text of those that come without a code
     remedy: str
 
 
@@ -51,10 +49,10 @@ _FAULTS = (
 )
 _OTHER = f"{_RESTART}; if it comes again, look for Xid messages of the driver in `dmesg`"
 _PREFIXES = ("CUDA error", "Triton Error [CUDA]")
+# Of libraries that take memory without torch: kernels as they are loaded, cuBLAS as it begins.
 _NO_MEMORY = re.compile(
     r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): (out of memory|CUBLAS\w+ALLOC_FAILED)"
 )
-"""Of libraries that take memory without torch: kernels as they are loaded, cuBLAS as it begins."""
 _OUT_OF_MEMORY = (
     "lower RYZANSTEIN_GPU_MEMORY_UTILIZATION, RYZANSTEIN_KV_MEMORY or RYZANSTEIN_MAX_BATCH_TOKENS, let nothing else "
     "use the GPU, keep the weights in eight bits (RYZANSTEIN_WEIGHT_DTYPE=fp8 or int8), or spread the model over more "

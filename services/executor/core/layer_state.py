@@ -19,16 +19,16 @@ import msgspec
 class Pages(msgspec.Struct, frozen=True):
     """Lines of one layer in KV blocks, of one rank: a block of them is [parts, heads, lines, width]."""
 
+    # 2: keys and values, where their widths differ both as wide as the wider one, the other padded with zeros;
+    # 1: one line for both, or an indexer's key.
     parts: int
-    """2: keys and values, where their widths differ both as wide as the wider one, the other padded with zeros;
-    1: one line for both, or an indexer's key."""
     heads: int
     width: int
+    # Of which one line is made. It stands in the block of the last of them, so that blocks of the same text are the
+    # same whatever follows.
     tokens: int = 1
-    """Of which one line is made. It stands in the block of the last of them, so that blocks of the same text are the
-    same whatever follows."""
+    # Whether its line is the mean and the deviation of a block's keys (`sparse_attention.py`): never compressed.
     summary: bool = False
-    """Whether its line is the mean and the deviation of a block's keys (`sparse_attention.py`): never compressed."""
 
     def lines(self, block_size: int) -> int:
         """In one block: of tokens that fill several blocks one in each, which only the last of them uses."""
@@ -48,8 +48,7 @@ class StateTensor(msgspec.Struct, frozen=True):
 
     name: str
     shape: tuple[int, ...]
-    fp32: bool = True
-    """Whether it is float32 whatever the model's dtype is."""
+    fp32: bool = True  # whether it is float32 whatever the model's dtype is
 
     @property
     def size(self) -> int:
@@ -62,12 +61,10 @@ class LayerState(msgspec.Struct, frozen=True):
     kind: str = "full"
     pages: tuple[Pages, ...] = ()
     slot: tuple[StateTensor, ...] = ()
-    reads: int | None = None
-    """The layer whose pages it reads, where it has none of its own."""
+    reads: int | None = None  # the layer whose pages it reads, where it has none of its own
 
 
-LayerStates = tuple[LayerState, ...]
-"""Of all layers of a model, in their order."""
+LayerStates = tuple[LayerState, ...]  # of all layers of a model, in their order
 
 
 def attention(heads: int, width: int, kind: str = "full") -> LayerState:

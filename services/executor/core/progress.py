@@ -54,12 +54,9 @@ class ProgressCounter:
         self._cell[0] += 1
 
 
-NUMBERS = 1024
-"""Numbers that marks have, in turn."""
-TICKS_PER_MARK = 4
-"""Layers: a mark costs the launching thread some 5 us, as much as a kernel."""
-POLL = 0.05
-"""Seconds between two looks while marks are outstanding."""
+NUMBERS = 1024  # numbers that marks have, in turn
+TICKS_PER_MARK = 4  # layers: a mark costs the launching thread some 5 us, as much as a kernel
+POLL = 0.05  # seconds between two looks while marks are outstanding
 
 
 class DeviceMarks(Protocol):
@@ -102,8 +99,7 @@ class DeviceProgress(ProgressCounter):
         self._ticks = 0
         self._queued = 0
         self._passed = 0
-        self._ends: deque[tuple[int, int]] = deque()
-        """(the mark behind a step's work, the step)"""
+        self._ends: deque[tuple[int, int]] = deque()  # (the mark behind a step's work, the step)
         self._news = threading.Event()
 
     def tick(self) -> None:

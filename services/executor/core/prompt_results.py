@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-_LEAST = 1e-12
-"""Below this length a vector has no direction, and is left as it is."""
+_LEAST = 1e-12  # below this length a vector has no direction, and is left as it is
 
 
 class PromptRows:
@@ -34,8 +33,8 @@ class PromptRows:
         return self._next >= self._end
 
 
+# Pooling: the engine pools by itself, whatever the model wants, and is told of all of a prompt's rows at once.
 WHOLE = "whole"
-"""Pooling: the engine pools by itself, whatever the model wants, and is told of all of a prompt's rows at once."""
 
 
 class Vector(PromptRows):
@@ -49,8 +48,8 @@ class Vector(PromptRows):
         super().__init__(first, last)
         self._count = last - first if pooling == "mean" else 1
         self._normalized, self._size = normalized, size
+        # Whether the prompt may begin with what is cached of others: no row that counts is missing then.
         self.shares = pooling == "last"
-        """Whether the prompt may begin with what is cached of others: no row that counts is missing then."""
         self._sum: NDArray[np.float64] | None = None
 
     def add(self, part: Floats, end: int) -> None:
@@ -72,21 +71,19 @@ class Vector(PromptRows):
         return (mean / length).astype("<f4").tobytes()
 
 
+# What is told of a token that cannot come at all: JSON has no minus infinity. OpenAI's and vLLM's number.
 LEAST = -9999.0
-"""What is told of a token that cannot come at all: JSON has no minus infinity. OpenAI's and vLLM's number."""
 
 
 class PromptTokenScores(NamedTuple):
     """Of Q rows, each with the token that follows in its prompt."""
 
-    logprobs: NDArray[np.float32]
-    """[Q]: of that token; NaN where a row's logits are no numbers."""
+    logprobs: NDArray[np.float32]  # [Q]: of that token; NaN where a row's logits are no numbers
+    # [Q]: 1 for the most likely token; 1 + the number of tokens that are more likely.
     ranks: NDArray[np.int32]
-    """[Q]: 1 for the most likely token; 1 + the number of tokens that are more likely."""
+    # [Q, K]: the most likely ones, the most likely first, of equals the one with the smaller id.
     top_tokens: NDArray[np.int32]
-    """[Q, K]: the most likely ones, the most likely first, of equals the one with the smaller id."""
-    top_logprobs: NDArray[np.float32]
-    """[Q, K]"""
+    top_logprobs: NDArray[np.float32]  # [Q, K]
 
     def part(self, start: int, end: int) -> "PromptTokenScores":
         """Of the rows [start, end)."""

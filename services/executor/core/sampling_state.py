@@ -31,8 +31,8 @@ Mask = NDArray[np.bool_]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
+# At or below this temperature the most likely token is taken: the quotient says nothing more.
 GREEDY_TEMPERATURE = 1e-5
-"""At or below this temperature the most likely token is taken: the quotient says nothing more."""
 
 
 def random_bits(seed: int, position: int) -> int:
@@ -134,8 +134,7 @@ class Biases(NamedTuple):
 class GrammarMask(Protocol):
     """Which tokens may follow one sequence's (`GrammarState`)."""
 
-    complete: bool
-    """Whether the text matches and nothing can follow."""
+    complete: bool  # whether the text matches and nothing can follow
 
     def advance(self, *tokens: int) -> None: ...
 
@@ -166,17 +165,15 @@ class SamplingState:
     ) -> None:
         """`generated`: output tokens so far, those of earlier attempts included; `stops`: tokens that end it."""
         self.params = params
+        # What may not be drawn; None: there is never anything.
         self.bans = token_bans_of(params, stops, generated)
-        """What may not be drawn; None: there is never anything."""
         self.biases = Biases.of(params.logit_bias)
         self._raises = bool(params.logit_bias) and max(params.logit_bias.values()) > 0
-        self.position = len(generated)
-        """Index of the next output token, counted over all attempts."""
+        self.position = len(generated)  # index of the next output token, counted over all attempts
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
+        # Tokens that penalties apply to; None without penalties.
         self.counts: OutputTokenCounts | CountsAhead | None = None
-        """Tokens that penalties apply to; None without penalties."""
-        self.grammar: GrammarMask | None = None
-        """Which tokens may follow at all; None: any."""
+        self.grammar: GrammarMask | None = None  # which tokens may follow at all; None: any
         if params.repetition_penalty != 1.0:
             self.counts = OutputTokenCounts(prompt, generated)
         elif params.presence_penalty or params.frequency_penalty:
@@ -348,10 +345,10 @@ class TokenBans:
         self._memory = max((len(word) for word in params.bad_words), default=1) - 1
         self._tail = list(generated[len(generated) - self._memory :]) if self._memory else []
         self._position = len(generated)
+        # The only tokens that may be drawn, ascending; None: all.
         self.allowed: Int64Array | None = (
             np.unique(np.array(params.allowed_token_ids, np.int64)) if params.allowed_token_ids else None
         )
-        """The only tokens that may be drawn, ascending; None: all."""
 
     @property
     def banned(self) -> Int64Array:

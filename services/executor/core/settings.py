@@ -65,14 +65,13 @@ def layer_dtypes(
     return dtypes
 
 
+# For `auto`: with the sequence's own token 16, a KV block of the usual size. How many of them pay is decided for
+# each step.
 MOST_DRAFTS = 15
-"""For `auto`: with the sequence's own token 16, a KV block of the usual size. How many of them pay is decided for
-each step."""
 MOST_EVER = 63
 
 
-MTP = "mtp"
-"""`draft_model`: the heads for multi-token prediction of the model's own checkpoint."""
+MTP = "mtp"  # `draft_model`: the heads for multi-token prediction of the model's own checkpoint
 
 
 def most_drafts(setting: str) -> int:
@@ -95,17 +94,12 @@ def longest_stretch(setting: str) -> float:
     return float(setting)
 
 
-LEAST_STRETCH = 1.05
-"""Below that a step's time is not known well enough."""
+LEAST_STRETCH = 1.05  # below that a step's time is not known well enough
 
-SLOW_STEP_FACTOR = 4.0
-"""How many times as long as usual, by default."""
-SLOW_STEP_LEAST = 0.25
-"""Seconds: nobody misses less, however fast the ring is."""
-SLOW_STEP_INTERVAL = 5.0
-"""Seconds in which one line pays back."""
-SLOW_STEP_BURST = 5
-"""Lines that may follow each other at once."""
+SLOW_STEP_FACTOR = 4.0  # how many times as long as usual, by default
+SLOW_STEP_LEAST = 0.25  # seconds: nobody misses less, however fast the ring is
+SLOW_STEP_INTERVAL = 5.0  # seconds in which one line pays back
+SLOW_STEP_BURST = 5  # lines that may follow each other at once
 
 _SLOW_STEP = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>x|s|ms)", re.ASCII)
 
@@ -119,8 +113,7 @@ class SlowSteps:
         self._seconds = seconds
         self._lines = float(SLOW_STEP_BURST)
         self._at = -math.inf
-        self.suppressed = 0
-        """Slow steps that were not logged since the last one that was."""
+        self.suppressed = 0  # slow steps that were not logged since the last one that was
 
     @classmethod
     def of(cls, setting: str) -> "SlowSteps":

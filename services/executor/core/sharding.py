@@ -21,10 +21,9 @@ from itertools import pairwise
 from services.executor.families.registry import family_of
 from shared.errors import ConfigurationError, ModelLoadError
 
-_MULTIPLES = (64, 32, 16, 8)
-"""Row counts that matrix kernels like, best first."""
+_MULTIPLES = (64, 32, 16, 8)  # row counts that matrix kernels like, best first
+# How much larger than an equal share the largest must be for ranks to share heads: it costs a meeting per layer.
 _WORTH = 1.1
-"""How much larger than an equal share the largest must be for ranks to share heads: it costs a meeting per layer."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class HeadCounts:
     q_heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int = 0
-    """Of a head's values, where they are not as wide as its keys; else 0."""
+    value_dim: int = 0  # of a head's values, where they are not as wide as its keys; else 0
 
     def __post_init__(self) -> None:
         if self.q_heads < 1 or self.kv_heads < 1 or self.q_heads % self.kv_heads:
@@ -98,14 +96,10 @@ class HeadCounts:
 class SharedHead:
     """A KV head that two neighbouring ranks hold, as one of them sees it."""
 
-    kv_head: int
-    """Among the rank's own."""
-    slot: int
-    """Among all shared heads of the ring."""
-    is_first: bool
-    """Whether this rank is the first of the two."""
-    first_share: int
-    """What the first of the two computes of its attention, in parts of `world_size`."""
+    kv_head: int  # among the rank's own
+    slot: int  # among all shared heads of the ring
+    is_first: bool  # whether this rank is the first of the two
+    first_share: int  # what the first of the two computes of its attention, in parts of `world_size`
 
 
 @dataclass(frozen=True)
@@ -115,11 +109,9 @@ class ShardLayout:
     rank: int
     world_size: int
     total: HeadCounts
-    q_heads: ShardRange
-    """Those of its KV heads."""
+    q_heads: ShardRange  # those of its KV heads
     kv_heads: ShardRange
-    output_heads: ShardRange
-    """Of the q heads, those whose outputs it multiplies: each head is some rank's."""
+    output_heads: ShardRange  # of the q heads, those whose outputs it multiplies: each head is some rank's
 
     @classmethod
     def from_config(cls, config: object, world_size: int, rank: int) -> "ShardLayout":

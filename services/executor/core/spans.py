@@ -20,8 +20,8 @@ class Watcher(Protocol):
 _nothing: AbstractContextManager[object] = contextlib.nullcontext()
 _make: Callable[[str], AbstractContextManager[object]] | None = None
 _watcher: Watcher | None = None
+# Seconds that the native kernels have spent on each part of the steps so far, where they compute.
 native_spent: Callable[[], dict[str, float]] | None = None
-"""Seconds that the native kernels have spent on each part of the steps so far, where they compute."""
 
 
 def span(name: str) -> AbstractContextManager[object]:

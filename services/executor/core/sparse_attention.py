@@ -16,28 +16,23 @@ from shared.errors import InvalidRequest
 from shared.messages import SparseAttention
 from shared.sparse_attention import WrongChoice, check
 
+# Numbers of a choice in a plan: kind, threshold, sinks, recent, budget, share in millionths, dense layers.
 FIELDS = 7
-"""Numbers of a choice in a plan: kind, threshold, sinks, recent, budget, share in millionths, dense layers."""
-DENSE, PAGES, WINDOW = 0, 1, 2
-"""Kinds, as plans and kernels number them."""
+DENSE, PAGES, WINDOW = 0, 1, 2  # kinds, as plans and kernels number them
 MILLION = 1_000_000
 KINDS = {"pages": PAGES, "window": WINDOW}
+# How many times its keys' deviation a page's score is above that of their mean; native kernels have the same.
 DEVIATIONS = 1.0
-"""How many times its keys' deviation a page's score is above that of their mean; native kernels have the same."""
 
-NO_CHOICE = (DENSE, 0, 0, 0, 0, 0, 0)
-"""Of a sequence whose tokens read everything."""
+NO_CHOICE = (DENSE, 0, 0, 0, 0, 0, 0)  # of a sequence whose tokens read everything
 
 
 class BlockReads(NamedTuple):
     """What a token reads of the blocks before its own."""
 
-    first: int
-    """Blocks of sinks: [0, first) are read."""
-    recent: int
-    """And [recent, own)."""
-    top: int
-    """How many of [first, recent) are read besides; fewer than there are."""
+    first: int  # blocks of sinks: [0, first) are read
+    recent: int  # and [recent, own)
+    top: int  # how many of [first, recent) are read besides; fewer than there are
 
 
 class SparsePattern(NamedTuple):

@@ -29,83 +29,75 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     step: int
     num_decodes: int
+    # int32 [T]: the tokens to compute; -1 - k: what row k of the step before, which was `on_device`, has sampled.
     token_ids: bytes
-    """int32 [T]: the tokens to compute; -1 - k: what row k of the step before, which was `on_device`, has sampled."""
-    positions: bytes
-    """int32 [T]: absolute position of each token in its sequence."""
+    positions: bytes  # int32 [T]: absolute position of each token in its sequence
+    # int32 [T]: where each token's key and value go: writable block id * block size + offset. So it tells each token's
+    # own block, too, which it reads as it is written.
     slots: bytes
-    """int32 [T]: where each token's key and value go: writable block id * block size + offset. So it tells each token's
-    own block, too, which it reads as it is written."""
-    query_lens: bytes
-    """int32 [S]: tokens of each sequence in this step."""
-    context_lens: bytes
-    """int32 [S]: tokens of each sequence in the cache once this step has run."""
+    query_lens: bytes  # int32 [S]: tokens of each sequence in this step
+    context_lens: bytes  # int32 [S]: tokens of each sequence in the cache once this step has run
+    # int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end. The last block of each is
+    # as it is written; those before it are as they are kept, also where this step fills them (`compressions`).
     block_tables: bytes
-    """int32 [sum of ceil(context_len / block size)]: the sequences' block tables, end to end. The last block of each is
-    as it is written; those before it are as they are kept, also where this step fills them (`compressions`)."""
-    sample_rows: bytes
-    """int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order."""
-    saves: bytes = b""
-    """int32 [n, 2]: (block id, spill slot), copied first."""
+    sample_rows: bytes  # int32 [R]: rows of the flat batch whose logits the sampler needs, in ascending order
+    saves: bytes = b""  # int32 [n, 2]: (block id, spill slot), copied first
+    # int32 [n, 2]: (writable block id, quantized block id) of the blocks that this step fills. In each layer they are
+    # compressed behind the step's writes, before it attends: a token reads its own block as it is written, and those
+    # before it as they are kept.
     compressions: bytes = b""
-    """int32 [n, 2]: (writable block id, quantized block id) of the blocks that this step fills. In each layer they are
-    compressed behind the step's writes, before it attends: a token reads its own block as it is written, and those
-    before it as they are kept."""
+    # int32 [n, 2]: (spill slot, block id), copied after the saves and adoptions and before the forward pass.
     restores: bytes = b""
-    """int32 [n, 2]: (spill slot, block id), copied after the saves and adoptions and before the forward pass."""
+    # `WANT` of `sampling/candidates.py` [R]: how much of each of these rows it needs; empty: all of all.
     candidates: bytes = b""
-    """`WANT` of `sampling/candidates.py` [R]: how much of each of these rows it needs; empty: all of all."""
+    # int32 [P, 2]: (first, end) rows of the flat batch whose final hidden states are summed up; none is in two,
+    # and none is sampled.
     pools: bytes = b""
-    """int32 [P, 2]: (first, end) rows of the flat batch whose final hidden states are summed up; none is in two,
-    and none is sampled."""
+    # Whether somebody traces a sequence of the step: each rank notes what it spends on it (`ipc/board.py`).
     traced: bool = False
-    """Whether somebody traces a sequence of the step: each rank notes what it spends on it (`ipc/board.py`)."""
+    # int32 [n, 2]: (landing slot, block id), copied after the saves: what another ring has given.
     adoptions: bytes = b""
-    """int32 [n, 2]: (landing slot, block id), copied after the saves: what another ring has given."""
+    # What the ranks' sides of a hand-over are to do (`kv_transfer/board.py`), after these copies; empty: nothing.
     handover: bytes = b""
-    """What the ranks' sides of a hand-over are to do (`kv_transfer/board.py`), after these copies; empty: nothing."""
+    # Whether the rows are sampled on the ranks' devices, where token ids of -1 - k in the next plan find them
+    # (`gpu/steps.py`).
     on_device: bool = False
-    """Whether the rows are sampled on the ranks' devices, where token ids of -1 - k in the next plan find them
-    (`gpu/steps.py`)."""
+    # int32 [Q]: rows of the flat batch of which the log probability of a given token is wanted; none is sampled.
     score_rows: bytes = b""
-    """int32 [Q]: rows of the flat batch of which the log probability of a given token is wanted; none is sampled."""
-    score_targets: bytes = b""
-    """int32 [Q]: these tokens."""
-    score_top: int = 0
-    """How many of the most likely tokens are wanted of each of these rows too."""
+    score_targets: bytes = b""  # int32 [Q]: these tokens
+    score_top: int = 0  # how many of the most likely tokens are wanted of each of these rows too
+    # int32 [S]: where each sequence's recurrent state is; empty where the model keeps none. A sequence whose first
+    # token of the step has position 0 begins with zeros, whatever its slot holds.
     state_slots: bytes = b""
-    """int32 [S]: where each sequence's recurrent state is; empty where the model keeps none. A sequence whose first
-    token of the step has position 0 begins with zeros, whatever its slot holds."""
+    # int32 [n, 2]: (row of the flat batch, slot): its sequence's state after that row is copied to that slot: for a
+    # snapshot, or since the row behind it is a draft, which may be wrong.
     state_snapshots: bytes = b""
-    """int32 [n, 2]: (row of the flat batch, slot): its sequence's state after that row is copied to that slot: for a
-    snapshot, or since the row behind it is a draft, which may be wrong."""
+    # int32 [n, 1 + m]: (slot, m ids of full blocks): the slot's bytes go to these blocks, after the saves and
+    # before the adoptions (m: `EngineSpec.state_blocks`).
     state_saves: bytes = b""
-    """int32 [n, 1 + m]: (slot, m ids of full blocks): the slot's bytes go to these blocks, after the saves and
-    before the adoptions (m: `EngineSpec.state_blocks`)."""
-    state_loads: bytes = b""
-    """int32 [n, 1 + m]: and back, after the restores and before the forward pass."""
+    state_loads: bytes = b""  # int32 [n, 1 + m]: and back, after the restores and before the forward pass
+    # int32 [S]: slot of each sequence's LoRA adapter, -1: none; empty where no sequence of the step has one.
     adapters: bytes = b""
-    """int32 [S]: slot of each sequence's LoRA adapter, -1: none; empty where no sequence of the step has one."""
+    # (slot, directory of the adapter's files): read into that slot before the forward pass, in place of what it held
+    # (`scheduler/adapter_slots.py`).
     adapter_loads: list[tuple[int, str]] = []
-    """(slot, directory of the adapter's files): read into that slot before the forward pass, in place of what it held
-    (`scheduler/adapter_slots.py`)."""
+    # How many of `score_rows`, the last ones, are scored for tokens that requests name: one row for each token, so
+    # that the same row comes several times.
     score_named: int = 0
-    """How many of `score_rows`, the last ones, are scored for tokens that requests name: one row for each token, so
-    that the same row comes several times."""
+    # int32 [S]: position at which each sequence's second segment begins (`GenerationRequest.second_segment`); empty
+    # where none has one.
     second_segments: bytes = b""
-    """int32 [S]: position at which each sequence's second segment begins (`GenerationRequest.second_segment`); empty
-    where none has one."""
+    # The draft model computes it, and not the model that is served (`core/engine.py`, `DraftPlan`).
     of_draft: bool = False
-    """The draft model computes it, and not the model that is served (`core/engine.py`, `DraftPlan`)."""
+    # The draft model computes the rows too, for its own keys and values, beside the model that is served.
     followed: bool = False
-    """The draft model computes the rows too, for its own keys and values, beside the model that is served."""
 
+    # int32 [S, 7]: which earlier blocks each sequence's tokens read (`sparse_attention.py`); empty where all read
+    # all.
     sparse: bytes = b""
-    """int32 [S, 7]: which earlier blocks each sequence's tokens read (`sparse_attention.py`); empty where all read
-    all."""
+    # Of each of `saves` what it holds (digest, parent, tokens; `kv_cache/prefix_index.py`), which ranks write beside
+    # its bytes; empty where nothing is saved to disk.
     save_keys: list[tuple[bytes, bytes, bytes]] = []
-    """Of each of `saves` what it holds (digest, parent, tokens; `kv_cache/prefix_index.py`), which ranks write beside
-    its bytes; empty where nothing is saved to disk."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -157,6 +149,5 @@ class StepLimits(NamedTuple):
     max_sequences: int
     max_batch_tokens: int
     context_length: int
-    graph_memory: int
-    """Bytes that graphs may take; 0: there are none."""
+    graph_memory: int  # bytes that graphs may take; 0: there are none
     batch_invariant: bool = False

@@ -11,8 +11,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# Where a version of PyTorch has no such modules, or needs what is in them at once, nothing is put off.
 PUT_OFF = ("torch._meta_registrations", "torch.distributed._meta_registrations")
-"""Where a version of PyTorch has no such modules, or needs what is in them at once, nothing is put off."""
 
 
 class _Empty(MetaPathFinder, Loader):

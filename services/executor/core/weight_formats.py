@@ -19,10 +19,8 @@ class Scaling(IntEnum):
     """What the codes of a row are multiplied with, numbered as in `native/quantized.h`."""
 
     SYMMETRIC = 0
-    SIGNED = 1
-    """Scales of two levels"""
-    WITH_MINIMUMS = 2
-    """Scales of two levels, and minimums"""
+    SIGNED = 1  # scales of two levels
+    WITH_MINIMUMS = 2  # scales of two levels, and minimums
     WITH_ZEROS = 3
     E4M3 = 4
 
@@ -33,17 +31,13 @@ class WeightFormat:
 
     name: str
     bits: int
-    group: int
-    """Inputs that share a scale; 0: the row."""
+    group: int  # inputs that share a scale; 0: the row
     kind: Scaling
-    vocabulary: str
-    """The format that embedding and head get: their errors no later layer evens out."""
-    stored_bits: float
-    """Of a weight, scales included"""
+    vocabulary: str  # the format that embedding and head get: their errors no later layer evens out
+    stored_bits: float  # of a weight, scales included
+    # GPUs multiply by it as the codec of KV blocks of that name keeps it; else by rows of codes as CPUs do.
     kv_codec: bool = False
-    """GPUs multiply by it as the codec of KV blocks of that name keeps it; else by rows of codes as CPUs do."""
-    gpu_from: tuple[int, int] = (0, 0)
-    """Compute capability of the first GPUs that multiply such codes"""
+    gpu_from: tuple[int, int] = (0, 0)  # compute capability of the first GPUs that multiply such codes
 
 
 WEIGHT_FORMATS = {

@@ -31,18 +31,13 @@ from services.executor.native.library import MODULES, RzAdapted, RzLatent, RzLin
 from services.executor.native.library import RzLowRank as Factors
 from shared.errors import ModelLoadError
 
-_LANES = 16
-"""Outputs of a block, and what the columns between two factors are rounded up to"""
-_GROUP = 128
-"""Inputs of A that have one scale, as codes"""
+_LANES = 16  # outputs of a block, and what the columns between two factors are rounded up to
+_GROUP = 128  # inputs of A that have one scale, as codes
 _QUAD = 4
-_OFFSET = 128
-"""Of the codes of B"""
+_OFFSET = 128  # of the codes of B
 _ALIGNMENT = 64
-_MOST_SLOTS = 1024
-"""As `ExecutorSettings.max_adapters`"""
-_KEYS, _VALUES = ".keys", ".values"
-"""Behind the name of a module that makes both of latents"""
+_MOST_SLOTS = 1024  # as `ExecutorSettings.max_adapters`
+_KEYS, _VALUES = ".keys", ".values"  # behind the name of a module that makes both of latents
 _Ints = NDArray[np.int64]
 
 
@@ -53,8 +48,8 @@ class NativeAdapters:
     def __init__(self) -> None:
         self._coded = True
         self._linears: list[_Linear] = []
+        # (heads, outputs of each that make keys) by the module that makes keys and values of latents
         self._latents: dict[str, tuple[int, int]] = {}
-        """(heads, outputs of each that make keys) by the module that makes keys and values of latents"""
         self._held: dict[int, _Adapter] = {}
         self._slots = 0
 
@@ -166,8 +161,8 @@ class _Linear:
                 described = described.next.contents
         self._slots: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * 0)()
         self._tables: list[NDArray[np.int32]] = []
+        # int64 [blocks, 16] of each module: which of its outputs are in each of its blocks; -1: none
         self.rows: list[Tensor] = []
-        """int64 [blocks, 16] of each module: which of its outputs are in each of its blocks; -1: none"""
 
     def grow(self, slots: int) -> None:
         if not self._tables:
@@ -214,10 +209,9 @@ class _Laid:
     """The factors of one linear as the kernels read them, before they have a place."""
 
     coded: bool
+    # bf16 [copies or 1, blocks, pairs, 16, 2], or codes with their scales: uint8 [copies or 1, blocks, bytes]
     shrink: Tensor
-    """bf16 [copies or 1, blocks, pairs, 16, 2], or codes with their scales: uint8 [copies or 1, blocks, bytes]"""
-    expand: list[Tensor | None]
-    """The same of each module"""
+    expand: list[Tensor | None]  # the same of each module
     columns: int
     first: list[int]
     pairs: list[int]
@@ -275,10 +269,8 @@ class _Adapter:
     """What a slot holds: one piece of memory with all factors, and the structures that point into it."""
 
     memory: Tensor
-    factors: "list[ctypes.Array[Factors] | None]"
-    """Of each linear [copies]; None: nothing is added to it"""
-    columns: int
-    """Of any linear, at most"""
+    factors: "list[ctypes.Array[Factors] | None]"  # of each linear [copies]; None: nothing is added to it
+    columns: int  # of any linear, at most
 
     @classmethod
     def of(cls, linears: list[_Linear], weights: Mapping[str, LowRank], coded: bool) -> "_Adapter":

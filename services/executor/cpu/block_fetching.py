@@ -11,12 +11,9 @@ import resource
 from services.executor.cpu.weight_streaming import Extent, measure_rate
 from services.executor.kv_cache.block_memory import MappedBlockFile
 
-QUIET_STEPS = 64
-"""Steps that ask behind the last one in which something was read."""
-_NUMBERS = 255
-"""That a step has, as the kernels note them in a byte."""
-_MEASURED_BYTES = 32 << 20
-"""Of a file, at most."""
+QUIET_STEPS = 64  # steps that ask behind the last one in which something was read
+_NUMBERS = 255  # that a step has, as the kernels note them in a byte
+_MEASURED_BYTES = 32 << 20  # of a file, at most
 
 
 class FetchSteps:

@@ -66,20 +66,19 @@ class NativeDecoder:
         each; none: any. `beside`: a decoder that never computes at the same time, whose threads this one uses.
         `streamer`: what reads the weights that are not in memory; it is closed with this."""
         self._library = library
-        self.level: str = library.level
-        """Of instructions (`native/library.py`)."""
+        self.level: str = library.level  # of instructions (`native/library.py`)
         self._store = store
         self.packed = packed
         self._streamer = streamer
+        # Address of the number of layers whose blocks are there, of the step that comes; 0: all are.
         self.restored = 0
-        """Address of the number of layers whose blocks are there, of the step that comes; 0: all are."""
         self._handle: int | None = None
         self._layers = (RzLayer * len(packed.layers))()
         self._experts: list[RzExperts] = []
         self._recurrent: list[RzRecurrent] = []
         self._latents: list[RzLatent] = []
+        # uint8 [num_quantized, KV heads] of each layer whose full blocks are in a file: `rz_layer.asked`.
         self._asked: list[Tensor] = []
-        """uint8 [num_quantized, KV heads] of each layer whose full blocks are in a file: `rz_layer.asked`."""
         self._fetches = FetchSteps()
         self.adapters = NativeAdapters()
         for index, layer in enumerate(packed.layers):

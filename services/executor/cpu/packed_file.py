@@ -41,12 +41,10 @@ from shared.messages import StreamedWeights
 _MAGIC = b"RYZPACK1"
 _TRAILER = struct.Struct("<8sQQ")
 _ALIGNMENT = 64
-_PIECE = 8 << 20
-"""Bytes under one checksum: what a thread reads at once."""
+_PIECE = 8 << 20  # bytes under one checksum: what a thread reads at once
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int32": torch.int32}
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+Progress = Callable[[int, int], None]  # called with (bytes done, bytes in all)
 
 
 class Damaged(ValueError):
@@ -66,13 +64,10 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
 class _Header(msgspec.Struct, frozen=True):
     identity: str
     facts: ModelFacts
-    size: int
-    """Bytes of all tensors."""
-    checksums: list[int]
-    """CRC-32 of each piece of them."""
+    size: int  # bytes of all tensors
+    checksums: list[int]  # CRC-32 of each piece of them
     tensors: list[_Tensor]
-    model: msgspec.Raw
-    """A `PackedModel`, with a tensor's number for each tensor."""
+    model: msgspec.Raw  # a `PackedModel`, with a tensor's number for each tensor
 
 
 def write(fd: int, identity: str, facts: ModelFacts, model: PackedModel) -> None:

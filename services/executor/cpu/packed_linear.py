@@ -24,16 +24,14 @@ from services.executor.native.library import RzLinear
 
 log = structlog.get_logger(__name__)
 
-GATE_RUN = 16
-"""Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
+GATE_RUN = 16  # gate and up projections alternate by as many outputs: one vector of each meets in registers
 
 
 @dataclass(frozen=True)
 class OutputSource:
     """Which outputs of a model's module some rows are: row i its output `first + i * stride`, of this rank's."""
 
-    module: str
-    """By its name in transformers' model; of experts' parameters theirs"""
+    module: str  # by its name in transformers' model; of experts' parameters theirs
     first: int = 0
     stride: int = 1
 
@@ -58,14 +56,12 @@ class SourceRows:
 class PackedSegment:
     """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
 
-    weight: Weight
-    """[rows, in], bf16 or quantized; rows of bf16 are contiguous"""
+    weight: Weight  # [rows, in], bf16 or quantized; rows of bf16 are contiguous
     bias: Tensor | None
     first: int
     run: int
     step: int
-    source: OutputSource | None = None
-    """None: nothing is asked of where they come from"""
+    source: OutputSource | None = None  # None: nothing is asked of where they come from
 
     @property
     def rows(self) -> int:
@@ -131,20 +127,14 @@ def rows_between(weight: Weight, first: int, end: int) -> Weight:
 class PackedLinear:
     """A packed weight and its bias, with what owns their memory."""
 
-    packed: Tensor
-    """uint8 [bytes]"""
-    bias: Tensor | None
-    """float32 [outputs, rounded up to whole panels]"""
+    packed: Tensor  # uint8 [bytes]
+    bias: Tensor | None  # float32 [outputs, rounded up to whole panels]
     outputs: int
     inputs: int
-    form: PackedFormat | None = None
-    """Of a quantized weight"""
-    permutation: Tensor | None = None
-    """int32 [columns], of a quantized weight"""
-    next: "PackedLinear | None" = None
-    """The outputs behind these, of another format"""
-    sources: list[SourceRows] = field(default_factory=list)
-    """Of its outputs; of experts those of each"""
+    form: PackedFormat | None = None  # of a quantized weight
+    permutation: Tensor | None = None  # int32 [columns], of a quantized weight
+    next: "PackedLinear | None" = None  # the outputs behind these, of another format
+    sources: list[SourceRows] = field(default_factory=list)  # of its outputs; of experts those of each
 
     @classmethod
     def of(cls, library: Any, pieces: list[PackedSegment], pool: Executor, threads: int) -> "PackedLinear":

@@ -61,21 +61,16 @@ from services.executor.native.library import HEADS, RzExperts, RzInputs, RzRecur
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}
 SCORES: dict[Scores, int] = {"softmax": 0, "sigmoid": 1}
-KINDS: dict[RecurrentKind, int] = {"delta": 0, "scan": 1, "short": 2}
-"""As `decoder.h` numbers them."""
-LANES = 16
-"""Values of a vector (`vector.h`): what recurrent states come in."""
-_MOST_KEY_DIM, _MOST_TAPS = 256, 4
-"""As in `recurrent.c`"""
-_MOST_EXPERTS = 1024
-"""As in `decoder.h`"""
+KINDS: dict[RecurrentKind, int] = {"delta": 0, "scan": 1, "short": 2}  # as `decoder.h` numbers them
+LANES = 16  # values of a vector (`vector.h`): what recurrent states come in
+_MOST_KEY_DIM, _MOST_TAPS = 256, 4  # as in `recurrent.c`
+_MOST_EXPERTS = 1024  # as in `decoder.h`
 _WIDTHS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     "shared_intermediate_size",
 )
 _HEAD_DIMS = frozenset(range(32, 513, 32))
-_MOST_RANK, _MOST_LINE = 512, 576
-"""Values of a latent, and of the line that it is kept in (`attention.h`)."""
+_MOST_RANK, _MOST_LINE = 512, 576  # values of a latent, and of the line that it is kept in (`attention.h`)
 
 
 def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
@@ -213,8 +208,7 @@ class PackedExperts:
     """A mixture of experts."""
 
     router: PackedLinear
-    gate_up: PackedLinear
-    """Of all experts, one after the other"""
+    gate_up: PackedLinear  # of all experts, one after the other
     down: PackedLinear
     shared_gate: PackedLinear | None
     correction: Tensor | None
@@ -271,8 +265,7 @@ class PackedLatent:
     keys: PackedLinear
     values: PackedLinear
     norms: dict[str, Tensor]
-    module: str
-    """Whose weight both are of, by its name in transformers' model"""
+    module: str  # whose weight both are of, by its name in transformers' model
 
     @classmethod
     def of(cls, latent: Latent, packer: "_Packer") -> "PackedLatent":
@@ -313,8 +306,7 @@ class PackedLayer:
     norms: dict[str, Tensor]
     qkv: PackedLinear
     output: PackedLinear
-    gate_up: PackedLinear | None
-    """Of all rows; beside experts the shared one's, if there is one."""
+    gate_up: PackedLinear | None  # of all rows; beside experts the shared one's, if there is one
     down: PackedLinear | None
     experts: PackedExperts | None
     rotary: int
@@ -345,8 +337,8 @@ class PackedLayer:
 class PackedInputs:
     """What makes the layers' inputs."""
 
+    # One output per token of the embedding's; bf16 is not packed, as nothing is multiplied with it.
     table: PackedLinear
-    """One output per token of the embedding's; bf16 is not packed, as nothing is multiplied with it."""
     projection: PackedLinear
     norm: Tensor
     scales: InputScales
@@ -369,16 +361,13 @@ class PackedModel:
     heads: list[HeadCounts]
     layers: list[PackedLayer]
     final_norm: Tensor
-    embedding: PackedLinear
-    """The head itself where they are tied."""
+    embedding: PackedLinear  # the head itself where they are tied
     head: PackedLinear
     frequencies: list[tuple[Tensor, float]]
     scalars: Scalars
     activation: Activation
-    first_token: int
-    """Token of the embedding's first row."""
-    is_split: bool
-    """Whether the ranks hold different rows of the embedding."""
+    first_token: int  # token of the embedding's first row
+    is_split: bool  # whether the ranks hold different rows of the embedding
     inputs: PackedInputs | None
 
 
@@ -417,12 +406,10 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
 @dataclass(frozen=True)
 class _Packer:
     library: Any
-    layouts: list[ShardLayout]
-    """Of each kind of heads."""
+    layouts: list[ShardLayout]  # of each kind of heads
     pool: ThreadPoolExecutor
     threads: int
-    names: dict[nn.Module, str]
-    """Of the model's modules."""
+    names: dict[nn.Module, str]  # of the model's modules
 
     def linear(self, pieces: list[Any]) -> PackedLinear:
         return PackedLinear.of(self.library, pieces, self.pool, self.threads)

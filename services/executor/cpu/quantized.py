@@ -14,13 +14,12 @@ from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import E4M3, QuantizedRows
 from services.executor.native.library import RzCodes, RzFormat
 
-PANEL = 32
-"""Outputs that are packed together."""
+PANEL = 32  # outputs that are packed together
+# Codes, a byte each, that a thread reads and packs together: they stay near its caches.
 _CODES_AT_ONCE = 2 << 20
-"""Codes, a byte each, that a thread reads and packs together: they stay near its caches."""
 _WIDEST_GROUP = 512
+# As `decoder.h` numbers them.
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
-"""As `decoder.h` numbers them."""
 _NONE, _MINIMUMS, _ZEROS = 0, 1, 2
 _E4M3, _FLOAT_TABLE = 1, 2
 
@@ -36,8 +35,7 @@ class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
     super_type: int
     minimums: int
     offset: int
-    table: tuple[int, ...]
-    """Integers, or the bits of bf16 values."""
+    table: tuple[int, ...]  # integers, or the bits of bf16 values
     floats: int = 0
 
     def describe(self, permutation: Tensor | None) -> RzFormat:

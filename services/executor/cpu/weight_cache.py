@@ -33,14 +33,11 @@ from shared.model_store import packed
 
 log = structlog.get_logger(__name__)
 
-_SAMPLE = 1 << 16
-"""Bytes of the end of each large file that are looked at."""
-_SMALL = 1 << 26
-"""Bytes up to which a file of JSON is read whole."""
+_SAMPLE = 1 << 16  # bytes of the end of each large file that are looked at
+_SMALL = 1 << 26  # bytes up to which a file of JSON is read whole
+# The packages and files that decide what is in a file of packed weights.
 _CODE = ("cpu", "model", "native", "core/sharding.py")
-"""The packages and files that decide what is in a file of packed weights."""
-_NICENESS = 10
-"""Of the thread that writes: about a tenth of a core beside others that are busy."""
+_NICENESS = 10  # of the thread that writes: about a tenth of a core beside others that are busy
 
 
 class CachedWeights(NamedTuple):
@@ -48,8 +45,7 @@ class CachedWeights(NamedTuple):
 
     facts: ModelFacts
     model: PackedModel
-    streamer: WeightStreamer | None = None
-    """Of what is not in memory; None: all is."""
+    streamer: WeightStreamer | None = None  # of what is not in memory; None: all is
 
 
 class WeightCache:

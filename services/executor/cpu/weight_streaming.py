@@ -30,18 +30,12 @@ from shared.messages import StreamedWeights
 
 log = structlog.get_logger(__name__)
 
-PIECE = 8 << 20
-"""Bytes that are read before it is looked whether they are still of use."""
-_ASKED_AT_ONCE = 128 << 10
-"""Bytes: of a larger request Linux reads no more than a device's read-ahead."""
-_NEAR = 64 << 10
-"""Bytes between two extents that are worth less than a request."""
-_MEASURED_BYTES, _MEASURED_SECONDS = 256 << 20, 0.25
-"""Of the disk's rate, at most."""
-_PATIENCE = 2.0
-"""Seconds for the thread to end."""
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14."""
+PIECE = 8 << 20  # bytes that are read before it is looked whether they are still of use
+_ASKED_AT_ONCE = 128 << 10  # bytes: of a larger request Linux reads no more than a device's read-ahead
+_NEAR = 64 << 10  # bytes between two extents that are worth less than a request
+_MEASURED_BYTES, _MEASURED_SECONDS = 256 << 20, 0.25  # of the disk's rate, at most
+_PATIENCE = 2.0  # seconds for the thread to end
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 
 
 class Extent(NamedTuple):
@@ -58,12 +52,9 @@ class Extent(NamedTuple):
 class LayerExtents(NamedTuple):
     """Where a layer's weights are."""
 
-    dense: list[Extent]
-    """What every row is multiplied with."""
-    routed: list[Extent]
-    """All experts."""
-    chosen: float = 0.0
-    """Share of them that one row is multiplied with."""
+    dense: list[Extent]  # what every row is multiplied with
+    routed: list[Extent]  # all experts
+    chosen: float = 0.0  # share of them that one row is multiplied with
 
     @property
     def ahead(self) -> int:
@@ -84,10 +75,8 @@ class Residency(NamedTuple):
     """Which layers of a rank are streamed, and what it takes, in bytes."""
 
     streamed: tuple[int, ...]
-    memory: int
-    """At most: what stays, the streamed layer that is computed, and the one that is read ahead."""
-    per_step: int
-    """Read from the file for a step of one row."""
+    memory: int  # at most: what stays, the streamed layer that is computed, and the one that is read ahead
+    per_step: int  # read from the file for a step of one row
 
 
 def plan_residency(layers: Sequence[LayerExtents], fixed: int, budget: int) -> Residency:
@@ -158,13 +147,11 @@ class WeightStreamer:
         self._count = count
         self._dense = {number: pieces_of(layer.dense) for number, layer in layers.items()}
         self._every = {number: joined([*layer.dense, *layer.routed]) for number, layer in layers.items()}
-        self._done: dict[int, int] = {}
-        """Of the layers that are held: how many pieces of them have been read."""
+        self._done: dict[int, int] = {}  # of the layers that are held: how many pieces of them have been read
         self._doorbell = os.eventfd(1, os.EFD_CLOEXEC)  # rung: the first step is read ahead as well
-        self.place = RzPlace(0, self._doorbell)
-        """Where the step is: the kernels write it."""
+        self.place = RzPlace(0, self._doorbell)  # where the step is: the kernels write it
+        # Of the step under way: what is read counts, so that a slow disk is not taken for a rank that hangs.
         self.progress = ProgressCounter.unread()
-        """Of the step under way: what is read counts, so that a slow disk is not taken for a rank that hangs."""
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._rounds, self._looked = 0, threading.Condition()

@@ -19,57 +19,47 @@ EXPERTS = {
 class GgufArchitecture:
     """How files hold models of one architecture, and what programs that read them take for granted."""
 
-    name: str
-    """`general.architecture`"""
-    model_type: str = ""
-    """transformers' for the text model; empty: the same name"""
+    name: str  # `general.architecture`
+    model_type: str = ""  # transformers' for the text model; empty: the same name
+    # Served from the file; unpacked as bf16 by transformers' reader; or refused: an encoder.
     weights: Literal["kept", "unpacked", "refused"] = "kept"
-    """Served from the file; unpacked as bf16 by transformers' reader; or refused: an encoder."""
 
-    names_of: str = ""
-    """The architecture whose table in the package `gguf` names the tensors; empty: its own"""
+    names_of: str = ""  # the architecture whose table in the package `gguf` names the tensors; empty: its own
+    # Tensors that the table does not name: the file's name, `{}` for the layer, and the model's
     names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that the table does not name: the file's name, `{}` for the layer, and the model's"""
+    # How names of parameters end that are several tensors of the file side by side, and how theirs would
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
-    """How names of parameters end that are several tensors of the file side by side, and how theirs would"""
+    # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
-    """By pattern of the file's names: what was done to the model's rows or numbers"""
-    follow: tuple[str, ...] = ()
-    """Tensors that follow from the configuration"""
+    follow: tuple[str, ...] = ()  # tensors that follow from the configuration
 
+    # Keys behind the architecture's name that files must have beside the common ones, and config.json's words, empty
+    # for none; None: transformers reads the configuration
     settings: Mapping[str, str] | None = None
-    """Keys behind the architecture's name that files must have beside the common ones, and config.json's words, empty
-    for none; None: transformers reads the configuration"""
+    # Those that they may have; transformers' reader passes over them.
     optional: Mapping[str, str] = field(default_factory=dict)
-    """Those that they may have; transformers' reader passes over them."""
+    # Settings of which a file says nothing, and the setting whose value they have; None: none
     defaults: Mapping[str, str | None] = field(default_factory=dict)
-    """Settings of which a file says nothing, and the setting whose value they have; None: none"""
+    # Settings that all models of the architecture have
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that all models of the architecture have"""
-    needs: tuple[str, ...] = ()
-    """Other keys without which the model cannot be built"""
+    needs: tuple[str, ...] = ()  # other keys without which the model cannot be built
+    # Its byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which.
     splits_by_name: bool = False
-    """Its byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which."""
+    # Layers of Gemma's 27B, which scales queries by the width over the heads; smaller ones by the width of a head
     largest: int = 0
-    """Layers of Gemma's 27B, which scales queries by the width over the heads; smaller ones by the width of a head"""
-    rotates_in_part: bool = False
-    """`rope.dimension_count` may be a part of a head."""
+    rotates_in_part: bool = False  # `rope.dimension_count` may be a part of a head
+    # Types of layers that have rotary positions of their own, which a file says once
     rotations: tuple[str, ...] = ()
-    """Types of layers that have rotary positions of their own, which a file says once"""
-    scales_unpacked: bool = False
-    """transformers reads scaled positions where it unpacks the file."""
+    scales_unpacked: bool = False  # transformers reads scaled positions where it unpacks the file
+    # By a key: the row of files that have it, which hold models of another type
     variants: "Mapping[str, GgufArchitecture]" = field(default_factory=dict)
-    """By a key: the row of files that have it, which hold models of another type"""
 
-    written: tuple[str, ...] = ()
-    """transformers' types of models that are written so"""
+    written: tuple[str, ...] = ()  # transformers' types of models that are written so
+    # Of queries, keys and values, where config.json says attention_bias; else there are none.
     biases: bool = False
-    """Of queries, keys and values, where config.json says attention_bias; else there are none."""
     activations: tuple[str, ...] = ("silu",)
-    windows: int = 0
-    """0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ..."""
-    soft_caps: bool = False
-    """Of scores and logits"""
+    windows: int = 0  # 0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ...
+    soft_caps: bool = False  # of scores and logits
 
     @property
     def kept(self) -> bool:

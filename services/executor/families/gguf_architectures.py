@@ -54,8 +54,8 @@ _ROWS = (
 )
 # fmt: on
 
+# By `general.architecture`; others are unpacked where transformers' reader knows them.
 GGUF = {row.name: row for row in _ROWS}
-"""By `general.architecture`; others are unpacked where transformers' reader knows them."""
 
 
 def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:

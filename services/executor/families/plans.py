@@ -15,62 +15,46 @@ from types import MappingProxyType
 class Style(Enum):
     """What of a module one rank holds."""
 
-    COLUMN = auto()
-    """A span of a linear layer's outputs."""
-    ROW = auto()
-    """A span of a linear layer's inputs; the outputs are summed over the ranks."""
-    ROW_OF_WHOLE = auto()
-    """As ROW, where what it is given is whole on every rank."""
-    GATE_UP = auto()
-    """The same span of two projections whose outputs stand one after the other: [gate | up]."""
-    QUERY = auto()
-    """The outputs of this rank's query heads; of a gate there may be one each."""
-    GATED_QUERY = auto()
-    """As QUERY, with the gate of each head's output behind its query."""
+    COLUMN = auto()  # a span of a linear layer's outputs
+    ROW = auto()  # a span of a linear layer's inputs; the outputs are summed over the ranks
+    ROW_OF_WHOLE = auto()  # as ROW, where what it is given is whole on every rank
+    GATE_UP = auto()  # the same span of two projections whose outputs stand one after the other: [gate | up]
+    QUERY = auto()  # the outputs of this rank's query heads; of a gate there may be one each
+    GATED_QUERY = auto()  # as QUERY, with the gate of each head's output behind its query
+    # What makes keys and values of a latent (`latent.py`): the outputs of this rank's query heads.
     LATENT = auto()
-    """What makes keys and values of a latent (`latent.py`): the outputs of this rank's query heads."""
-    KEY_VALUE = auto()
-    """The outputs of this rank's KV heads."""
-    OUTPUT = auto()
-    """The inputs from this rank's query heads; the outputs are summed over the ranks."""
-    KEYS_VALUES = auto()
-    """Two projections whose outputs stand one after the other: [all k | all v]."""
-    QKV_BLOCKS = auto()
-    """Three projections whose outputs stand one after the other: [all q | all k | all v]."""
+    KEY_VALUE = auto()  # the outputs of this rank's KV heads
+    OUTPUT = auto()  # the inputs from this rank's query heads; the outputs are summed over the ranks
+    KEYS_VALUES = auto()  # two projections whose outputs stand one after the other: [all k | all v]
+    QKV_BLOCKS = auto()  # three projections whose outputs stand one after the other: [all q | all k | all v]
+    # The query heads of a KV head, its key, its value, then the next KV head's: [q0 q1 k0 v0 | q2 ...].
+    #
+    # With as many KV heads as query heads: [q0 k0 v0 | q1 k1 v1 | ...]; with one: [all q | k | v].
     QKV_BY_GROUP = auto()
-    """The query heads of a KV head, its key, its value, then the next KV head's: [q0 q1 k0 v0 | q2 ...].
-
-    With as many KV heads as query heads: [q0 k0 v0 | q1 k1 v1 | ...]; with one: [all q | k | v].
-    """
+    # The first fourth of the heads: [its q | its v | its k], then the second's. A rank holds [q | k | v].
     QVK_BY_FOURTH = auto()
-    """The first fourth of the heads: [its q | its v | its k], then the second's. A rank holds [q | k | v]."""
+    # The outputs of this rank's query heads, where head i and head i + n/2, of n, make one.
     QUERY_PAIRS = auto()
-    """The outputs of this rank's query heads, where head i and head i + n/2, of n, make one."""
     KEY_VALUE_PAIRS = auto()
+    # The second factor of what is added to queries: the outputs of this rank's query heads.
     QUERY_ADAPTER = auto()
-    """The second factor of what is added to queries: the outputs of this rank's query heads."""
     KEY_VALUE_ADAPTER = auto()
-    KEY_VALUE_INPUT = auto()
-    """The inputs from this rank's KV heads; the outputs are summed over the ranks."""
+    KEY_VALUE_INPUT = auto()  # the inputs from this rank's KV heads; the outputs are summed over the ranks
+    # An RMS norm over the values of all query heads at once: the ranks sum their squares.
     QUERY_WIDE_NORM = auto()
-    """An RMS norm over the values of all query heads at once: the ranks sum their squares."""
     KEY_WIDE_NORM = auto()
-    INNER_WIDE_NORM = auto()
-    """An RMS norm over the outputs of a column layer: the ranks sum their squares."""
-    QUERY_HEAD_NORM = auto()
-    """A norm within each query head, with other weights for each head."""
+    INNER_WIDE_NORM = auto()  # an RMS norm over the outputs of a column layer: the ranks sum their squares
+    QUERY_HEAD_NORM = auto()  # a norm within each query head, with other weights for each head
     KEY_HEAD_NORM = auto()
-    QUERY_HEAD_SCALARS = auto()
-    """One number for each query head (attention sinks)."""
+    QUERY_HEAD_SCALARS = auto()  # one number for each query head (attention sinks)
     KEY_HEAD_SCALARS = auto()
+    # All experts on every rank, a span of the inner width of each; the outputs are summed over the ranks.
     EXPERTS = auto()
-    """All experts on every rank, a span of the inner width of each; the outputs are summed over the ranks."""
+    # JetMoe's experts: a span of the inner width of each, or the KV heads of experts that make queries.
     EXPERT_STACKS = auto()
-    """JetMoe's experts: a span of the inner width of each, or the KV heads of experts that make queries."""
-    WHOLE = auto()
-    """All of it on every rank."""
+    WHOLE = auto()  # all of it on every rank
+    # The same, of a linear layer whose weight may be quantized as those that are split are.
     WHOLE_LINEAR = auto()
-    """The same, of a linear layer whose weight may be quantized as those that are split are."""
 
 
 Plan = Mapping[str, Style]
@@ -133,8 +117,7 @@ LATENT: Plan = {
     "kv_a_proj_with_mqa": Style.WHOLE_LINEAR,
     "kv_a_layernorm": Style.WHOLE,
 }
-WHOLE_QUERIES: Plan = {"self_attn.q_proj": Style.QUERY}
-"""Of those that make queries in one product, too."""
+WHOLE_QUERIES: Plan = {"self_attn.q_proj": Style.QUERY}  # of those that make queries in one product, too
 LATENT_DENSE = plan(under("self_attn", LATENT), under("mlp", GATED))
 LATENT_MOE = plan(LATENT_DENSE, under("mlp", EXPERTS), under("mlp.shared_experts", GATED))
 

@@ -8,8 +8,8 @@ from services.executor.families.family import ModelFamily
 LISTS = (dense, early, latent, mixtures, recurrent)
 
 DECODERS = {family.model_type: family for family in chain.from_iterable(one.FAMILIES for one in LISTS)}
+# Models that read a text in both directions: for embeddings and classes.
 ENCODERS = {family.model_type: family for family in encoders.FAMILIES}
-"""Models that read a text in both directions: for embeddings and classes."""
 
 _UNKNOWN = ModelFamily("")
 _ALSO = {other: name for name, family in DECODERS.items() for other in family.also}

@@ -16,8 +16,7 @@ from services.executor.gpu.kernels import low_rank
 from services.executor.gpu.kernels.low_rank import LowRankRows
 from services.executor.model.adapters.files import LowRank
 
-_LEAST_RANK = 16
-"""What ranks are multiples of here."""
+_LEAST_RANK = 16  # what ranks are multiples of here
 
 
 class AdaptedProduct:
@@ -78,8 +77,7 @@ class DecoderAdapters:
 
     def __init__(self) -> None:
         self.products: list[AdaptedProduct] = []
-        self.slots = 0
-        """0: there are no adapters."""
+        self.slots = 0  # 0: there are no adapters
 
     def product(self, names: Sequence[str], outputs: Sequence[int], device: torch.device) -> AdaptedProduct:
         made = AdaptedProduct(names, outputs, device)

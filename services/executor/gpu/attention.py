@@ -17,8 +17,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.step_context import ScoreRule
 from services.executor.platforms.base import sent
 
-CPU_PROCESSORS = 4
-"""What the interpreter pretends to have."""
+CPU_PROCESSORS = 4  # what the interpreter pretends to have
 
 
 def processors_of(device: torch.device) -> int:
@@ -84,25 +83,25 @@ class GpuKernels:
         self._first_seen = first_seen
         self._device = store.device
         self.processors = processors_of(store.device)
+        # By layer: finding out its slopes waits for the device.
         self._scores: dict[int, attention_launch.ScoreOptions] = {}
-        """By layer: finding out its slopes waits for the device."""
         self._layers = [
             attention_launch.AttentionLayer(
                 store.writable(layer), store.codes(layer), store.scales(layer), store.codec(layer)
             )
             for layer in range(store.shape.num_layers)
         ]
+        # The quantized blocks, and which layers they are of.
         self._compressed = [
             (torch.tensor(quantized.layers, dtype=torch.int64, device=store.device), quantized)
             for quantized in store.quantized_layers()
             if not store.shape.pages[quantized.layers[0]].summary
         ]
-        """The quantized blocks, and which layers they are of."""
         summaries = {page: store.shape.summary_of(page) for page in store.shape.choosing}
+        # By the page layer that they are of.
         self._summaries = {
             page: self._layers[summary] for page, summary in summaries.items() if summary is not None
         }
-        """By the page layer that they are of."""
         self._first = torch.zeros(1, dtype=torch.int64, device=store.device)
         store.compressor = self.compress
 

@@ -59,21 +59,16 @@ from services.executor.sampling.candidates import largest_of
 class _Layer:
     """One layer on the device."""
 
-    norms: dict[str, Tensor]
-    """As `LoweredLayer.norms`."""
-    head_norms: tuple[Tensor, Tensor] | None
-    """Of queries and keys."""
+    norms: dict[str, Tensor]  # as `LoweredLayer.norms`
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys
     qkv: Product
     output: Product
-    gate_up: Product | None
-    """Of all rows; beside experts the shared one's, if there is one."""
+    gate_up: Product | None  # of all rows; beside experts the shared one's, if there is one
     down: Product | None
-    adapted: dict[str, AdaptedProduct]
-    """What adapters add to these products, by their names here."""
+    adapted: dict[str, AdaptedProduct]  # what adapters add to these products, by their names here
     experts: Mixture | None
     rotary: int
-    index: int
-    """Among the layers of the KV store."""
+    index: int  # among the layers of the KV store
     rule: ScoreRule
     window: int | None
 
@@ -81,10 +76,9 @@ class _Layer:
 class AuxHiddenStates(NamedTuple):
     """Where a step leaves what a draft head reads of it."""
 
+    # Whose inputs (behind the last one: what the last norm reads); none: what comes behind the last norm.
     layers: Sequence[int]
-    """Whose inputs (behind the last one: what the last norm reads); none: what comes behind the last norm."""
-    into: Tensor
-    """[T, layers * hidden], side by side"""
+    into: Tensor  # [T, layers * hidden], side by side
 
     def take(self, layer: int, states: Tensor) -> None:
         """`states` [T, hidden] are the input of `layer`."""
@@ -103,10 +97,8 @@ class GpuDecoder:
     """Holds a lowered model's weights on the device of its store, and runs step plans; a `model.decoder.Decoder`."""
 
     label = "compute: GPU decoder, sums over the ranks included"
-    first_seen: ClassVar[int] = 0
-    """See `StepContext`."""
-    states_width = 0
-    """Of `StepInputs.states`; 0: there are none."""
+    first_seen: ClassVar[int] = 0  # see `StepContext`
+    states_width = 0  # of `StepInputs.states`; 0: there are none
 
     def __init__(
         self,
@@ -133,8 +125,7 @@ class GpuDecoder:
         self._collectives = collectives
         self._attention = GpuKernels(store, self.first_seen)
         self._q_heads = layout.q_heads.size
-        self.group = layout.q_per_kv
-        """Query heads of each of its KV heads."""
+        self.group = layout.q_per_kv  # query heads of each of its KV heads
         first = layout.output_heads.start - layout.q_heads.start
         width = store.shape.head_dim
         self._output_columns = slice(first * width, (first + layout.output_heads.size) * width)
@@ -151,8 +142,8 @@ class GpuDecoder:
         self._head = make(*weights_of(lowered.head))
         release(lowered.head)
         release(lowered.embedding)
+        # What works at once on the device; 0: keys are never split.
         self.processors = 0 if batch_invariant else self._attention.processors
-        """What works at once on the device; 0: keys are never split."""
 
     def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
         """See `AdapterHolder`."""

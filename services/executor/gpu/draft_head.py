@@ -39,10 +39,9 @@ class GpuHead(GpuDecoder):
         super().__init__(lowered, store, layout, collectives)
         self.states_width = head.hidden
         self._begins = _begin_of(head, lowered)
-        self.taken = head.taken
-        """See `HeadModel.taken`."""
+        self.taken = head.taken  # see `HeadModel.taken`
+        # As `AuxHiddenStates` has them: where its own states are.
         self.made_layers = () if isinstance(head, MtpHead) else (len(lowered.layers),)
-        """As `AuxHiddenStates` has them: where its own states are."""
         self._places = places.places if isinstance(places, ReducedHead) else None
         self._share = places.widths[collectives.rank]
 

@@ -75,8 +75,8 @@ class Mixture:
         return experts.combine(made, routed, self._count, shared, logits)
 
 
+# Adds to the last, [T * K, out] of the rows' experts, the second, [T, K], what is made of the first.
 AddOfPairs = Callable[[Tensor, Tensor, Tensor], None]
-"""Adds to the last, [T * K, out] of the rows' experts, the second, [T, K], what is made of the first."""
 
 
 def _nothing(x: Tensor, chosen: Tensor, made: Tensor) -> None:

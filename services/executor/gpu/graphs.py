@@ -54,8 +54,7 @@ from services.executor.model.lowering import sums_of
 from services.executor.platforms.base import sent
 from shared.errors import reason_of
 
-Work = Callable[[], None]
-"""Launches kernels over tensors that stay where they are, and waits for nothing."""
+Work = Callable[[], None]  # launches kernels over tensors that stay where they are, and waits for nothing
 
 
 class Capture(Protocol):
@@ -87,8 +86,8 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        # Kept: torch before 2.12 does not forget a capture that was spoiled, and asks its graph at allocations.
         self._spoiled: list[torch.cuda.CUDAGraph] = []
-        """Kept: torch before 2.12 does not forget a capture that was spoiled, and asks its graph at allocations."""
 
     def warm_up(self, work: Work) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -137,8 +136,8 @@ class Rerun:
 log = structlog.get_logger(__name__)
 
 _MIB = 1 << 20
+# Bytes that graphs may take where nothing else is said: what is captured first decides, and has some 100 MiB.
 MOST_MEMORY = 1 << 30
-"""Bytes that graphs may take where nothing else is said: what is captured first decides, and has some 100 MiB."""
 
 
 class Shape(NamedTuple):
@@ -146,25 +145,18 @@ class Shape(NamedTuple):
 
     block_size: int
     kv_heads: int
-    group: int
-    """Query heads of a KV head."""
-    processors: int
-    """That work at once on the device; 0: keys are never split among them."""
-    context_length: int
-    """Most tokens of one sequence."""
-    batch_invariant: bool = False
-    """Whether each token is attended to in a tile of its own."""
+    group: int  # query heads of a KV head
+    processors: int  # that work at once on the device; 0: keys are never split among them
+    context_length: int  # most tokens of one sequence
+    batch_invariant: bool = False  # whether each token is attended to in a tile of its own
 
 
 class Computed(NamedTuple):
     """What a replay has left, of R sampled rows: on the device, until the next one."""
 
-    logits: Tensor
-    """[R, share]"""
-    largest: Tensor
-    """[R], of the logits' data type: NaN where a row holds NaN."""
-    tokens: Tensor
-    """int64 [R]: the column of each row's largest logit, the first of those that tie."""
+    logits: Tensor  # [R, share]
+    largest: Tensor  # [R], of the logits' data type: NaN where a row holds NaN
+    tokens: Tensor  # int64 [R]: the column of each row's largest logit, the first of those that tie
 
 
 def ladder(most: int) -> list[int]:
@@ -239,21 +231,20 @@ class StepGraphs:
         self._before = before
         self._ladder = ladder(most_sequences)
         self._graphs: dict[int, Work] = {}
+        # Captured as steps with adapters come; None: it could not be.
         self._with_adapters: dict[int, Work | None] = {}
-        """Captured as steps with adapters come; None: it could not be."""
         self._adapter_slots = torch.full((most_sequences,), -1, dtype=torch.int32, device=before.device)
         self._most_memory = MOST_MEMORY
+        # Layers whose inputs a draft head reads, as `AuxHiddenStates` has them; None: there is none. To be set before
+        # graphs are captured.
         self.tapped_layers: Sequence[int] | None = None
-        """Layers whose inputs a draft head reads, as `AuxHiddenStates` has them; None: there is none. To be set before
-        graphs are captured."""
+        # `StepInputs.states`, of a draft head.
         self._input_states = torch.zeros(
             (most_sequences, layers.states_width), dtype=layers.dtype, device=before.device
         )
-        """`StepInputs.states`, of a draft head."""
-        self._tapped: Tensor | None = None
-        """Of the largest size, as `_results`."""
+        self._tapped: Tensor | None = None  # of the largest size, as `_results`
+        # Of the largest size. Outside the graphs' pool, where the next capture may put something else.
         self._results = Computed(*(torch.empty(0),) * 3)
-        """Of the largest size. Outside the graphs' pool, where the next capture may put something else."""
 
     @property
     def rungs(self) -> list[int]:
@@ -420,10 +411,8 @@ class GraphedDecoder:
         self._device = device
         self._graphs = graphs
         self._tapped_layers: Sequence[int] | None = None
-        self.tapped: Tensor | None = None
-        """[T, width]: what the last step has left, where layers are tapped."""
-        self.input_states: Tensor | None = None
-        """`StepInputs.states` of the steps from now on."""
+        self.tapped: Tensor | None = None  # [T, width]: what the last step has left, where layers are tapped
+        self.input_states: Tensor | None = None  # `StepInputs.states` of the steps from now on
         self.label = inner.label
 
     def tap(self, layers: Sequence[int]) -> None:

@@ -33,14 +33,13 @@ from services.executor.gpu.kernels.tiles import StepTiles, splits_of, tiles_of
 from services.executor.platforms.base import sent
 from services.executor.platforms.catalog import platform_of
 
+# Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do.
 ALIGN = 32
-"""Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do."""
 
-MOST_ALIKE = 1 + MOST_DRAFTS
-"""Rows of one sequence that may be computed as decodes."""
+MOST_ALIKE = 1 + MOST_DRAFTS  # rows of one sequence that may be computed as decodes
+# Keys that a step may read once more so that a graph has place for its rows: some 4 GB of an 8B model's, 1 to 2 ms on
+# an H100, which is less than what launching kernel by kernel takes the host.
 MOST_READ_AGAIN = 1 << 15
-"""Keys that a step may read once more so that a graph has place for its rows: some 4 GB of an 8B model's, 1 to 2 ms on
-an H100, which is less than what launching kernel by kernel takes the host."""
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
@@ -48,45 +47,37 @@ Ints = NDArray[np.int32] | NDArray[np.int64]
 class Round(NamedTuple):
     """Rows that read some blocks only, and are chosen for and attended to together."""
 
-    rows: Tensor | None
-    """int64 [n]: which of the step's; None: all, in their order"""
+    rows: Tensor | None  # int64 [n]: which of the step's; None: all, in their order
     chosen: ChosenRows
-    batch: Batch
-    """Its tables are those that `chosen` leads to."""
+    batch: Batch  # its tables are those that `chosen` leads to
 
 
 class Split(NamedTuple):
     """A step as a layer attends in which some rows read some blocks only."""
 
+    # The other rows, int64 [n], and what attention needs of them; None: there are none.
     dense: tuple[Tensor, Sequence[Batch]] | None
-    """The other rows, int64 [n], and what attention needs of them; None: there are none."""
     rounds: list[Round]
 
 
 class StepInputs(NamedTuple):
     """T tokens of S sequences, R of whose rows are sampled; all tensors int32, on one device."""
 
-    token_ids: Tensor
-    """[T]; -1 - k stands for the token that row k of the step before has sampled."""
-    positions: Tensor
-    """[T]"""
-    slots: Tensor
-    """[T]; -1: a row that only fills up a graph's batch, whose key and value go nowhere"""
-    sample_rows: Tensor
-    """[R]"""
+    token_ids: Tensor  # [T]; -1 - k stands for the token that row k of the step before has sampled
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]; -1: a row that only fills up a graph's batch, whose key and value go nowhere
+    sample_rows: Tensor  # [R]
+    # What attention needs: the decodes, then the prefill chunks; none of the two is empty.
     batches: Sequence[Batch]
-    """What attention needs: the decodes, then the prefill chunks; none of the two is empty."""
+    # int64 [C, 2] (writable block, place among the quantized ones): what the step fills, compressed in each layer
+    # between its writes and its attention. None: nothing, or behind the step, as decodes alone allow.
     compressions: Tensor | None = None
-    """int64 [C, 2] (writable block, place among the quantized ones): what the step fills, compressed in each layer
-    between its writes and its attention. None: nothing, or behind the step, as decodes alone allow."""
-    adapters: Tensor | None = None
-    """[T]: slots of the rows' LoRA adapters, -1 for none; None: no row has one."""
+    adapters: Tensor | None = None  # [T]: slots of the rows' LoRA adapters, -1 for none; None: no row has one
 
+    # How a layer attends in which not every row reads everything (`SparseStep.split`); None: there is none.
     sparse: Callable[[int], Split | None] | None = None
-    """How a layer attends in which not every row reads everything (`SparseStep.split`); None: there is none."""
 
-    states: Tensor | None = None
-    """[T, hidden]: what a draft head reads beside its tokens; None: zeros."""
+    states: Tensor | None = None  # [T, hidden]: what a draft head reads beside its tokens; None: zeros
 
     def of(self, kv_heads: int, group: int) -> Sequence[Batch]:
         """`batches`, which were made for these heads."""
@@ -100,12 +91,10 @@ class StepInputs(NamedTuple):
 class StepPart(NamedTuple):
     """The decodes of a step, or its prefill chunks."""
 
-    tiles: StepTiles
-    """Their sequences are counted over the whole step."""
+    tiles: StepTiles  # their sequences are counted over the whole step
     rows_per_tile: int
     tile_tokens: int
-    longest: int
-    """Of their contexts."""
+    longest: int  # of their contexts
     first_row: int
     num_rows: int
 
@@ -117,14 +106,10 @@ class StepArrays(NamedTuple):
     positions: Ints
     slots: Ints
     sample_rows: Ints
-    table_starts: Ints
-    """[S]"""
-    query_starts: Ints
-    """[S + 1]"""
-    context_lens: Ints
-    """[S]"""
-    tables: Ints
-    """The sequences' blocks, end to end."""
+    table_starts: Ints  # [S]
+    query_starts: Ints  # [S + 1]
+    context_lens: Ints  # [S]
+    tables: Ints  # the sequences' blocks, end to end
     parts: list[StepPart]
 
     def flat(self) -> list[Ints]:
@@ -257,8 +242,7 @@ class InputLimits(NamedTuple):
 
     max_sequences: int
     max_batch_tokens: int
-    blocks_per_context: int
-    """Block table of the longest sequence."""
+    blocks_per_context: int  # block table of the longest sequence
 
     def capacity(self) -> int:
         """Numbers that such a step has, with the room between them."""
@@ -296,8 +280,8 @@ class Staging:
         self.capacity = capacity
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        # When the last copy out of each has ended.
         self._read = [platform_of(device).event() for _ in self._hosts]
-        """When the last copy out of each has ended."""
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._turn = 0
 

@@ -25,10 +25,8 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.platforms.base import sent
 from shared.errors import ConfigurationError, reason_of
 
-PART_BYTES = 16 << 20
-"""Of blocks that are packed at a time, on the device."""
-SEGMENT_BYTES = 256 << 20
-"""Pinned at a time. A power of two: PyTorch rounds pinned memory up to one."""
+PART_BYTES = 16 << 20  # of blocks that are packed at a time, on the device
+SEGMENT_BYTES = 256 << 20  # pinned at a time. A power of two: PyTorch rounds pinned memory up to one
 
 
 class PinnedSlots:
@@ -79,8 +77,7 @@ class DeviceSpill:
         self._block_bytes = block_bytes
         self._device = device
         self._host = PinnedSlots(num_host, block_bytes)
-        self._held: set[int] = set()
-        """Slots of host memory that were saved to."""
+        self._held: set[int] = set()  # slots of host memory that were saved to
         self.disk = DiskSlots(block_bytes, directory) if num_disk else None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -47,21 +47,17 @@ from services.executor.kv_cache.codecs import FP8
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.weight_formats import Quantized
 
-FEW = {torch.float8_e4m3fn: 32, torch.int8: MOST_ROWS}
-"""Rows up to which weights are widened in registers."""
-MULTIPLE = 16
-"""Of the sizes that `_scaled_mm` takes."""
-SCRATCH = 64 << 20
-"""Bytes of widened weights."""
+FEW = {torch.float8_e4m3fn: 32, torch.int8: MOST_ROWS}  # rows up to which weights are widened in registers
+MULTIPLE = 16  # of the sizes that `_scaled_mm` takes
+SCRATCH = 64 << 20  # bytes of widened weights
 
+# Bits of a code: (its lowest, its highest), packed by themselves.
 _PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
-"""Bits of a code: (its lowest, its highest), packed by themselves."""
 _KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_AT_ONCE = 1 << 24
-"""Codes that are packed together."""
+_AT_ONCE = 1 << 24  # codes that are packed together
 
+# (codes [T, in], scales [T], weight codes [out, in], weight scales [out], bias) -> bf16 [T, out]
 Scaled = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(codes [T, in], scales [T], weight codes [out, in], weight scales [out], bias) -> bf16 [T, out]"""
 
 
 def scaled_by_rows(

@@ -28,8 +28,7 @@ from services.executor.platforms.base import DeviceEvent
 from services.executor.platforms.catalog import platform_of
 from services.executor.sampling.candidates import MOST_CANDIDATES
 
-Params = NDArray[np.float64]
-"""[5, R]: temperature (0: greedy), top-k (0: off), top-p, min-p, uniform."""
+Params = NDArray[np.float64]  # [5, R]: temperature (0: greedy), top-k (0: off), top-p, min-p, uniform
 
 
 def params_of(states: Sequence[SamplingState], vocab_size: int) -> Params:
@@ -77,8 +76,8 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._space = sampling.space_for(most_rows, vocab_size, device)
         self._params = torch.zeros(sampling.NUM_PARAMS * most_rows, dtype=torch.float64, device=device)
+        # [most rows]: of the last step, by row; what `resolve` puts into the next.
         self.tokens = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        """[most rows]: of the last step, by row; what `resolve` puts into the next."""
         pinned: dict[str, Any] = {"pin_memory": device.type == "cuda"}
         self._turns = [
             _Turn(

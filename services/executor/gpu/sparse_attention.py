@@ -28,8 +28,8 @@ from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import splits_of
 from services.executor.platforms.base import sent
 
+# Scores and entries of tables, of 4 bytes, that the rows of one round have: memory is bounded whatever a step has.
 ROUND_NUMBERS = 8 << 20
-"""Scores and entries of tables, of 4 bytes, that the rows of one round have: memory is bounded whatever a step has."""
 
 
 class SparseRow(NamedTuple):
@@ -60,12 +60,9 @@ class Layout(NamedTuple):
 
     block_size: int
     kv_heads: int
-    group: int
-    """Query heads of a KV head."""
-    processors: int
-    """As `gpu.graphs.Shape` has them."""
-    alone: bool
-    """Whether each token is attended to in a tile of its own."""
+    group: int  # query heads of a KV head
+    processors: int  # as `gpu.graphs.Shape` has them
+    alone: bool  # whether each token is attended to in a tile of its own
 
 
 class SparseStep:

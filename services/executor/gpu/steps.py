@@ -46,8 +46,7 @@ class SequenceChunk(NamedTuple):
     """Of one sequence."""
 
     tokens: int
-    context: int
-    """Tokens behind it, its own included."""
+    context: int  # tokens behind it, its own included
 
 
 def warmup_chunks(most_tokens: int, context_length: int, group: int) -> list[SequenceChunk]:

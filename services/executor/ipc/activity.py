@@ -16,20 +16,17 @@ from typing import Annotated, Any
 
 from services.executor.ipc.table import map_tables, table
 
-SLOTS = 64
-"""Rings of a host at a time."""
+SLOTS = 64  # rings of a host at a time
 
 
 @table
 class _Slot(ctypes.Structure):
-    interactive: int
-    """Sequences of the lanes interactive and recovery that wait or run."""
+    interactive: int  # sequences of the lanes interactive and recovery that wait or run
 
 
 @table
 class _Page(ctypes.Structure):
-    armed: int
-    """Whether the supervisor is to be told of a request."""
+    armed: int  # whether the supervisor is to be told of a request
     slots: Annotated[Any, _Slot * SLOTS]
 
 

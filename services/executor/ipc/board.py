@@ -49,8 +49,8 @@ _WAITS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 _DECODES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _STEPS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-BOUNDS: tuple[tuple[float, ...], ...] = (_WAITS, _WAITS, _DECODES, _STEPS, _SIZES)
-"""By `BoardKind`."""
+BOUNDS: tuple[tuple[float, ...], ...] = (_WAITS, _WAITS, _DECODES, _STEPS, _SIZES)  # by `BoardKind`
+# Their names and what Prometheus is told of them.
 HISTOGRAMS = {
     BoardKind.QUEUE: ("queue_seconds", "Time from acceptance by the group to admission to the batch."),
     BoardKind.PREFILL: ("prefill_seconds", "Time from admission to the batch to the first token."),
@@ -58,14 +58,13 @@ HISTOGRAMS = {
     BoardKind.STEP: ("step_duration_seconds", "Time that a step takes."),
     BoardKind.BATCH: ("batch_size", "Sequences of a step."),
 }
-"""Their names and what Prometheus is told of them."""
 
 
 @table
 class _Histogram(ctypes.Structure):
     sum: float
+    # Up to each bound from the one before it, and beyond the last.
     counts: Annotated[Any, ctypes.c_int64 * (len(_WAITS) + 1)]
-    """Up to each bound from the one before it, and beyond the last."""
 
 
 class _Load(ctypes.Structure):
@@ -100,16 +99,15 @@ class Totals(ctypes.Structure):
         return {name: getattr(self, name) for name, *_ in self._fields_}
 
 
+# What Prometheus is told of each.
 TOTALS: dict[str, str] = {name: kind.__metadata__[0] for name, kind in Totals.__annotations__.items()}
-"""What Prometheus is told of each."""
 
 
 @table
 class _Header(ctypes.Structure):
     state: int
     loop_beats: int
-    disconnected: int
-    """Whether the leader has no connection to NATS."""
+    disconnected: int  # whether the leader has no connection to NATS
     log_level: int
     log_until: int
     load: Annotated[Any, _Load]
@@ -122,17 +120,14 @@ class _Rank(ctypes.Structure):
     pid: int
     started: int
     finished: int
-    progress: Annotated[Any, ctypes.c_int64 * 1]
-    """An array, since others hold its address."""
+    progress: Annotated[Any, ctypes.c_int64 * 1]  # an array, since others hold its address
     loaded: int
     to_load: int
     traced_steps: int
     traced_ns: int
     communicating_ns: int
-    gpu: Annotated[Any, ctypes.c_uint8 * 16]
-    """UUID of its GPU; zeros: it has none."""
-    packs: int
-    """Whether what it loads is packed for the kernels, for want of what an earlier start has kept."""
+    gpu: Annotated[Any, ctypes.c_uint8 * 16]  # UUID of its GPU; zeros: it has none
+    packs: int  # whether what it loads is packed for the kernels, for want of what an earlier start has kept
 
 
 _RankWords = ctypes.c_int64 * (ctypes.sizeof(_Rank) // 8)
@@ -143,8 +138,8 @@ class RankTime(NamedTuple):
 
     steps: int = 0
     spent: int = 0
+    # Waiting for the other ranks counts. On GPUs an estimate: one operation in some is timed.
     communicating: int = 0
-    """Waiting for the other ranks counts. On GPUs an estimate: one operation in some is timed."""
 
     def since(self, before: "RankTime") -> "RankTime":
         return RankTime(*(now - then for now, then in zip(self, before, strict=True)))
@@ -156,8 +151,7 @@ class Loading(NamedTuple):
     rank: int
     pid: int
     done: int
-    total: int
-    """0: it has not begun."""
+    total: int  # 0: it has not begun
 
 
 class Histogram(NamedTuple):
@@ -171,11 +165,11 @@ class RankBoard:
     def __init__(self, row: _Rank, recorder: RankRecorder) -> None:
         self._row = row
         self.recorder = recorder
+        # Counts the layers computed; on a GPU, the marks that it has passed.
         self.progress: ProgressCounter = ProgressCounter(row.progress)
-        """Counts the layers computed; on a GPU, the marks that it has passed."""
         self._device: DeviceProgress | None = None
+        # Seconds that the collectives have taken so far; a stub has none.
         self.communicated: Callable[[], float] = float
-        """Seconds that the collectives have taken so far; a stub has none."""
         row.pid = os.getpid()
 
     def begin(self, step: int) -> None:

@@ -23,13 +23,10 @@ from shared.messages.debugging import PlanDump, PlanSequenceDump
 if TYPE_CHECKING:
     from services.executor.core.step_plan import StepPlan
 
-STEPS = 64
-"""Steps that are kept of each rank."""
-LINES = 40
-"""Lines of its log that are kept of each rank."""
+STEPS = 64  # steps that are kept of each rank
+LINES = 40  # lines of its log that are kept of each rank
 LINE_BYTES = 480
-PLANS = 32
-"""Plans that are kept."""
+PLANS = 32  # plans that are kept
 _SEQUENCES = 128
 _BLOCKS = 1024
 _NAME_BYTES = 2976
@@ -48,17 +45,13 @@ class CollectiveKind(IntEnum):
 class Collective(ctypes.Structure):
     """What a rank has to do with collectives. Native code writes these words too, in this order."""
 
-    begun: int
-    """How many it has entered, since it started; the last one's number."""
+    begun: int  # how many it has entered, since it started; the last one's number
     finished: int
     kind: int
-    bytes: int
-    """Of this rank's contribution."""
-    since: int
-    """When it entered the last one."""
+    bytes: int  # of this rank's contribution
+    since: int  # when it entered the last one
     busy_ns: int
-    waited_ns: int
-    """Of `busy_ns`; 0 where the collectives do not tell."""
+    waited_ns: int  # of `busy_ns`; 0 where the collectives do not tell
     spare: int
 
     @property
@@ -76,15 +69,11 @@ class StepTimes(ctypes.Structure):
 
     step: int
     began: int
-    sent: int
-    """When the leader had sent the plan to all others."""
-    computed: int
-    """When the leader had the logits."""
+    sent: int  # when the leader had sent the plan to all others
+    computed: int  # when the leader had the logits
     ended: int
-    busy_ns: int
-    """In collectives."""
-    waited_ns: int
-    """Of that, for other ranks."""
+    busy_ns: int  # in collectives
+    waited_ns: int  # of that, for other ranks
 
     @property
     def stages(self) -> tuple[int, int, int]:
@@ -138,8 +127,7 @@ class RankRecorder:
 
     def __init__(self, row: RankRecord) -> None:
         self._row = row
-        self.collective = row.words
-        """For whoever runs the collectives."""
+        self.collective = row.words  # for whoever runs the collectives
         self._times: list[StepTimes] = list(row.times)
         self._at = self._over = self._times[0]
         self._busy = self._waited = 0
@@ -214,11 +202,9 @@ class RankRecorder:
 
 @table
 class _Plan(ctypes.Structure):
-    step: int
-    """0 while the slot is being written."""
+    step: int  # 0 while the slot is being written
     made: int
-    took_ns: int
-    """0 while the step is under way."""
+    took_ns: int  # 0 while the step is under way
     tokens: int
     decodes: int
     sampled: int
@@ -231,8 +217,7 @@ class _Plan(ctypes.Structure):
     snapshot_loads: int
     sequence_count: int
     block_size: int
-    blocks: int
-    """In all block tables."""
+    blocks: int  # in all block tables
     name_bytes: int
     query_lens: Annotated[Any, ctypes.c_int32 * _SEQUENCES]
     context_lens: Annotated[Any, ctypes.c_int32 * _SEQUENCES]

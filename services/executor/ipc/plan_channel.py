@@ -22,8 +22,7 @@ from services.executor.ipc.proofs import MAC_SIZE, MessageMac, challenge, read_e
 from shared.errors import RingLost
 
 _LENGTH = struct.Struct("<I")
-_GREETING_TIMEOUT = 5.0
-"""Seconds for the greeting. Ranks that come meanwhile wait in the listener's queue."""
+_GREETING_TIMEOUT = 5.0  # seconds for the greeting. Ranks that come meanwhile wait in the listener's queue
 
 
 class PlanListener:

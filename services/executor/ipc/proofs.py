@@ -13,8 +13,7 @@ import socket
 import struct
 import time
 
-MAC_SIZE = 16
-"""Bytes of a message's MAC."""
+MAC_SIZE = 16  # bytes of a message's MAC
 NONCE_SIZE = 16
 PROOF_SIZE = 32
 _COUNT = struct.Struct("<Q")

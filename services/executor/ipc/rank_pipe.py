@@ -28,10 +28,9 @@ class RankSpec(msgspec.Struct, frozen=True):
     epoch: int
     board: str
     settings: dict[str, object]
+    # File of the host's page of interactive requests (`HostActivity`), for rank 0; empty: nobody looks at it.
     activity: str = ""
-    """File of the host's page of interactive requests (`HostActivity`), for rank 0; empty: nobody looks at it."""
-    activity_slot: int = 0
-    """The ring's own."""
+    activity_slot: int = 0  # the ring's own
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
@@ -39,31 +38,23 @@ class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
 
     host: str
     plan_port: int
-    secret: str
-    """What a rank shows to be taken for one."""
+    secret: str  # what a rank shows to be taken for one
     store_port: int = 0
-    model_directory: str = ""
-    """Resolved once, by rank 0: a download or conversion happens once per ring."""
+    model_directory: str = ""  # resolved once, by rank 0: a download or conversion happens once per ring
+    # What the ranks map to share memory; empty: they meet in torch's process group, at `store_port`.
     shared_memory: str = ""
-    """What the ranks map to share memory; empty: they meet in torch's process group, at `store_port`."""
-    backend: str = ""
-    """Of that process group."""
-    draft_directory: str = ""
-    """Of the draft model, likewise resolved by rank 0; empty: there is none."""
+    backend: str = ""  # of that process group
+    draft_directory: str = ""  # of the draft model, likewise resolved by rank 0; empty: there is none
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Rank 0: the group takes requests."""
 
     model: str
-    kv_bytes: int = 0
-    """Most bytes that rank 0's KV cache takes."""
-    imports: list[str] = []
-    """Modules that the next ring's ranks will need beyond those of every rank."""
-    kernels: str = ""
-    """What computes (`EngineSpec`)."""
-    streamed: StreamedWeights | None = None
-    """Of rank 0."""
+    kv_bytes: int = 0  # most bytes that rank 0's KV cache takes
+    imports: list[str] = []  # modules that the next ring's ranks will need beyond those of every rank
+    kernels: str = ""  # what computes (`EngineSpec`)
+    streamed: StreamedWeights | None = None  # of rank 0
     traits: GroupTraits | None = None
 
 
@@ -76,10 +67,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     code: str
     message: str
-    missed: bool = False
-    """Whether it ends because another rank is gone."""
-    cause: str = EXTERNAL
-    """As in `supervisor/failure_detection.py`."""
+    missed: bool = False  # whether it ends because another rank is gone
+    cause: str = EXTERNAL  # as in `supervisor/failure_detection.py`
 
 
 class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters"):
@@ -96,34 +85,28 @@ RankEvent = Rendezvous | Ready | Drained | Failed | AdaptersHeld | Requested
 
 
 PREFIX = b"debug "
-DRAIN = b"drain"
-"""With the grace in seconds, or without: as the settings say."""
+DRAIN = b"drain"  # with the grace in seconds, or without: as the settings say
 
 
 class StateQuestion(msgspec.Struct, frozen=True, tag="state"):
-    path: str
-    """Where the answer goes, a `StateAnswer`."""
+    path: str  # where the answer goes, a `StateAnswer`
 
 
 class ProfileQuestion(msgspec.Struct, frozen=True, tag="profile"):
-    path: str
-    """Where the answer goes, a `ProfileSummary`, once the trace is written beside it."""
-    trace: str
-    """Name of that file, in the same directory."""
+    path: str  # where the answer goes, a `ProfileSummary`, once the trace is written beside it
+    trace: str  # name of that file, in the same directory
     steps: int
     seconds: float
     memory: bool
     timeout: float
-    from_step: int
-    """Not before this one."""
+    from_step: int  # not before this one
 
 
 Question = StateQuestion | ProfileQuestion
 
 
 class StateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    stacks: list[StackDump] = []
-    """Of Python's threads, the main one last."""
+    stacks: list[StackDump] = []  # of Python's threads, the main one last
     leader: LeaderDump | None = None
 
 
@@ -140,8 +123,7 @@ def question_of(line: bytes) -> Question:
     return question
 
 
-STACK_SIGNAL = signal.SIGUSR2
-"""Has a rank write its stacks."""
+STACK_SIGNAL = signal.SIGUSR2  # has a rank write its stacks
 
 
 def stack_file(directory: Path, rank: int) -> Path:

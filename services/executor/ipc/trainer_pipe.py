@@ -16,59 +16,46 @@ import msgspec
 
 from shared.messages.training import TrainingJob, TrainingMetrics
 
-EXAMPLES = "examples.msgpack"
-"""In the directory: `TrainingData`."""
-STATE = "state.safetensors"
-"""What an earlier attempt has written; not there: it begins anew."""
+EXAMPLES = "examples.msgpack"  # in the directory: `TrainingData`
+STATE = "state.safetensors"  # what an earlier attempt has written; not there: it begins anew
+# Bytes that a trainer keeps at most, of an unquantized base, from a layer's forward to its backward pass, so as not to
+# compute them again: its host reckons with them.
 KEPT_ACTIVATIONS = 1 << 30
-"""Bytes that a trainer keeps at most, of an unquantized base, from a layer's forward to its backward pass, so as not to
-compute them again: its host reckons with them."""
-PAUSE = b"pause\n"
-"""Write a state and end; the step that is under way is given up, and made again later."""
+PAUSE = b"pause\n"  # write a state and end; the step that is under way is given up, and made again later
+# With the seconds, since its start, for which it was suspended (SIGSTOP): told before it goes on. They count neither
+# as time of its steps nor as time between its states.
 SUSPENDED = b"suspended"
-"""With the seconds, since its start, for which it was suspended (SIGSTOP): told before it goes on. They count neither
-as time of its steps nor as time between its states."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True):
     """What a trainer is told at its start, as one JSON line on its standard input."""
 
-    job: TrainingJob
-    """Its hyperparameters are chosen, none of them is `auto`."""
-    directory: str
-    """For its files."""
+    job: TrainingJob  # its hyperparameters are chosen, none of them is `auto`
+    directory: str  # for its files
     model_directory: str
-    settings: dict[str, object]
-    """Of the executor, for its base (`ExecutorSettings`)."""
-    threads: int
-    """Of its computing: the same for all attempts, or sums would be others."""
+    settings: dict[str, object]  # of the executor, for its base (`ExecutorSettings`)
+    threads: int  # of its computing: the same for all attempts, or sums would be others
     replica: int = 0
-    secret: str = ""
-    """What replicas show to be taken for one."""
-    store: str = ""
-    """`host:port` where the first replica waits for this one."""
+    secret: str = ""  # what replicas show to be taken for one
+    store: str = ""  # `host:port` where the first replica waits for this one
+    # Seconds between two states, at least; larger states are written less often. 0: one after every step.
     state_interval: float = 60.0
-    """Seconds between two states, at least; larger states are written less often. 0: one after every step."""
+    # Which share of the base the process has. Rank 0 is the one that the executor starts, and starts the others.
     rank: int = 0
-    """Which share of the base the process has. Rank 0 is the one that the executor starts, and starts the others."""
-    ranks: int = 1
-    """Of those that rank 0 has started: how many there are with it,"""
-    ring: str = ""
-    """and the memory where they meet."""
+    ranks: int = 1  # of those that rank 0 has started: how many there are with it,
+    ring: str = ""  # and the memory where they meet
 
 
 class Met(msgspec.Struct, frozen=True, tag="met"):
     """Where the first of several replicas waits for the others."""
 
-    address: str
-    """`host:port`"""
+    address: str  # `host:port`
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The base is there, and the state read."""
 
-    step: int
-    """Done already."""
+    step: int  # done already
     steps: int
 
 
@@ -90,8 +77,7 @@ class AdapterWritten(msgspec.Struct, frozen=True, tag="adapter"):
 
     step: int
     directory: str
-    digest: str
-    """As `AdapterRecord` has it."""
+    digest: str  # as `AdapterRecord` has it
     rank: int
     bytes: int
     metrics: TrainingMetrics
@@ -101,8 +87,7 @@ class AdapterWritten(msgspec.Struct, frozen=True, tag="adapter"):
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """All steps are done, and their adapter written before."""
 
-    metrics: str
-    """File in the directory: CSV of all steps, those of earlier attempts too."""
+    metrics: str  # file in the directory: CSV of all steps, those of earlier attempts too
     trained_tokens: int
 
 
@@ -129,8 +114,7 @@ class TrainerPipe:
     def __init__(self, commands: BinaryIO, events_fd: int) -> None:
         self._commands = commands
         self._events_fd = events_fd
-        self.pause = threading.Event()
-        """Is set when a pause is wanted."""
+        self.pause = threading.Event()  # is set when a pause is wanted
         self._suspended = 0.0
 
     def clock(self) -> float:

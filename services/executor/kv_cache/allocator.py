@@ -45,8 +45,7 @@ from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root, state_keys
 from shared.messages.debugging import AllocatorDump, HolderDump
 
-MOST_PINNED = 0.5
-"""Share of a format's blocks that sessions may pin."""
+MOST_PINNED = 0.5  # share of a format's blocks that sessions may pin
 
 
 class OutOfBlocks(Exception):
@@ -75,8 +74,7 @@ class BlockAllocator:
         self._writable = BlockPool(0, num_writable, int(num_writable * MOST_PINNED))
         self._quantized = BlockPool(num_writable, num_quantized, int(num_quantized * MOST_PINNED))
         self._compresses = num_quantized > 0
-        self._full_blocks = self._quantized if num_quantized else self._writable
-        """Full blocks."""
+        self._full_blocks = self._quantized if num_quantized else self._writable  # full blocks
         self._index = PrefixIndex()
         self._pins = PinnedBlocks(session_ttl)
         self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
@@ -84,8 +82,7 @@ class BlockAllocator:
         self._wanted: set[int] = set()
         self._copies = PendingCopies(named=self._tiers.disk_counts[0] > 0)
         self._unlock: list[int] = []
-        self.room_version = 0
-        """Changes whenever there may be more room than before."""
+        self.room_version = 0  # changes whenever there may be more room than before
 
     # --- room ------------------------------------------------------------------------------------
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from shared.errors import ConfigurationError
 
-CACHE_LINE = 64
-"""Where tensors begin in host memory, so that kernels load whole lines."""
+CACHE_LINE = 64  # where tensors begin in host memory, so that kernels load whole lines
+# File systems whose files are no use: they take the memory that is to be spared.
 _IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose files are no use: they take the memory that is to be spared."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -65,8 +64,7 @@ class MappedBlockFile:
             raise
         with contextlib.suppress(OSError):  # it is advice: what lies beside a page is seldom read with it
             self._map.madvise(mmap.MADV_RANDOM)
-        self.content = torch.frombuffer(self._map, dtype=torch.uint8)
-        """uint8 [nbytes]"""
+        self.content = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8 [nbytes]
 
     def drop(self) -> None:
         """Writes what has changed, and has the system forget all pages: they are read anew."""

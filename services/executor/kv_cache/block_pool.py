@@ -232,8 +232,8 @@ class Copies(NamedTuple):
 
     saves: Pairs
     restores: Pairs
+    # What each of `saves` holds (`BlockKey`), where there are slots on disk.
     keys: list[tuple[bytes, bytes, bytes]] = []
-    """What each of `saves` holds (`BlockKey`), where there are slots on disk."""
 
 
 class PendingCopies:

@@ -42,30 +42,24 @@ from services.executor.platforms.catalog import platform_of
 from shared.data_types import BlockDType
 from shared.errors import ConfigurationError
 
-DEFAULT_UTILIZATION = 0.9
-"""Share of a GPU's memory that may be in use once the cache stands."""
+DEFAULT_UTILIZATION = 0.9  # share of a GPU's memory that may be in use once the cache stands
 MIB = 1 << 20
+# cuBLAS (32 MiB per stream and handle on Hopper), split attention, what NCCL takes later, Triton's kernels.
 WORKSPACES = 512 * MIB
-"""cuBLAS (32 MiB per stream and handle on Hopper), split attention, what NCCL takes later, Triton's kernels."""
+# CUDA graphs of a ladder of batch sizes: some 400 nodes each, over one pool of activations.
 GRAPHS = 512 * MIB
-"""CUDA graphs of a ladder of batch sizes: some 400 nodes each, over one pool of activations."""
-FRAGMENTS = 1.5
-"""What PyTorch's allocator reserves for what is allocated, at most."""
+FRAGMENTS = 1.5  # what PyTorch's allocator reserves for what is allocated, at most
 
 
 class StepWidths(NamedTuple):
     """What decides how large a step's tensors are on one rank; in values."""
 
     hidden: int
-    attention: int
-    """Of q, k, v and the attention's output together, this rank's."""
-    intermediate: int
-    """Of the MLP, this rank's; of a mixture's, all experts' that a token meets."""
-    vocab: int
-    """The whole vocabulary."""
+    attention: int  # of q, k, v and the attention's output together, this rank's
+    intermediate: int  # of the MLP, this rank's; of a mixture's, all experts' that a token meets
+    vocab: int  # the whole vocabulary
     ranks: int
-    experts: int = 0
-    """That a token goes to, each of which makes hidden values."""
+    experts: int = 0  # that a token goes to, each of which makes hidden values
 
 
 def widths_of(config: object, ranks: int) -> StepWidths:
@@ -115,33 +109,28 @@ def _number(config: object, name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-DEFAULT_CPU_SHARE = 0.25
-"""Share of the host's free memory that one rank's cache takes unless a budget is set."""
-DEFAULT_SEQUENCES = 64
-"""Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
+DEFAULT_CPU_SHARE = 0.25  # share of the host's free memory that one rank's cache takes unless a budget is set
+DEFAULT_SEQUENCES = 64  # full-length sequences beyond which a CPU cache does not grow unless a budget is set
 _KV_MEMORY, _CONTEXT = "RYZANSTEIN_KV_MEMORY (--kv-memory)", "RYZANSTEIN_CONTEXT_LENGTH (--context-length)"
 _MAPPED = "RYZANSTEIN_KV_MAPPED_MEMORY (--kv-mapped-memory)"
 SPARE_WRITABLE_BLOCKS = 8
+# Slots beside those of running sequences, for snapshots that one step makes and the next one moves to blocks.
 SNAPSHOT_SLOTS = 8
-"""Slots beside those of running sequences, for snapshots that one step makes and the next one moves to blocks."""
-LEAST_SLOTS = 2
-"""One sequence's and one for a snapshot."""
+LEAST_SLOTS = 2  # one sequence's and one for a snapshot
+# Share of the budget that slots may take; where all sequences' would take more, fewer run at once.
 SLOTS_SHARE = 0.5
-"""Share of the budget that slots may take; where all sequences' would take more, fewer run at once."""
+# Sequences whose steps may check as many drafts as settings allow at once, where the model keeps recurrent state: the
+# state behind each draft is a slot.
 DRAFTING_SEQUENCES = 4
-"""Sequences whose steps may check as many drafts as settings allow at once, where the model keeps recurrent state: the
-state behind each draft is a slot."""
-DRAFTS_SHARE = 0.125
-"""Share of the budget that these slots may take."""
+DRAFTS_SHARE = 0.125  # share of the budget that these slots may take
+# Of a model that keeps recurrent state alone: its blocks are as large as this makes them.
 BLOCKS_OF_A_SNAPSHOT = 512
-"""Of a model that keeps recurrent state alone: its blocks are as large as this makes them."""
+# Beyond which a cache does not grow unless a budget is set: the leader keeps some 100 bytes for each. A large GPU has
+# room for more with models below 100 million weights.
 MOST_BLOCKS = 1 << 21
-"""Beyond which a cache does not grow unless a budget is set: the leader keeps some 100 bytes for each. A large GPU has
-room for more with models below 100 million weights."""
+# Of one token's keys or values of one head, in one layer: as many as the GPU's kernels can count.
 MOST_LINES = (1 << 31) - 1
-"""Of one token's keys or values of one head, in one layer: as many as the GPU's kernels can count."""
-COPY_BYTES_PER_STEP = 64 << 20
-"""Bytes that one step restores at most: about ten milliseconds of copying."""
+COPY_BYTES_PER_STEP = 64 << 20  # bytes that one step restores at most: about ten milliseconds of copying
 MOST_COPIES_PER_STEP = 256
 
 
@@ -151,8 +140,7 @@ class BlockCounts(NamedTuple):
     writable: int
     quantized: int
     slots: int = 0
-    draft_slots: int = 0
-    """Further ones, for the states behind drafts."""
+    draft_slots: int = 0  # further ones, for the states behind drafts
 
     @property
     def all_slots(self) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shared.data_types import BlockDType, KvCodec
 
+# So that a row of zeros is no division by zero, and no scale is a denormal number, which some kernels take for 0.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""So that a row of zeros is no division by zero, and no scale is a denormal number, which some kernels take for 0."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,10 @@ class Codec:
     """The one declaration of a codec: bytes, scales and arithmetic follow from it."""
 
     name: KvCodec
+    # By which kernels know it: `native/codec.h`, and CODE in `gpu/kernels/codes.py`; none has 0 there, 3 here.
     number: int
-    """By which kernels know it: `native/codec.h`, and CODE in `gpu/kernels/codes.py`; none has 0 there, 3 here."""
-    dtype: torch.dtype
-    """Of the codes."""
-    limit: float
-    """The largest code."""
+    dtype: torch.dtype  # of the codes
+    limit: float  # the largest code
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(codes [..., n] of `dtype`, scales float32 [...]) of `rows` [..., n] of any floating dtype.
@@ -59,12 +57,12 @@ class Codec:
 
 INT8 = Codec("int8", 1, torch.int8, 127.0)
 FP8 = Codec("fp8", 2, torch.float8_e4m3fn, 448.0)
+# What `--kv-dtype auto` takes: fp8 is read as fast and takes as many bytes, but is coarser (ADR 0009).
 PREFERRED = INT8
-"""What `--kv-dtype auto` takes: fp8 is read as fast and takes as many bytes, but is coarser (ADR 0009)."""
 AS_COMPUTED: BlockDType = "bf16"
 COMPRESSING = (INT8, FP8)
+# None: blocks stay as they are.
 CODECS: dict[BlockDType, Codec | None] = {AS_COMPUTED: None, **{codec.name: codec for codec in COMPRESSING}}
-"""None: blocks stay as they are."""
 
 
 def codecs_of(dtypes: Sequence[BlockDType]) -> tuple[Codec | None, ...]:

@@ -38,8 +38,8 @@ from shared.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
+# Saved blocks that wait to be written; what would be more is lost rather than waited for.
 MOST_WAITING_BYTES = 64 << 20
-"""Saved blocks that wait to be written; what would be more is lost rather than waited for."""
 
 
 class Arriving(Protocol):
@@ -298,8 +298,7 @@ class BlockCopier:
         self._store = store
         self._spill = spill
         self._collectives = collectives
-        self.endpoint: TransferEndpoint | None = None
-        """None: this ring hands nothing over."""
+        self.endpoint: TransferEndpoint | None = None  # None: this ring hands nothing over
 
     def run(self, plan: StepPlan) -> list[int]:
         """Saves, adopts, restores: blocks, and slots whose bytes lie in blocks. Returns the spill slots that some rank

@@ -33,8 +33,7 @@ class SpillTier:
         self._held = PrefixIndex()
         self._order: OrderedDict[int, None] = OrderedDict()
         self._locks: dict[int, int] = {}
-        self.find = self._held.find
-        """The slot that holds a key."""
+        self.find = self._held.find  # the slot that holds a key
         self.knows = self._held.knows
 
     def put(self, key: BlockKey) -> int | None:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 _DIGEST_SIZE = 16
 _SALT_SIZE = 32
+# Bytes of what a block follows: a digest, or a root without salt and adapter; a root with one.
 PARENT_SIZES = (_DIGEST_SIZE, _DIGEST_SIZE + _SALT_SIZE)
-"""Bytes of what a block follows: a digest, or a root without salt and adapter; a root with one."""
 
 
 def root_digest(namespace: str) -> bytes:
@@ -57,8 +57,7 @@ class BlockKey(NamedTuple):
 _STATE = b"state:"
 _MOST_DIGITS = 9
 _CHOICE = b"sparse:"
-CHOICE_SIZE = 16
-"""Bytes of what names a choice of sparse attention (`core/sparse_attention.py`)."""
+CHOICE_SIZE = 16  # bytes of what names a choice of sparse attention (`core/sparse_attention.py`)
 
 
 def with_choice(tokens: bytes, salt: bytes) -> bytes:
@@ -140,8 +139,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, BlockKey] = {}
-        self.blocks = self._keys.keys()
-        """Those that are in it."""
+        self.blocks = self._keys.keys()  # those that are in it
 
     def find(self, key: BlockKey) -> int | None:
         """The block that holds `key`. The tokens are compared: a hash alone is not believed."""

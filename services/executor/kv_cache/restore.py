@@ -25,16 +25,15 @@ from services.executor.kv_cache.store import KvStore
 
 log = structlog.get_logger(__name__)
 
+# Of one block that are read at a time, at least: a disk reads whole blocks one behind the other several times as fast
+# as parts of 64 KiB.
 READ_BYTES = 256 << 10
-"""Of one block that are read at a time, at least: a disk reads whole blocks one behind the other several times as fast
-as parts of 64 KiB."""
+# What is less of a page layer, as scales are, is read with the first of them, of all layers at once.
 SMALL_BYTES = 4096
-"""What is less of a page layer, as scales are, is read with the first of them, of all layers at once."""
 _MOST_ROOMS = os.sysconf("SC_IOV_MAX")
 _ALL = 1 << 62
 
-Part = tuple[int, NDArray[np.uint8]]
-"""See `KvStore.parts_of_pages`."""
+Part = tuple[int, NDArray[np.uint8]]  # see `KvStore.parts_of_pages`
 
 
 class Slots(Protocol):
@@ -167,8 +166,8 @@ class LayeredRestore:
         self._pairs = list(pairs)
         self._pages_of_layers = list(pages_of_layers)
         self._ready = (ctypes.c_int64 * 1)()
+        # Of each pair, once it is over: whether its block could not be brought.
         self.lost = [True] * len(self._pairs)
-        """Of each pair, once it is over: whether its block could not be brought."""
         self._thread = threading.Thread(target=self._run, name="restore KV blocks", daemon=True)
         self._thread.start()
 

@@ -43,13 +43,11 @@ log = structlog.get_logger(__name__)
 HEADER_BYTES = 64
 _MAGIC = b"ryzanstein kv 1\n"
 _CHECK = struct.Struct("<I")
+# Order of writing, checksum of the bytes, lengths of parent and tokens, digest, parent.
 _HEAD = struct.Struct(f"<QIHH16s{max(PARENT_SIZES)}s")
-"""Order of writing, checksum of the bytes, lengths of parent and tokens, digest, parent."""
-_MARK_BYTES = 16
-"""Of a key's tokens, beside tokens and the name of a choice."""
+_MARK_BYTES = 16  # of a key's tokens, beside tokens and the name of a choice
 _RECORDS_PER_READ = 1 << 14
-_SLOTS_PER_SUM = 1 << 12
-"""Of which ranks tell each other at a time."""
+_SLOTS_PER_SUM = 1 << 12  # of which ranks tell each other at a time
 _DIGEST_WORDS = 2
 
 
@@ -58,10 +56,8 @@ class KeptBlock(NamedTuple):
 
     slot: int
     key: BlockKey
-    checksum: int
-    """CRC-32 of its bytes."""
-    order: int
-    """Of writing, from 1 on."""
+    checksum: int  # CRC-32 of its bytes
+    order: int  # of writing, from 1 on
 
 
 class Records:
@@ -104,10 +100,8 @@ class SpillPlace(NamedTuple):
     directory: Path
     rank: int
     world_size: int
-    fingerprint: bytes
-    """32 bytes: of all that a block's bytes depend on, on this rank."""
-    block_size: int
-    """Tokens of a block."""
+    fingerprint: bytes  # 32 bytes: of all that a block's bytes depend on, on this rank
+    block_size: int  # tokens of a block
     block_bytes: int
     num_slots: int
 
@@ -131,8 +125,7 @@ class SpillFile:
 
     def __init__(self, place: SpillPlace, number: int, index: int, blocks: int) -> None:
         self.number = number
-        self.blocks = blocks
-        """Descriptor of the file of bytes: slot s begins at s * block_bytes."""
+        self.blocks = blocks  # descriptor of the file of bytes: slot s begins at s * block_bytes
         self._place = place
         self._index = index
         self._records = Records(place.block_size)

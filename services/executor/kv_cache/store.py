@@ -109,8 +109,8 @@ class QuantizedBlocks:
         return [whole[:, block] for whole in self.wholes()]
 
 
+# Working memory of a compression, about: more blocks are compressed one part after the other.
 _COMPRESS_BYTES = 16 << 20
-"""Working memory of a compression, about: more blocks are compressed one part after the other."""
 
 
 class _Layers(NamedTuple):
@@ -119,8 +119,7 @@ class _Layers(NamedTuple):
     layers: tuple[int, ...]
     pages: Pages
     writable: Tensor
-    rows: Tensor
-    """int64 [parts, 1, heads, 1]: the row of each head and part in a block."""
+    rows: Tensor  # int64 [parts, 1, heads, 1]: the row of each head and part in a block
 
     @classmethod
     def make(
@@ -174,22 +173,22 @@ class KvStore:
         self.num_quantized = num_quantized
         self.device = device
         self._groups, self._quantized = held or self._made()
+        # Of each page layer those that are like it, and which of them it is.
         self._writable = {
             layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)
         }
-        """Of each page layer those that are like it, and which of them it is."""
         self._places = {
             layer: (quantized, at)
             for quantized in self._quantized
             for at, layer in enumerate(quantized.layers)
         }
+        # The sequences' recurrent state; None where the model keeps none.
         self.states = StateStore(shape, num_slots, device) if shape.slot and held is None else None
-        """The sequences' recurrent state; None where the model keeps none."""
+        # Full blocks that a snapshot of a slot takes; more where another rank's takes more.
         self.blocks_per_snapshot = shape.blocks_per_snapshot if shape.slot else 0
-        """Full blocks that a snapshot of a slot takes; more where another rank's takes more."""
         self._scratch = torch.empty(0, dtype=shape.dtype, device=device)
+        # Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does.
         self.compressor: Callable[[NDArray[np.int32]], None] | None = None
-        """Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does."""
 
     def _made(self) -> tuple[list[_Layers], list[QuantizedBlocks]]:
         groups, quantized, shape = [], [], self.shape

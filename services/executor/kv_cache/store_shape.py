@@ -15,8 +15,7 @@ from services.executor.kv_cache.block_memory import CACHE_LINE
 from services.executor.kv_cache.codecs import Codec
 from shared.errors import ConfigurationError
 
-FORMAT_VERSION = 1
-"""Of the bytes of a block: a release that lays them out in another way raises it."""
+FORMAT_VERSION = 1  # of the bytes of a block: a release that lays them out in another way raises it
 
 
 @dataclass(frozen=True)
@@ -25,16 +24,15 @@ class StoreShape:
 
     block_size: int
     dtype: torch.dtype
-    pages: tuple[Pages, ...]
-    """Of each page layer."""
+    pages: tuple[Pages, ...]  # of each page layer
+    # How each page layer compresses its quantized blocks, None: not; empty: none does.
     codecs: tuple[Codec | None, ...] = ()
-    """How each page layer compresses its quantized blocks, None: not; empty: none does."""
+    # What a sequence's slot holds, layer by layer; empty: the model keeps no recurrent state.
     slot: tuple[tuple[StateTensor, ...], ...] = ()
-    """What a sequence's slot holds, layer by layer; empty: the model keeps no recurrent state."""
+    # Page layers of which a request may choose what is read (`core/sparse_attention.py`).
     choosing: tuple[int, ...] = ()
-    """Page layers of which a request may choose what is read (`core/sparse_attention.py`)."""
+    # Whether full blocks lie in a mapped file, all but their scales and summaries (`block_memory.py`).
     is_mapped: bool = False
-    """Whether full blocks lie in a mapped file, all but their scales and summaries (`block_memory.py`)."""
 
     def __post_init__(self) -> None:
         if len(self.codecs) not in (0, self.num_layers):

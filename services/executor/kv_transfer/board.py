@@ -23,29 +23,22 @@ _HALF = 32
 class HandoverTotals(ctypes.Structure):
     """Since the ring started."""
 
-    sent: int
-    """Blocks; one block is counted once, not once per rank."""
+    sent: int  # blocks; one block is counted once, not once per rank
     received: int
     failed: int
     seconds: float
-    count: int
-    """Hand-overs, given and taken, that have ended."""
+    count: int  # hand-overs, given and taken, that have ended
 
 
 @table
 class _Rank(ctypes.Structure):
-    listening: int
-    """At which port; 0: it cannot."""
-    landed: int
-    """Blocks received, from the first without a gap."""
-    sent: int
-    """Blocks that the other side has acknowledged, from the first without a gap."""
-    ended: int
-    """1: the rank reads the blocks it sends no more; 2: and not all have been acknowledged."""
+    listening: int  # at which port; 0: it cannot
+    landed: int  # blocks received, from the first without a gap
+    sent: int  # blocks that the other side has acknowledged, from the first without a gap
+    ended: int  # 1: the rank reads the blocks it sends no more; 2: and not all have been acknowledged
 
 
-Field = Literal["listening", "landed", "sent", "ended"]
-"""Of one rank."""
+Field = Literal["listening", "landed", "sent", "ended"]  # of one rank
 
 
 class RankReport:
@@ -92,13 +85,10 @@ class OwnRing(NamedTuple):
     group: str
     epoch: int
     model: str
-    format: str
-    """Of its blocks: rings of one format can give them to each other."""
-    host: str
-    """Where its ranks listen."""
+    format: str  # of its blocks: rings of one format can give them to each other
+    host: str  # where its ranks listen
     block_size: int
-    block_bytes: int
-    """Of a full block on one rank."""
+    block_bytes: int  # of a full block on one rank
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
@@ -114,11 +104,9 @@ class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
 
     batch: int
     key: bytes
-    addresses: list[tuple[str, int]]
-    """`(host, port)` per rank."""
+    addresses: list[tuple[str, int]]  # `(host, port)` per rank
     blocks: list[int]
-    within: float
-    """Seconds after which what has not been acknowledged is given up."""
+    within: float  # seconds after which what has not been acknowledged is given up
 
 
 class StopReceiving(msgspec.Struct, frozen=True, array_like=True, tag="stop-receiving"):
@@ -142,8 +130,7 @@ def decode_command(payload: bytes) -> Command:
     return _decoder.decode(payload)
 
 
-POLL = 0.003
-"""Seconds between two looks."""
+POLL = 0.003  # seconds between two looks
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:

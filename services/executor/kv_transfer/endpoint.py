@@ -45,13 +45,10 @@ from services.executor.kv_transfer.board import (
 log = structlog.get_logger(__name__)
 
 MAGIC = b"RZKV0001"
-WINDOW = 32
-"""Blocks on their way without an acknowledgement."""
-IDLE_TIMEOUT = 5.0
-"""Seconds without a byte after which a connection is given up."""
+WINDOW = 32  # blocks on their way without an acknowledgement
+IDLE_TIMEOUT = 5.0  # seconds without a byte after which a connection is given up
 GREETING_TIMEOUT = 2.0
-MOST_DAMAGED = 16
-"""Damaged blocks of one batch, after which it is given up: the line is of no use."""
+MOST_DAMAGED = 16  # damaged blocks of one batch, after which it is given up: the line is of no use
 RETRY_PAUSE = 0.05
 _COUNT = struct.Struct("<I")
 _FRAME = struct.Struct("<III")
@@ -90,8 +87,7 @@ class BatchSender:
         self._acknowledged = acknowledged
         self._stopped = stopped
         self._give_up = 0.0
-        self.done = 0
-        """Blocks that have arrived, from the first without a gap."""
+        self.done = 0  # blocks that have arrived, from the first without a gap
         self.connections = 0
 
     def run(self, within: float) -> None:
@@ -214,10 +210,9 @@ class BatchReceiver:
         connection.sendall(_ANSWER.pack(_AGAIN, self._next))
 
 
-ACCEPT_TURN = 0.2
-"""Seconds after which a thread that waits for a connection looks whether it should end."""
+ACCEPT_TURN = 0.2  # seconds after which a thread that waits for a connection looks whether it should end
+# Connections at a time that have not shown yet that they have the batch's key; one more is closed at once.
 MAX_UNPROVEN = 32
-"""Connections at a time that have not shown yet that they have the batch's key; one more is closed at once."""
 ENDED, FAILED = 1, 2
 
 
@@ -239,8 +234,7 @@ class RankEndpoint:
         self._rank = rank
         self._address = (host, base_port + rank if base_port else 0)
         self._listener: _Listener | None = None
-        self._receiving = threading.Event()
-        """Set: the batch is over, for what the threads do for it."""
+        self._receiving = threading.Event()  # set: the batch is over, for what the threads do for it
         self._sending = threading.Event()
         self._receiver: BatchReceiver | None = None
 

@@ -29,8 +29,7 @@ from services.executor.core.step_plan import to_bytes
 from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.prefix_index import BlockKey, block_digest, is_root
 
-MOST_BLOCKS = 256
-"""Of one batch."""
+MOST_BLOCKS = 256  # of one batch
 
 
 class Exchange:
@@ -77,12 +76,10 @@ class Exchange:
 
 
 class Offered(NamedTuple):
-    parent: bytes
-    """Digest of the block before it, or the root of its chain."""
+    parent: bytes  # digest of the block before it, or the root of its chain
     tokens: bytes
     session: str
-    last_used: float
-    """Of the session, by this ring's steady clock."""
+    last_used: float  # of the session, by this ring's steady clock
 
 
 class SessionBlock(NamedTuple):
@@ -91,8 +88,7 @@ class SessionBlock(NamedTuple):
     block: int
     key: BlockKey
     session: str
-    last_used: float
-    """Of the session, by the steady clock of the ring that this is."""
+    last_used: float  # of the session, by the steady clock of the ring that this is
 
 
 class Arrivals:
@@ -109,13 +105,10 @@ class Arrivals:
         self._per_plan = per_plan
         self._offered: list[bytes] = []
         self._wanted: list[SessionBlock] = []
-        self._next = 0
-        """The first of `_wanted` that no plan has brought yet."""
+        self._next = 0  # the first of `_wanted` that no plan has brought yet
         self._landed = 0
-        self._adopted: list[SessionBlock] = []
-        """In the plan under way."""
-        self.received = 0
-        """Blocks taken over in all."""
+        self._adopted: list[SessionBlock] = []  # in the plan under way
+        self.received = 0  # blocks taken over in all
 
     def begin(self, offered: Sequence[Offered], room: int) -> list[int]:
         """Reserves blocks, `room` at most, for what is worth having: what is not here yet, and of which the whole
@@ -201,15 +194,13 @@ class Departures:
     def __init__(self, allocator: BlockAllocator, root: bytes) -> None:
         self._allocator = allocator
         self._root = root
+        # Digests by peer: what it has been offered, and has taken, had, or cannot use.
         self._offered: dict[str, set[bytes]] = {}
-        """Digests by peer: what it has been offered, and has taken, had, or cannot use."""
+        # (peer, session) of whose blocks all have been offered: when the session had been used last.
         self._done: dict[tuple[str, str], float] = {}
-        """(peer, session) of whose blocks all have been offered: when the session had been used last."""
         self._shared: list[SessionBlock] = []
-        self.batches = 0
-        """Sent so far, by number."""
-        self.crowded = False
-        """Whether running sequences need the blocks that are shared."""
+        self.batches = 0  # sent so far, by number
+        self.crowded = False  # whether running sequences need the blocks that are shared
 
     def restart(self) -> None:
         """The ring leaves, once more where it has stayed before: everything may be offered to everybody again."""

@@ -30,8 +30,7 @@ log = structlog.get_logger(__name__)
 
 LISTEN_TIMEOUT = 5.0
 ADOPT_TIMEOUT = 5.0
-QUIET_TIMEOUT = 6.0
-"""Seconds without a block, or a word, after which a leaving ring is taken for lost."""
+QUIET_TIMEOUT = 6.0  # seconds without a block, or a word, after which a leaving ring is taken for lost
 
 
 class HandoverReceiver:
@@ -54,12 +53,9 @@ class HandoverReceiver:
         self._source: tuple[str, int] | None = None
         self._began = self._heard = 0.0
         self._batch = 0
-        self._wanted = 0
-        """Blocks of the batch."""
-        self._counted = 0
-        """Of `Arrivals.received`."""
-        self._blocks = 0
-        """From this source."""
+        self._wanted = 0  # blocks of the batch
+        self._counted = 0  # of `Arrivals.received`
+        self._blocks = 0  # from this source
         self._watching: asyncio.Task[None] | None = None
 
     async def answer(self, message: HandoverMessage, refusal: str = "") -> HandoverReply:

@@ -50,8 +50,7 @@ class TransferPeer:
     def __init__(self, record: GroupRecord) -> None:
         self.group = record.group
         self.epoch = record.epoch
-        self.room = record.load.free_blocks
-        """Blocks, less those of the sessions assigned to it."""
+        self.room = record.load.free_blocks  # blocks, less those of the sessions assigned to it
 
 
 def peers_of(records: Iterable[GroupRecord], model: str, group: str) -> dict[str, TransferPeer]:
@@ -96,8 +95,7 @@ class Homes:
         self.peers.pop(group, None)
 
 
-AT_A_TIME = 64
-"""Sessions that are asked for, or moved, at once."""
+AT_A_TIME = 64  # sessions that are asked for, or moved, at once
 
 
 class PinMover:
@@ -110,8 +108,8 @@ class PinMover:
         self._group = group
         self._ttl = ttl
         self._bucket: Bucket[SessionPin] | None = None
+        # Whether the broker has not answered: it is not waited for again, since the ring has little time.
         self._away = False
-        """Whether the broker has not answered: it is not waited for again, since the ring has little time."""
 
     async def groups(self, sessions: Sequence[str]) -> list[str]:
         """Where each is pinned to; empty: nowhere, as far as can be told."""
@@ -158,14 +156,12 @@ class PinMover:
 
 
 OFFER_TIMEOUT = 8.0
-LAST_TIMEOUT = 2.0
-"""Seconds for an answer once the time is over."""
+LAST_TIMEOUT = 2.0  # seconds for an answer once the time is over
 PEER_PAUSE = 0.1
 BATCH_TIMEOUT = 30.0
+# Of one batch and rank: what the peer keeps in memory until its plans bring it into its cache.
 MOST_BYTES = 64 << 20
-"""Of one batch and rank: what the peer keeps in memory until its plans bring it into its cache."""
-MOST_OFFER_BYTES = 256 << 10
-"""Of tokens in one offer: NATS takes a megabyte in a message."""
+MOST_OFFER_BYTES = 256 << 10  # of tokens in one offer: NATS takes a megabyte in a message
 
 
 class HandoverSender:
@@ -189,16 +185,13 @@ class HandoverSender:
         self._most = max(1, min(MOST_BLOCKS, MOST_BYTES // ring.block_bytes, offered))
         self._wake = wake
         self._homes = Homes({})
-        self._batch = 0
-        """The one that is being sent."""
+        self._batch = 0  # the one that is being sent
         self._stopping = False
         self._finished: Callable[[], bool] = lambda: False
         self._timeout = 0.0
         self._give_up = float("inf")
-        self._begun: set[str] = set()
-        """Peers that have taken an offer."""
-        self.sent = 0
-        """Blocks."""
+        self._begun: set[str] = set()  # peers that have taken an offer
+        self.sent = 0  # blocks
 
     def stop(self) -> None:
         self._stopping = True

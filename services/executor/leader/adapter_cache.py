@@ -20,8 +20,7 @@ from typing import NamedTuple
 from shared.errors import StorageFull
 from shared.messages.registry import is_digest
 
-_ABANDONED = 3600.0
-"""Seconds after which nobody writes to a directory any more."""
+_ABANDONED = 3600.0  # seconds after which nobody writes to a directory any more
 
 
 class _Entry(NamedTuple):

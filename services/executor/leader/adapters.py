@@ -29,8 +29,7 @@ from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
-AT_ONCE = 4
-"""Adapters that are fetched at a time for requests; one more in the background."""
+AT_ONCE = 4  # adapters that are fetched at a time for requests; one more in the background
 
 
 class Adapters:

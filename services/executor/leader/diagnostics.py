@@ -27,10 +27,10 @@ from shared.messages.debugging import LeaderDump, QueuedDump
 
 log = structlog.get_logger(__name__)
 
+# Seconds that the event loop has to tell of itself; then another thread reads what it finds.
 LOOP_ANSWER = 0.25
-"""Seconds that the event loop has to tell of itself; then another thread reads what it finds."""
+# Seconds after the leader's own end of a step by which the other ranks have noted theirs, if they ever do.
 RANKS_END = 0.1
-"""Seconds after the leader's own end of a step by which the other ranks have noted theirs, if they ever do."""
 
 
 class LeaderDebug:
@@ -166,8 +166,7 @@ def _of_rank(rank: int, times: StepTimes, leader: StepTimes | None) -> dict[str,
     }
 
 
-MOST_QUEUED = 256
-"""Requests that are listed; `counts` has all."""
+MOST_QUEUED = 256  # requests that are listed; `counts` has all
 MOST_HOLDERS = 10
 
 

@@ -23,10 +23,9 @@ from services.executor.scheduler.batcher import Entries
 from shared import limits
 from shared.messages import GenerationRequest, TokenEntry
 
-FRAME_INTERVAL = 0.002
-"""Seconds between two frames, at least: the longest that a token may wait here."""
+FRAME_INTERVAL = 0.002  # seconds between two frames, at least: the longest that a token may wait here
+# Vectors and log probabilities of prompts that one frame holds: a message of NATS has 1 MiB by default.
 FRAME_BYTES = 256 << 10
-"""Vectors and log probabilities of prompts that one frame holds: a message of NATS has 1 MiB by default."""
 
 
 class Gathering:
@@ -34,8 +33,8 @@ class Gathering:
 
     def __init__(self) -> None:
         self._entries: Entries = {}
+        # Of consumers with entries of more than one step: where each generation's last entry stands in the list.
         self._last: dict[str, dict[str, int]] = {}
-        """Of consumers with entries of more than one step: where each generation's last entry stands in the list."""
         self._taken_at = float("-inf")
 
     def __bool__(self) -> bool:

@@ -126,11 +126,11 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
         )
 
 
+# Seconds between two beats of the event loop, or half the time between two heartbeats where that is longer.
 LOOP_BEAT = 0.5
-"""Seconds between two beats of the event loop, or half the time between two heartbeats where that is longer."""
+# Seconds between two times that the load is put on the board while steps follow each other: heartbeats and metrics,
+# which read it there, come seldom.
 LOAD_INTERVAL = 0.05
-"""Seconds between two times that the load is put on the board while steps follow each other: heartbeats and metrics,
-which read it there, come seldom."""
 
 
 class Leader:
@@ -156,8 +156,7 @@ class Leader:
         self._handed_back = False
         self._drain_by = 0.0
         self._load_version = 0
-        self._reported_at = float("-inf")
-        """When the load was last put on the board; monotonic seconds."""
+        self._reported_at = float("-inf")  # when the load was last put on the board; monotonic seconds
         self._recent = RecentFrames()
         self._gathering = Gathering()
         self._fingerprint = ""
@@ -168,8 +167,7 @@ class Leader:
         self._republishing: asyncio.Task[None] | None = None
         self._told_adapters: list[str] = []
         self._activity = HostActivity(Path(spec.activity)) if spec.activity else None
-        self._interactive = 0
-        """What the page of the host's activity says."""
+        self._interactive = 0  # what the page of the host's activity says
 
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""

@@ -45,15 +45,13 @@ from services.executor.structured_output import GrammarWork
 
 log = structlog.get_logger(__name__)
 
-HALF_LIFE = 32
-"""Steps."""
+HALF_LIFE = 32  # steps
 _KEEP = 0.5 ** (1 / HALF_LIFE)
 OUTLIER = 4.0
+# Steps of a kind, since the ring last rested, before its speed is told: what one of them says may be chance, and
+# a ring that chance has made look slow would not be given the work that shows it.
 ENOUGH = 8
-"""Steps of a kind, since the ring last rested, before its speed is told: what one of them says may be chance, and
-a ring that chance has made look slow would not be given the work that shows it."""
-FASTEST = 1e9
-"""Prompt tokens per second that are told at most: an engine that computes nothing has no speed."""
+FASTEST = 1e9  # prompt tokens per second that are told at most: an engine that computes nothing has no speed
 
 
 class Throughput:
@@ -111,22 +109,19 @@ class Throughput:
         return self._seconds / self._steps if self._steps else 0.0
 
 
+# Errors that some sequences end with, or are computed again after; others end the ring.
 OF_ROWS = (BadLogits, GrammarFailed, RestoreFailed)
-"""Errors that some sequences end with, or are computed again after; others end the ring."""
 
 
 class _InFlightStep:
     def __init__(self, plan: StepPlan, rows: list[SampledRow], traced: bool) -> None:
         self.plan, self.rows, self.traced = plan, rows, traced
-        self.measured = True
-        """Whether its time says how fast the ring is."""
+        self.measured = True  # whether its time says how fast the ring is
         self.began = time.perf_counter_ns()
-        self.masks = 0.0
-        """Seconds spent on beginning masks."""
-        self.drafting = 0
-        """Nanoseconds that the round before it has taken."""
+        self.masks = 0.0  # seconds spent on beginning masks
+        self.drafting = 0  # nanoseconds that the round before it has taken
+        # None: nothing has been launched, it is to be executed as one.
         self.launched: Future[Launched] | None = None
-        """None: nothing has been launched, it is to be executed as one."""
 
 
 class EngineLoop:
@@ -153,14 +148,11 @@ class EngineLoop:
         self._attempts = attempts
         self._board = board
         self._debug = debug
-        self.lookahead = lookahead
-        """Whether steps may be launched ahead."""
+        self.lookahead = lookahead  # whether steps may be launched ahead
         self._meanwhile = meanwhile
         self._flights: deque[_InFlightStep] = deque()
-        self._over = 0
-        """When the last step was over; nanoseconds."""
-        self._drafting = 0
-        """What the round before the next step has taken; nanoseconds."""
+        self._over = 0  # when the last step was over; nanoseconds
+        self._drafting = 0  # what the round before the next step has taken; nanoseconds
         self.throughput = Throughput()
 
     @property

@@ -26,8 +26,7 @@ from shared.messages import GenerationRequest, Refusal, TokenEntry
 from shared.sparse_attention import to_argument
 from shared.tracing import NONE, Attributes, Span, Value
 
-MOST_CHUNKS = 64
-"""Events of one prompt."""
+MOST_CHUNKS = 64  # events of one prompt
 
 
 class _Attempt:
@@ -140,15 +139,12 @@ class _Attempt:
 
 
 class _TracedStep(NamedTuple):
-    chunks: list[tuple[ScheduledTokens, bool]]
-    """Of traced attempts, and whether they give a token."""
-    began: int
-    """When it was sent; unix nanoseconds."""
+    chunks: list[tuple[ScheduledTokens, bool]]  # of traced attempts, and whether they give a token
+    began: int  # when it was sent; unix nanoseconds
     width: int
 
 
-REMEMBERED = 16384
-"""Requests whose ids are known, at most."""
+REMEMBERED = 16384  # requests whose ids are known, at most
 
 log = structlog.get_logger(__name__)
 
@@ -167,13 +163,10 @@ class Attempts:
         self._group = group
         self._epoch = epoch
         self._times = times
-        self._request_ids: dict[str, str] = {}
-        """By generation: entries name that alone."""
-        self._live: dict[str, _Attempt] = {}
-        """Those that are traced."""
+        self._request_ids: dict[str, str] = {}  # by generation: entries name that alone
+        self._live: dict[str, _Attempt] = {}  # those that are traced
         self._steps: deque[_TracedStep] = deque()
-        self._over = 0
-        """When the last step was over; unix nanoseconds."""
+        self._over = 0  # when the last step was over; unix nanoseconds
 
     def on_accepted(self, request: GenerationRequest, refusal: Refusal | None, *, repeated: bool) -> None:
         """`request` was accepted, unless there is a `refusal`; `repeated`: the ring had it before."""

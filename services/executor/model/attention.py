@@ -31,20 +31,18 @@ from services.executor.model.step_context import (
 )
 from shared.errors import ModelLoadError
 
+# No mask function goes by this name, so transformers builds no mask; causality is the matter of this file.
 ATTENTION_NAME = "ryzanstein_paged"
-"""No mask function goes by this name, so transformers builds no mask; causality is the matter of this file."""
 
+# Where an attention module that does not pass on how far back it sees has it (`Reach`).
 WINDOW_ATTRIBUTE = "window_of_mask"
-"""Where an attention module that does not pass on how far back it sees has it (`Reach`)."""
 
-PAGE_ATTRIBUTE = "page"
-"""Where an attention module whose page layer is not its own index has it."""
+PAGE_ATTRIBUTE = "page"  # where an attention module whose page layer is not its own index has it
 
+# What an attention module has whose queries are scaled by position: int64 [T] positions -> [T].
 SCALES_ATTRIBUTE = "query_scales"
-"""What an attention module has whose queries are scaled by position: int64 [T] positions -> [T]."""
 
-READS_ATTRIBUTE = "reads_only"
-"""What an attention module has that reads what another layer has stored."""
+READS_ATTRIBUTE = "reads_only"  # what an attention module has that reads what another layer has stored
 
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 

@@ -16,13 +16,11 @@ from shared.errors import ModelLoadError
 from shared.messages import ModelCard
 from shared.models import GGUF, linked_gguf
 
-_SAMPLE = 1 << 16
-"""Bytes of the end of each weights file that are looked at, beside its name and size."""
+_SAMPLE = 1 << 16  # bytes of the end of each weights file that are looked at, beside its name and size
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_LONGEST_NAME = 64
-"""Characters of an architecture or a method that others are told."""
+_LONGEST_NAME = 64  # characters of an architecture or a method that others are told
+# Names of GGUF files end with how they are quantized.
 _GGUF_NAME = re.compile(r"[-.](I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
-"""Names of GGUF files end with how they are quantized."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -21,11 +21,11 @@ from shared.errors import ModelLoadError
 class Unsupported:
     """Architectures that are not served for one reason."""
 
-    because: str
-    """Ends the sentence "its architecture ..."."""
+    because: str  # ends the sentence "its architecture ..."
     model_types: list[str]
 
 
+# Models that take more than text, of which the text model is served: images and sound are refused.
 TEXT_ALONE = frozenset(
     {
         "aria",
@@ -52,7 +52,7 @@ TEXT_ALONE = frozenset(
         "qwen4_exp",
     }
 )
-"""Models that take more than text, of which the text model is served: images and sound are refused."""
+# All other types of transformers' causal language models, each once.
 REFUSED: tuple[Unsupported, ...] = (
     Unsupported("adds what its query gives to the distance of the key to each score, behind convolutions", [
         "inkling2_text", "inkling_text"
@@ -80,7 +80,6 @@ REFUSED: tuple[Unsupported, ...] = (
         "hrm_text"
     ]),
 )  # fmt: skip
-"""All other types of transformers' causal language models, each once."""
 
 
 def is_encoder(described: Mapping[str, Any]) -> bool:
@@ -101,19 +100,19 @@ def refusal_of(model_type: str) -> str | None:
 
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Tokens of a sequence of theirs: they have no limit of their own, and blocks to count tokens by are set aside.
 _LONGEST_STATE = 1 << 17
-"""Tokens of a sequence of theirs: they have no limit of their own, and blocks to count tokens by are set aside."""
+# What configurations call the most tokens of one sequence, the commonest first (BLOOM: seq_length).
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len")
-"""What configurations call the most tokens of one sequence, the commonest first (BLOOM: seq_length)."""
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
+# Sizes of which a model is built before its weights are looked at, in the words of config.json and of GGUF files.
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "block_count"), 4096),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "expert_count"), 1 << 16),
     **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "embedding_length", "key_length"), 1 << 20),
 }
-"""Sizes of which a model is built before its weights are looked at, in the words of config.json and of GGUF files."""
 
 
 def check_sizes(settings: Mapping[str, Any]) -> None:
@@ -147,8 +146,7 @@ def check_text_served(config: Any) -> None:
         )
 
 
-_LIKE = 0.75
-"""How alike names are that are worth naming, from 0 to 1; of one family they begin alike."""
+_LIKE = 0.75  # how alike names are that are worth naming, from 0 to 1; of one family they begin alike
 
 
 def nearest(model_type: str) -> str:

@@ -21,8 +21,8 @@ from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import BlockChoice, PrefillChunk, StepContext
 from shared.errors import ModelLoadError
 
+# Scores of the rows that are scored at once: memory is bounded whatever the context is.
 _MOST_BYTES = 32 << 20
-"""Scores of the rows that are scored at once: memory is bounded whatever the context is."""
 
 
 def choose_blocks(attention: Any, place: StatePlace) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from shared.errors import ModelLoadError
 
-_SHOWN = 20
-"""Characters of a wrong value that an error shows."""
+_SHOWN = 20  # characters of a wrong value that an error shows
 _HEADS, _WIDTH, _KERNEL = 1 << 16, 1 << 20, 1 << 10
 _VOCABULARY = 1 << 24
+# Sizes from 1 to these.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(
         (
@@ -68,7 +68,7 @@ _SIZES: dict[str, int] = {
     "attention_chunk_size": 1 << 30,
     "vocab_size": _VOCABULARY,
 }
-"""Sizes from 1 to these."""
+# Sizes from 0 (none) to these.
 _OPTIONAL: dict[str, int] = {
     "index_n_heads": _HEADS,
     "index_topk": 1 << 30,
@@ -86,9 +86,8 @@ _OPTIONAL: dict[str, int] = {
         _WIDTH,
     ),
 }
-"""Sizes from 0 (none) to these."""
-_BY_LAYER = ("intermediate_size", "moe_intermediate_size")
-"""May have a value for each layer."""
+_BY_LAYER = ("intermediate_size", "moe_intermediate_size")  # may have a value for each layer
+# The first is a multiple of the second.
 _MULTIPLES = (
     ("num_attention_heads", "num_key_value_heads"),
     ("linear_num_value_heads", "linear_num_key_heads"),
@@ -97,7 +96,7 @@ _MULTIPLES = (
     ("lru_width", "num_attention_heads"),
     ("n_routed_experts", "n_group"),
 )
-"""The first is a multiple of the second."""
+# The first is from 0 to the second less the third.
 _BOUNDS = (
     ("num_kv_shared_layers", "num_hidden_layers", 1),
     ("first_k_dense_replace", "num_hidden_layers", 0),
@@ -105,7 +104,7 @@ _BOUNDS = (
     ("expert_layer_offset", "expert_layer_period", 1),
     ("topk_group", "n_group", 0),
 )
-"""The first is from 0 to the second less the third."""
+# The first is from 1 to the second, where that is not 0.
 _CHOSEN = (
     ("num_experts_per_tok", "n_routed_experts"),
     ("num_experts_per_tok", "num_local_experts"),
@@ -114,13 +113,13 @@ _CHOSEN = (
     ("moe_top_k", "moe_num_experts"),
     ("moe_k", "moe_num_experts"),
 )
-"""The first is from 1 to the second, where that is not 0."""
+# Layers of the first type need the second, where the configuration has it at all, to be 1 or more.
 _OF_TYPES = (
     ("sliding_attention", "sliding_window"),
     ("chunked_attention", "attention_chunk_size"),
     ("indexed_attention", "index_topk"),
 )
-"""Layers of the first type need the second, where the configuration has it at all, to be 1 or more."""
+# Have an entry for each layer.
 _OF_LAYERS = (
     "layer_types",
     "layers_block_type",
@@ -130,22 +129,19 @@ _OF_LAYERS = (
     "indexer_types",
     "layer_rope_theta",
 )
-"""Have an entry for each layer."""
+# Have one of these values.
 _CHOICES = {
     "expert_selection_fn": ("softmax", "sigmoid"),
     "shared_expert_combination_strategy": ("average", "sum"),
 }
-"""Have one of these values."""
-_PARTS = ("text_config", "ffn_config")
-"""Sections of a config.json that describe a model of their own."""
-_LAYERS = ("attn_layer_indices", "mlp_only_layers", "attention_layers_idx")
-"""Name layers."""
+_PARTS = ("text_config", "ffn_config")  # sections of a config.json that describe a model of their own
+_LAYERS = ("attn_layer_indices", "mlp_only_layers", "attention_layers_idx")  # name layers
+# A configuration with the first needs the second.
 _NEEDS = (
     ("index_topk", "index_n_heads"),
     ("index_n_heads", "index_head_dim"),
     ("linear_num_value_heads", "linear_num_key_heads"),
 )
-"""A configuration with the first needs the second."""
 
 
 def check_described(described: Any) -> None:

@@ -39,8 +39,8 @@ from services.executor.model.parallel.layers import (
 )
 from services.executor.model.step_context import StepContext
 
+# Logit of a token that a head cannot propose: finite, as those of a rank that holds no other are too.
 NEVER = -1e30
-"""Logit of a token that a head cannot propose: finite, as those of a rank that holds no other are too."""
 
 
 def whole_linear(inputs: int, outputs: int, dtype: torch.dtype) -> ColumnParallelLinear:
@@ -53,17 +53,14 @@ class HeadModel(nn.Module):
     """One rank's share of a head, around a causal language model of one layer that computes it. `ModelRunner` calls it
     as it calls any model."""
 
-    width: int
-    """Of the states that it reads."""
-    first_seen: ClassVar[int] = 1
-    """Position 0 is no row of the checkpoint's."""
+    width: int  # of the states that it reads
+    first_seen: ClassVar[int] = 1  # position 0 is no row of the checkpoint's
 
     def __init__(self, model: Any, hidden: int) -> None:
         super().__init__()
         self.model = model
         self.hidden = hidden
-        self.made = torch.empty(0)
-        """The states [T, hidden] that its last forward pass has computed."""
+        self.made = torch.empty(0)  # the states [T, hidden] that its last forward pass has computed
         self._states: Tensor | None = None
 
     @contextmanager
@@ -139,8 +136,7 @@ class Eagle3Norms(nn.Module):
         super().__init__()
         self.of_embeddings, self.of_states = of_embeddings, of_states
         self.normed = normed
-        self.embedded = torch.empty(0)
-        """Of the forward pass."""
+        self.embedded = torch.empty(0)  # of the forward pass
 
     @property
     def weight(self) -> Tensor:
@@ -179,8 +175,7 @@ class Eagle3Head(HeadModel):
 class ReducedHead(VocabParallelHead):
     """An output layer of few tokens of the vocabulary: the local logits of all, `NEVER` for the others."""
 
-    places: Tensor
-    """int64: of its own tokens among those of the rank"""
+    places: Tensor  # int64: of its own tokens among those of the rank
 
     def __init__(
         self,

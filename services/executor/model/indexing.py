@@ -29,8 +29,7 @@ from services.executor.model.attention import keep_lines, lines_of
 from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import PrefillChunk, StepContext
 
-_CPU_BYTES = 32 << 20
-"""Scores of all heads of the rows that are scored at once, on a CPU."""
+_CPU_BYTES = 32 << 20  # scores of all heads of the rows that are scored at once, on a CPU
 _GPU_BYTES = 512 << 20
 
 
@@ -38,10 +37,8 @@ _GPU_BYTES = 512 << 20
 class IndexerMasks:
     """The keys that rows attend to, as bool masks; None: all they see."""
 
-    decodes: list[Tensor | None]
-    """Of each bucket: [n, K]"""
-    prefills: list[Tensor | None]
-    """Of each chunk: [rows, K]"""
+    decodes: list[Tensor | None]  # of each bucket: [n, K]
+    prefills: list[Tensor | None]  # of each chunk: [rows, K]
 
 
 def choose_tokens(attention: Any, place: StatePlace) -> None:

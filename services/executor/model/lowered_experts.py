@@ -18,41 +18,29 @@ class RouterConfig:
     """Which experts a row goes to, and how much each counts."""
 
     scores: Scores
-    chosen: int
-    """Experts of a row"""
-    normalised: bool
-    """Whether the weights of a row's experts add up to 1"""
+    chosen: int  # experts of a row
+    normalised: bool  # whether the weights of a row's experts add up to 1
     groups: int
-    top_groups: int
-    """Experts are chosen from the best so many of the groups."""
-    scale: float
-    """Of the weights"""
-    group_scores: int = 2
-    """Groups are chosen by the sum of so many of their best scores, 1 or 2."""
+    top_groups: int  # experts are chosen from the best so many of the groups
+    scale: float  # of the weights
+    group_scores: int = 2  # groups are chosen by the sum of so many of their best scores, 1 or 2
 
 
 @dataclass(frozen=True)
 class Routing:
     """A mixture of experts, before it is packed."""
 
-    experts: nn.Module
-    """transformers' own, which holds all of them: `expert_weights`"""
-    router: Tensor
-    """[experts, hidden], in the model's dtype or float32"""
-    router_bias: Tensor | None
-    """[experts]"""
-    shared_gate: Tensor | None
-    """[1, hidden]: what the sigmoid of weights the shared expert; None: 1"""
-    correction: Tensor | None
-    """float32 [experts], added to scores to choose by"""
+    experts: nn.Module  # transformers' own, which holds all of them: `expert_weights`
+    router: Tensor  # [experts, hidden], in the model's dtype or float32
+    router_bias: Tensor | None  # [experts]
+    shared_gate: Tensor | None  # [1, hidden]: what the sigmoid of weights the shared expert; None: 1
+    correction: Tensor | None  # float32 [experts], added to scores to choose by
     choice: RouterConfig
-    scales: Tensor | None = None
-    """float32 [experts]: what the weights of each are multiplied with in the end"""
+    scales: Tensor | None = None  # float32 [experts]: what the weights of each are multiplied with in the end
+    # float32 [hidden], where experts have norms apart from the feed-forward's beside them: `router_norm` and `norm` of
+    # the residual, `after_norm` of what they add, `after_beside_norm` of what that adds
     norms: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [hidden], where experts have norms apart from the feed-forward's beside them: `router_norm` and `norm` of
-    the residual, `after_norm` of what they add, `after_beside_norm` of what that adds"""
-    router_module: nn.Module | None = None
-    """Whose weight `router` is"""
+    router_module: nn.Module | None = None  # whose weight `router` is
     shared_gate_module: nn.Module | None = None
 
 

@@ -22,20 +22,16 @@ class InputScales:
 
     table_scale: float
     projection_scale: float
-    scale: float
-    """Of both together."""
+    scale: float  # of both together
 
 
 @dataclass(frozen=True)
 class ModelInputs:
     """What makes the inputs of all layers. Modules are the model's own."""
 
-    table: VocabParallelEmbedding
-    """[rows of the embedding, layers * width]"""
-    projection: Any
-    """An `nn.Linear`, whole on each rank: hidden -> layers * width"""
-    norm: Tensor
-    """float32 [width]"""
+    table: VocabParallelEmbedding  # [rows of the embedding, layers * width]
+    projection: Any  # an `nn.Linear`, whole on each rank: hidden -> layers * width
+    norm: Tensor  # float32 [width]
     scales: InputScales
 
 

@@ -18,8 +18,7 @@ class LatentShape:
     rotated: int
     rank: int
     value_dim: int
-    pairs: bool
-    """What is turned comes in pairs, and is kept in halves."""
+    pairs: bool  # what is turned comes in pairs, and is kept in halves
     position_span: int
     position_growth: float
     query_eps: float
@@ -32,12 +31,10 @@ class Latent:
 
     weight: LatentWeight
     shape: LatentShape
-    inputs: list[OutputRows]
-    """What it projects: queries or their latents, then the line"""
-    query_b: LinearShard | None
-    """Of query latents"""
+    inputs: list[OutputRows]  # what it projects: queries or their latents, then the line
+    query_b: LinearShard | None  # of query latents
+    # float32: `norm` [rank] and, where there are query latents, `query_norm` [query_rank]
     norms: dict[str, Tensor]
-    """float32: `norm` [rank] and, where there are query latents, `query_norm` [query_rank]"""
 
     @property
     def of_keys(self) -> Tensor:

@@ -32,8 +32,7 @@ class RecurrentShape:
     key_dim: int
     taps: int
     eps: float
-    norms: int
-    """Norms of a whole row, on whatever ranks, of `norm_columns` each"""
+    norms: int  # norms of a whole row, on whatever ranks, of `norm_columns` each
     norm_columns: int
     activated: bool = True
     gate_first: bool = False
@@ -63,11 +62,10 @@ class Recurrent:
 
     module: nn.Module
     shape: RecurrentShape
-    inputs: list[OutputRows]
-    """What it projects, in the order of `native/recurrent.h`"""
+    inputs: list[OutputRows]  # what it projects, in the order of `native/recurrent.h`
     output: LinearShard
+    # float32: `weights` [taps, channels] and, where there are, `bias`, `rates`, `step_bias`, `skips`, `norm`
     tensors: dict[str, Tensor]
-    """float32: `weights` [taps, channels] and, where there are, `bias`, `rates`, `step_bias`, `skips`, `norm`"""
 
 
 def lower_recurrent(module: Any) -> Recurrent:

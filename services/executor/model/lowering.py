@@ -82,8 +82,7 @@ def sums_of(states: Tensor, pools: Int32Array) -> Floats:
 
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
-Weights = tuple[Weight, Tensor | None]
-"""A linear's weight [out, in], plain or quantised, and its bias [out]."""
+Weights = tuple[Weight, Tensor | None]  # a linear's weight [out, in], plain or quantised, and its bias [out]
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -97,33 +96,23 @@ _ACTIVATIONS: dict[str, Activation] = {
 class LoweredLayer:
     """One layer. Norm weights are float32, on the model's device; linears are still the modules'."""
 
+    # Where there are: `attention_norm`, `feed_forward_norm`, `after_attention_norm`, `after_feed_forward_norm`,
+    # `after_input_norm` [hidden], `query_norm`, `key_norm` [head dim, or all heads' of this rank]; and `sinks`
+    # [q heads], times log2(e).
     norms: dict[str, Tensor]
-    """Where there are: `attention_norm`, `feed_forward_norm`, `after_attention_norm`, `after_feed_forward_norm`,
-    `after_input_norm` [hidden], `query_norm`, `key_norm` [head dim, or all heads' of this rank]; and `sinks` [q heads],
-    times log2(e)."""
-    attention: nn.Module | None
-    """None: there is `recurrent`."""
-    latent: Latent | None
-    """Of what `attention` keeps one line for all heads"""
+    attention: nn.Module | None  # None: there is `recurrent`
+    latent: Latent | None  # of what `attention` keeps one line for all heads
     recurrent: Recurrent | None
-    feed_forward: nn.Module | None
-    """Of all rows; beside experts the shared one, if there is one."""
+    feed_forward: nn.Module | None  # of all rows; beside experts the shared one, if there is one
     routing: Routing | None
-    rotary: int
-    """Index of its set of frequencies; -1: it turns nothing."""
-    window: int
-    """Tokens that it sees back; 0: all."""
-    page: int
-    """The page layer that it attends to; -1: none."""
-    heads: int
-    """Which of `Lowered.heads` it has; nothing where it does not attend."""
-    reads_only: bool
-    """Another layer stores what it attends to."""
-    keys_are_values: bool
-    """As they are projected."""
+    rotary: int  # index of its set of frequencies; -1: it turns nothing
+    window: int  # tokens that it sees back; 0: all
+    page: int  # the page layer that it attends to; -1: none
+    heads: int  # which of `Lowered.heads` it has; nothing where it does not attend
+    reads_only: bool  # another layer stores what it attends to
+    keys_are_values: bool  # as they are projected
     norms_values: bool
-    scale: float
-    """What the residual is multiplied by after the layer."""
+    scale: float  # what the residual is multiplied by after the layer
     input: LayerInput | None
 
 
@@ -135,8 +124,7 @@ class Scalars:
     attention_scale: float
     attention_cap: float
     embedding_scale: float
-    residual_scale: float
-    """Of what attention and feed-forward add."""
+    residual_scale: float  # of what attention and feed-forward add
     logit_scale: float
     logit_cap: float
     wide_norms: bool = False
@@ -151,20 +139,17 @@ class Lowered:
     """All of a model but its linears' weights."""
 
     family: LayerStyle
-    heads: list[HeadCounts]
-    """Of the whole model: as many kinds as there are."""
+    heads: list[HeadCounts]  # of the whole model: as many kinds as there are
     layers: list[LoweredLayer]
     final_norm: Tensor
     embedding: nn.Module
     head: LinearShard
+    # (radians per position float32 [rotary dim / 2], scale of cosines and sines)
     frequencies: list[tuple[Tensor, float]]
-    """(radians per position float32 [rotary dim / 2], scale of cosines and sines)"""
     scalars: Scalars
     activation: Activation
-    inputs: ModelInputs | None
-    """Of the layers."""
-    names: dict[nn.Module, str]
-    """Of the model's modules."""
+    inputs: ModelInputs | None  # of the layers
+    names: dict[nn.Module, str]  # of the model's modules
 
     @property
     def native_alone(self) -> str:

@@ -11,19 +11,15 @@ from services.executor.model.rotary import RotaryScaling
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    states: LayerStates
-    """What its layers keep on this rank."""
+    states: LayerStates  # what its layers keep on this rank
     hidden_size: int
-    context_length: int
-    """Most tokens of one sequence, where nothing else is set."""
+    context_length: int  # most tokens of one sequence, where nothing else is set
     heads: HeadCounts
-    widths: list[int]
-    """Each rank's share of the vocabulary."""
+    widths: list[int]  # each rank's share of the vocabulary
+    # The linears that LoRA adapters may change, as this rank holds them.
     adapter_targets: list[AdapterTarget] = []
-    """The linears that LoRA adapters may change, as this rank holds them."""
     rotary: RotaryScaling = RotaryScaling()
-    made_for: str = ""
-    """What sets the rotary frequencies among the weights apart (`RotaryScaling.made_for`)."""
+    made_for: str = ""  # what sets the rotary frequencies among the weights apart (`RotaryScaling.made_for`)
 
 
 def facts_of(model: Any, config: Any, layout: ShardLayout, context: int) -> ModelFacts:

@@ -23,8 +23,8 @@ from shared.errors import ModelLoadError
 
 log = structlog.get_logger(__name__)
 
+# Of all tokens, of the last, of the first; empty: the model's is none of these.
 Pooling = Literal["", "mean", "last", "cls"]
-"""Of all tokens, of the last, of the first; empty: the model's is none of these."""
 _MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
@@ -34,8 +34,7 @@ _NAMES: dict[str, Pooling] = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 _BEHIND_DENSE = frozenset({"GELU", "Identity", "ReLU", "SiLU", "Sigmoid", "Tanh"})
 _WIDEST = 1 << 20
-_LABEL = 128
-"""Characters of a class's name that are told."""
+_LABEL = 128  # characters of a class's name that are told
 _ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
 _OF_PROBLEM = {
     "regression": "identity",
@@ -51,16 +50,14 @@ class Dense(NamedTuple):
     inputs: int
     outputs: int
     bias: bool
-    activation: str
-    """Name of a class in `torch.nn`: one of `_BEHIND_DENSE`."""
+    activation: str  # name of a class in `torch.nn`: one of `_BEHIND_DENSE`
 
 
 class VectorFacts(NamedTuple):
     """How a model embeds."""
 
     pooling: Pooling
-    normalized: bool = True
-    """Whether vectors are brought to length 1."""
+    normalized: bool = True  # whether vectors are brought to length 1
     dense: tuple[Dense, ...] = ()
 
 

@@ -10,10 +10,10 @@ from services.executor.model.parallel.layers import LinearShard, unpack_experts
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight
 
+# [T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype.
 Product = Callable[[Tensor], Tensor]
-"""[T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
+# What `make_product` is: whoever builds layers may be given another.
 MakeProduct = Callable[[Weight, Tensor | None], Product]
-"""What `make_product` is: whoever builds layers may be given another."""
 
 
 class UnpackedProduct:

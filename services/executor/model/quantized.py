@@ -19,47 +19,40 @@ from torch import Tensor
 
 BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_SMALLEST_GROUP = 16
-"""Inputs. What the kernels can give a scale of its own."""
+_SMALLEST_GROUP = 16  # inputs. What the kernels can give a scale of its own
 
 
 _E4M3_ABOVE_ZERO = [math.ldexp(*((8 + m, e - 10) if e else (m, -9))) for e in range(16) for m in range(8)]
+# What codes of fp8 stand for: Micikevicius et al., https://arxiv.org/abs/2209.05433, section 3. Two of them are
+# NaN, which readers of files refuse and products take for 480.
 E4M3 = (*_E4M3_ABOVE_ZERO, *(-value for value in _E4M3_ABOVE_ZERO))
-"""What codes of fp8 stand for: Micikevicius et al., https://arxiv.org/abs/2209.05433, section 3. Two of them are
-NaN, which readers of files refuse and products take for 480."""
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
     """A weight [out, in] as it was stored. Raises `ValueError`, one sentence, where the parts do not fit."""
 
+    # uint8 [out, columns], below 2 ** bits. Codes that a file keeps signed are kept plus `offset`.
     codes: Tensor
-    """uint8 [out, columns], below 2 ** bits. Codes that a file keeps signed are kept plus `offset`."""
     bits: int
+    # Columns that share a scale: 16 or a multiple, which divides them; or all of them, however many.
     group: int
-    """Columns that share a scale: 16 or a multiple, which divides them; or all of them, however many."""
-    scales: Tensor
-    """[out, groups] float16, bfloat16 or float32; with two levels uint8 or int8"""
+    scales: Tensor  # [out, groups] float16, bfloat16 or float32; with two levels uint8 or int8
     offset: int = 0
-    mins: Tensor | None = None
-    """[out, groups], of the dtype of `scales`; with two levels uint8"""
-    zeros: Tensor | None = None
-    """uint8 [out, groups], with one level: codes that stand for 0"""
+    mins: Tensor | None = None  # [out, groups], of the dtype of `scales`; with two levels uint8
+    zeros: Tensor | None = None  # uint8 [out, groups], with one level: codes that stand for 0
+    # [out, groups / per] float16, bfloat16 or float32, where there are two levels
     supers: Tensor | None = None
-    """[out, groups / per] float16, bfloat16 or float32, where there are two levels"""
-    super_mins: Tensor | None = None
-    """As `supers`, where there are `mins`"""
-    per: int = 1
-    """Groups under one of `supers`; divides them."""
-    table: tuple[int, ...] = ()
-    """int8, one per code"""
+    super_mins: Tensor | None = None  # as `supers`, where there are `mins`
+    per: int = 1  # groups under one of `supers`; divides them
+    table: tuple[int, ...] = ()  # int8, one per code
+    # What codes stand for that are no integers: `E4M3`, or 16 values that bf16 holds. They have a multiple of 4
+    # columns, scales of one level, and nothing else.
     floats: tuple[float, ...] = ()
-    """What codes stand for that are no integers: `E4M3`, or 16 values that bf16 holds. They have a multiple of 4
-    columns, scales of one level, and nothing else."""
+    # int32 [columns]: code column i is the layer's input permutation[i]; -1: none, its codes count for nothing
     permutation: Tensor | None = None
-    """int32 [columns]: code column i is the layer's input permutation[i]; -1: none, its codes count for nothing"""
+    # Of the layer, where there is a permutation; None: as many as there are columns
     of_inputs: int | None = None
-    """Of the layer, where there is a permutation; None: as many as there are columns"""
 
     def __post_init__(self) -> None:
         if reason := self._flaw():
@@ -352,11 +345,9 @@ class QuantizedRows:
 class DeferredRows:
     """A weight that lies in its files until it is packed, since codes take a byte each until then."""
 
-    like: QuantizedRows
-    """Its first row: the format"""
+    like: QuantizedRows  # its first row: the format
     first: int
-    end: int
-    """Its outputs, of those that `reader` reads"""
+    end: int  # its outputs, of those that `reader` reads
     reader: Callable[[int, int], QuantizedRows]
 
     @property

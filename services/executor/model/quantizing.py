@@ -18,12 +18,9 @@ from services.executor.native.library import RzCodes, best_level, compiled, kern
 from shared.data_types import WeightDType
 from shared.errors import ConfigurationError
 
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""As `decoder.h` numbers them."""
-_PER_SUPER = 256
-"""Inputs under one float16 of two levels, at most."""
-_WORTH_A_THREAD = 1 << 18
-"""Values"""
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as `decoder.h` numbers them
+_PER_SUPER = 256  # inputs under one float16 of two levels, at most
+_WORTH_A_THREAD = 1 << 18  # values
 _PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")
 
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from services.executor.model.step_context import RecurrentBatch, RecurrentPiece, StepContext
 
+# What modules call the argument in which they expect a cache.
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
-"""What modules call the argument in which they expect a cache."""
 _OURS = frozenset({"step", "attention_mask"})
 
+# What a module returns: [n, T, ...] for each token, alone or in a tuple with what is not by tokens.
 Outputs = Any
-"""What a module returns: [n, T, ...] for each token, alone or in a tuple with what is not by tokens."""
 
 
 class StateCache:
@@ -196,8 +196,8 @@ def _cut(value: Any, tokens: int, start: int, stop: int, side_by_side: bool) -> 
     return part.transpose(0, 1) if side_by_side else part
 
 
+# The tensor with the tokens before: float32 counts whole numbers to 2**24, more than vocabularies have.
 _NGRAM_TOKENS = "conv.2"
-"""The tensor with the tokens before: float32 counts whole numbers to 2**24, more than vocabularies have."""
 
 
 def remember_tokens(embedding: Any) -> None:

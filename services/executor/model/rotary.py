@@ -20,19 +20,15 @@ from torch import Tensor, nn
 from services.executor.model.catalogue import ORIGINAL_LENGTH, longest_context, ropes_of
 
 _FOLLOWING = frozenset({"dynamic", "longrope"})
-_FIXED = "fixed"
-"""Stands for the type of a rotary embedding whose frequencies no forward pass may change."""
+_FIXED = "fixed"  # stands for the type of a rotary embedding whose frequencies no forward pass may change
 
 
 class RotaryScaling(msgspec.Struct, frozen=True):
     """How the frequencies of a model follow the longest sequence that it is served with."""
 
-    kind: Literal["", "dynamic", "longrope"] = ""
-    """Empty: they do not."""
-    trained: int = 0
-    """Tokens up to which they are those of shorter sequences."""
-    longest: int = 0
-    """Most tokens that may be served; at least the model's own length."""
+    kind: Literal["", "dynamic", "longrope"] = ""  # empty: they do not
+    trained: int = 0  # tokens up to which they are those of shorter sequences
+    longest: int = 0  # most tokens that may be served; at least the model's own length
 
     def made_for(self, context: int) -> str:
         """What sets the frequencies for sequences of up to `context` tokens apart from others; empty: nothing."""

@@ -42,8 +42,8 @@ class Chunks:
     size: int
 
 
+# How far back a token sees: so many tokens, itself included; its chunk; or everything.
 Reach = int | Chunks | None
-"""How far back a token sees: so many tokens, itself included; its chunk; or everything."""
 
 
 def oldest_seen(reach: Reach, position: Any) -> Any:
@@ -55,16 +55,15 @@ def oldest_seen(reach: Reach, position: Any) -> Any:
     return np.maximum(position - reach + 1, 0)
 
 
+# int64 [K] key positions -> float [kv heads, group, K], what is added to scores that are scaled already.
 KeyBias = Callable[[Tensor], Tensor]
-"""int64 [K] key positions -> float [kv heads, group, K], what is added to scores that are scaled already."""
 
 
 @dataclass(frozen=True)
 class ScoreRule:
     scale: float
     softcap: float | None = None
-    sinks: Tensor | None = None
-    """[kv heads, group]"""
+    sinks: Tensor | None = None  # [kv heads, group]
     key_bias: KeyBias | None = None
 
     @property
@@ -147,11 +146,9 @@ def _causal(queries: Tensor) -> Tensor:
     return hidden.triu(1)
 
 
-_CPU_GATHER_BYTES = 4 << 20
-"""Keys and values gathered at once on a CPU: about what its caches hold."""
+_CPU_GATHER_BYTES = 4 << 20  # keys and values gathered at once on a CPU: about what its caches hold
 _GPU_GATHER_BYTES = 256 << 20
-_PADDING = 0.75
-"""A sequence joins a bucket when it is at least this share of the bucket's longest."""
+_PADDING = 0.75  # a sequence joins a bucket when it is at least this share of the bucket's longest
 
 Int64Array = NDArray[np.int64]
 Made = TypeVar("Made")
@@ -194,18 +191,16 @@ class DecodeBucket:
 
     start: int
     stop: int
-    blocks: Tensor
-    """int64 [n * B]: their block tables, padded."""
-    mask: Tensor
-    """model dtype [n, 1, 1, B * block size]: 0 where a token attends, -inf elsewhere."""
+    blocks: Tensor  # int64 [n * B]: their block tables, padded
+    mask: Tensor  # model dtype [n, 1, 1, B * block size]: 0 where a token attends, -inf elsewhere
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
     """All decodes of a step for one window."""
 
+    # int64 [D]: rows of the flat batch in bucket order; None where that is their own order.
     order: Tensor | None
-    """int64 [D]: rows of the flat batch in bucket order; None where that is their own order."""
     buckets: list[DecodeBucket]
 
     def rows_of(self, bucket: DecodeBucket, device: torch.device) -> Tensor:
@@ -220,23 +215,22 @@ class PrefillChunk:
 
     start: int
     stop: int
+    # int64 [B]: its block table from the first block in the window, then those blocks of its own that it fills, as
+    # they are written; None when the chunk is all it needs.
     blocks: Tensor | None
-    """int64 [B]: its block table from the first block in the window, then those blocks of its own that it fills, as
-    they are written; None when the chunk is all it needs."""
+    # model dtype [rows, keys]: 0 where a token attends, -inf elsewhere; None for plain causal attention.
     mask: Tensor | None
-    """model dtype [rows, keys]: 0 where a token attends, -inf elsewhere; None for plain causal attention."""
+    # int64 [keys]: of the keys, where some are there twice; None: they follow each other from the first one read.
     positions: Tensor | None = None
-    """int64 [keys]: of the keys, where some are there twice; None: they follow each other from the first one read."""
 
 
 @dataclass(frozen=True)
 class BlockChoice:
     """The keys that rows attend to."""
 
-    decodes: list[Tensor]
-    """bool [n, kv heads, K] of each bucket"""
+    decodes: list[Tensor]  # bool [n, kv heads, K] of each bucket
+    # Of each chunk bool [kv heads, rows, blocks], and int64 [K]: the block of each key
     prefills: list[tuple[Tensor, Tensor]]
-    """Of each chunk bool [kv heads, rows, blocks], and int64 [K]: the block of each key"""
 
 
 @dataclass(frozen=True)
@@ -246,22 +240,17 @@ class RecurrentPiece:
     start: int
     stop: int
     slot: int
-    fresh: bool
-    """Whether the sequence begins here, with zeros for its state."""
-    copies: tuple[int, ...]
-    """Slots that the state behind the last row goes to as well."""
+    fresh: bool  # whether the sequence begins here, with zeros for its state
+    copies: tuple[int, ...]  # slots that the state behind the last row goes to as well
 
 
 @dataclass(frozen=True)
 class RecurrentBatch:
     """A step as layers with recurrent state see it: all decodes at once, then each chunk for itself."""
 
-    slots: Tensor
-    """int64 [D]: of the decodes"""
-    fresh: Tensor
-    """bool [D]: decodes that begin a sequence"""
-    copies: list[tuple[int, int]]
-    """(from, to): slots of decodes that go to other ones as well"""
+    slots: Tensor  # int64 [D]: of the decodes
+    fresh: Tensor  # bool [D]: decodes that begin a sequence
+    copies: list[tuple[int, int]]  # (from, to): slots of decodes that go to other ones as well
     pieces: list[RecurrentPiece]
 
 
@@ -279,15 +268,13 @@ class StepContext:
         self.store = store
         self.backend = backend
         self.of_backend: Any = None if backend is None else backend.begin(plan)
-        self.on_layer = on_layer
-        """Called once per layer, as a sign of progress."""
+        self.on_layer = on_layer  # called once per layer, as a sign of progress
+        # Told of the rows [start, stop) that modules are called with, where it is not all of the step's.
         self.narrow: Callable[[int, int], None] = lambda start, stop: None
-        """Told of the rows [start, stop) that modules are called with, where it is not all of the step's."""
+        # Tokens at positions before it are seen by themselves alone; to be set before anybody attends.
         self.first_seen = 0
-        """Tokens at positions before it are seen by themselves alone; to be set before anybody attends."""
         self.num_decodes = plan.num_decodes
-        self.slots = self.to_device(as_int32(plan.slots))
-        """int64 [T]"""
+        self.slots = self.to_device(as_int32(plan.slots))  # int64 [T]
         self._slots = as_int32(plan.slots)
         self._query_lens: Int64Array = as_int32(plan.query_lens).astype(np.int64)
         self._context_lens: Int64Array = as_int32(plan.context_lens).astype(np.int64)

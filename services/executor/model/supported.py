@@ -22,8 +22,7 @@ class Supported(msgspec.Struct, frozen=True):
     title: str
     examples: str
     shown: str
-    state: list[str]
-    """Kinds of state that its layers keep."""
+    state: list[str]  # kinds of state that its layers keep
 
 
 class UnsupportedArchitectures(msgspec.Struct, frozen=True):

@@ -62,8 +62,8 @@ class TokenRing:
         self._step, self._size = step, size
         positions = step.positions_on_host
         self._places = step.to_device(positions[: step.num_decodes] % size)
+        # Of each piece the places of the tokens before it and of the last ones behind it, the oldest first.
         self._around: list[tuple[Tensor, Tensor]] = []
-        """Of each piece the places of the tokens before it and of the last ones behind it, the oldest first."""
         for piece in step.recurrent.pieces:
             begin = int(positions[piece.start])
             ends: list[Int64Array] = [
@@ -99,10 +99,8 @@ class _Ends:
         self._step, self._span = step, span
         at = step.positions_on_host
         rows = rows_that_end(step, tokens)
-        self.slots = step.slots[step.to_device(rows)]
-        """int64 [E]: of the last token of each"""
-        self.positions = step.to_device(at[rows] + 1 - tokens)
-        """int64 [E]: of the first token of each"""
+        self.slots = step.slots[step.to_device(rows)]  # int64 [E]: of the last token of each
+        self.positions = step.to_device(at[rows] + 1 - tokens)  # int64 [E]: of the first token of each
         alone = rows[rows < step.num_decodes]
         self._alone = step.recurrent.slots[step.to_device(alone)].unsqueeze(1)
         self._order = step.to_device((at[alone, None] + 1 + np.arange(span)) % span)

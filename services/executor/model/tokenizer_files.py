@@ -29,8 +29,8 @@ _FILES = (
     "config.json",
     "generation_config.json",
 )
+# Of tokenizer.json: null where there is none, and never left out.
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
-"""Of tokenizer.json: null where there is none, and never left out."""
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 

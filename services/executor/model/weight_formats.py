@@ -21,15 +21,12 @@ from services.executor.kv_cache.codecs import Codec
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 
-_AT_ONCE = 1 << 24
-"""Weights that are encoded together: encoding takes four bytes for each, more than once."""
+_AT_ONCE = 1 << 24  # weights that are encoded together: encoding takes four bytes for each, more than once
 
 
 class Quantized(NamedTuple):
-    codes: Tensor
-    """[out, in], int8 or e4m3"""
-    scales: Tensor
-    """float32 [out]"""
+    codes: Tensor  # [out, in], int8 or e4m3
+    scales: Tensor  # float32 [out]
 
     @property
     def shape(self) -> torch.Size:
@@ -53,12 +50,10 @@ class Packed(Protocol):
         ...
 
 
-Weight = Tensor | Quantized | QuantizedRows | DeferredRows | Packed
-"""[out, in]"""
+Weight = Tensor | Quantized | QuantizedRows | DeferredRows | Packed  # [out, in]
 
 
-WeightCodec = Codec | RowsCodec
-"""A way to quantise a weight: the first on GPUs alone."""
+WeightCodec = Codec | RowsCodec  # a way to quantise a weight: the first on GPUs alone
 
 
 def empty(shape: Sequence[int], codec: WeightCodec, device: torch.device) -> Quantized | QuantizedRows:

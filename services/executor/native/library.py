@@ -31,17 +31,15 @@ log = structlog.get_logger(__name__)
 MODULE = "services.executor.native._kernels"
 ROTARIES = 2
 HEADS = 2
-MODULES = 4
-"""That are joined in a linear, at most."""
-DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
-"""Environment variable; `0` turns the kernels off."""
-LEVEL = "RYZANSTEIN_CPU_LEVEL"
-"""Environment variable: the level where `choose_level` was told none."""
+MODULES = 4  # that are joined in a linear, at most
+DISABLE = "RYZANSTEIN_NATIVE_KERNELS"  # environment variable; `0` turns the kernels off
+LEVEL = "RYZANSTEIN_CPU_LEVEL"  # environment variable: the level where `choose_level` was told none
+# Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
+# have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
+# multiplies int8 codes as integers.
 ARITHMETIC = 2
-"""Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
-have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
-multiplies int8 codes as integers."""
 
+# What a step's time is spent on, as `decoder.h` numbers it.
 PARTS = (
     "embed",
     "norm",
@@ -57,7 +55,6 @@ PARTS = (
     "recur",
     "input",
 )
-"""What a step's time is spent on, as `decoder.h` numbers it."""
 
 
 class RzFormat(ctypes.Structure):
@@ -261,6 +258,7 @@ class RzModel(ctypes.Structure):
     ]
 
 
+# The functions of `shared_memory.h`.
 _RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "rz_ring_area_bytes": (c_size_t, [c_int, c_int, c_size_t]),
     "rz_ring_open": (c_void_p, [c_void_p, c_int, c_int, c_int, c_size_t]),
@@ -277,7 +275,6 @@ _RING_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "rz_ring_busy_ns": (c_int64, [c_void_p, c_int]),
     "rz_ring_waited_ns": (c_int64, [c_void_p, c_int]),
 }
-"""The functions of `shared_memory.h`."""
 
 
 class RzStep(ctypes.Structure):
@@ -316,6 +313,7 @@ class RzStep(ctypes.Structure):
     ]
 
 
+# The functions that are there once for each level, which their names end with.
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_prove": (c_int, []),
     "rz_packed_bytes": (c_size_t, [c_long, c_long]),
@@ -342,8 +340,8 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_decoder_spent": (None, [c_void_p, c_void_p]),
     "rz_decoder_largest": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p]),
 }
-"""The functions that are there once for each level, which their names end with."""
 
+# What a level computes wrongly, as `proof.h` numbers it.
 PROOFS = (
     "",
     "products of bf16",
@@ -353,10 +351,8 @@ PROOFS = (
     "attention over int8 keys",
     "anything, for want of memory",
 )
-"""What a level computes wrongly, as `proof.h` numbers it."""
 
-_LEVEL_NAMES = 64
-"""As in `decoder.h`."""
+_LEVEL_NAMES = 64  # as in `decoder.h`
 _chosen = ""
 
 

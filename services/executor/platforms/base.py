@@ -13,10 +13,9 @@ from torch import Tensor
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RankBoard
 
-Fence = Callable[[], None]
-"""Waits until a device has done what it was given."""
+Fence = Callable[[], None]  # waits until a device has done what it was given
+# Enqueues on the current stream what brings a piece, in host memory, to its place.
 Target = Callable[[Tensor], None]
-"""Enqueues on the current stream what brings a piece, in host memory, to its place."""
 
 
 class Carrier(Protocol):
@@ -39,18 +38,17 @@ class DeviceEvent(Protocol):
 
 
 class Platform(Protocol):
-    name: str
-    """torch's type of its devices, and what `--device` calls it."""
+    name: str  # torch's type of its devices, and what `--device` calls it
+    # Whether its memory is the host's, which ranks share, and its work is done when a call returns.
     is_host: bool
-    """Whether its memory is the host's, which ranks share, and its work is done when a call returns."""
+    # What ranks on it may communicate by, as `--collectives` calls them; the first one unless another is asked for.
     collectives: tuple[str, ...]
-    """What ranks on it may communicate by, as `--collectives` calls them; the first one unless another is asked for."""
+    # Whether kernels take weights of groups whose codes are floats (`QuantizedRows.floats`).
     multiplies_float_codes: bool
-    """Whether kernels take weights of groups whose codes are floats (`QuantizedRows.floats`)."""
+    # Whether kernels take quantized experts of every model; else of those in `lowering.FAMILIES` alone.
     multiplies_all_experts: bool
-    """Whether kernels take quantized experts of every model; else of those in `lowering.FAMILIES` alone."""
+    # Whether compressed KV blocks are read fast, too, where page layers differ in shape.
     compresses_uneven_layers: bool
-    """Whether compressed KV blocks are read fast, too, where page layers differ in shape."""
 
     def is_available(self) -> bool:
         """Whether this host has such devices, and torch can use them."""

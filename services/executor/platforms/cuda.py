@@ -150,8 +150,7 @@ class CudaMarks:
         return torch.cuda.is_current_stream_capturing()
 
 
-LONGEST = 120.0
-"""Seconds that one kernel may take to compile."""
+LONGEST = 120.0  # seconds that one kernel may take to compile
 
 
 def excuse_compiling(excuse: Callable[[float], None], runtime: Any = None) -> None:

@@ -34,18 +34,16 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.prompt_results import PromptTokenScores
 from services.executor.core.step_plan import Int32Array
 
-MOST_CANDIDATES = 1024
-"""Rows whose top-k is wider are gathered whole."""
+MOST_CANDIDATES = 1024  # rows whose top-k is wider are gathered whole
+# More than asked for are looked at, to see the ties at the end; a whole scan only where these are not enough.
 _MARGIN = 16
-"""More than asked for are looked at, to see the ties at the end; a whole scan only where these are not enough."""
 
-_FEW_ROWS = 8
-"""A row of 49,152 logits is worth a tenth of a millisecond of one thread."""
+_FEW_ROWS = 8  # a row of 49,152 logits is worth a tenth of a millisecond of one thread
 
+# What a row needs: its `count` largest logits, negative where the log-sum-exp of all is needed too. With
+# count 0: those less than `margin` below the largest, and the sum of exp((logit - largest) / temperature) over
+# all; without a margin: the whole row.
 WANT = np.dtype([("count", "<i4"), ("temperature", "<f4"), ("margin", "<f4")])
-"""What a row needs: its `count` largest logits, negative where the log-sum-exp of all is needed too. With
-count 0: those less than `margin` below the largest, and the sum of exp((logit - largest) / temperature) over
-all; without a margin: the whole row."""
 
 Wants = NDArray[np.void]
 Int64Array = NDArray[np.int64]
@@ -57,13 +55,13 @@ class RowTable:
     """Logits of some rows of a step: of the whole vocabulary, or of candidates."""
 
     rows: list[int]
+    # [n, C] by ascending token: all, in the model's data type on its device; or candidates, float32 on the
+    # CPU, then minus infinity.
     scores: Tensor
-    """[n, C] by ascending token: all, in the model's data type on its device; or candidates, float32 on the
-    CPU, then minus infinity."""
+    # int64 [n, C]: the columns' tokens, the vocabulary's size where there is none; None: column c is token c.
     ids: Int64Array | None = None
-    """int64 [n, C]: the columns' tokens, the vocabulary's size where there is none; None: column c is token c."""
+    # float64 [n, 1]: the weight of the whole vocabulary (see `WANT`); None: the scores are all that counts.
     totals: Tensor | None = None
-    """float64 [n, 1]: the weight of the whole vocabulary (see `WANT`); None: the scores are all that counts."""
 
     def take(self, chosen: list[int]) -> "RowTable":
         """A copy of the rows at these indices, in float32."""
@@ -88,22 +86,19 @@ class RowTable:
 class RowLogits:
     """The logits of a step's R sampled rows, as far as the sampler needs them."""
 
-    largest: Floats
-    """float32 [R]: NaN where a row holds NaN."""
+    largest: Floats  # float32 [R]: NaN where a row holds NaN
+    # int64 [R]: the token of each row's largest logit; of those that tie, the one with the smallest id.
     tokens: Int64Array
-    """int64 [R]: the token of each row's largest logit; of those that tie, the one with the smallest id."""
-    log_sums: Floats
-    """float32 [R]: log of the sum of all exponentials, for rows that asked for it."""
-    tables: list[RowTable]
-    """The rows that need more than their largest logit, each in one table."""
+    log_sums: Floats  # float32 [R]: log of the sum of all exponentials, for rows that asked for it
+    tables: list[RowTable]  # the rows that need more than their largest logit, each in one table
 
     @property
     def count(self) -> int:
         return len(self.largest)
 
 
+# (largest values [R], their columns int64 [R], the first of those that tie) of logits [R, C]; NaN is the largest.
 Search = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""(largest values [R], their columns int64 [R], the first of those that tie) of logits [R, C]; NaN is the largest."""
 
 
 def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,12 +237,10 @@ def _near_largest(
 class Few:
     """Candidates of several rows, end to end: by row, then by token."""
 
-    rows: Int64Array
-    """int64 [N]: index into the rows that want candidates, ascending."""
+    rows: Int64Array  # int64 [N]: index into the rows that want candidates, ascending
     ids: Int64Array
     values: Floats
-    lengths: Int64Array
-    """int64 [number of rows]: candidates of each."""
+    lengths: Int64Array  # int64 [number of rows]: candidates of each
 
     @classmethod
     def of(cls, rows: Int64Array, ids: Int64Array, values: Floats, count: int) -> "Few":
@@ -344,8 +337,7 @@ def gather_few(own: Few, lengths: Int64Array, collectives: Collectives, device: 
     return Few.of(rows, ids.astype(np.int64), values, lengths.shape[1])
 
 
-_ROWS = 64
-"""Rows of which a copy in float32 is made at a time."""
+_ROWS = 64  # rows of which a copy in float32 is made at a time
 
 
 def score(

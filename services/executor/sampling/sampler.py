@@ -39,8 +39,8 @@ from services.executor.structured_output import masks_of
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
 
+# Most likely tokens among which a top-p set is sought first; a full sort only where it is wider.
 _NUCLEUS = 1024
-"""Most likely tokens among which a top-p set is sought first; a full sort only where it is wider."""
 
 
 def keep_top_k(probs: Tensor, top_k: list[int]) -> None:

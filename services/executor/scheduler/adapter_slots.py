@@ -20,8 +20,7 @@ nobody ever waits. Claims are made anew for every step, so that nothing is left 
 from collections.abc import Iterable
 
 NO_SLOT = -1
-LOADS_PER_STEP = 2
-"""Adapters that one step reads at most: everybody's next token waits for it."""
+LOADS_PER_STEP = 2  # adapters that one step reads at most: everybody's next token waits for it
 
 
 class _Slot:
@@ -30,20 +29,17 @@ class _Slot:
     def __init__(self) -> None:
         self.digest = ""
         self.users = 0
+        # When it was last taken or released, in a count of these; the least is the least recently used.
         self.used = 0
-        """When it was last taken or released, in a count of these; the least is the least recently used."""
 
 
 class AdapterSlots:
     """Slots of one ring. `take` only what `SlotClaims.may_take` has allowed, or `free` says."""
 
     def __init__(self, slots: int) -> None:
-        self.empty = True
-        """Whether no sequence has had an adapter so far: then steps need none of this."""
-        self.loads = 0
-        """Adapters that were given a slot."""
-        self.evictions = 0
-        """Of these, those that took it from another."""
+        self.empty = True  # whether no sequence has had an adapter so far: then steps need none of this
+        self.loads = 0  # adapters that were given a slot
+        self.evictions = 0  # of these, those that took it from another
         self._slots = [_Slot() for _ in range(slots)]
         self._by_digest: dict[str, int] = {}
         self._count = 0

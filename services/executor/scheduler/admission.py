@@ -25,22 +25,19 @@ from shared.messages import GenerationRequest, Refusal, TokenEntry
 class BatchSettings(msgspec.Struct, frozen=True):
     """How much a ring takes on at once."""
 
-    max_batch_tokens: int = 512
-    """Tokens that one step computes at most, prefill and decode together."""
-    max_sequences: int = 64
-    """Sequences that run at once."""
+    max_batch_tokens: int = 512  # tokens that one step computes at most, prefill and decode together
+    max_sequences: int = 64  # sequences that run at once
+    # Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later. Those of the
+    # batch lane count against batch requests alone.
     max_waiting: int = 1024
-    """Accepted sequences that wait for a place; more are refused, to be tried elsewhere or later. Those of the
-    batch lane count against batch requests alone."""
+    # Seconds after its last use for which a session's blocks are kept before others'.
     session_ttl: float = 0.0
-    """Seconds after its last use for which a session's blocks are kept before others'."""
+    # Tokens that one sequence's step checks ahead at most (`drafts/speculation.py`); 0: none.
     max_drafts: int = 0
-    """Tokens that one sequence's step checks ahead at most (`drafts/speculation.py`); 0: none."""
+    # How many times as long as without it a step with part of a long prompt may take, beside decodes that somebody
+    # waits for (`planning/prefill_pace.py`), above 1; 0: any time.
     prefill_stretch: float = 0.0
-    """How many times as long as without it a step with part of a long prompt may take, beside decodes that somebody
-    waits for (`planning/prefill_pace.py`), above 1; 0: any time."""
-    prefill_gap: float = 0.0
-    """Seconds that it may take in any case."""
+    prefill_gap: float = 0.0  # seconds that it may take in any case
 
     def validate(self) -> None:
         """Raises `ConfigurationError` where they do not go together."""
@@ -51,8 +48,8 @@ class BatchSettings(msgspec.Struct, frozen=True):
             )
 
 
+# A field, how large it is, its bound, and what is in place of the bound's value where the model decides.
 FieldSize = tuple[str, int, limits.Limit, int | None]
-"""A field, how large it is, its bound, and what is in place of the bound's value where the model decides."""
 Check = Callable[[GenerationRequest, EngineSpec], InvalidRequest | None]
 
 
@@ -60,17 +57,15 @@ class RequestChecks(NamedTuple):
     """What a feature of steps demands of requests. `Admission` asks every feature for one of these before it asks the
     first for the next, in this order."""
 
-    numbers: Check | None = None
-    """Of numbers that `sizes` are made of."""
+    numbers: Check | None = None  # of numbers that `sizes` are made of
     sizes: Callable[[GenerationRequest], Iterable[FieldSize]] | None = None
-    tokens: tuple[str, ...] = ()
-    """Fields that hold ids of tokens."""
-    check: Check | None = None
-    """All else."""
+    tokens: tuple[str, ...] = ()  # fields that hold ids of tokens
+    check: Check | None = None  # all else
 
 
 NO_CHECKS = RequestChecks()
 _TOKENS = ("prompt", "generated", "prediction")
+# Fields of a request that a ring keeps, and says again in events and logs.
 _NAMES = (
     "generation_id",
     "request_id",
@@ -84,7 +79,6 @@ _NAMES = (
     "suspected",
     "adapter",
 )
-"""Fields of a request that a ring keeps, and says again in events and logs."""
 _TEXTS: Callable[[GenerationRequest], tuple[str, ...]] = attrgetter(*_NAMES)
 
 

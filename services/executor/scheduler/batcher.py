@@ -63,8 +63,7 @@ from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
 from shared.messages.debugging import AllocatorDump
 
-Entries = dict[str, list[TokenEntry]]
-"""New tokens and endings by consumer."""
+Entries = dict[str, list[TokenEntry]]  # new tokens and endings by consumer
 
 
 class Scheduler:
@@ -88,8 +87,8 @@ class Scheduler:
         nothing is drafted. `board`: is told how long the stages of requests take."""
         settings.validate()
         self._spec = spec
+        # Tokens that a sequence may have at most to go on.
         self._longest = min(spec.context_length - 1, spec.capacity)
-        """Tokens that a sequence may have at most to go on."""
         self._settings = settings
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings, self._root)
@@ -98,12 +97,10 @@ class Scheduler:
         self._lookahead = OverlapScheduling(self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
         self._live: dict[str, Sequence] = {}
-        self.interactive = 0
-        """Of these, the ones that somebody waits for: all but those of the batch lane."""
+        self.interactive = 0  # of these, the ones that somebody waits for: all but those of the batch lane
+        # Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched.
         self._held: dict[str, Sequence] = {}
-        """Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched."""
-        self._directories: dict[str, str] = {}
-        """Where the files of adapters are, by digest."""
+        self._directories: dict[str, str] = {}  # where the files of adapters are, by digest
         self._slots = AdapterSlots(spec.max_adapters)
         context = FeatureContext(spec, self._tables, self._planner.running, self._slots, self._directories)
         made = [feature.make(context) for feature in FEATURES]
@@ -113,13 +110,11 @@ class Scheduler:
         self._admission = Admission(spec, [feature.checks for feature in FEATURES])
         self._ended = admission.RecentlyEnded()
         self._owed: Entries = {}
-        self._leaving = False
-        """Whether some sequence is to end once no step computes it."""
+        self._leaving = False  # whether some sequence is to end once no step computes it
         self._arrivals = 0
         self._now = 0.0
         self._stages = Stages(board)
-        self.step = 0
-        """The last step that was scheduled; the first is 1."""
+        self.step = 0  # the last step that was scheduled; the first is 1
 
     def recover(self, blocks: Seq[SpilledBlock]) -> int:
         """As `BlockTables.recover`, before the first request."""

@@ -33,18 +33,15 @@ from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.state_slots import StateSlots, places
 from shared.messages.debugging import AllocatorDump
 
-DISK_COST = 4
-"""What a restore from disk counts for, against one from host memory."""
+DISK_COST = 4  # what a restore from disk counts for, against one from host memory
 
 
 class PrefixMatch(NamedTuple):
     """Where that of a sequence is: block ids, and ~slot of those that are spilled."""
 
     blocks: list[int]
-    snapshot: list[int] = []
-    """Of the recurrent state behind them."""
-    alike: int = 0
-    """Blocks that are known, be there a snapshot behind the last one or not."""
+    snapshot: list[int] = []  # of the recurrent state behind them
+    alike: int = 0  # blocks that are known, be there a snapshot behind the last one or not
 
 
 class BlockTables:
@@ -71,13 +68,12 @@ class BlockTables:
         )
         self.states = StateSlots(spec, settings, self._allocator)
         self.exchange = Exchange(self._allocator, root, spec.copies_per_step)
+        # (sequence, position as in its `restoring`, slot): what the step under way restores.
         self._restores: list[tuple[Sequence, int, int]] = []
-        """(sequence, position as in its `restoring`, slot): what the step under way restores."""
         self._cost = 0
         self._blocked = (-1, -1)
         self._now = 0.0
-        self.cached_tokens = 0
-        """Prompt tokens that were found in the cache."""
+        self.cached_tokens = 0  # prompt tokens that were found in the cache
 
     def recover(self, blocks: Iterable[SpilledBlock]) -> int:
         """The ring starts with these on disk (`Engine.recovered`); returns how many can be found."""

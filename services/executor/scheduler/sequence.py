@@ -25,18 +25,14 @@ from services.executor.scheduler.adapter_slots import NO_SLOT
 from shared.errors import InternalError, NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
 
-LOST = -1
-"""`Sequence.followed` of one that the engine drafts no more for."""
+LOST = -1  # `Sequence.followed` of one that the engine drafts no more for
 
-Urgency = tuple[int, int]
-"""(lane, arrival): the smaller comes first."""
-_BEFORE_ALL = -(1 << 62)
-"""Added to an arrival: before all others of its lane."""
+Urgency = tuple[int, int]  # (lane, arrival): the smaller comes first
+_BEFORE_ALL = -(1 << 62)  # added to an arrival: before all others of its lane
 
 
 class SequenceState(Enum):
-    HELD = "held"
-    """Its grammar is being compiled, or its adapter's files are being fetched."""
+    HELD = "held"  # its grammar is being compiled, or its adapter's files are being fetched
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
@@ -47,10 +43,9 @@ class Ending(Enum):
 
     NONE = "none"
     CANCELLED = "cancelled"
+    # Whoever placed it here has given this ring up: told as an error that is made good elsewhere.
     WITHDRAWN = "withdrawn"
-    """Whoever placed it here has given this ring up: told as an error that is made good elsewhere."""
-    REPLACED = "replaced"
-    """By a newer attempt: nobody listens to this one."""
+    REPLACED = "replaced"  # by a newer attempt: nobody listens to this one
 
 
 @dataclass(slots=True)
@@ -60,8 +55,7 @@ class StageTimes:
     accepted: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
-    told: float = 0.0
-    """When its consumer was last told how much of its prompt is computed."""
+    told: float = 0.0  # when its consumer was last told how much of its prompt is computed
 
 
 def finish_reason(
@@ -102,91 +96,80 @@ class Sequence:
     ) -> None:
         """Hashes the full blocks of prompt and `generated`; `root` begins the hash chain. `vector`: of a prompt that
         is to be embedded or classified."""
-        self.vector = vector
-        """What such a prompt has given so far; None: that is not wanted."""
+        self.vector = vector  # what such a prompt has given so far; None: that is not wanted
         named = request.logprob_token_ids
+        # The same of a prompt of which the log probabilities of given tokens are wanted.
         self.named = NamedScores(named, len(request.prompt)) if named else None
-        """The same of a prompt of which the log probabilities of given tokens are wanted."""
+        # Whether there is output to come behind the prompt.
         self.continues = not request.pools and request.max_tokens > 0
-        """Whether there is output to come behind the prompt."""
         wanted = request.prompt_logprobs >= 0 and not request.generated
+        # What its prompt's tokens have come to so far; None: that is not wanted, or was told with earlier tokens.
         self.scores = PromptScores(request.prompt_logprobs, len(request.prompt)) if wanted else None
-        """What its prompt's tokens have come to so far; None: that is not wanted, or was told with earlier tokens."""
+        # Whether any of these is wanted.
         self.tells_of_prompt = not (self.vector is None and self.scores is None and self.named is None)
-        """Whether any of these is wanted."""
         if (self.vector is not None and not self.vector.shares) or self.scores is not None:
             root = root_digest(f"{request.generation_id}/{request.attempt}")
         self.request = request
+        # Of the gateway that owns it: what an earlier owner says of it counts no more.
         self.claim = request.claim
-        """Of the gateway that owns it: what an earlier owner says of it counts no more."""
         self.arrival = arrival
         self.urgency: Urgency = (LANES.index(request.lane), arrival)
         if request.prefill:  # in whatever lane it comes
             self.urgency = (LANES.index("batch"), arrival + _BEFORE_ALL)
+        # Whether it makes way for whoever is in a hurry.
         self.is_batch = request.lane == "batch" or request.prefill
-        """Whether it makes way for whoever is in a hurry."""
-        self.alone = bool(request.suspected)
-        """Whether no step computes it beside others."""
-        self.turn = 0
-        """Of such a one, and of a long prompt that shares steps: when it had its last step."""
-        self.is_long = False
-        """Whether its prompt needed more than one step when it got its place."""
+        self.alone = bool(request.suspected)  # whether no step computes it beside others
+        self.turn = 0  # of such a one, and of a long prompt that shares steps: when it had its last step
+        self.is_long = False  # whether its prompt needed more than one step when it got its place
         self.prompt_tokens = len(request.prompt)
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)
-        self.choice = SparsePattern.of(request.sparse)
-        """Which earlier blocks its tokens read."""
+        self.choice = SparsePattern.of(request.sparse)  # which earlier blocks its tokens read
         chosen = (self.choice.threshold, self.choice.salt()) if self.choice.kind else None
         self.chain = BlockChain(self.tokens, block_size, root, chosen)
         self.sampling = SamplingState(
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
         self.stops = frozenset(request.stop_token_ids)
+        # With which it is over, whatever they are; less where the context or the KV cache ends before that.
         self.most_tokens = self.prompt_tokens + request.max_tokens
-        """With which it is over, whatever they are; less where the context or the KV cache ends before that."""
+        # What has to be there before it can wait for a place: its grammar's automaton, its adapter's files.
         self.awaits = {"grammar"} if request.grammar is not None else set[str]()
-        """What has to be there before it can wait for a place: its grammar's automaton, its adapter's files."""
         self.state = SequenceState.HELD if self.awaits else SequenceState.WAITING
         self.ending = Ending.NONE
-        self.in_flight = False
-        """Whether the step under way computes some of its tokens."""
+        self.in_flight = False  # whether the step under way computes some of its tokens
         self.table: array[int] = array("i")
+        # Where full blocks are compressed: the quantized ids of the blocks at `num_sealed` and behind, as far as steps
+        # may fill them.
         self.quantized: array[int] = array("i")
-        """Where full blocks are compressed: the quantized ids of the blocks at `num_sealed` and behind, as far as steps
-        may fill them."""
         self.num_computed = 0
-        self.num_sealed = 0
-        """Blocks of the table that are full and registered: never written again."""
+        self.num_sealed = 0  # blocks of the table that are full and registered: never written again
+        # Spill slots by position in the table, of the blocks that are still to be restored: until there is
+        # none, nothing of the sequence can be computed. `num_computed` and `num_sealed` count them already. Below 0, as
+        # ~part: of those of `snapshot`.
         self.restoring: dict[int, int] = {}
-        """Spill slots by position in the table, of the blocks that are still to be restored: until there is
-        none, nothing of the sequence can be computed. `num_computed` and `num_sealed` count them already. Below 0, as
-        ~part: of those of `snapshot`."""
+        # Where its recurrent state is; below 0: it does not run, or the model keeps none.
         self.state_slot = -1
-        """Where its recurrent state is; below 0: it does not run, or the model keeps none."""
-        self.adapter_slot = NO_SLOT
-        """Where its LoRA adapter is; below 0: it does not run, or has none."""
+        self.adapter_slot = NO_SLOT  # where its LoRA adapter is; below 0: it does not run, or has none
+        # Whether a feature limits how many of its tokens a step computes; said when it gets its place.
         self.budgeted = False
-        """Whether a feature limits how many of its tokens a step computes; said when it gets its place."""
+        # Blocks of the snapshot of that state that it begins with, until it has been loaded.
         self.snapshot: array[int] = array("i")
-        """Blocks of the snapshot of that state that it begins with, until it has been loaded."""
+        # Blocks that were in the cache when it was admitted: where its text and another one's part.
         self.alike = 0
-        """Blocks that were in the cache when it was admitted: where its text and another one's part."""
+        # After how many of its blocks there are snapshots that it has made, or has begun with.
         self.snapshots: list[int] = []
-        """After how many of its blocks there are snapshots that it has made, or has begun with."""
-        self.cached_tokens = 0
-        """Prompt tokens found in the cache before the sequence was first preempted."""
-        self.preempted = False
-        """Whether it has ever been: what it finds in the cache then may be its own."""
+        self.cached_tokens = 0  # prompt tokens found in the cache before the sequence was first preempted
+        self.preempted = False  # whether it has ever been: what it finds in the cache then may be its own
+        # What proposers keep of it, by their names (`drafts/proposer.py`).
         self.proposing: dict[str, Any] = {}
-        """What proposers keep of it, by their names (`drafts/proposer.py`)."""
+        # How many of the tokens that are computed the engine has computed for its drafts too, from the first one on;
+        # `LOST`.
         self.followed = 0
-        """How many of the tokens that are computed the engine has computed for its drafts too, from the first one on;
-        `LOST`."""
-        self.speculates = True
-        """Whether it may carry drafts: until a row behind one has failed."""
+        self.speculates = True  # whether it may carry drafts: until a row behind one has failed
         self.times = StageTimes()
+        # Whether its consumer was told of a token, and so of what was found in the cache.
         self.announced = False
-        """Whether its consumer was told of a token, and so of what was found in the cache."""
 
     def is_late(self, now: float) -> bool:
         """Whether nobody waits for its first token any more, at `now` (unix seconds)."""

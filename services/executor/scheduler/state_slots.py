@@ -33,34 +33,30 @@ from services.executor.kv_cache.prefix_index import state_keys
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.sequence import Sequence, SequenceState
 
+# Blocks from one snapshot to the next at least and at most: within that, as many as a snapshot takes itself.
 STRIDE = 4, 128
-"""Blocks from one snapshot to the next at least and at most: within that, as many as a snapshot takes itself."""
 
+# (sequence, position of its first token, tokens, drafts behind them), in the order of a flat batch.
 Rows = Seq[tuple[Sequence, int, int, int]]
-"""(sequence, position of its first token, tokens, drafts behind them), in the order of a flat batch."""
 
 
 class StateSnapshot(NamedTuple):
     sequence: Sequence
-    blocks: int
-    """Full blocks before it."""
+    blocks: int  # full blocks before it
     slot: int
 
 
 class Save(NamedTuple):
     snapshot: StateSnapshot
-    table: list[int]
-    """The blocks that it goes to."""
+    table: list[int]  # the blocks that it goes to
 
 
 class Drafted(NamedTuple):
     """A sequence whose drafts a step checks."""
 
     sequence: Sequence
-    first: int
-    """Position of the first draft."""
-    slots: list[int]
-    """Where its state before each of the drafts is."""
+    first: int  # position of the first draft
+    slots: list[int]  # where its state before each of the drafts is
 
 
 class _Step(NamedTuple):
@@ -73,8 +69,7 @@ class _Step(NamedTuple):
 
 class StateSlots:
     def __init__(self, spec: EngineSpec, settings: BatchSettings, allocator: BlockAllocator) -> None:
-        self.total = spec.num_states
-        """0: the model keeps no such state, and nothing here is of use."""
+        self.total = spec.num_states  # 0: the model keeps no such state, and nothing here is of use
         self.places = places(spec, settings)
         self._allocator = allocator
         self._size = spec.block_size
@@ -83,14 +78,11 @@ class StateSlots:
         self._free = list(range(self.places - 1, -1, -1))
         self._spare = list(range(spec.num_states - 1, self.places - 1, -1))
         self._draft_states = spec.draft_states if spec.num_states else 0
+        # Free slots for states behind drafts.
         self._behind = list(range(self.total + self._draft_states - 1, self.total - 1, -1))
-        """Free slots for states behind drafts."""
-        self._ready: list[StateSnapshot] = []
-        """Taken, to be saved by the next plan."""
-        self._steps: deque[_Step] = deque()
-        """Those under way, the oldest first."""
-        self._loads: list[Sequence] = []
-        """Whom the step under way gives the state that they begin with."""
+        self._ready: list[StateSnapshot] = []  # taken, to be saved by the next plan
+        self._steps: deque[_Step] = deque()  # those under way, the oldest first
+        self._loads: list[Sequence] = []  # whom the step under way gives the state that they begin with
 
     # --- slots -----------------------------------------------------------------------------------
 

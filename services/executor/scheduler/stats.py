@@ -51,8 +51,7 @@ def load_of(
     )
 
 
-TELL_EVERY = 1.0
-"""Seconds after which it is told how much of a prompt is computed, and between two times."""
+TELL_EVERY = 1.0  # seconds after which it is told how much of a prompt is computed, and between two times
 
 
 class Stages:

@@ -20,10 +20,8 @@ class ScheduledTokens(NamedTuple):
 
     sequence: Sequence
     length: int
-    samples: bool
-    """Whether the chunk has the sequence's last token, whose logits give the next one."""
-    drafts: tuple[int, ...] = ()
-    """None where the chunk does not end with the sequence's last token."""
+    samples: bool  # whether the chunk has the sequence's last token, whose logits give the next one
+    drafts: tuple[int, ...] = ()  # None where the chunk does not end with the sequence's last token
 
     @property
     def width(self) -> int:
@@ -38,32 +36,27 @@ class ScheduledTokens(NamedTuple):
 
 class SampledRow(NamedTuple):
     sequence: Sequence
-    sampling: SamplingState
-    """As if the drafts before the row were the sequence's tokens."""
-    ahead: int = 0
-    """Drafts before the row, the one that it computes included."""
+    sampling: SamplingState  # as if the drafts before the row were the sequence's tokens
+    ahead: int = 0  # drafts before the row, the one that it computes included
 
     @property
     def request(self) -> GenerationRequest:
         return self.sequence.request
 
 
+# Takes what the engine has summed up and scored in a step; returns the sequences that are over, with what they end
+# with.
 ResultHandler = Callable[[Floats | None, PromptTokenScores | None], list[tuple[Sequence, TokenEntry | None]]]
-"""Takes what the engine has summed up and scored in a step; returns the sequences that are over, with what they end
-with."""
 
 
 class Step(NamedTuple):
     batch: Seq[ScheduledTokens]
-    sampled: Seq[ScheduledTokens]
-    """Those that give tokens, in the order of their rows."""
+    sampled: Seq[ScheduledTokens]  # those that give tokens, in the order of their rows
     rows: Seq[SampledRow]
-    handlers: Seq[ResultHandler] = ()
-    """Who takes what it gives beside tokens."""
+    handlers: Seq[ResultHandler] = ()  # who takes what it gives beside tokens
+    # Whether it was planned before the tokens of the step before it were known (`planning/overlap.py`).
     ahead: bool = False
-    """Whether it was planned before the tokens of the step before it were known (`planning/overlap.py`)."""
-    followed: bool = False
-    """`StepPlan.followed`"""
+    followed: bool = False  # `StepPlan.followed`
 
     def failed(self, rows: Collection[int] | None) -> list[SampledRow]:
         """The rows with these indices, in order; None: one for each chunk."""
@@ -72,8 +65,7 @@ class Step(NamedTuple):
         return [self.rows[row] for row in sorted(rows)]
 
 
-NO_STEP = Step((), (), ())
-"""While none is under way."""
+NO_STEP = Step((), (), ())  # while none is under way
 
 
 def build_plan(

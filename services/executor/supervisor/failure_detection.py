@@ -24,9 +24,9 @@ from shared.messages import RankBeat, RingDeath
 from shared.messages.debugging import PlanDump
 from shared.process import ProgressWatch
 
+# Seconds in which a rank that loads must read some of its weights. It tells of each two hundredth of them: of 100 GB
+# at least 4 MB a second, which any storage gives that is worth loading from.
 STALLED_AFTER = 120.0
-"""Seconds in which a rank that loads must read some of its weights. It tells of each two hundredth of them: of 100 GB
-at least 4 MB a second, which any storage gives that is worth loading from."""
 
 
 class _Watch:
@@ -84,8 +84,7 @@ class LoadWatch(_Watch):
 _OWN_SIGNALS = frozenset(
     getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "TRAP", "SYS")
 )
-_AT_ONCE = 2
-"""Steps that may be under way at a time."""
+_AT_ONCE = 2  # steps that may be under way at a time
 
 
 def cause_of_exit(code: int, oom_kills: int) -> str:

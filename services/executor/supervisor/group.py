@@ -35,22 +35,18 @@ from shared.tasks import CANCEL_TIMEOUT, Backoff, cancel_all
 
 log = structlog.get_logger(__name__)
 
-HANDOVER_MARGIN = 10.0
-"""Seconds that the last batch of a hand-over may take beyond its time."""
-FORCED_WITHIN = 3.0
-"""Seconds in which a group that is ended by force may hand back what runs."""
-MOST_LOGGED = 8
-"""Suspects that a line of the log names."""
-MOST_DEATHS = 5
-"""Rings that may die before the first one was ready."""
+HANDOVER_MARGIN = 10.0  # seconds that the last batch of a hand-over may take beyond its time
+FORCED_WITHIN = 3.0  # seconds in which a group that is ended by force may hand back what runs
+MOST_LOGGED = 8  # suspects that a line of the log names
+MOST_DEATHS = 5  # rings that may die before the first one was ready
 
 
 class GroupHost(Protocol):
     """What a group needs of the executor whose it is."""
 
     instance: str
+    # Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile.
     activity: ActivityPage | None
-    """Where leaders say that somebody waits for their rings; None: nothing pauses meanwhile."""
     start_rank: StartRank
 
     @property
@@ -77,21 +73,17 @@ class GroupSupervisor:
         self.settings = settings
         self.group = group
         self.model = served_name(settings)
-        self.memory = 0
-        """Bytes that have been promised to it; 0: not known yet."""
+        self.memory = 0  # bytes that have been promised to it; 0: not known yet
         self._host = host
         self._nodes = nodes
         self._variables = dict(variables or {})
         self._ring: Ring | None = None
         self._message = ""
         self._log_level = LevelChange()
-        self._epoch = 0
-        """Of the ring that is up, else of the last one: its end is told under its own epoch."""
-        self._death: RingDeath | None = None
-        """Of the last ring."""
+        self._epoch = 0  # of the ring that is up, else of the last one: its end is told under its own epoch
+        self._death: RingDeath | None = None  # of the last ring
         self._last_beats: list[RankBeat] = []
-        self.ready = asyncio.Event()
-        """Set once a ring of it was ready."""
+        self.ready = asyncio.Event()  # set once a ring of it was ready
         self._deaths = 0
         self._supervision: asyncio.Task[RyzansteinError | None] | None = None
         self._stopping = asyncio.Event()

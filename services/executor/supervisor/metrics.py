@@ -24,10 +24,8 @@ from shared.service.endpoints import MODEL, Alias, Aliases
 class GpuUse(NamedTuple):
     """None: the driver does not say (parts of a partitioned GPU have no utilization of their own)."""
 
-    utilization: float | None
-    """Share of the last moment in which something was computed, 0 to 1."""
-    memory_used: int | None
-    """Bytes, other processes' included."""
+    utilization: float | None  # share of the last moment in which something was computed, 0 to 1
+    memory_used: int | None  # bytes, other processes' included
     memory_total: int | None
 
 

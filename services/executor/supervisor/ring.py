@@ -43,10 +43,8 @@ from shared.messages import GroupTraits, RingDeath, StreamedWeights
 log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT = 5.0
-NAMING_PATIENCE = 1.0
-"""Seconds in which the end of a rank is noticed after another has missed it."""
-KILL_PATIENCE = 10.0
-"""Seconds after which a process that has been killed and does not end is worth a word."""
+NAMING_PATIENCE = 1.0  # seconds in which the end of a rank is noticed after another has missed it
+KILL_PATIENCE = 10.0  # seconds after which a process that has been killed and does not end is worth a word
 
 
 _event_decoder = msgspec.json.Decoder(RankEvent)
@@ -56,8 +54,7 @@ class RingEnd(msgspec.Struct, frozen=True):
     kind: Literal["drained", "failed", "died"]
     reason: str
     code: str = ""
-    cause: str = EXTERNAL
-    """As in `supervisor/failure_detection.py`."""
+    cause: str = EXTERNAL  # as in `supervisor/failure_detection.py`
 
 
 class Ring:
@@ -88,19 +85,14 @@ class Ring:
         self.epoch = epoch
         self.ready = asyncio.Event()
         self.model = ""
+        # Most that the KV caches of all ranks take together: ranks differ by a head at most.
         self.kv_bytes = 0
-        """Most that the KV caches of all ranks take together: ranks differ by a head at most."""
         self.imports: list[str] = []
-        self.kernels = ""
-        """What `Ready` tells of them."""
-        self.streamed: StreamedWeights | None = None
-        """Of all ranks; None: all weights are in memory."""
-        self.traits: GroupTraits | None = None
-        """None: not known yet."""
-        self.adapters: list[str] = []
-        """Digests of the LoRA adapters in memory."""
-        self.given_up = ""
-        """Why the supervisor has had enough of it, where it has."""
+        self.kernels = ""  # what `Ready` tells of them
+        self.streamed: StreamedWeights | None = None  # of all ranks; None: all weights are in memory
+        self.traits: GroupTraits | None = None  # None: not known yet
+        self.adapters: list[str] = []  # digests of the LoRA adapters in memory
+        self.given_up = ""  # why the supervisor has had enough of it, where it has
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
         self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
@@ -109,12 +101,9 @@ class Ring:
         self._processes: list[LocalRank | RemoteRank] = []
         self._events: dict[int, asyncio.Task[None]] = {}
         self._exits: list[asyncio.Task[None]] = []
-        self._rendezvous = b""
-        """What rank 0 has said of it, for those that are started later."""
-        self._missed = False
-        """Whether some rank has said that another is gone."""
-        self._oom_kills = oom_kills()
-        """Before it began."""
+        self._rendezvous = b""  # what rank 0 has said of it, for those that are started later
+        self._missed = False  # whether some rank has said that another is gone
+        self._oom_kills = oom_kills()  # before it began
         self._killed = False
         self._activity = activity
         self._slot = activity.take() if activity is not None else None

@@ -33,16 +33,15 @@ from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
-MOST_COMMANDS = 64
-"""That are being answered at a time; the others are refused."""
+MOST_COMMANDS = 64  # that are being answered at a time; the others are refused
 
 _commands: msgspec.msgpack.Decoder[HostCommand] = msgspec.msgpack.Decoder(HostCommand)
 
 
 class ExecutorService(Service):
     name: ClassVar[ServiceName] = "executor"
+    # Kinds of jobs that run beside models; taking a line out takes the feature out.
     job_kinds: tuple[HostJobKind, ...] = (TRAININGS,)
-    """Kinds of jobs that run beside models; taking a line out takes the feature out."""
 
     @classmethod
     def settings_type(cls) -> type[ExecutorSettings]:
@@ -59,8 +58,8 @@ class ExecutorService(Service):
                 "or a hub name, or have the executor load what it is told to with --takes-models."
             )
         self.forks: ForkClient = fork_client(settings)
+        # From `run` on, where there may be jobs that pause for requests.
         self.activity: ActivityPage | None = None
-        """From `run` on, where there may be jobs that pause for requests."""
         self._nodes = HeadNode(settings) if settings.nnodes > 1 else None
         self._host = ModelHost(settings, self, self.job_kinds)
         self._own: GroupSupervisor | None = None

@@ -15,8 +15,7 @@ from pathlib import Path
 from shared.process import die_with_parent
 
 _LOWEST_PRIORITY = 19
-_FIRST_TO_GO = "900"
-"""Of 1,000: how willingly the kernel ends this process where memory runs out."""
+_FIRST_TO_GO = "900"  # of 1,000: how willingly the kernel ends this process where memory runs out
 _VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS: the same sums in every run
     "MKL_DYNAMIC": "FALSE",  # and no fewer threads than were asked for: other threads, other sums

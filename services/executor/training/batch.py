@@ -14,16 +14,11 @@ from torch import Tensor
 class PackedBatch:
     """One forward and backward pass. Raises `ValueError` where its parts do not fit."""
 
-    tokens: Tensor
-    """int64 [T]: examples end to end."""
-    lengths: list[int]
-    """Of each example; their sum is T."""
-    rows: Tensor
-    """int64 [N]: positions whose next token is trained on."""
-    targets: Tensor
-    """int64 [N]: those next tokens."""
-    weight_rows: Tensor
-    """float32 [N]: what each of them counts."""
+    tokens: Tensor  # int64 [T]: examples end to end
+    lengths: list[int]  # of each example; their sum is T
+    rows: Tensor  # int64 [N]: positions whose next token is trained on
+    targets: Tensor  # int64 [N]: those next tokens
+    weight_rows: Tensor  # float32 [N]: what each of them counts
 
     def __post_init__(self) -> None:
         if sum(self.lengths) != len(self.tokens) or any(length < 1 for length in self.lengths):
@@ -39,8 +34,6 @@ class DropoutKey:
     """What the dropout of one pass is drawn from, beside the linear's name: recomputing it, and resuming the job, draw
     the same."""
 
-    seed: int
-    """Of the job."""
+    seed: int  # of the job
     step: int
-    micro_step: int
-    """Of the batches of the step."""
+    micro_step: int  # of the batches of the step

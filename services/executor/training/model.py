@@ -43,9 +43,9 @@ from shared.messages.training import Hyperparameters
 
 log = structlog.get_logger(__name__)
 
+# What a layer keeps from forward to backward, against the inputs and outputs of its linears. How many layers keep it
+# changes memory and time, and no bit of a result.
 _KEPT_SHARE = 1.25
-"""What a layer keeps from forward to backward, against the inputs and outputs of its linears. How many layers keep it
-changes memory and time, and no bit of a result."""
 
 
 class TrainableModel:
@@ -68,8 +68,7 @@ class TrainableModel:
         self._head = _head_of(base, self._scratch, collectives or SingleRank())
         _look_up(base, self._scratch)
         self._attend()
-        self.factors: dict[str, Factors] = {}
-        """By the linear's name, sorted."""
+        self.factors: dict[str, Factors] = {}  # by the linear's name, sorted
         self._add_factors(base, hyperparameters, seed)
         self._layers = _layers_of(self._model)
         self._kept_layers = 0
@@ -77,8 +76,9 @@ class TrainableModel:
         self._widths = [self._width_of(layer, base.targets) for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.forward = self._through(index, layer.forward)
+        # Of all factors.
         self.trained_bytes = sum(part.nbytes for some in self.factors.values() for part in (some.a, some.b))
-        """Of all factors."""
+        # For the log.
         self.description = {
             "base": base.kind,
             "dtype": str(base.dtype).removeprefix("torch."),
@@ -86,7 +86,6 @@ class TrainableModel:
             "rank": hyperparameters.rank,
             "trained_bytes": self.trained_bytes,
         }
-        """For the log."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:

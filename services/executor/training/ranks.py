@@ -33,11 +33,10 @@ from services.executor.ipc.trainer_pipe import TrainerSpec
 from services.executor.model.loading.config_file import load_config
 from shared.errors import ConfigurationError
 
+# Seconds that one may wait for another: they are suspended together, for as long as a host is busy, and their clocks
+# go on meanwhile. The end of one is noticed at once.
 WAIT_WITHIN = 30 * 86400.0
-"""Seconds that one may wait for another: they are suspended together, for as long as a host is busy, and their clocks
-go on meanwhile. The end of one is noticed at once."""
-COMMAND = [sys.executable, "-m", "services.executor.training"]
-"""With the descriptor of its events."""
+COMMAND = [sys.executable, "-m", "services.executor.training"]  # with the descriptor of its events
 
 log = structlog.get_logger(__name__)
 

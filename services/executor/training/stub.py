@@ -36,8 +36,7 @@ from shared.errors import InternalError, InvalidRequest
 from shared.messages.training import TrainingData, TrainingMetrics, steps_of
 from shared.nats.adapters import CONFIG, WEIGHTS
 
-STATE_EVERY = 5
-"""Steps."""
+STATE_EVERY = 5  # steps
 
 
 class _State(msgspec.Struct):
@@ -52,8 +51,7 @@ class StubTrainer:
         self._pipe = pipe
         self.tell = pipe.send
         self._directory = Path(spec.directory)
-        self._written = -1
-        """Step of the last state, whose file is the supervisor's: it may be gone by now."""
+        self._written = -1  # step of the last state, whose file is the supervisor's: it may be gone by now
         self.seconds = float(str(spec.settings.get("stub_step_ms") or 0.0)) / 1000
 
     def run(self) -> None:

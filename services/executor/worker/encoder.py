@@ -46,8 +46,7 @@ class EncoderRunner:
     """Runs step plans on one rank's share of an encoder, in the place of a `ModelRunner`."""
 
     adapter_modules: set[str] | None = set()
-    packed = None
-    """Nothing that a later start could read in place of the checkpoint."""
+    packed = None  # nothing that a later start could read in place of the checkpoint
 
     def __init__(
         self, encoder: Encoder, vectors: VectorFacts | None, collectives: Collectives, device: torch.device
@@ -70,8 +69,8 @@ class EncoderRunner:
         self._given = _Given(self._base)
         if vectors is None:
             setattr(self._model, _name_of(self._model, self._base), self._given)
+        # What the last step has pooled, on rank 0: float32 [P, size]; or the logits of classes [P, labels].
         self.pooled: Floats = np.zeros((0, 0), np.float32)
-        """What the last step has pooled, on rank 0: float32 [P, size]; or the logits of classes [P, labels]."""
         self.scored: PromptTokenScores = no_scores()
 
     @property
@@ -189,8 +188,8 @@ class _Given(nn.Module):
     def __init__(self, base: Any) -> None:
         super().__init__()
         self._pooler: Any = getattr(base, "pooler", None)
+        # ALBERT's, whose pooler is a linear layer.
         self._activation: Any = getattr(base, "pooler_activation", None)
-        """ALBERT's, whose pooler is a linear layer."""
         self.states = torch.empty(0)
 
     def forward(self, *args: Any, **options: Any) -> BaseModelOutputWithPooling:

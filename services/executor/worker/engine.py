@@ -72,10 +72,9 @@ if TYPE_CHECKING:  # they import Triton, which not every host has, or take their
 
 log = structlog.get_logger(__name__)
 
+# Seconds in which a rank that ends writes what it has spilled; a disk that takes longer is not waited for.
 FLUSH_TIMEOUT = 5.0
-"""Seconds in which a rank that ends writes what it has spilled; a disk that takes longer is not waited for."""
-IDLE_LOOK = 0.2
-"""Seconds without a plan after which a profiler that is at work is told."""
+IDLE_LOOK = 0.2  # seconds without a plan after which a profiler that is at work is told
 
 
 class RingEngine:
@@ -97,13 +96,12 @@ class RingEngine:
         self._sender = PlanSender([])
         self._member: Worker | None = None
         self._directory = Path()
+        # What an adapter may change; found out when the first one comes.
         self._adapter_targets: list[AdapterTarget] | None = None
-        """What an adapter may change; found out when the first one comes."""
         self._launches = Launches(self._execute)
-        self._draft_sampler: DraftSampler | None = None
-        """None: there is no draft model."""
+        self._draft_sampler: DraftSampler | None = None  # None: there is no draft model
+        # Seconds of communication before the first step: ranks wait for each other while they load.
         self._said_before = 0.0
-        """Seconds of communication before the first step: ranks wait for each other while they load."""
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         device = choose_device(self._settings, self._spec.rank)

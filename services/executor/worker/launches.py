@@ -35,8 +35,8 @@ def with_tokens(plan: StepPlan, before: Sequence[SampledToken]) -> StepPlan:
     return structs.replace(plan, token_ids=to_bytes(np.where(ids < 0, tokens[np.maximum(rows, 0)], ids)))
 
 
+# The tokens of a step that the device has been given, once they are there. Raises as `Engine.execute` does.
 Result = Callable[[], list[SampledToken]]
-"""The tokens of a step that the device has been given, once they are there. Raises as `Engine.execute` does."""
 Begin = Callable[[StepPlan, Sequence[SamplingState]], Result | None]
 
 
@@ -47,10 +47,9 @@ class Launches:
         """`execute` computes on the host's time. `begin` has the device compute a plan, or gives None where the host
         must; token ids of -1 - k in it stand for what row k of the last step that was begun has sampled."""
         self._execute, self._begin = execute, begin
-        self._steps: deque[_Step] = deque()
-        """In their order."""
+        self._steps: deque[_Step] = deque()  # in their order
+        # Of the last step whose result was asked for; empty where it has failed.
         self._tokens: list[SampledToken] = []
-        """Of the last step whose result was asked for; empty where it has failed."""
 
     def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
         step = _Step(self, plan, samples)

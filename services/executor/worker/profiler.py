@@ -41,8 +41,7 @@ class Range(NamedTuple):
     end: int
     thread: int
     on_device: bool = False
-    allocated: int = 0
-    """Bytes; below 0: freed."""
+    allocated: int = 0  # bytes; below 0: freed
 
 
 @dataclass(slots=True)
@@ -90,16 +89,11 @@ def operator_table(ranges: Iterable[Range], most: int) -> list[OperatorTime]:
 
 log = structlog.get_logger(__name__)
 
-EXCUSE = 60.0
-"""Seconds that starting, or stopping and writing, may take."""
-IDLE_END = 3.0
-"""Seconds without a step that end a profile which has some: what was asked about is over."""
-MOST_STEPS = 500
-"""However long it is to last: what is recorded of a step may be thousands of operations."""
-ALLOCATION = "[memory]"
-"""torch's name for the event."""
-OPERATORS = 40
-"""Rows of the table that are kept."""
+EXCUSE = 60.0  # seconds that starting, or stopping and writing, may take
+IDLE_END = 3.0  # seconds without a step that end a profile which has some: what was asked about is over
+MOST_STEPS = 500  # however long it is to last: what is recorded of a step may be thousands of operations
+ALLOCATION = "[memory]"  # torch's name for the event
+OPERATORS = 40  # rows of the table that are kept
 
 
 class Profiler:

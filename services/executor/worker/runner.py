@@ -85,12 +85,10 @@ class _HiddenStateHook:
 class NativeKernels(Decoder, Protocol):
     """A decoder on the host whose layers wait for blocks that are restored meanwhile."""
 
-    level: str
-    """Of instructions (`native/library.py`)."""
-    packed: Any
-    """The weights that it multiplies with."""
+    level: str  # of instructions (`native/library.py`)
+    packed: Any  # the weights that it multiplies with
+    # Address of the number of layers whose blocks are there, of the step that comes; 0: all are.
     restored: int
-    """Address of the number of layers whose blocks are there, of the step that comes; 0: all are."""
 
     @property
     def pages(self) -> list[int]:
@@ -169,13 +167,13 @@ class ModelRunner:
         there then; `attention` is what the model's attention uses;
         `steps`, around the same decoder, need not be waited for.
         `kernels`: what computes; empty: PyTorch's. `exact`: whether each row is computed as if it were alone."""
+        # What computes, by a name that stands for one order of sums and one way of rounding.
         self.kernels = kernels or f"PyTorch {device.type}"
-        """What computes, by a name that stands for one order of sums and one way of rounding."""
         self._model: Any = model
         self._decoder = decoder
         self._native = decoder if isinstance(decoder, NativeKernels) else None
+        # Whether what a row comes to is a function of its token, its position and what it reads, to the bit.
         self.is_exact = self.is_native or exact
-        """Whether what a row comes to is a function of its token, its position and what it reads, to the bit."""
         self._attention = attention
         self._steps = steps
         self._search = largest_of if decoder is None else decoder.largest
@@ -187,10 +185,9 @@ class ModelRunner:
         self._adapters: AdapterLoader | None = None
         self._draft: Draft | None = None
         self._left_out: Tensor | None = None
+        # What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden].
         self.pooled: Floats = np.zeros((0, 0), np.float32)
-        """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
-        self.scored: PromptTokenScores = no_scores()
-        """What the last step's `plan.score_rows` gave, on rank 0."""
+        self.scored: PromptTokenScores = no_scores()  # what the last step's `plan.score_rows` gave, on rank 0
 
     def serve_adapters(
         self,

@@ -41,11 +41,9 @@ class RankStorage(NamedTuple):
     blocks: BlockCounts
     slots: SpillCounts
     store: KvStore
-    own_store: KvStore
-    """The page layers of the model that is served: all but its draft model's."""
+    own_store: KvStore  # the page layers of the model that is served: all but its draft model's
     spill: Spill
-    window: int
-    """Bytes of memory that mapped blocks have at least."""
+    window: int  # bytes of memory that mapped blocks have at least
 
     @classmethod
     def make(

@@ -44,19 +44,16 @@ from shared.errors import ConfigurationError, InternalError, ModelLoadError, rea
 from shared.messages import ModelCard, TokenLogprobs
 from shared.nats.adapters import CONFIG, WEIGHTS
 
-_ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
-"""32 tokens, six of them spaces: words of about five letters."""
+_ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "  # 32 tokens, six of them spaces: words of about five letters
 _LARGEST = max(_ALPHABET)
 
-_DRAFTS = 0x5DEECE66D
-"""Sets the chance of a proposal apart from that of the token."""
+_DRAFTS = 0x5DEECE66D  # sets the chance of a proposal apart from that of the token
 
 STUB_EMBEDDING_SIZE = 32
 STUB_LABEL = "relevant"
-STUB_EOS_TOKEN = 0
-"""The stub's end-of-sequence token. It produces it only where a grammar lets the text end."""
+STUB_EOS_TOKEN = 0  # the stub's end-of-sequence token. It produces it only where a grammar lets the text end
+# Tokens that bring a text nearer to its end: else it might grow for ever.
 _CLOSING = np.array([STUB_EOS_TOKEN, *b'"]}'], np.int64)
-"""Tokens that bring a text nearer to its end: else it might grow for ever."""
 _ASCII = 128
 
 
@@ -153,8 +150,7 @@ def stub_choice(seed: int, position: int, allowed: NDArray[np.bool_], first_toke
     return int(candidates[(bits >> 8) % len(candidates)])
 
 
-FAULT_TOKEN = 1
-"""The token that makes a step end badly, where the stub has a `fault`."""
+FAULT_TOKEN = 1  # the token that makes a step end badly, where the stub has a `fault`
 
 
 def _fail(fault: str) -> None:
@@ -191,24 +187,21 @@ def stub_adapter_digest(directory: Path, max_rank: int = 256) -> str:
 class StubSettings(msgspec.Struct, frozen=True):
     """How fast the stub is, and what it claims to hold."""
 
-    step_ms: float = 0.0
-    """Milliseconds that every step takes."""
-    us_per_token: float = 0.0
-    """Microseconds more for every token computed, prompt tokens included."""
+    step_ms: float = 0.0  # milliseconds that every step takes
+    us_per_token: float = 0.0  # microseconds more for every token computed, prompt tokens included
     block_size: int = 16
     num_blocks: int = 4096
     context_length: int = 8192
     vocab_size: int = 256
+    # Added to every token: the first ids of a real vocabulary are single bytes, which give no text.
     first_token: int = 0
-    """Added to every token: the first ids of a real vocabulary are single bytes, which give no text."""
+    # What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing.
     fault: str = ""
-    """What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing."""
     max_adapters: int = 0
     max_adapter_rank: int = 256
+    # Probability that a proposal of its draft model is what it draws; 0: it has none.
     draft_right: float = 0.0
-    """Probability that a proposal of its draft model is what it draws; 0: it has none."""
-    draft_ms: float = 0.0
-    """Milliseconds that every pass of the draft model takes."""
+    draft_ms: float = 0.0  # milliseconds that every pass of the draft model takes
 
 
 class StubEngine:
@@ -232,8 +225,7 @@ class StubEngine:
         self._loaded = False
         self._pooled = _NO_SUMS
         self._scored = no_scores()
-        self._adapters = [""] * settings.max_adapters
-        """Digests by slot."""
+        self._adapters = [""] * settings.max_adapters  # digests by slot
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """At once: there are no weights."""

@@ -20,22 +20,18 @@ from services.executor.worker.runner import ModelRunner
 from shared.errors import ConfigurationError
 from shared.messages import StreamedWeights
 
-Report = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+Report = Callable[[int, int], None]  # called with (bytes done, bytes in all)
 
 
 class Share:
     """A rank's weights."""
 
-    is_cached = False
-    """Whether an earlier start has kept them, which had checked the model's other files too."""
+    is_cached = False  # whether an earlier start has kept them, which had checked the model's other files too
     facts: ModelFacts
     layout: ShardLayout
     dtype: torch.dtype
-    widths: StepWidths | None = None
-    """Of its steps, where a GPU's memory is planned by them."""
-    reads_compressed: bool
-    """See `Backend.reads_compressed`."""
+    widths: StepWidths | None = None  # of its steps, where a GPU's memory is planned by them
+    reads_compressed: bool  # see `Backend.reads_compressed`
 
     def runner(
         self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None
@@ -49,8 +45,7 @@ class Share:
     def settle(self) -> None:
         """Before the rank ends: waits for what it keeps, or the next start would have to make it once more."""
 
-    streamed: StreamedWeights | None = None
-    """Where not all are in memory."""
+    streamed: StreamedWeights | None = None  # where not all are in memory
 
     @property
     def imports(self) -> list[str]:
@@ -76,8 +71,7 @@ class ShareRequest(NamedTuple):
     device: torch.device
     collectives: Collectives
     report: Report
-    has_room: MemoryCheck | None = None
-    """None: that of a model which is alone."""
+    has_room: MemoryCheck | None = None  # None: that of a model which is alone
 
     def check_room(
         self, states: LayerStates, dtype: torch.dtype, context: int, widths: StepWidths | None, weights: int

@@ -62,10 +62,10 @@ class GatewayApp:
         )
         self.dialects = Dialects(dialects)
         spoken = [route for one in dialects for route in one.routes(backend, settings, metrics)]
+        # The way of nearly every request, past the router's search.
         self._direct: dict[tuple[str, str], Any] = {
             ("POST", one.path): one.direct for one in spoken if isinstance(one, ApiRoute) and one.direct
         }
-        """The way of nearly every request, past the router's search."""
         self._direct_paths = frozenset(path for _, path in self._direct)
         own = own_routes(backend, settings, ops, lambda: document(self.routes, settings))
         self._router = Router(routes=[*spoken, *own], redirect_slashes=False, default=_not_found)

@@ -59,8 +59,8 @@ class GatewayServices(msgspec.Struct, frozen=True):
     conversations: Conversations
     files: Files
     uploads: Uploads
+    # The services behind the kinds of jobs that this gateway runs, by their class.
     jobs: Mapping[type, object]
-    """The services behind the kinds of jobs that this gateway runs, by their class."""
     cluster: Cluster
     management: Management
     adapters: AdapterManagement
@@ -227,8 +227,8 @@ class RequestContext:
         self.scope["state"]["model"] = model
 
 
+# What it returns is sent as JSON, bytes as they are; None: it has answered by itself.
 Handler = Callable[[RequestContext], Awaitable[object]]
-"""What it returns is sent as JSON, bytes as they are; None: it has answered by itself."""
 RouteMaker = Callable[[GatewayBackend, GatewaySettings], list[BaseRoute]]
 
 

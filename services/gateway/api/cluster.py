@@ -19,12 +19,9 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
-FRESH = 1.0
-"""Seconds for which the services are not asked for again, however many look at them."""
-MOST = 100
-"""Generations that are shown; there may be thousands."""
-DIGEST = 8
-"""Hexadecimal digits of an id's digest: enough to find one's own."""
+FRESH = 1.0  # seconds for which the services are not asked for again, however many look at them
+MOST = 100  # generations that are shown; there may be thousands
+DIGEST = 8  # hexadecimal digits of an id's digest: enough to find one's own
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -32,63 +29,47 @@ class Group(msgspec.Struct, frozen=True):
 
     group: str
     model: str
-    state: str
-    """starting, ready, busy, hung, draining or gone."""
+    state: str  # starting, ready, busy, hung, draining or gone
     epoch: int
     ranks: int
     running: int
     waiting: int
-    slots: int
-    """Sequences that its batch has room for; 0: not known."""
-    kv_used: float
-    """Share of its KV blocks, 0 to 1."""
-    step_seconds: float
-    """What a step takes that computes no prompt; 0: not measured yet."""
-    weight: float
-    """How fast it is, against its own past and its peers, 0.05 to 1."""
-    loaded: float
-    """Share of the weights that has been read, 0 to 1."""
+    slots: int  # sequences that its batch has room for; 0: not known
+    kv_used: float  # share of its KV blocks, 0 to 1
+    step_seconds: float  # what a step takes that computes no prompt; 0: not measured yet
+    weight: float  # how fast it is, against its own past and its peers, 0.05 to 1
+    loaded: float  # share of the weights that has been read, 0 to 1
     message: str
-    updated_at: float
-    """Unix seconds."""
+    updated_at: float  # Unix seconds
 
 
 class ServiceInstance(msgspec.Struct, frozen=True):
     name: str
     instance: str
     state: str
-    heard_at: float
-    """Unix seconds of its last heartbeat; 0: not known."""
+    heard_at: float  # Unix seconds of its last heartbeat; 0: not known
 
 
 class RunningGeneration(msgspec.Struct, frozen=True):
-    digest: str
-    """The first digits of the SHA-256 of its id."""
+    digest: str  # the first digits of the SHA-256 of its id
     model: str
     endpoint: str
-    status: str
-    """queued or in_progress."""
-    created: float
-    """Unix seconds."""
-    tokens: int
-    """Output tokens so far, of all choices."""
+    status: str  # queued or in_progress
+    created: float  # Unix seconds
+    tokens: int  # output tokens so far, of all choices
     choices: int
-    readers: int
-    """Connections that read it here."""
+    readers: int  # connections that read it here
 
 
 class ClusterState(msgspec.Struct, frozen=True):
     object: str
-    now: float
-    """Unix seconds, by the gateway's clock."""
+    now: float  # Unix seconds, by the gateway's clock
     gateway: str
     models: list[str]
     groups: list[Group]
     services: list[ServiceInstance]
-    generations: list[RunningGeneration]
-    """The newest of the tenant that asks which this gateway looks after."""
-    generations_total: int
-    """All of these."""
+    generations: list[RunningGeneration]  # the newest of the tenant that asks which this gateway looks after
+    generations_total: int  # all of these
 
 
 class Cluster:

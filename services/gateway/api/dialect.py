@@ -28,8 +28,8 @@ MakeRoutes = Callable[[GatewayBackend, GatewaySettings, GatewayMetrics], Sequenc
 class ModelView:
     """How an API shows models on the paths that it shares with OpenAI's."""
 
+    # The list of them, each as OpenAI's (`api.models.shapes.Model`).
     page: Callable[[RequestContext, Sequence[Any]], object]
-    """The list of them, each as OpenAI's (`api.models.shapes.Model`)."""
     one: Callable[[Any], object]
 
 
@@ -43,25 +43,21 @@ class Dialect:
 
     name: str
     routes: MakeRoutes = _no_routes
-    endpoints: Sequence[Endpoint] = ()
-    """Of the generations that are begun in it."""
+    endpoints: Sequence[Endpoint] = ()  # of the generations that are begun in it
+    # The body for an error, with the request's id.
     describe: Callable[[BaseException, str], object] = describe
-    """The body for an error, with the request's id."""
     stream: type[EventStream] | type[LineStream] = EventStream
-    error_event: bytes = b""
-    """The type of the event that tells of an error within a stream."""
-    done: bool = True
-    """Whether streams end with `[DONE]`, but for those that end otherwise in the same API."""
+    error_event: bytes = b""  # the type of the event that tells of an error within a stream
+    done: bool = True  # whether streams end with `[DONE]`, but for those that end otherwise in the same API
+    # What paths begin with whose errors it describes, where these are not described as OpenAI's are.
     paths: tuple[str, ...] = ()
-    """What paths begin with whose errors it describes, where these are not described as OpenAI's are."""
+    # Whether a request for a path that others have too is for it.
     claims: Callable[[Scope], bool] | None = None
-    """Whether a request for a path that others have too is for it."""
+    # What answers on its `paths` have beside the headers that are given; with the request's id.
     answer_headers: Callable[[Scope, str, Mapping[str, str]], dict[str, str]] | None = None
-    """What answers on its `paths` have beside the headers that are given; with the request's id."""
-    models: ModelView | None = None
-    """Of requests that it claims."""
+    models: ModelView | None = None  # of requests that it claims
+    # Paths that its clients know from other servers, and why they lead nowhere here.
     absent: Mapping[str, str] = field(default_factory=dict)
-    """Paths that its clients know from other servers, and why they lead nowhere here."""
 
 
 def routes_of(*makers: Callable[[GatewayBackend, GatewaySettings], Sequence[BaseRoute]]) -> MakeRoutes:
@@ -73,8 +69,8 @@ def routes_of(*makers: Callable[[GatewayBackend, GatewaySettings], Sequence[Base
     return routes
 
 
+# What is spoken on paths that no dialect has claimed, and in streams of endpoints that none has.
 PLAIN = Dialect("plain")
-"""What is spoken on paths that no dialect has claimed, and in streams of endpoints that none has."""
 
 
 class Dialects:
@@ -84,10 +80,10 @@ class Dialects:
         self.absent = {path: why for one in listed for path, why in one.absent.items()}
         self._claims = [(one, one.claims) for one in listed if one.claims is not None]
         self._paths = [(path, one) for one in listed for path in one.paths]
+        # What paths begin with whose answers have more headers, and these.
         self.headed = [(one.paths, one.answer_headers) for one in listed if one.answer_headers is not None]
-        """What paths begin with whose answers have more headers, and these."""
+        # Endpoints whose answers lack their generation's id.
         self.nameless = frozenset(each.name for one in listed for each in one.endpoints if each.nameless)
-        """Endpoints whose answers lack their generation's id."""
         self.by_endpoint = {each.name: one for one in listed for each in one.endpoints}
 
     def of_path(self, path: str) -> Dialect:

@@ -42,8 +42,7 @@ from services.gateway.streams.stream_reader import LARGE, StreamReader
 from shared.service.endpoints import Receive, Scope, Send
 
 DONE = StreamChunk(b"[DONE]")
-GENERATION_HEADER = "x-ryzanstein-generation"
-"""Of an answer that names no id: the id of its generation."""
+GENERATION_HEADER = "x-ryzanstein-generation"  # of an answer that names no id: the id of its generation
 
 
 class CompletionsRoute:

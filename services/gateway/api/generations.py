@@ -19,8 +19,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
     id: str
     object: str
-    cancelled: bool
-    """False when it had ended before."""
+    cancelled: bool  # False when it had ended before
 
 
 GENERATION = Operation(

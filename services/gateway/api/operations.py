@@ -29,8 +29,8 @@ class Pong(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
+    # Requests that this gateway is answering, without the one that asks, and generations on WebSockets.
     server_load: int
-    """Requests that this gateway is answering, without the one that asks, and generations on WebSockets."""
 
 
 class Document(msgspec.Struct):
@@ -89,8 +89,8 @@ METRICS = Operation(
 )
 DOCUMENT = Operation("GET /openapi.json", "openapi", "This document.", "Operations", response=Document)
 OPS = (HEALTH, READY, METRICS)
+# Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody.
 OPEN_PATHS = frozenset((*PATHS, DOCUMENT.path, PING))
-"""Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
 
 
 async def version(ask: RequestContext) -> Version:

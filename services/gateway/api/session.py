@@ -42,10 +42,8 @@ class Turn(Generic[MessageT]):
         self.name = name
         self.message = message
         self.began = time.perf_counter()
-        self.run: StreamReader | None = None
-        """None until the request is prepared."""
-        self.ended: BaseException | None = None
-        """Why it ends before its answer does."""
+        self.run: StreamReader | None = None  # None until the request is prepared
+        self.ended: BaseException | None = None  # why it ends before its answer does
         self._preparing: asyncio.Task[object] | None = None
 
     def end(self, reason: BaseException) -> None:
@@ -83,8 +81,7 @@ class Session(Generic[MessageT]):
         self._context = context
         self._settings = settings
         self._sending = asyncio.Lock()
-        self._turns: dict[str, Turn[MessageT]] = {}
-        """Unfinished generations by the client's name."""
+        self._turns: dict[str, Turn[MessageT]] = {}  # unfinished generations by the client's name
         self._tasks = TaskSet()
         self._ended = False
 

@@ -33,8 +33,7 @@ class PrefillQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PrefillCancelled(msgspec.Struct, frozen=True):
     session: str
-    cancelled: bool
-    """False when none was under way at this gateway."""
+    cancelled: bool  # False when none was under way at this gateway
     object: Literal["session.prefill"] = "session.prefill"
 
 

@@ -10,10 +10,9 @@ import msgspec
 
 from services.gateway.streams.formats import Usage
 
+# vLLM's: the stop string or the client's stop token id that has ended the text; null: neither has.
 StopReason = str | int | None
-"""vLLM's: the stop string or the client's stop token id that has ended the text; null: neither has."""
-TokenIds = list[int]
-"""Where `return_token_ids` asks for them."""
+TokenIds = list[int]  # where `return_token_ids` asks for them
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 
 
@@ -61,8 +60,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    """null while it goes on."""
+    finish_reason: FinishReason | None  # null while it goes on
     stop_reason: StopReason = None
     token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
@@ -95,8 +93,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET
-    """With the finish reason."""
+    stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET  # with the finish reason
     token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -116,8 +113,7 @@ class ChatCompletionChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
-    prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
-    """In each choice's first chunk."""
+    prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET  # in each choice's first chunk
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -131,13 +127,12 @@ class CompletionLogprobs(msgspec.Struct):
 
 class PromptLogprob(msgspec.Struct):
     logprob: float
-    rank: int
-    """1: the most likely token at its place."""
+    rank: int  # 1: the most likely token at its place
     decoded_token: str
 
 
+# Of each token of a prompt, by token id: its own, then the most likely ones. null for the first.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Of each token of a prompt, by token id: its own, then the most likely ones. null for the first."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -146,10 +141,9 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
-    stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET
-    """In a chunk: with the finish reason."""
+    stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET  # in a chunk: with the finish reason
+    # In a stream: in each choice's first chunk.
     prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
-    """In a stream: in each choice's first chunk."""
     token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -63,8 +63,7 @@ from shared.errors import QueueFull
 from shared.service.endpoints import Receive, Scope, Send
 from shared.tracing import TraceContext
 
-ROUTE = "/v1/stream"
-"""As metrics name it."""
+ROUTE = "/v1/stream"  # as metrics name it
 
 
 class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,8 +77,8 @@ class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: int | list[int] | None = None
     idempotency_key: str | None = None
     background: float | None = None
+    # W3C Trace Context of this generation; what is none is ignored, as the handshake's header is.
     traceparent: Any = None
-    """W3C Trace Context of this generation; what is none is ignored, as the handshake's header is."""
     tracestate: Any = None
 
 
@@ -135,8 +134,8 @@ class WebSocketSession(Session[ClientMessage]):
         self._metrics = metrics
         self._socket = socket
         self._write_messages = message_writer(socket.scope)
+        # The trace that the handshake names.
         self._handshake: TraceContext | None = handshake_context(socket.scope)
-        """The trace that the handshake names."""
 
     async def serve(self) -> None:
         """Until the client closes."""

@@ -30,14 +30,12 @@ from shared.service.endpoints import OpsApp, Scope
 class Principal(msgspec.Struct, frozen=True):
     """The owner of a key; what belongs to one tenant is not there for another."""
 
-    key: str = ""
-    """Id of the key; empty: nobody in particular, while no key exists."""
+    key: str = ""  # id of the key; empty: nobody in particular, while no key exists
     tenant: str = ""
     limits: KeyLimits = KeyLimits()
+    # Work that was accepted from this principal earlier: what becomes of its key since then stops it not.
     vouched: bool = False
-    """Work that was accepted from this principal earlier: what becomes of its key since then stops it not."""
-    manage_models: bool = False
-    """As its key says, and so does `view_keys`."""
+    manage_models: bool = False  # as its key says, and so does `view_keys`
     view_keys: bool = False
 
     @property
@@ -51,12 +49,11 @@ class Principal(msgspec.Struct, frozen=True):
         return self.view_keys or not self.key
 
 
-ANONYMOUS = Principal()
-"""Whoever asks before the first key exists."""
+ANONYMOUS = Principal()  # whoever asks before the first key exists
 
 
+# Compared with where there is no record: an unknown id takes as long as a wrong secret.
 _NOBODY = KeyRecord(bytes(32), "", 0.0)
-"""Compared with where there is no record: an unknown id takes as long as a wrong secret."""
 _HOW = "in the header Authorization: Bearer YOUR_KEY; `ryzanstein keys create` makes one."
 
 
@@ -161,8 +158,8 @@ def _unknown_yet() -> Unavailable:
     )
 
 
+# Answered without a key: what load balancers and Prometheus ask for. /metrics can be closed by a setting.
 PUBLIC_PATHS = frozenset(OpsApp.paths)
-"""Answered without a key: what load balancers and Prometheus ask for. /metrics can be closed by a setting."""
 
 
 def token_of(scope: Scope) -> str | None:
@@ -175,8 +172,7 @@ def token_of(scope: Scope) -> str | None:
     return None if other is None else other.decode("latin-1")
 
 
-LOOK = 1.0
-"""Seconds between two looks for the bucket of keys, until it has one."""
+LOOK = 1.0  # seconds between two looks for the bucket of keys, until it has one
 _KEYS, _OLD_KEYS = f"KV_{subjects.KEYS_BUCKET}", f"KV_{subjects.OLD_KEYS_BUCKET}"
 
 

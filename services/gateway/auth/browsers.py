@@ -14,11 +14,11 @@ from services.gateway.core.errors import RouteError
 from shared.service.endpoints import Scope
 
 ANY = "*"
+# Methods that change nothing (RFC 9110, 9.2.1); their answers no foreign page can read.
 SAFE = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing (RFC 9110, 9.2.1); their answers no foreign page can read."""
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+# Ends of names that nobody can have in the public DNS.
 _PRIVATE = (".localhost", ".internal", ".svc", ".svc.cluster.local")
-"""Ends of names that nobody can have in the public DNS."""
 
 
 def listed(setting: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from shared.service.endpoints import begin_at_zero
 
+# The table: an endpoint's name by its URL.
 ENDPOINTS: dict[LineUrl, str] = {
     "/v1/chat/completions": "chat.completions",
     "/v1/completions": "completions",
@@ -34,7 +35,6 @@ ENDPOINTS: dict[LineUrl, str] = {
     "/v1/score": "score",
     "/v1/classify": "classify",
 }
-"""The table: an endpoint's name by its URL."""
 
 
 class LineEndpoint:

@@ -30,10 +30,8 @@ from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
-LOOK = 0.25
-"""Seconds between two looks at whether groups have come, or have more places."""
-FAULTS = 3
-"""Tries of a line that a fault of ours may cost."""
+LOOK = 0.25  # seconds between two looks at whether groups have come, or have more places
+FAULTS = 3  # tries of a line that a fault of ours may cost
 
 
 class LineGate:
@@ -42,8 +40,8 @@ class LineGate:
 
     def __init__(self) -> None:
         self.running = 0
+        # The batch that has the gateway for a line of its own, or is the next that will.
         self._alone: object | None = None
-        """The batch that has the gateway for a line of its own, or is the next that will."""
 
     def admits(self, batch: object, *, alone: bool) -> bool:
         """Whether a line of `batch` may begin now. Where it is to be `alone`, no other begins from now on."""

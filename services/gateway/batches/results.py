@@ -118,8 +118,7 @@ class CompletionBitmap:
         self._completed = 0
         self._failed = 0
         self.usage = TokenCounts()
-        self.size = 0
-        """Bytes of all results."""
+        self.size = 0  # bytes of all results
 
     def __contains__(self, line: int) -> bool:
         place = line >> 3
@@ -153,12 +152,10 @@ class CompletionBitmap:
 
 log = structlog.get_logger(__name__)
 
-BATCH_BYTES = 256 << 10
-"""Bytes of results in one message, unless one result alone has more."""
-ROOM = 4096
-"""Bytes of a message that are not the result's text."""
+BATCH_BYTES = 256 << 10  # bytes of results in one message, unless one result alone has more
+ROOM = 4096  # bytes of a message that are not the result's text
+# Seconds beyond the longest completion window for which results are kept: files are written in that time.
 KEPT_LONGER = 172_800.0
-"""Seconds beyond the longest completion window for which results are kept: files are written in that time."""
 
 
 class _Turn:

@@ -55,14 +55,12 @@ from shared.nats.objects import MissingObject
 
 log = structlog.get_logger(__name__)
 
+# Seconds for which writing a batch's files is tried while there is no room for them: somebody may delete some.
 FINISH_WITHIN = 3600.0
-"""Seconds for which writing a batch's files is tried while there is no room for them: somebody may delete some."""
 
 
-AHEAD = 16
-"""Lines that are written into the job beside the one that begins."""
-EVERY_LINE = 2**31 - 1
-"""In the job while its input is checked for the first times: any line may be under way."""
+AHEAD = 16  # lines that are written into the job beside the one that begins
+EVERY_LINE = 2**31 - 1  # in the job while its input is checked for the first times: any line may be under way
 
 
 def _fatal(losses: int) -> FatalRequest:
@@ -91,10 +89,8 @@ class BatchRunner:
         self._lines = lines
         self._endpoint = parts.endpoints[lease.job.endpoint]
         self._tally = CompletionBitmap()
-        self._reason: Ending = ""
-        """Why no more lines are begun."""
-        self._began = False
-        """Whether lines have run under this lease."""
+        self._reason: Ending = ""  # why no more lines are begun
+        self._began = False  # whether lines have run under this lease
 
     @property
     def _job(self) -> BatchJob:

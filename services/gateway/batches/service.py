@@ -24,6 +24,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.tenants import TenantBucket
 
+# What the lines of a batch may ask for.
 LineUrl = Literal[
     "/v1/chat/completions",
     "/v1/completions",
@@ -34,11 +35,10 @@ LineUrl = Literal[
     "/v1/score",
     "/v1/classify",
 ]
-"""What the lines of a batch may ask for."""
 
 
+# Seconds for which a batch is known after the last change: 30 days, as OpenAI keeps its files.
 KEEP = 2_592_000.0
-"""Seconds for which a batch is known after the last change: 30 days, as OpenAI keeps its files."""
 TRAITS = JobTraits[BatchJob](
     "batch", "batches", lambda job: job.status in OVER, most=TENANT_BATCHES, known=KNOWN_BATCHES
 )

@@ -110,8 +110,8 @@ def ended(
     return _replace(job, status="completed", completed_at=now)
 
 
+# Gateways that are lost while a line is under way before it runs alone; where one more is lost then, it fails.
 ALONE = 2
-"""Gateways that are lost while a line is under way before it runs alone; where one more is lost then, it fails."""
 
 
 def announced(job: BatchJob, line: int) -> BatchJob:

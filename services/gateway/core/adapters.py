@@ -38,11 +38,9 @@ from shared.nats.training import KEEP
 log = structlog.get_logger(__name__)
 
 MAX_PER_MODEL = 4096
-RETENTION_FACTOR = 2.0
-"""Of the journal's age, for how long retired files stay."""
+RETENTION_FACTOR = 2.0  # of the journal's age, for how long retired files stay
 SWEEP_INTERVAL = 300.0
-JOB_HOLDS = KEEP
-"""Seconds after which a fine-tuning job holds files no more, whatever became of it."""
+JOB_HOLDS = KEEP  # seconds after which a fine-tuning job holds files no more, whatever became of it
 _NEAR = 512
 
 
@@ -55,13 +53,11 @@ class AdapterRegistry:
         self._retention = retention
         self._files = AdapterFiles(bus)
         self._entries: dict[str, AdapterRecord] = {}
-        self.records: dict[str, AdapterRecord] = {}
-        """By name; without those that were unloaded."""
+        self.records: dict[str, AdapterRecord] = {}  # by name; without those that were unloaded
+        # By name: those that are declared and that no host has read yet.
         self.wanted: dict[str, AdapterRecord] = {}
-        """By name: those that are declared and that no host has read yet."""
         self._per_model: dict[str, int] = {}
-        self.changed = asyncio.Event()
-        """Set when another name may be listed than before."""
+        self.changed = asyncio.Event()  # set when another name may be listed than before
         self._caught_up = asyncio.Event()
         self._look_ups = LookUps()
 

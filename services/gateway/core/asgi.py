@@ -11,8 +11,8 @@ from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTi
 from shared.errors import PayloadTooLarge
 from shared.service.endpoints import Receive, Scope, Send
 
+# Milliseconds after which a client that was cut off should come back: shorter than the grace it has.
 RETRY = 500
-"""Milliseconds after which a client that was cut off should come back: shorter than the grace it has."""
 
 
 def request_headers(scope: Scope) -> Mapping[bytes, bytes]:
@@ -143,8 +143,7 @@ class Connection(Protocol):
         ...
 
 
-CONNECTION = "ryzanstein.connection"
-"""Name of the ASGI extension that is a `Connection`."""
+CONNECTION = "ryzanstein.connection"  # name of the ASGI extension that is a `Connection`
 
 
 def connection_of(scope: Scope) -> Connection | None:
@@ -153,9 +152,9 @@ def connection_of(scope: Scope) -> Connection | None:
     return connection
 
 
+# Name of the ASGI extension of a WebSocket, a function that writes text messages at once, as `send` would behind those
+# before them; False: it cannot now, and has written nothing.
 WEBSOCKET = "ryzanstein.websocket"
-"""Name of the ASGI extension of a WebSocket, a function that writes text messages at once, as `send` would behind those
-before them; False: it cannot now, and has written nothing."""
 WriteMessages = Callable[[Sequence[bytes]], bool]
 
 
@@ -228,14 +227,13 @@ class StreamChunk(msgspec.Struct, frozen=True, gc=False):
     """A part of a stream: a JSON text, or a part of a protobuf message."""
 
     data: bytes
+    # Where in its log a reader of everything up to this chunk stands: a number per choice, with commas; empty where it
+    # is of no log.
     position: bytes = b""
-    """Where in its log a reader of everything up to this chunk stands: a number per choice, with commas; empty where it
-    is of no log."""
-    event: bytes = b""
-    """The type of the server-sent event, where it has one."""
+    event: bytes = b""  # the type of the server-sent event, where it has one
+    # How much of the prompts is computed, where it tells that: it is not of the log then, and `data` the same as JSON
+    # (`streams/progress.py`).
     comment: bytes = b""
-    """How much of the prompts is computed, where it tells that: it is not of the log then, and `data` the same as JSON
-    (`streams/progress.py`)."""
 
 
 class EventStream:

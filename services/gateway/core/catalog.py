@@ -34,36 +34,31 @@ class RingListener(Protocol):
 
 _SERVING = ("ready", "busy")
 _AT_WORK = (*_SERVING, "draining")
+# Seconds without a heartbeat after which a record that was there before this gateway is of an earlier start: the
+# health monitor, which would say so, may be starting too.
 STALE = 15.0
-"""Seconds without a heartbeat after which a record that was there before this gateway is of an earlier start: the
-health monitor, which would say so, may be starting too."""
-NAMED = 16
-"""Models that a refusal names."""
+NAMED = 16  # models that a refusal names
 
 
 class Resolved(msgspec.Struct, frozen=True):
     """What a name that a client gives stands for."""
 
     model: str
-    adapter: str = ""
-    """Digest of a LoRA adapter on it; empty: none."""
-    name: str = ""
-    """Of that adapter."""
-    defaults: Mapping[str, float] = {}
-    """Sampling defaults of that name, which go before the model's own."""
+    adapter: str = ""  # digest of a LoRA adapter on it; empty: none
+    name: str = ""  # of that adapter
+    defaults: Mapping[str, float] = {}  # sampling defaults of that name, which go before the model's own
+    # What its requests leave out of their choice, as the model's entry has it.
     sparse: SparseAttention | None = None
-    """What its requests leave out of their choice, as the model's entry has it."""
-    sparse_unasked: bool = False
-    """Whether requests that say nothing attend so; set by `of_request`."""
+    sparse_unasked: bool = False  # whether requests that say nothing attend so; set by `of_request`
 
 
 class SparseKinds(NamedTuple):
     """Kinds of sparse attention that groups of a model compute."""
 
+    # Some group does, be it that it starts again: requests that ask for these wait for it.
     some: list[SparseKind]
-    """Some group does, be it that it starts again: requests that ask for these wait for it."""
+    # All groups at work do: the entry's choice holds for requests that say nothing.
     everywhere: list[SparseKind]
-    """All groups at work do: the entry's choice holds for requests that say nothing."""
 
 
 class ModelNotLoaded(Unavailable):
@@ -102,19 +97,17 @@ class Catalog:
         self._on_card = on_card
         self._clock = clock
         self.cards: dict[str, ModelCard] = {}
-        self._worked: set[str] = set()
-        """Models that had a group at work since this gateway started."""
+        self._worked: set[str] = set()  # models that had a group at work since this gateway started
+        # Models that were in the registry: served until their groups are gone, and no longer.
         self._removed: set[str] = set()
-        """Models that were in the registry: served until their groups are gone, and no longer."""
+        # Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past.
         self._told: set[str] = set()
-        """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups = registry.groups
+        # By model, of those that were asked for since their groups changed.
         self._sparse_kinds: dict[str, SparseKinds] = {}
-        """By model, of those that were asked for since their groups changed."""
+        # Groups of which nothing was heard since long before this gateway started.
         self._stale = registry.stale
-        """Groups of which nothing was heard since long before this gateway started."""
-        self.changed = asyncio.Event()
-        """Set when other models may be listed than before."""
+        self.changed = asyncio.Event()  # set when other models may be listed than before
         self._caught_up = (asyncio.Event(), asyncio.Event())
         self._statuses: dict[str, ModelStatus] = {}
         self._statuses_at = float("-inf")

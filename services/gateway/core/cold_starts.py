@@ -33,19 +33,16 @@ from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 
-INTERVAL = 1.0
-"""Seconds between two tellings of the demand."""
+INTERVAL = 1.0  # seconds between two tellings of the demand
 
 
 class _Model:
     def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0
-        self.wanted = 0
-        """Others that wait for a group of it and are in no queue: lines of batches."""
+        self.wanted = 0  # others that wait for a group of it and are in no queue: lines of batches
         self.since = time.time()
-        self.waiters: dict[asyncio.Future[ModelCard], None] = {}
-        """In the order of their coming."""
+        self.waiters: dict[asyncio.Future[ModelCard], None] = {}  # in the order of their coming
 
 
 class ColdStarts:

@@ -77,8 +77,7 @@ class QuotaExceeded(InvalidRequest):
     """A tenant keeps as much as it may: waiting does not help, deleting does."""
 
     code = "quota_exceeded"
-    headers = {"x-should-retry": "false"}
-    """Asks OpenAI's clients, which would try again after a 429, not to."""
+    headers = {"x-should-retry": "false"}  # asks OpenAI's clients, which would try again after a 429, not to
 
 
 class ModelLoadFailed(Unavailable):
@@ -109,8 +108,7 @@ _STATUS: list[tuple[type[RyzansteinError], int]] = [
 _RETRY_AFTER = {429: 1.0, 503: 2.0, 504: 2.0}
 
 
-CLIENT_GONE = 499
-"""nginx's status for a request that its client gave up; in logs and metrics alone."""
+CLIENT_GONE = 499  # nginx's status for a request that its client gave up; in logs and metrics alone
 
 
 class InvalidParameter(InvalidRequest):
@@ -126,8 +124,7 @@ class InvalidParameter(InvalidRequest):
     ) -> None:
         super().__init__(message, param=param)
         self.reason = reason
-        self.problems = problems
-        """Everything that is wrong, where more than one thing is told."""
+        self.problems = problems  # everything that is wrong, where more than one thing is told
 
 
 @contextlib.contextmanager
@@ -182,8 +179,7 @@ class RouteError(InvalidRequest):
         super().__init__(message, param=param)
         self.status = status
         self.reason = reason
-        self.allow = allow
-        """Methods that the URL takes, for the header of that name."""
+        self.allow = allow  # methods that the URL takes, for the header of that name
 
 
 class FieldProblem(msgspec.Struct, frozen=True):
@@ -200,8 +196,8 @@ class ErrorDetail(msgspec.Struct, frozen=True):
     type: str
     param: str | None
     code: str | None
+    # Of a model's entry in the registry: all that is wrong with it.
     errors: list[FieldProblem] | msgspec.UnsetType = msgspec.UNSET
-    """Of a model's entry in the registry: all that is wrong with it."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -380,11 +376,10 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)
 _TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`$")
 _BOUND = re.compile(r"Expected `(\w+)`( of length)? ([<>]=?) (\S+?)(?:\.0)?$")
 _VALUE = re.compile(r"Invalid enum value '?(.*?)'?$", re.DOTALL)
+# Of the field that says which of several kinds an object is.
 _TAG = re.compile(r"Invalid value '?(.*?)'?$", re.DOTALL)
-"""Of the field that says which of several kinds an object is."""
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[\]]+)")
-_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-"""What msgspec takes for an integer among the keys of an object."""
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")  # what msgspec takes for an integer among the keys of an object
 _WORDS = {
     "int": "an integer",
     "float": "a number",

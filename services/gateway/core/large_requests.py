@@ -15,8 +15,7 @@ from services.gateway.core.tenant_pool import Bound, TenantPool
 from shared.limits import LARGE_WAITING
 from shared.tasks import RoundRobin
 
-LARGE_REQUEST = 64 << 10
-"""Bytes from which a request has to wait for its turn: about a millisecond's work."""
+LARGE_REQUEST = 64 << 10  # bytes from which a request has to wait for its turn: about a millisecond's work
 
 
 class LargeRequests:

@@ -19,16 +19,15 @@ from shared.service.endpoints import (
 )
 
 PREFIX = "ryzanstein_gateway"
+# Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed.
 REASONS = ("stop", "length", "abort", "error")
-"""Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed."""
-WAYS = ("id", "idempotency", "websocket", "grpc")
-"""How a generation is found that is read once more."""
+WAYS = ("id", "idempotency", "websocket", "grpc")  # how a generation is found that is read once more
+# By port, why a connection is ended: there are too many, its TLS handshake failed, its head is too slow or too large,
+# or no HTTP; it does not read, asks for too much, breaks HTTP/2, or was never let in.
 REFUSALS = {
     "http": ("full", "handshake", "slow", "large", "invalid", "unread", "incomplete"),
     "grpc": ("full", "handshake", "unread", "incomplete", "calm", "protocol", "no_key"),
 }
-"""By port, why a connection is ended: there are too many, its TLS handshake failed, its head is too slow or too large,
-or no HTTP; it does not read, asks for too much, breaks HTTP/2, or was never let in."""
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _DELIVERY = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0)
 

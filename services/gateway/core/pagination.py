@@ -8,8 +8,7 @@ from msgspec import Meta
 
 from services.gateway.core.errors import RouteError
 
-USUAL, MOST = 20, 100
-"""Entries of a page, where nothing else is said, as OpenAI has it."""
+USUAL, MOST = 20, 100  # entries of a page, where nothing else is said, as OpenAI has it
 Order = Annotated[Literal["asc", "desc"], Meta(description="By time.")]
 
 

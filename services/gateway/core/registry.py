@@ -23,10 +23,9 @@ from shared.registry_view import RegistryView, fold
 T = TypeVar("T")
 E = TypeVar("E", bound=msgspec.Struct)
 
+# At a time; names beyond that are as the watch has them. So names that nobody knows cost the broker little.
 MOST_LOOK_UPS = 8
-"""At a time; names beyond that are as the watch has them. So names that nobody knows cost the broker little."""
-LONGEST_LOOKED_UP = 256
-"""Characters of a name."""
+LONGEST_LOOKED_UP = 256  # characters of a name
 
 
 class Changed(RouteError):
@@ -67,10 +66,8 @@ class ModelRegistry(RegistryView):
     def __init__(self, bus: Bus) -> None:
         super().__init__()
         self._bus = bus
-        self.revisions: dict[str, int] = {}
-        """By model: the revision that a conditional change names."""
-        self.aliases: dict[str, str] = {}
-        """The model that each alias stands for."""
+        self.revisions: dict[str, int] = {}  # by model: the revision that a conditional change names
+        self.aliases: dict[str, str] = {}  # the model that each alias stands for
         self._news = asyncio.Event()
         self._caught_up = tuple(asyncio.Event() for _ in range(3))
         self._listeners: list[Callable[[str], None]] = []

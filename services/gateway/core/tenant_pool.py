@@ -11,8 +11,7 @@ from typing import NamedTuple
 from shared.errors import QueueFull
 from shared.limits import Limit
 
-SHARE = 4
-"""Of a limit without a limit for tenants beside it, each has one part in so many."""
+SHARE = 4  # of a limit without a limit for tenants beside it, each has one part in so many
 
 
 class Bound(NamedTuple):

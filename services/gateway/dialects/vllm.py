@@ -29,12 +29,11 @@ from shared.messages import ModelCard
 class TokenizeRequest(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A `prompt` or `messages`, not both."""
 
-    model: str | None = None
-    """May be left out where one model alone is served."""
+    model: str | None = None  # may be left out where one model alone is served
     prompt: str | None = None
     messages: Messages | None = None
+    # With `prompt`: whether the model's special tokens stand around it; true where it is left out.
     add_special_tokens: bool | None = None
-    """With `prompt`: whether the model's special tokens stand around it; true where it is left out."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -78,8 +77,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 
     tokenizer_class: str
     chat_template: Any = None
-    omitted_fields: list[str] | msgspec.UnsetType = msgspec.UNSET
-    """Those that are too large to be told."""
+    omitted_fields: list[str] | msgspec.UnsetType = msgspec.UNSET  # those that are too large to be told
 
 
 class Detokenized(msgspec.Struct, frozen=True):

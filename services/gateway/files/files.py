@@ -35,16 +35,13 @@ from shared.nats.tenants import DeletionMarkers, Held, Holdings, TenantBucket, t
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 60.0
-UPLOAD_TIME = 3600.0
-"""Seconds after which an upload that has not ended is given up."""
+UPLOAD_TIME = 3600.0  # seconds after which an upload that has not ended is given up
 
 
+# Seconds after which a batch's input goes when nothing was said, as in OpenAI's API.
 BATCH_EXPIRY = float(MOST_EXPIRY)
-"""Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""
-FOR_OUTPUTS = 4
-"""That part of the store takes no uploads: what batches have computed must find room."""
-KNOWN_WITHIN = 5.0
-"""Seconds that an upload waits for a gateway that has just started to know what there is."""
+FOR_OUTPUTS = 4  # that part of the store takes no uploads: what batches have computed must find room
+KNOWN_WITHIN = 5.0  # seconds that an upload waits for a gateway that has just started to know what there is
 
 
 def unknown_file(file_id: str) -> RouteError:
@@ -60,8 +57,7 @@ class Files:
         self.objects = Objects(
             bus, subjects.FILES_STORE, max_bytes=most, setting="RYZANSTEIN_FILES_MAX_BYTES"
         )
-        self.limit = settings.file_limit
-        """Bytes of one file."""
+        self.limit = settings.file_limit  # bytes of one file
         self._quota, self._most = settings.tenant_file_bytes, settings.tenant_files
         self._records = TenantBucket(bus, subjects.FILES_BUCKET, FileRecord, lambda record: record.tenant)
         self._held = Holdings()

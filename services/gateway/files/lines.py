@@ -21,10 +21,8 @@ Fault = Literal["", "too_long", "not_utf8"]
 class FileLine(NamedTuple):
     """A line that is not blank."""
 
-    number: int
-    """From 1, blank lines counted."""
-    data: bytes
-    """Without its end; empty where there is a fault."""
+    number: int  # from 1, blank lines counted
+    data: bytes  # without its end; empty where there is a fault
     fault: Fault
 
 
@@ -34,13 +32,10 @@ class LineSplitter:
     def __init__(self, limit: int) -> None:
         """`limit`: bytes of a line, its end not counted."""
         self._limit = limit
-        self._held = bytearray()
-        """The beginning of a line."""
+        self._held = bytearray()  # the beginning of a line
         self._number = 1
-        self._first = True
-        """Whether nothing has been said of the file's beginning yet."""
-        self._too_long = False
-        """Whether what is left of the current line is thrown away."""
+        self._first = True  # whether nothing has been said of the file's beginning yet
+        self._too_long = False  # whether what is left of the current line is thrown away
 
     def feed(self, part: bytes) -> list[FileLine]:
         """The lines that end in `part`."""
@@ -93,10 +88,8 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-AT_ONCE = 32
-"""Lines that are looked at before others get their turn."""
-PATIENCE = 60.0
-"""Seconds for which a chunk is tried again while the broker is away."""
+AT_ONCE = 32  # lines that are looked at before others get their turn
+PATIENCE = 60.0  # seconds for which a chunk is tried again while the broker is away
 
 
 async def input_lines(files: Files, object_name: str, most: int) -> AsyncGenerator[FileLine, None]:

@@ -103,10 +103,10 @@ BOM = b"\xef\xbb\xbf"
 _NUMBERS = re.compile(rb"[\[\]\s,0-9.eE+-]+")
 _ZEROS = re.compile(rb"(?<=[0-9])\.0+(?![0-9])")
 _WITH_EXPONENT = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]+")
+# Characters of a number with an exponent that is read here, and digits of what comes of it: no field takes more.
 _LONGEST = 20
-"""Characters of a number with an exponent that is read here, and digits of what comes of it: no field takes more."""
+# Bytes of numbers; of more only fractions are looked at: these are the tokens of a prompt, and may be millions.
 _MANY = 4096
-"""Bytes of numbers; of more only fractions are looked at: these are the tokens of a prompt, and may be millions."""
 _KNOWN = frozenset(field.encode_name for field in msgspec.structs.fields(Message))
 
 _Fields = dict[str, msgspec.Raw]

@@ -23,23 +23,19 @@ from services.gateway.streams.stream_reader import StreamReader
 class Endpoint:
     """Whose answer a generation is."""
 
+    # Its `GenerationRecord.endpoint`, of which the prefix of its ids is made: small letters, digits, dots.
     name: ClassVar[str]
-    """Its `GenerationRecord.endpoint`, of which the prefix of its ids is made: small letters, digits, dots."""
-    presentation: ClassVar[Presentation]
-    """How its answers are shown."""
-    generates: ClassVar[bool] = True
-    """Whether its answers have text; else they are not streamed."""
-    nameless: ClassVar[bool] = False
-    """Whether its answers lack their generation's id."""
+    presentation: ClassVar[Presentation]  # how its answers are shown
+    generates: ClassVar[bool] = True  # whether its answers have text; else they are not streamed
+    nameless: ClassVar[bool] = False  # whether its answers lack their generation's id
 
 
 class BodyEndpoint(Endpoint):
     """One that takes JSON bodies, over whichever transport."""
 
-    invoked_by: ClassVar[tuple[str, ...]] = ()
-    """Fields by each of which /invocations knows a body for it."""
+    invoked_by: ClassVar[tuple[str, ...]] = ()  # fields by each of which /invocations knows a body for it
+    # The field by which a conversation so far is known to be one for it (`conversation`).
     conversation_field: ClassVar[str] = ""
-    """The field by which a conversation so far is known to be one for it (`conversation`)."""
 
     def decode(self, body: bytes | msgspec.Raw, ignored: IgnoredFields) -> Any:
         """Raises `InvalidParameter`."""

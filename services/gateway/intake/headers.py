@@ -11,11 +11,11 @@ SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# Of an answer: whether its text is a function of the model, its settings and the request (`ModelCard.exact`).
 EXACT_HEADER = "x-ryzanstein-exact"
-"""Of an answer: whether its text is a function of the model, its settings and the request (`ModelCard.exact`)."""
 
+# Of an answer: the fields of the request that changed nothing, with commas.
 IGNORED_HEADER = "x-ryzanstein-ignored-fields"
-"""Of an answer: the fields of the request that changed nothing, with commas."""
 MOST_IGNORED, LONGEST_IGNORED = 16, 64
 _OTHER = re.compile(r"[^\w.\[\]-]", re.ASCII)
 

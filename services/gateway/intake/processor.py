@@ -50,8 +50,8 @@ from shared import tracing
 from shared.messages import ModelCard
 
 T = TypeVar("T")
+# What every request becomes that is not a score's.
 Canonical = ChatCompletionRequest | CompletionRequest | EmbeddingRequest
-"""What every request becomes that is not a score's."""
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 

@@ -51,54 +51,43 @@ from shared.nats.bus import encode
 
 log = structlog.get_logger(__name__)
 
-SHOWN_OF_USER = 64
-"""Characters of `user` that logs show: it is a client's text."""
+SHOWN_OF_USER = 64  # characters of `user` that logs show: it is a client's text
+# Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end.
 UNNAMED_OUTPUT = 512
-"""Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
 _as_json = msgspec.json.Encoder().encode
+# Bytes of a token on the wire, and of all else in a generation, at most.
 _TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
-"""Bytes of a token on the wire, and of all else in a generation, at most."""
 
 
 class Context(msgspec.Struct):
     """What a request brings besides its body, and what is found out about it on its way: made once, then filled."""
 
     request_id: str
-    session: str = ""
-    """The X-Session-ID header."""
+    session: str = ""  # the X-Session-ID header
+    # Seconds for which the generation goes on while nobody listens; 0: for the short grace alone.
     background: float = 0.0
-    """Seconds for which the generation goes on while nobody listens; 0: for the short grace alone."""
-    key: str = ""
-    """The Idempotency-Key header."""
-    tenant: str = ""
-    """Whose request and idempotency keys these are: the principal's."""
+    key: str = ""  # the Idempotency-Key header
+    tenant: str = ""  # whose request and idempotency keys these are: the principal's
+    # The Last-Event-ID header: where the client stands in what its key stands for.
     after: Sequence[int] | None = None
-    """The Last-Event-ID header: where the client stands in what its key stands for."""
-    idempotency: str = ""
-    """The key's entry in the bucket `idempotency`."""
+    idempotency: str = ""  # the key's entry in the bucket `idempotency`
     lane: Lane = "interactive"
-    deadline: float = math.inf
-    """Unix seconds until which the client waits."""
-    view: View | None = None
-    """How it wants to see the answer; None: in the format of its endpoint."""
+    deadline: float = math.inf  # Unix seconds until which the client waits
+    view: View | None = None  # how it wants to see the answer; None: in the format of its endpoint
     principal: Principal = ANONYMOUS
+    # Gets what the answer's head should say of limits, by the time that the answer begins.
     answer_headers: dict[str, str] = {}
-    """Gets what the answer's head should say of limits, by the time that the answer begins."""
+    # Returns when the client has gone, where nothing else ends what waits for it.
     gone: Callable[[], Awaitable[object]] | None = None
-    """Returns when the client has gone, where nothing else ends what waits for it."""
-    admission: RequestAdmission | None = None
-    """Set by the intake, where something is limited."""
-    model: Resolved = Resolved("")
-    """What the request's `model` stands for, to its end; set by the intake."""
+    admission: RequestAdmission | None = None  # set by the intake, where something is limited
+    model: Resolved = Resolved("")  # what the request's `model` stands for, to its end; set by the intake
+    # The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed.
     return_progress: bool = False
-    """The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed."""
-    endpoint: str = ""
-    """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
+    endpoint: str = ""  # of the API that a chat or completion is translated for; empty: it is OpenAI's own
+    # Whether its client may ask for more tokens than the context has room for, and gets what it has.
     capped: bool = False
-    """Whether its client may ask for more tokens than the context has room for, and gets what it has."""
-    body_bytes: int = 0
-    """Set by the intake."""
+    body_bytes: int = 0  # set by the intake
 
 
 class RunDependencies:
@@ -392,8 +381,7 @@ def _deadline(started_at: float, context: Context, settings: GatewaySettings) ->
 # --- how many tokens -----------------------------------------------------------------------------
 
 
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions."""
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 def max_tokens(

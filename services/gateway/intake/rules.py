@@ -49,17 +49,14 @@ def at_least(bound: int) -> Condition:
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """Where `field` is as `when` says, so must others be: all that `needs` names, and one of `needs_one`."""
 
-    field: str = ""
-    """Empty: the rule holds always."""
+    field: str = ""  # empty: the rule holds always
     when: Condition = GIVEN
     needs: Mapping[str, Condition] = {}
     needs_one: Mapping[str, Condition] = {}
+    # The client's sentence. `{at}`: where the object stands in the request; `{field}`: which of `needs` is wrong.
     error: str
-    """The client's sentence. `{at}`: where the object stands in the request; `{field}`: which of `needs` is wrong."""
-    reason: str = "invalid_value"
-    """OpenAI's code."""
-    param: str = ""
-    """The field at fault, as `error` has it; left out: `field`."""
+    reason: str = "invalid_value"  # OpenAI's code
+    param: str = ""  # the field at fault, as `error` has it; left out: `field`
 
     def check(self, request: Any, at: str = "", **words: str) -> None:
         """`words`: more that `error` names. Raises `InvalidParameter`."""
@@ -104,17 +101,12 @@ class OneOf(msgspec.Struct, frozen=True, kw_only=True):
 
     field: ClassVar[str] = ""
     ways: tuple[tuple[str, ...], ...]
-    kinds: Mapping[str, Schema] = {}
-    """What a field is where it is given; left out: anything but null."""
-    tag: str = ""
-    """The field that names the way, by its only field."""
-    lacks: str
-    """The sentence where a field of the way is missing: `{at}`, `{field}`."""
-    repeats: str = ""
-    """And where one of another way is given; left out: the same."""
+    kinds: Mapping[str, Schema] = {}  # what a field is where it is given; left out: anything but null
+    tag: str = ""  # the field that names the way, by its only field
+    lacks: str  # the sentence where a field of the way is missing: `{at}`, `{field}`
+    repeats: str = ""  # and where one of another way is given; left out: the same
     repeats_reason: str = "invalid_value"
-    param: str = ""
-    """As a rule's; left out: the field that is missing, or given beside others."""
+    param: str = ""  # as a rule's; left out: the field that is missing, or given beside others
 
     def check(self, request: Any, at: str = "") -> None:
         """Raises `InvalidParameter`."""

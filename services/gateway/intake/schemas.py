@@ -51,14 +51,14 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+# The last so many tokens; -1: as many as the context has room for.
 LastTokens = Annotated[int, Meta(ge=-1, le=MAX_COUNT, extra_json_schema={"not": {"const": 0}})]
-"""The last so many tokens; -1: as many as the context has room for."""
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 LogprobCount = Annotated[int, limits.LOGPROBS.up_to(0)]
 ModelName = Annotated[str, Meta(min_length=1)]
 StopString = Annotated[str, limits.STOP_CHARACTERS.length(min_length=1)]
+# Whether the model has the token is seen with its vocabulary.
 TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
-"""Whether the model has the token is seen with its vocabulary."""
 BadWord = Annotated[
     str,
     limits.BAD_WORD_CHARACTERS.length(
@@ -80,11 +80,11 @@ _MetadataValue = Annotated[str, limits.METADATA_VALUE.length()]
 Metadata = Annotated[
     dict[Annotated[str, limits.METADATA_KEY.length()], _MetadataValue], limits.METADATA_ENTRIES.length()
 ]
+# By which stored chats are listed: no key is empty.
 NamedMetadata = Annotated[
     dict[Annotated[str, limits.METADATA_KEY.length(min_length=1)], _MetadataValue],
     limits.METADATA_ENTRIES.length(),
 ]
-"""By which stored chats are listed: no key is empty."""
 ServiceTier = Annotated[
     Literal["auto", "default", "priority", "fast", "scale", "ultrafast", "flex"],
     Meta(extra={"reason": "unsupported_parameter"}),
@@ -106,8 +106,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
     description: str | None = None
     schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    """Without effect: a schema is always held to the letter, or refused."""
+    strict: bool | None = None  # without effect: a schema is always held to the letter, or refused
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,29 +114,25 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    format: dict[str, Any] | None = None
-    """Of `structural_tag`, as xgrammar has it."""
+    format: dict[str, Any] | None = None  # of `structural_tag`, as xgrammar has it
+    # Of `structural_tag`, the older form: tags with `begin`, `schema` and `end`, beside `triggers`.
     structures: list[dict[str, Any]] | None = None
-    """Of `structural_tag`, the older form: tags with `begin`, `schema` and `end`, beside `triggers`."""
     triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`: exactly one of these."""
 
-    json: str | dict[str, Any] | None = None
-    """A JSON Schema."""
+    json: str | dict[str, Any] | None = None  # a JSON Schema
     regex: str | None = None
     choice: Choices | None = None
-    grammar: str | None = None
-    """In Lark's notation, or GBNF."""
+    grammar: str | None = None  # in Lark's notation, or GBNF
     json_object: bool | None = None
+    # As `response_format` has it, as an object or as its text.
     structural_tag: str | dict[str, Any] | None = None
-    """As `response_format` has it, as an object or as its text."""
 
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""vLLM's older names of the same."""
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # vLLM's older names of the same
 
 
 ONLY_STREAMED = only_with("stream_options", "stream")
@@ -145,10 +140,9 @@ ONLY_STREAMED = only_with("stream_options", "stream")
 
 class StreamOptions(Ruled, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    # Chunks are padded where it is true, and are not where it is left out.
     include_obfuscation: bool | None = None
-    """Chunks are padded where it is true, and are not where it is left out."""
-    continuous_usage_stats: bool | None = None
-    """vLLM's: usage so far in every chunk."""
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
 
     rules: ClassVar[Rules] = (
         Rule(
@@ -167,25 +161,21 @@ class SparseAttentionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
     """Which earlier tokens a token reads; what is left out is as the model's entry says, else the default. Counted in
     tokens, and read in whole blocks of the KV cache."""
 
+    # `pages` (the default): the pages that score best, too; `window`: what is neither first nor recent is never read
+    # again.
     kind: SparseKind | None = None
-    """`pages` (the default): the pages that score best, too; `window`: what is neither first nor recent is never read
-    again."""
-    threshold: _Tokens = None
-    """Tokens at positions below it read everything. 8192."""
-    sinks: _Tokens = None
-    """First tokens, which are always read. 64."""
-    recent: _Tokens = None
-    """Last tokens, which are always read. 1024."""
-    budget: _Tokens = None
-    """Tokens in chosen pages at least. 2048."""
+    threshold: _Tokens = None  # tokens at positions below it read everything. 8192
+    sinks: _Tokens = None  # first tokens, which are always read. 64
+    recent: _Tokens = None  # last tokens, which are always read. 1024
+    budget: _Tokens = None  # tokens in chosen pages at least. 2048
+    # Part of the position that chosen pages have, where that is more than the budget. 0.125.
     share: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Part of the position that chosen pages have, where that is more than the budget. 0.125."""
+    # First layers, in which everything is read. 2.
     dense_layers: Annotated[int, Meta(ge=0, le=sparse_attention.MOST_LAYERS)] | None = None
-    """First layers, in which everything is read. 2."""
 
 
+# true: as the model's entry says, else with the defaults; false: everything is read, whatever the entry says.
 SparseAttentionField = bool | SparseAttentionOptions
-"""true: as the model's entry says, else with the defaults; false: everything is read, whatever the entry says."""
 
 CacheTtl = Literal["30m", "12h"]
 Retention = Literal["in_memory", "in-memory", "24h"]
@@ -202,8 +192,8 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a prompt is cached: every prefix always, and its session's blocks for `ttl` at least, while there is room."""
 
+    # `explicit`: without a breakpoint in the request its session's blocks are not pinned.
     mode: Literal["implicit", "explicit"] | None = None
-    """`explicit`: without a breakpoint in the request its session's blocks are not pinned."""
     ttl: CacheTtl | None = None
 
     # refused unless neutral
@@ -216,8 +206,7 @@ class InputFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file_id: str | None = None
     file_data: str | None = None
-    filename: str | None = None
-    """What the model is told that it is called."""
+    filename: str | None = None  # what the model is told that it is called
 
 
 PART_TYPES = ("text", "refusal", "file")
@@ -248,8 +237,7 @@ class ContentPart(Ruled, frozen=True, forbid_unknown_fields=True):
 
 
 _PARTS = {"maxItems": limits.PARTS.value}
-_CALLS = {"maxItems": limits.CALLS.value}
-"""All messages together have no more."""
+_CALLS = {"maxItems": limits.CALLS.value}  # all messages together have no more
 
 
 class Message(Ruled, frozen=True, forbid_unknown_fields=True):
@@ -267,8 +255,8 @@ class Message(Ruled, frozen=True, forbid_unknown_fields=True):
     refusal: str | None = None
     audio: Annotated[Any, neutral()] = None
     annotations: Annotated[Any, neutral([])] = None
+    # DeepSeek's and vLLM's extension: what the model thought, for templates that show it.
     reasoning_content: str | None = None
-    """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
 
     rules = (
         some_of(
@@ -310,8 +298,7 @@ Messages = Annotated[list[Message], limits.MESSAGES.length(min_length=1)]
 class TrainedMessage(Message, frozen=True, forbid_unknown_fields=True):
     """A message of a conversation that a model learns from."""
 
-    weight: Literal[0, 1] | None = None
-    """Of an assistant's: 0, it is context alone; otherwise it is trained."""
+    weight: Literal[0, 1] | None = None  # of an assistant's: 0, it is context alone; otherwise it is trained
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -382,9 +369,9 @@ class GenerationFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     # this server's own
     sparse_attention: SparseAttentionField | None = None
+    # Whether objects of a schema without `additionalProperties` have the named properties alone; as the server's
+    # settings say, where it is left out.
     close_objects: bool | None = None
-    """Whether objects of a schema without `additionalProperties` have the named properties alone; as the server's
-    settings say, where it is left out."""
 
     # vLLM's, about beam search and texts: ignored or refused
     length_penalty: Annotated[Any, ignored(1, 1.0)] = None
@@ -397,8 +384,7 @@ class GenerationFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=T
             why="beams cannot be continued by another ring; use 'best_of' or 'n'",
         ),
     ] = None
-    vllm_xargs: Annotated[Any, ignored({})] = None
-    """For plugins of vLLM's, of which there are none here."""
+    vllm_xargs: Annotated[Any, ignored({})] = None  # for plugins of vLLM's, of which there are none here
 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None
@@ -449,8 +435,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     functions: Annotated[list[FunctionDefinition], limits.TOOLS.length()] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: ReasoningEffort | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's extension: variables for the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extension: variables for the chat template
 
     mm_processor_kwargs: Annotated[Any, ignored({})] = None
 
@@ -478,8 +463,7 @@ class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=Tru
     best_of: Annotated[int, limits.CHOICES.up_to(1)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: Annotated[Any, neutral("")] = None
-    """No open model says how it was taught to fill in the middle."""
+    suffix: Annotated[Any, neutral("")] = None  # no open model says how it was taught to fill in the middle
 
     rules = (
         *GenerationFields.rules,

@@ -191,10 +191,8 @@ def _check_part(path: str, part: ContentPart) -> None:
 def check_conversation(messages: Sequence[Message], *, may_end_with_calls: bool = False) -> None:
     """Every call is answered, and every answer has its call. `may_end_with_calls`: the last message's are not. Raises
     `InvalidParameter`."""
-    waiting: dict[str, str] = {}
-    """Calls without an answer so far, and where they stand."""
-    called: set[str] = set()
-    """Ids of the last assistant message's calls."""
+    waiting: dict[str, str] = {}  # calls without an answer so far, and where they stand
+    called: set[str] = set()  # ids of the last assistant message's calls
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if message.role == "tool":
@@ -310,8 +308,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
 # --- sizes ---------------------------------------------------------------------------------------
 
-LEAST_TRUNCATED = 256 << 10
-"""Characters of a text that may be truncated for any model."""
+LEAST_TRUNCATED = 256 << 10  # characters of a text that may be truncated for any model
 
 
 def check_text(

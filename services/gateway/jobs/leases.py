@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 RENEW = 2.0
 LEASE = 8.0
 FORGOTTEN_AT_ONCE = 500
+# Seconds that a submission waits for a gateway that has just started to know what jobs there are.
 KNOWN_WITHIN = 5.0
-"""Seconds that a submission waits for a gateway that has just started to know what jobs there are."""
 
 JobT = TypeVar("JobT", bound=JobRecord)
 
@@ -48,15 +48,11 @@ class LeaseLost(Exception):
 class JobTraits(Generic[JobT]):
     """What one kind of jobs is called, and how many there may be."""
 
-    word: str
-    """In logs, as a field and the beginning of events."""
-    plural: str
-    """In errors."""
+    word: str  # in logs, as a field and the beginning of events
+    plural: str  # in errors
     is_over: Callable[[JobT], bool]
-    most: Limit
-    """Of a tenant's that are not over."""
-    known: Limit
-    """Of a tenant's; the oldest that are over are forgotten."""
+    most: Limit  # of a tenant's that are not over
+    known: Limit  # of a tenant's; the oldest that are over are forgotten
 
 
 class Jobs(Generic[JobT]):
@@ -74,8 +70,7 @@ class Jobs(Generic[JobT]):
         self.bucket: TenantBucket[JobT] = bucket
         self._most = most
         self._forgetting: Callable[[JobT], Awaitable[None]] | None = forgetting
-        self._held = Holdings()
-        """Each counts 1 byte while it is not over."""
+        self._held = Holdings()  # each counts 1 byte while it is not over
         self._known = asyncio.Event()
         self._marks: DeletionMarkers[JobT] = DeletionMarkers()
 
@@ -198,8 +193,7 @@ class JobLease(Generic[JobT]):
         self._entry: KvEntry[JobT] = entry
         self.owner = owner
         self._writing = asyncio.Lock()
-        self._lost = False
-        """Whether the renewal has found that it is."""
+        self._lost = False  # whether the renewal has found that it is
 
     @property
     def job(self) -> JobT:

@@ -27,10 +27,8 @@ from shared.messages.jobs import JobRecord
 from shared.nats.bus import Bus
 from shared.tasks import cancel_all
 
-SHORT_TURN = 10.0
-"""Seconds that a job runs at least where its tenant has two more than the one that waits."""
-TURN = 600.0
-"""Seconds that it runs at least where its tenant has one more: tenants take turns then."""
+SHORT_TURN = 10.0  # seconds that a job runs at least where its tenant has two more than the one that waits
+TURN = 600.0  # seconds that it runs at least where its tenant has one more: tenants take turns then
 
 
 class Waiting(NamedTuple):
@@ -77,10 +75,8 @@ def to_yield(waiting: Iterable[Waiting], running: Iterable[Running], now: float)
 
 log = structlog.get_logger(__name__)
 
-TICK = 0.5
-"""Seconds between two looks at the leases of others, while there are jobs."""
-WAITS = 5.0
-"""Seconds that a job waits for any gateway with a place, before one makes room for it."""
+TICK = 0.5  # seconds between two looks at the leases of others, while there are jobs
+WAITS = 5.0  # seconds that a job waits for any gateway with a place, before one makes room for it
 SWEEP_INTERVAL = 60.0
 
 
@@ -107,18 +103,14 @@ class Runner(Protocol[JobIn]):
 class RunnerSpec(Generic[JobT]):
     """What runners do with jobs of a kind."""
 
-    needs: Callable[[JobT], bool]
-    """Whether some gateway has to look after it."""
-    can: Callable[[JobT], bool]
-    """Whether this one knows how: others may be newer."""
-    places: int
-    """Jobs that a gateway runs at a time."""
+    needs: Callable[[JobT], bool]  # whether some gateway has to look after it
+    can: Callable[[JobT], bool]  # whether this one knows how: others may be newer
+    places: int  # jobs that a gateway runs at a time
+    # Makes one; the second argument says how many run.
     runner: "Callable[[JobLease[JobT], Callable[[], int]], Runner[JobT]]"
-    """Makes one; the second argument says how many run."""
     running: Gauge
     taken_over: EventCounter
-    turns: bool = True
-    """Whether those that run make room for those that wait."""
+    turns: bool = True  # whether those that run make room for those that wait
 
 
 class _Seen(NamedTuple, Generic[JobT]):
@@ -126,8 +118,7 @@ class _Seen(NamedTuple, Generic[JobT]):
 
     job: JobT
     revision: int
-    at: float
-    """Monotonic seconds since which its lease stands still."""
+    at: float  # monotonic seconds since which its lease stands still
 
 
 class _Run(NamedTuple, Generic[JobT]):
@@ -146,11 +137,9 @@ class Runners(Generic[JobT]):
         self._word = jobs.traits.word
         self._work: RunnerSpec[JobT] = work
         self._instance = instance
-        self._seen: dict[str, _Seen[JobT]] = {}
-        """Jobs that somebody has to look after."""
+        self._seen: dict[str, _Seen[JobT]] = {}  # jobs that somebody has to look after
         self._running: dict[str, _Run[JobT]] = {}
-        self._served: dict[str, float] = {}
-        """When a job of each tenant began here last."""
+        self._served: dict[str, float] = {}  # when a job of each tenant began here last
         self._wake = asyncio.Event()
         self._stopping = False
         bus.on_reconnect(self._count_anew)

@@ -42,13 +42,10 @@ _control = functools.lru_cache(maxsize=1024)(subjects.control)
 class _Order(NamedTuple):
     """What is said of several generations in one message."""
 
-    group: str
-    """Whose leader is told; empty: the schedulers are."""
-    attempt: int
-    """The last one to end."""
+    group: str  # whose leader is told; empty: the schedulers are
+    attempt: int  # the last one to end
     claim: int
-    news: bool = False
-    """Whether it tells of the claim, and ends nothing."""
+    news: bool = False  # whether it tells of the claim, and ends nothing
 
 
 class Cancellations:
@@ -58,8 +55,8 @@ class Cancellations:
         self._bus = bus
         self._claims = claims
         self._orders: dict[_Order, list[str]] = {}
+        # Requests to take back: number in the intake stream, generation, claim.
         self._queued: list[tuple[int, str, int]] = []
-        """Requests to take back: number in the intake stream, generation, claim."""
         self._tasks = TaskSet("cancelling_failed")
         self._due: asyncio.Handle | None = None
         self._stopping = False

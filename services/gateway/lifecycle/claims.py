@@ -13,8 +13,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Contention
 
-MAX_OWNERS = 16
-"""Gateways in a row that one generation may outlive."""
+MAX_OWNERS = 16  # gateways in a row that one generation may outlive
 
 
 class GenerationClaims:

@@ -34,17 +34,13 @@ from shared.nats.kv import Bucket, Contention
 
 log = structlog.get_logger(__name__)
 
-LIST_INTERVAL = 5.0
-"""Seconds between two lists of unfinished generations."""
-LISTED_AFTER = 5.0
-"""Age in seconds from which a generation is in the list."""
+LIST_INTERVAL = 5.0  # seconds between two lists of unfinished generations
+LISTED_AFTER = 5.0  # age in seconds from which a generation is in the list
+# Seconds before a list, or before the loss, in which records may be of generations that no list has.
 LOOK_BACK = LIST_INTERVAL + LISTED_AFTER + 2 * CLOCK_MARGIN
-"""Seconds before a list, or before the loss, in which records may be of generations that no list has."""
 LIST_BYTES = 512 << 10
-SLICE = 256
-"""Generations that are taken over, or kept, at a time."""
-KEEP = 30.0
-"""Seconds that it may take to take one of them over."""
+SLICE = 256  # generations that are taken over, or kept, at a time
+KEEP = 30.0  # seconds that it may take to take one of them over
 TRIES = 5
 PAUSE = 1.0
 

@@ -26,10 +26,9 @@ State = Literal[
 ENDED = frozenset[State](("finished", "failed", "cancelled"))
 Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
 
-SLICE = 256
-"""Tokens of one entry when a reader is given what there is already."""
+SLICE = 256  # tokens of one entry when a reader is given what there is already
+# Replays that may leave a gap open: the journal is written a moment after the live message.
 MAX_GAP_REPLAYS = 5
-"""Replays that may leave a gap open: the journal is written a moment after the live message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,61 +40,44 @@ class Generation:
     limits: GenerationLimits
     _: KW_ONLY
     now: InitVar[float]
-    age: InitVar[float] = 0.0
-    """Seconds since its attempt was handed in."""
+    age: InitVar[float] = 0.0  # seconds since its attempt was handed in
     started_at: float
     followed: bool = False
-    trace: AnswerTrace | None = None
-    """What is traced of it; None: nothing. Decides nothing."""
-    begin: StartPosition = field(default_factory=StartPosition)
-    """Where its log begins in the journal."""
+    trace: AnswerTrace | None = None  # what is traced of it; None: nothing. Decides nothing
+    begin: StartPosition = field(default_factory=StartPosition)  # where its log begins in the journal
+    # Where the log begins on this gateway's token subject; None: none of it is there.
     own_begin: StartPosition | None = None
-    """Where the log begins on this gateway's token subject; None: none of it is there."""
-    claim: int = 0
-    """Under which this gateway owns it; 0: it began here."""
+    claim: int = 0  # under which this gateway owns it; 0: it began here
     state: State = "received"
     stream: TokenStream = field(default_factory=TokenStream)
     tokens: list[int] = field(default_factory=list)
-    scores: list[TokenLogprobs] | None = None
-    """Log probabilities of `tokens`, where they were asked for."""
+    scores: list[TokenLogprobs] | None = None  # log probabilities of `tokens`, where they were asked for
     finish: FinishReason = ""
-    vector: bytes = b""
-    """Of a request to embed."""
-    prompt_scores: bytes = b""
-    """Log probabilities of the prompt's tokens, where they were asked for."""
+    vector: bytes = b""  # of a request to embed
+    prompt_scores: bytes = b""  # log probabilities of the prompt's tokens, where they were asked for
     error: RyzansteinError | None = None
-    sources: tuple[str, ...] = ()
-    """Other gateways whose token subjects have a part of the log."""
+    sources: tuple[str, ...] = ()  # other gateways whose token subjects have a part of the log
     cached_tokens: int = 0
+    # Tokens of its prompt that its ring has computed, as was told last; 0: nothing was told.
     computed: int = 0
-    """Tokens of its prompt that its ring has computed, as was told last; 0: nothing was told."""
-    group: str = ""
-    """The ring whose entry of the current attempt came first; empty while none has come."""
+    group: str = ""  # the ring whose entry of the current attempt came first; empty while none has come
     epoch: int = 0
-    fingerprint: str = ""
-    """Of the ring that has the newest attempt of which it is known; empty: of none."""
-    heard_at: float = 0.0
-    """When that ring last sent something new."""
-    intake_sequence: int = 0
-    """Where the request stands in the intake stream."""
-    attempt_at: float = 0.0
-    """When the current attempt was handed in."""
+    fingerprint: str = ""  # of the ring that has the newest attempt of which it is known; empty: of none
+    heard_at: float = 0.0  # when that ring last sent something new
+    intake_sequence: int = 0  # where the request stands in the intake stream
+    attempt_at: float = 0.0  # when the current attempt was handed in
     last_progress: float = 0.0
-    ends_at: float = float("inf")
-    """By when it has to be over."""
+    ends_at: float = float("inf")  # by when it has to be over
+    # The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none.
     suspected: str = ""
-    """The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none."""
-    guilty: str = ""
-    """The cause of the death of a ring that computed nothing else."""
-    _told: tuple[str, int] = ("", 0)
-    """The ring that was told of the claim."""
+    guilty: str = ""  # the cause of the death of a ring that computed nothing else
+    _told: tuple[str, int] = ("", 0)  # the ring that was told of the claim
     _readers: list[Deliver] = field(default_factory=list)
+    # Whether `finish` came behind the last tokens: with them it says more of the last one.
     _end_came_alone: bool = False
-    """Whether `finish` came behind the last tokens: with them it says more of the last one."""
     _stall: float = 0.0
     _gap_replays: int = 0
-    _behind: bool = False
-    """Whether a newer attempt speaks already, and tokens of the older one are missing."""
+    _behind: bool = False  # whether a newer attempt speaks already, and tokens of the older one are missing
     _rejected: frozenset[tuple[str, int, int]] = frozenset()
 
     def __post_init__(self, now: float, age: float) -> None:

@@ -37,9 +37,9 @@ from shared.nats.journal import CLOCK_MARGIN, JournalEnd, StartPosition, earlies
 from shared.tasks import TaskSet
 from shared.tracing import NONE
 
+# Seconds by which a record must be later than an entry to know of it: its load may be of an older
+# heartbeat, and its time is of the monitor's clock.
 IDLE_MARGIN = 10.0
-"""Seconds by which a record must be later than an entry to know of it: its load may be of an older
-heartbeat, and its time is of the monitor's clock."""
 
 
 def idle(rings: Catalog, generation: Generation, now: float) -> bool:
@@ -71,11 +71,10 @@ class Generations:
         whole = Bound(limits.GENERATIONS, settings.max_generations)
         share = Bound(limits.TENANT_GENERATIONS, settings.max_tenant_generations)
         self.places = TenantPool(whole, "generations", share, strict=True)
-        self._some = asyncio.Event()
-        """Whether there may be any."""
+        self._some = asyncio.Event()  # whether there may be any
         self._background = TaskSet("background_work_failed")
+        # Of logs, again; they end with their source, or are ended.
         self._readings = TaskSet("background_work_failed")
-        """Of logs, again; they end with their source, or are ended."""
         self._losses = Losses()
         self._rings = rings
         self._stall_replay_at = float("-inf")

@@ -22,10 +22,9 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, KvEntry
 
+# Seconds after which a key whose generation has no record stands for nothing: its gateway has died.
 ABANDONED = 2.0
-"""Seconds after which a key whose generation has no record stands for nothing: its gateway has died."""
-POLL = 0.05
-"""Seconds between two looks for a record that is about to be written."""
+POLL = 0.05  # seconds between two looks for a record that is about to be written
 
 
 def entry_name(tenant: str, endpoint: str, key: str) -> str:

@@ -26,20 +26,14 @@ from shared.nats.bus import Bus
 
 log = structlog.get_logger(__name__)
 
-LISTEN_INTERVAL = 1.0
-"""Seconds between two messages to an owner."""
-LEASE = 3.0
-"""Seconds for which such a message holds."""
+LISTEN_INTERVAL = 1.0  # seconds between two messages to an owner
+LEASE = 3.0  # seconds for which such a message holds
 ASK_TIMEOUT = 1.0
-SILENT_ASKS = 3
-"""Questions in a row that an owner may leave unanswered before it counts as lost."""
-SETTLE = 0.15
-"""Seconds that the journal gets to record what was published just now."""
-CLAIM_TIME = 15.0
-"""Seconds that a claim takes at most, the broker's time-outs included."""
+SILENT_ASKS = 3  # questions in a row that an owner may leave unanswered before it counts as lost
+SETTLE = 0.15  # seconds that the journal gets to record what was published just now
+CLAIM_TIME = 15.0  # seconds that a claim takes at most, the broker's time-outs included
 CLAIMS_AT_ONCE = 64
-ASKED_AT_ONCE = 4096
-"""Identities in one message."""
+ASKED_AT_ONCE = 4096  # identities in one message
 
 
 class AnswersAtHand(Protocol):
@@ -79,8 +73,7 @@ class Owners:
         self._answers = answers
         self._claims = claims
         self._gate = asyncio.Semaphore(CLAIMS_AT_ONCE)
-        self._due: dict[str, dict[str, RequestState]] = {}
-        """Answers to ask about at once, by owner."""
+        self._due: dict[str, dict[str, RequestState]] = {}  # answers to ask about at once, by owner
         self._wake = asyncio.Event()
 
     async def start(self) -> None:

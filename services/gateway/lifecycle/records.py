@@ -45,10 +45,9 @@ from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
-LARGE = 32 << 10
-"""Bytes of a record from which on it lies beside the journal."""
+LARGE = 32 << 10  # bytes of a record from which on it lies beside the journal
+# Of a tenant: each has LARGE bytes or more but for the last of a record, so its bytes are the nearer bound.
 MOST_PARTS = 100_000
-"""Of a tenant: each has LARGE bytes or more but for the last of a record, so its bytes are the nearer bound."""
 
 
 class LargeRecords:
@@ -121,8 +120,8 @@ def _name(identity: str, number: int) -> str:
     return f"{identity}-{number}"
 
 
+# Seconds for which a record that took long is told: longer than any scrape interval that is of use.
 WINDOW = 10.0
-"""Seconds for which a record that took long is told: longer than any scrape interval that is of use."""
 
 
 class JournalLag:
@@ -130,8 +129,8 @@ class JournalLag:
 
     def __init__(self) -> None:
         self._waiting: deque[float] = deque()
+        # (when it was stored, how long that took): of each second the slowest.
         self._slowest: deque[tuple[float, float]] = deque()
-        """(when it was stored, how long that took): of each second the slowest."""
 
     def given(self, now: float) -> None:
         self._waiting.append(now)
@@ -157,12 +156,9 @@ class JournalLag:
             self._slowest.popleft()
 
 
-BATCH_BYTES = 256 << 10
-"""Bytes of records in one message, unless one record alone has more."""
-ROOM = 1024
-"""Bytes of a message that are not records."""
-SLOTS_AT_ONCE = 8
-"""Readings of the journal at a time."""
+BATCH_BYTES = 256 << 10  # bytes of records in one message, unless one record alone has more
+ROOM = 1024  # bytes of a message that are not records
+SLOTS_AT_ONCE = 8  # readings of the journal at a time
 
 
 class _Batch:
@@ -356,8 +352,7 @@ class Misses:
     def __init__(self, per_minute: int) -> None:
         self._per_second = per_minute / 60
         self._most = float(per_minute)
-        self._left: dict[str, tuple[float, float]] = {}
-        """(left, at) of those who do not have all."""
+        self._left: dict[str, tuple[float, float]] = {}  # (left, at) of those who do not have all
 
     def wait(self, tenant: str, now: float) -> float:
         """Seconds until it may look for one more; 0: now."""

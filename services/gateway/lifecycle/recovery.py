@@ -36,10 +36,8 @@ from shared.nats.errors import BROKER_ERRORS, reason_of
 
 log = structlog.get_logger(__name__)
 
-SUSPICION = 1.0
-"""Seconds after a loss before the queue is asked: acknowledgements may be on their way."""
-AT_ONCE = 32
-"""Questions to the broker at a time."""
+SUSPICION = 1.0  # seconds after a loss before the queue is asked: acknowledgements may be on their way
+AT_ONCE = 32  # questions to the broker at a time
 
 
 class Suspects:
@@ -89,10 +87,8 @@ class Suspects:
                 self.add([generation])
 
 
-GATHER = 0.1
-"""Seconds in which what is taken over gathers: one reading of the queue serves all of it."""
-SETTLE = 0.5
-"""Seconds after the reading in which a ring may still be heard."""
+GATHER = 0.1  # seconds in which what is taken over gathers: one reading of the queue serves all of it
+SETTLE = 0.5  # seconds after the reading in which a ring may still be heard
 
 
 class QueuedRequests:
@@ -155,19 +151,15 @@ class QueuedRequests:
 
 
 class _Loss(NamedTuple):
-    epoch: int
-    """This one and all before it are over."""
-    at: float
-    """The monitor's time, unix seconds; 0: not told."""
-    heard_at: float
-    """When it was heard of here, monotonic seconds."""
-    death: RingDeath | None = None
-    """Its cause, where it is known."""
+    epoch: int  # this one and all before it are over
+    at: float  # the monitor's time, unix seconds; 0: not told
+    heard_at: float  # when it was heard of here, monotonic seconds
+    death: RingDeath | None = None  # its cause, where it is known
 
 
+# Groups that are remembered: whose loss was heard of the longest time ago is forgotten first. Records that go on
+# saying that a group is lost are taken for news of it then, which is heard of once more and does no harm.
 MOST_GROUPS = 4096
-"""Groups that are remembered: whose loss was heard of the longest time ago is forgotten first. Records that go on
-saying that a group is lost are taken for news of it then, which is heard of once more and does no harm."""
 
 
 class Losses:

@@ -33,6 +33,7 @@ from shared.messages import GenerationRequest
 from shared.messages.records import GenerationRecord, Ownership
 from shared.nats.journal import log_begin
 
+# Of endpoints whose prefix is not their name.
 PREFIXES = {
     "chat.completions": "chatcmpl-",
     "completions": "cmpl-",
@@ -43,7 +44,6 @@ PREFIXES = {
     "ollama.generate": "ollama-",
     "pooling": "pool-",
 }
-"""Of endpoints whose prefix is not their name."""
 _ID = re.compile(r"(?:[a-z][a-z0-9.]*[-_])?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 
 
@@ -99,8 +99,7 @@ def seed_of_choice(seed: int, choice: int) -> int:
     return (seed + choice * _SEED_STEP) & UINT64
 
 
-KEPT = 2.0
-"""Seconds that a generation which nobody reads here stays at hand, when it need not."""
+KEPT = 2.0  # seconds that a generation which nobody reads here stays at hand, when it need not
 
 
 @dataclass(slots=True, eq=False)
@@ -110,26 +109,18 @@ class RequestState:
     record: GenerationRecord
     generations: Sequence[Generation]
     _: KW_ONLY
-    owner: str
-    """The instance that looks after it."""
+    owner: str  # the instance that looks after it
     owned: bool
-    quiet_since: float
-    """When the last reader here left."""
-    consumers: list[str]
-    """Instances whose token subjects have parts of its log, in order."""
-    admission: RequestAdmission | None = None
-    """What it takes of its owner's limits, where it begins here."""
-    may_cost: int = 0
-    """Tokens that it may come to."""
+    quiet_since: float  # when the last reader here left
+    consumers: list[str]  # instances whose token subjects have parts of its log, in order
+    admission: RequestAdmission | None = None  # what it takes of its owner's limits, where it begins here
+    may_cost: int = 0  # tokens that it may come to
     readers: int = 0
+    # Whether its client closed its last connection here, and was not cut off with a gateway.
     left: bool = False
-    """Whether its client closed its last connection here, and was not cut off with a gateway."""
-    listened_until: float = 0.0
-    """Until when another gateway has said that it listens."""
-    silent_asks: int = 0
-    """How often its owner has not answered in a row."""
-    watched: bool = False
-    """Whether it is read here for its stop strings' sake, by no client."""
+    listened_until: float = 0.0  # until when another gateway has said that it listens
+    silent_asks: int = 0  # how often its owner has not answered in a row
+    watched: bool = False  # whether it is read here for its stop strings' sake, by no client
 
     @property
     def trace(self) -> AnswerTrace | None:

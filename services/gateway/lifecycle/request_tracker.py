@@ -28,10 +28,8 @@ from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
-ASKED_AT_ONCE = 64
-"""Questions to the broker who owns an answer that is to be given up."""
-STOP_TIMEOUT = 1.0
-"""Seconds that background work gets to end; watching a generation has no end of its own."""
+ASKED_AT_ONCE = 64  # questions to the broker who owns an answer that is to be given up
+STOP_TIMEOUT = 1.0  # seconds that background work gets to end; watching a generation has no end of its own
 
 
 def unknown_generation(public_id: str) -> RouteError:
@@ -87,8 +85,7 @@ class RequestTracker:
         self._metrics = metrics
         self._generations = generations
         self._by_identity: dict[str, RequestState] = {}
-        self._some = asyncio.Event()
-        """Whether there may be any."""
+        self._some = asyncio.Event()  # whether there may be any
         self._finding: dict[str, asyncio.Task[RequestState]] = {}
         self.large_records = LargeRecords(bus, settings)
         self._writer = RecordWriter(bus, self.writer, generations.journal, self.large_records)
@@ -98,8 +95,7 @@ class RequestTracker:
         self.owners = Owners(bus, consumer, generations.claims, metrics, self)
         self._tasks = TaskSet("background_work_failed")
         self._submitting = TaskSet("")
-        self._giving_up: set[str] = set()
-        """Answers whose owner is being asked for, before they are cancelled."""
+        self._giving_up: set[str] = set()  # answers whose owner is being asked for, before they are cancelled
         self._giving_up_gate = asyncio.Semaphore(ASKED_AT_ONCE)
         self._stopping = False
 

@@ -18,16 +18,14 @@ from shared.tasks import TaskSet, cancel_all
 
 log = structlog.get_logger(__name__)
 
-REPLAY_INTERVAL = 0.1
-"""Seconds between two readings of the journal: a burst of gap notices costs few of them."""
+REPLAY_INTERVAL = 0.1  # seconds between two readings of the journal: a burst of gap notices costs few of them
 
 
 class _Late:
     """Who has come later than the frames they need."""
 
     def __init__(self, begin: StartPosition, has_all: Callable[[], bool]) -> None:
-        self.begin = begin
-        """Where the first of them stands."""
+        self.begin = begin  # where the first of them stands
         self.has_all = has_all
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -27,11 +27,9 @@ class TokenStream:
 
     def __init__(self, *, attempt: int = 0, position: int = 0) -> None:
         self.attempt = attempt
-        self.position = position
-        """Position of the next token to deliver."""
+        self.position = position  # position of the next token to deliver
         self.ended = False
-        self.ahead: dict[int, TokenEntry] = {}
-        """Later tokens that are here while earlier ones are missing."""
+        self.ahead: dict[int, TokenEntry] = {}  # later tokens that are here while earlier ones are missing
 
     def accept(self, entry: TokenEntry) -> list[TokenEntry]:
         """What became deliverable by `entry`: trimmed to new tokens, in order, at most the last with `finish`."""
@@ -101,31 +99,24 @@ class StreamDecision(enum.Enum):
     """What the shell has to do now."""
 
     NOTHING = enum.auto()
-    REPLAY = enum.auto()
-    """Read the journal: tokens are missing, or have not come for too long."""
+    REPLAY = enum.auto()  # read the journal: tokens are missing, or have not come for too long
+    # Read the log again from its beginning: the ring that was listened to here is not the one that counts.
     REREAD = enum.auto()
-    """Read the log again from its beginning: the ring that was listened to here is not the one that counts."""
-    RECOVER = enum.auto()
-    """Hand the request in again."""
+    RECOVER = enum.auto()  # hand the request in again
+    # Tell the ring that sent the entry to end this attempt: it is not the one that is listened to.
     REJECT = enum.auto()
-    """Tell the ring that sent the entry to end this attempt: it is not the one that is listened to."""
-    EXPIRE = enum.auto()
-    """Nobody produced a token in time: end it with an error."""
-    ENDED = enum.auto()
-    """Forget it; the client has been told."""
+    EXPIRE = enum.auto()  # nobody produced a token in time: end it with an error
+    ENDED = enum.auto()  # forget it; the client has been told
 
 
 class GenerationLimits(msgspec.Struct, frozen=True):
     """Bounds of a generation's life."""
 
-    max_attempts: int
-    """Times that a request is handed in again."""
-    token_timeout: float
-    """Seconds without a new token after which the generation has failed."""
+    max_attempts: int  # times that a request is handed in again
+    token_timeout: float  # seconds without a new token after which the generation has failed
+    # Seconds without anything new from the ring after which the journal is read; doubles each time.
     stall: float
-    """Seconds without anything new from the ring after which the journal is read; doubles each time."""
-    whole: float = 0.0
-    """Seconds that it may take in all; 0: any time. The batch lane has a clock of its own."""
+    whole: float = 0.0  # seconds that it may take in all; 0: any time. The batch lane has a clock of its own
 
 
 def limits_of(settings: GatewaySettings) -> GenerationLimits:

@@ -17,8 +17,8 @@ from shared.limits import Limit
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Bytes from which what is stored is deflated, inflated, read and written beside the event loop.
 LARGE = 64 << 10
-"""Bytes from which what is stored is deflated, inflated, read and written beside the event loop."""
 
 
 class ByteBudget:

@@ -126,8 +126,7 @@ class ShownMessage(msgspec.Struct, frozen=True):
     """A message of a stored conversation."""
 
     id: str
-    created_at: float
-    """Its place: messages have no times of their own."""
+    created_at: float  # its place: messages have no times of their own
     shown: dict[str, Any]
 
 

@@ -31,10 +31,8 @@ from shared.nats.tenants import Quota, TenantBucket, Trimmed
 log = structlog.get_logger(__name__)
 
 PREFIX = "conv_"
-ROOM = 4096
-"""Bytes of a message that are not a turn's items."""
-FORGOTTEN = 60.0
-"""Seconds after which a response that began and is not known has never been."""
+ROOM = 4096  # bytes of a message that are not a turn's items
+FORGOTTEN = 60.0  # seconds after which a response that began and is not known has never been
 
 
 def unknown(public_id: str) -> RouteError:

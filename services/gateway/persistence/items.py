@@ -13,8 +13,7 @@ class StoredItem(NamedTuple):
 
     id: str
     type: str
-    json: msgspec.Raw
-    """It keeps the array that it was split from in memory."""
+    json: msgspec.Raw  # it keeps the array that it was split from in memory
 
 
 class _Head(msgspec.Struct):
@@ -67,8 +66,7 @@ class ResponseTurn(NamedTuple):
 
     id: str
     status: str
-    items: list[StoredItem]
-    """Its own input, and its output behind it."""
+    items: list[StoredItem]  # its own input, and its output behind it
 
     @property
     def is_over(self) -> bool:

@@ -24,8 +24,7 @@ from shared.messages.records import GenerationRecord, StoredResponse
 log = structlog.get_logger(__name__)
 
 TRIES = 5
-PAUSE = 0.5
-"""Seconds before an answer is written once more; each time twice as long."""
+PAUSE = 0.5  # seconds before an answer is written once more; each time twice as long
 
 
 class Shelf(Protocol):

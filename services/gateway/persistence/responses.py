@@ -29,8 +29,8 @@ from shared.messages.records import GenerationRecord, StoredResponse
 _PREFIX = PREFIXES["responses"]
 
 
+# A response that goes on, or that the store does not have yet; or one that it has.
 Found = RequestState | StoredResponse
-"""A response that goes on, or that the store does not have yet; or one that it has."""
 
 
 def _own_items(found: Found) -> bytes:

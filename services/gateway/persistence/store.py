@@ -24,10 +24,8 @@ from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
 
 log = structlog.get_logger(__name__)
 
-ROOM = 4096
-"""Bytes of a message that are not the part's data."""
-LEVEL = 1
-"""How hard: most of what can be won, quickly."""
+ROOM = 4096  # bytes of a message that are not the part's data
+LEVEL = 1  # how hard: most of what can be won, quickly
 _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 

@@ -8,8 +8,7 @@ from collections import Counter
 
 from shared.messages.records import InUse
 
-TELL = 0.1
-"""Seconds between two messages about changes."""
+TELL = 0.1  # seconds between two messages about changes
 REPEAT = 1.0
 SILENT = 3.0
 

@@ -31,11 +31,9 @@ from shared.messages.records import InUse
 from shared.nats import subjects
 from shared.nats.bus import Bus
 
-CONCURRENT_WAIT = 1.0
-"""Seconds after which a place may be free: nobody knows when a generation ends."""
+CONCURRENT_WAIT = 1.0  # seconds after which a place may be free: nobody knows when a generation ends
 
-BATCH_WAIT = 1.0
-"""Seconds after which a batch line looks again for tokens: others may have given some back."""
+BATCH_WAIT = 1.0  # seconds after which a batch line looks again for tokens: others may have given some back
 
 
 NO_LIMITS = KeyLimits()
@@ -45,8 +43,7 @@ class LimitScope(NamedTuple):
     """Whom limits are for."""
 
     name: str
-    whose: str
-    """In words."""
+    whose: str  # in words
     limits: KeyLimits
 
 
@@ -63,8 +60,7 @@ class LimitsInUse(msgspec.Struct, frozen=True):
 
     requests_per_minute: Use | None = None
     tokens_per_minute: Use | None = None
-    concurrent: Use | None = None
-    """Generations at the same time."""
+    concurrent: Use | None = None  # generations at the same time
 
 
 class Limiter:
@@ -83,8 +79,7 @@ class Limiter:
         self._unlimited = self._default == self._tenant == NO_LIMITS
         self.windows = SharedWindows(bus)
         self.counts = ConcurrencyCounts(gateway)
-        self._in_use = asyncio.Event()
-        """Set by whoever takes a place."""
+        self._in_use = asyncio.Event()  # set by whoever takes a place
 
     async def start(self) -> None:
         await self.windows.bucket.ensure()

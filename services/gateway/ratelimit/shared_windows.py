@@ -15,12 +15,9 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Contention, KvEntry
 
-TTL = 300.0
-"""Seconds after which NATS forgets a window that nobody has touched."""
-TRIES = 3
-"""Shares that may come so late, from a broker that is slow, that they cannot be spent any more."""
-SWEEP = 0.5
-"""Seconds within which the others get to know what was given back."""
+TTL = 300.0  # seconds after which NATS forgets a window that nobody has touched
+TRIES = 3  # shares that may come so late, from a broker that is slow, that they cannot be spent any more
+SWEEP = 0.5  # seconds within which the others get to know what was given back
 
 
 class _Shared:
@@ -38,8 +35,7 @@ class SharedWindows:
     def __init__(self, bus: Bus) -> None:
         self.bucket = Bucket(bus, subjects.LIMITS_BUCKET, Spent, ttl=TTL)
         self._shared: dict[str, _Shared] = {}
-        self._used = asyncio.Event()
-        """Whether there are any."""
+        self._used = asyncio.Event()  # whether there are any
 
     def account(self, name: str, limit: int) -> LimitAccount:
         """What this gateway knows of it."""

@@ -22,22 +22,18 @@ from typing import NamedTuple
 from shared.messages.records import Spent
 
 MINUTE = 60
-LEASE = 1
-"""Seconds for which a gateway may spend what it was granted."""
-KEPT = MINUTE + LEASE + 1
-"""Seconds after which what was granted counts no longer."""
+LEASE = 1  # seconds for which a gateway may spend what it was granted
+KEPT = MINUTE + LEASE + 1  # seconds after which what was granted counts no longer
+# A gateway that takes ahead of need takes at most this part of what is free: the others shall not find it all gone.
 SHARE = 4
-"""A gateway that takes ahead of need takes at most this part of what is free: the others shall not find it all gone."""
 
 
 class Take(NamedTuple):
     """What comes of asking."""
 
     window: Spent
-    granted: int
-    """0, or at least what was needed."""
-    wait: float
-    """Seconds after which there will be enough, if nobody takes it before; 0 where it was granted."""
+    granted: int  # 0, or at least what was needed
+    wait: float  # seconds after which there will be enough, if nobody takes it before; 0 where it was granted
 
 
 def advanced(window: Spent, now: float) -> Spent:
@@ -106,8 +102,8 @@ def _wait(window: Spent, now: float, missing: int) -> float:
     return max(0.0, window.newest + KEPT - now) if missing <= 0 else math.inf
 
 
+# Seconds at most that a refusal is repeated without asking again: others may have given something back.
 REFUSAL_HOLDS = 0.25
-"""Seconds at most that a refusal is repeated without asking again: others may have given something back."""
 
 
 class LimitAccount:
@@ -115,19 +111,16 @@ class LimitAccount:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.window = Spent()
-        """As it was seen last."""
+        self.window = Spent()  # as it was seen last
         self._left = 0
         self._granted_in = 0
         self._until = 0.0
         self._shut_until = 0.0
         self._spent_lately = 0.0
         self._measured_at = 0.0
-        self._returns: dict[int, int] = {}
-        """What is to be given back, by the second in which it was granted."""
+        self._returns: dict[int, int] = {}  # what is to be given back, by the second in which it was granted
         self._overspent = 0
-        self.waiting = 0
-        """What others who wait for the next answer will need."""
+        self.waiting = 0  # what others who wait for the next answer will need
         self.used_at = 0.0
 
     def spend(self, amount: int, now: float) -> int | None:

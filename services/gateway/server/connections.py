@@ -16,10 +16,9 @@ from services.gateway.core.errors import ErrorBody, ErrorDetail
 from shared import limits
 from shared.service.listener import ConnectionAdmission
 
+# A full gateway is no dead one: /health, /ready, /metrics and grpc.health.v1 have places beyond the limit.
 RESERVED = limits.RESERVED_CONNECTIONS.value
-"""A full gateway is no dead one: /health, /ready, /metrics and grpc.health.v1 have places beyond the limit."""
-REFUSED = 64
-"""Connections beyond those that are open for as long as they are told that there is no place."""
+REFUSED = 64  # connections beyond those that are open for as long as they are told that there is no place
 
 
 class ConnectionLimiter:
@@ -37,8 +36,7 @@ class ConnectionLimiter:
         self.limit = limit
         self.refused = refused
         self.http: set[Any] = set()
-        self.ops: set[Any] = set()
-        """Of an ops port, which is counted as http."""
+        self.ops: set[Any] = set()  # of an ops port, which is counted as http
         self.grpc: set[Any] = set()
         self._handshakes: set[object] = set()
         self._handshake_seconds = handshake_seconds
@@ -95,19 +93,15 @@ class ConnectionLimiter:
 
 log = structlog.get_logger(__name__)
 
-OTHER_FILES = 256
-"""File descriptors that are no client's connection: NATS among them."""
-FEWEST = 16
-"""Connections that are taken however few files may be open."""
+OTHER_FILES = 256  # file descriptors that are no client's connection: NATS among them
+FEWEST = 16  # connections that are taken however few files may be open
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
     """Of one connection."""
 
-    head_seconds: float
-    """Time for a request line and its headers."""
-    head_bytes: int
-    """Their size; also that of a chunk's extensions, and of all trailers."""
+    head_seconds: float  # time for a request line and its headers
+    head_bytes: int  # their size; also that of a chunk's extensions, and of all trailers
 
 
 class ConnectionRefusal(msgspec.Struct, frozen=True):

@@ -19,8 +19,7 @@ from shared import limits
 
 log = structlog.get_logger(__name__)
 
-LOOK = 1.0
-"""Seconds between two looks at all connections."""
+LOOK = 1.0  # seconds between two looks at all connections
 K = TypeVar("K")
 
 
@@ -47,8 +46,8 @@ class UnreadAnswers(Generic[K]):
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        # How many bytes a client was last seen to have left, and since when.
         self._unchanged: dict[K, tuple[int, float]] = {}
-        """How many bytes a client was last seen to have left, and since when."""
 
     def stuck(self, owed: Mapping[K, int], now: float) -> list[K]:
         """Of connections that are written to only as far as there is room, those that have taken nothing for too long:

@@ -42,16 +42,15 @@ from shared.service.endpoints import OpsApp
 
 log = structlog.get_logger(__name__)
 
+# Seconds for which what a refused client still sends is read and dropped: else it could not read the answer.
 LINGER = 1.0
-"""Seconds for which what a refused client still sends is read and dropped: else it could not read the answer."""
+# Seconds after a half-close until it is looked whether the client has gone, and between two looks.
 FIRST_LOOK, NEXT_LOOK = 0.05, 0.5
-"""Seconds after a half-close until it is looked whether the client has gone, and between two looks."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _OPS = tuple(path.encode() for path in OpsApp.paths)
 
 
-_REASONS = {408: "slow", 431: "large", 503: "full"}
-"""What metrics call refusals of these statuses."""
+_REASONS = {408: "slow", 431: "large", 503: "full"}  # what metrics call refusals of these statuses
 
 
 class _Refused(Exception):
@@ -101,8 +100,7 @@ class GuardedHttp(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.pipeline = _Pipeline()  # type: ignore[assignment]
-        self.body_held = 0
-        """Bytes of a body that the application has read and waits for the rest of."""
+        self.body_held = 0  # bytes of a body that the application has read and waits for the rest of
         self._refusal: ConnectionRefusal | None = None
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
@@ -110,19 +108,15 @@ class GuardedHttp(HttpToolsProtocol):
         self._head_size = 0
         self._head_count = 0
         self._hosts = 0
-        self._spare = False
-        """Whether it has one of the places that are reserved."""
-        self._looking: asyncio.TimerHandle | None = None
-        """There once the client has ended its half."""
-        self._unfinished = 0
-        """Bytes that came since the parser last had something whole."""
+        self._spare = False  # whether it has one of the places that are reserved
+        self._looking: asyncio.TimerHandle | None = None  # there once the client has ended its half
+        self._unfinished = 0  # bytes that came since the parser last had something whole
         self._progressed = False
-        self._declined = False
-        """Whether the request offers a protocol that is not spoken here."""
+        self._declined = False  # whether the request offers a protocol that is not spoken here
+        # What the request that is being answered has called when its client goes.
         self._gone: Callable[[], None] | None = None
-        """What the request that is being answered has called when its client goes."""
+        # The request that is being answered; uvicorn's `cycle` is the one that was read last.
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered; uvicorn's `cycle` is the one that was read last."""
 
     # --- the connection --------------------------------------------------------------------------
 

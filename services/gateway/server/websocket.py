@@ -24,22 +24,17 @@ from services.gateway.server.work import WorkBudget
 from shared.limits import WEBSOCKET_FRAMES
 
 INVALID_DATA, POLICY = 1007, 1008
-PART = 1024
-"""Bytes that are parsed before it is looked how many frames they were."""
-FRAMES_AT_ONCE = 64
-"""Frames after which others get their turn."""
+PART = 1024  # bytes that are parsed before it is looked how many frames they were
+FRAMES_AT_ONCE = 64  # frames after which others get their turn
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._message = bytearray()
-        self._rest = b""
-        """What was read and waits for its turn."""
-        self._has_turn = False
-        """Whether it will be parsed in the next turn of the event loop."""
-        self._frames = 0
-        """Frames that came."""
+        self._rest = b""  # what was read and waits for its turn
+        self._has_turn = False  # whether it will be parsed in the next turn of the event loop
+        self._frames = 0  # frames that came
         self._work = WorkBudget(WEBSOCKET_FRAMES.value)
         self._forgiven = self.loop.time()
 

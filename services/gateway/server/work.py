@@ -4,8 +4,7 @@ A unit is what the cheapest frame costs, about a microsecond. Whoever reads fram
 connections have their turns, and ends the connection once its budget is exhausted.
 """
 
-TURN = 1_000
-"""Work for one connection in one turn of the event loop."""
+TURN = 1_000  # work for one connection in one turn of the event loop
 
 
 class WorkBudget:
@@ -16,8 +15,7 @@ class WorkBudget:
     def __init__(self, limit: int) -> None:
         """`limit`: work beyond which the connection is to end."""
         self.limit = limit
-        self.per_second = limit // 10
-        """Work that is forgiven each second."""
+        self.per_second = limit // 10  # work that is forgiven each second
         self.spent = 0
 
     def charge(self, work: int) -> None:

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from services.gateway.core.errors import InvalidParameter
 
 END_OF_TEXT = 1
-END_OF_CHOICE = 2
-"""Positions behind the last token."""
+END_OF_CHOICE = 2  # positions behind the last token
 
 _POSITIONS = re.compile(r"\d{1,10}(?:,\d{1,10})*")
 

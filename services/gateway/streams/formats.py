@@ -33,8 +33,7 @@ from shared.sparse_attention import NO_SPARSE, SparseTokens
 
 _json = msgspec.json.Encoder()
 PROMPT_IDS = "prompt_token_ids"
-_MARK = secrets.token_hex(16)
-"""A text that stands nowhere else."""
+_MARK = secrets.token_hex(16)  # a text that stands nowhere else
 SPARSE = "sparse_tokens"
 
 
@@ -151,8 +150,8 @@ class JsonSerializer(ResponseSerializer):
         record = answer.record
         super().__init__([output_of(record, item.request, tokenizer) for item in answer.generations])
         self._answer, self._record, self._tokenizer = answer, record, tokenizer
+        # Whether log probabilities were asked for.
         self._asked = record.requests[0].sampling.logprobs >= 0 and not record.hide_logprobs
-        """Whether log probabilities were asked for."""
         self._prompts = PromptList(answer, tokenizer) if record.prompt_logprobs >= 0 else None
         self._prompt_ids: dict[int, bytes] = {}
         self._head = {
@@ -163,11 +162,10 @@ class JsonSerializer(ResponseSerializer):
             "system_fingerprint": None,
         } | ({"service_tier": record.service_tier} if record.service_tier else {})
         self._after = b'],"usage":null}' if record.include_usage else b"]}"
-        self._fingerprint: str | None = None
-        """Of the ring that chunks name; None: of none yet."""
+        self._fingerprint: str | None = None  # of the ring that chunks name; None: of none yet
         self._before = b""
+        # What stands before and behind the text of each choice, of the ring that chunks name.
         self._around: dict[int, list[bytes]] = {}
-        """What stands before and behind the text of each choice, of the ring that chunks name."""
 
     def text(self, index: int, text: str) -> bytes:
         fingerprint = self._answer.generations[index].fingerprint or self._record.fingerprint
@@ -406,8 +404,7 @@ def _function(call: CallDelta) -> dict[str, str]:
     return fields | {"input" if call.custom else "arguments": call.arguments}
 
 
-_PAD = 64
-"""Bytes that the length of a padded chunk is a multiple of, but for what is random."""
+_PAD = 64  # bytes that the length of a padded chunk is a multiple of, but for what is random
 _LETTERS = string.ascii_letters + string.digits
 
 

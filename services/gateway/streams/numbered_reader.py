@@ -23,23 +23,18 @@ from shared.messages import TokenEntry
 class Numbered(Protocol):
     """The events of one answer, from its beginning."""
 
-    count: int
-    """Events so far."""
+    count: int  # events so far
 
 
 class NumberedReader(StreamReader):
     """As `StreamReader`, of one choice."""
 
     ends_with_done = False
-    text_is_event: ClassVar[bool] = False
-    """Whether more text is one event and nothing else."""
-    resumed_by: ClassVar[str] = "Last-Event-ID"
-    """What of a request says which event its client has."""
-    obfuscated = False
-    """Whether its deltas are padded for this reader, where its events may be."""
+    text_is_event: ClassVar[bool] = False  # whether more text is one event and nothing else
+    resumed_by: ClassVar[str] = "Last-Event-ID"  # what of a request says which event its client has
+    obfuscated = False  # whether its deltas are padded for this reader, where its events may be
     _events: Numbered
-    _told: bool = True
-    """Whether there are events; a whole answer may need none."""
+    _told: bool = True  # whether there are events; a whole answer may need none
 
     def __init__(
         self,

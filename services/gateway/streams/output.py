@@ -23,8 +23,8 @@ from services.gateway.tool_calls.parsers.scanner import Event, Text, Thought
 from shared.messages import GenerationRequest, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord
 
+# vLLM's: the stop string that has ended a text, or the id of the client's stop token; None: neither has.
 StopReason = str | int | None
-"""vLLM's: the stop string that has ended a text, or the id of the client's stop token; None: neither has."""
 
 
 def arguments_of(written: str) -> Any:
@@ -39,8 +39,7 @@ class ScoredToken(NamedTuple):
     """A token with its log probabilities, and where its text begins in the choice's text."""
 
     token: int
-    logprobs: TokenLogprobs | None
-    """None of a prompt's first token, which follows nothing."""
+    logprobs: TokenLogprobs | None  # None of a prompt's first token, which follows nothing
     offset: int
 
     @property
@@ -57,36 +56,28 @@ class OutputDelta(NamedTuple):
     scored: Sequence[ScoredToken]
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
-    tokens: Sequence[int] = ()
-    """Where token ids are shown instead of text."""
+    tokens: Sequence[int] = ()  # where token ids are shown instead of text
+    # Log probabilities of the prompt, with the first piece of an answer that they are to be shown with.
     prompt: bytes | None = None
-    """Log probabilities of the prompt, with the first piece of an answer that they are to be shown with."""
+    # Ids of all tokens read since the last piece, where they are shown beside the text.
     ids: Sequence[int] = ()
-    """Ids of all tokens read since the last piece, where they are shown beside the text."""
-    begins: bool = False
-    """Whether nothing of its choice precedes it."""
-    finish: str = ""
-    """OpenAI's finish reason, with the end of its choice."""
+    begins: bool = False  # whether nothing of its choice precedes it
+    finish: str = ""  # OpenAI's finish reason, with the end of its choice
     stop_reason: StopReason = None
-    number: int = 0
-    """Of the candidate that it is all of."""
-    mean_logprob: float = 0.0
-    """Per token of that, where there are any."""
+    number: int = 0  # of the candidate that it is all of
+    mean_logprob: float = 0.0  # per token of that, where there are any
 
 
 class OutputProcessor:
     """One choice as a `Run` reads it: what its entries bring is taken in pieces."""
 
-    tokens = 0
-    """Output tokens, as usage counts them, and where this reader stands in the log."""
-    finish: str = ""
-    """OpenAI's finish reason; set once, by the ring or by a stop string that is found here."""
+    tokens = 0  # output tokens, as usage counts them, and where this reader stands in the log
+    finish: str = ""  # OpenAI's finish reason; set once, by the ring or by a stop string that is found here
     stop_reason: StopReason = None
     logprob_sum = 0.0
+    # Whether what `take` gives is the `texts` and nothing else, so that these may be taken instead.
     text_alone = False
-    """Whether what `take` gives is the `texts` and nothing else, so that these may be taken instead."""
-    texts: list[str]
-    """What has become visible since they were taken last."""
+    texts: list[str]  # what has become visible since they were taken last
 
     def feed(self, entry: TokenEntry) -> None:
         """Takes the next entry; what follows the end is ignored."""
@@ -131,14 +122,13 @@ class TextOutput(OutputProcessor):
         self._scored: list[ScoredToken] = []
         self._awaits_prompt = request.prompt_logprobs >= 0
         self._prompt: bytes | None = None
+        # Whether a token that ends the text and is no part of it has its log probability shown all the same.
         self._score_end = record.echo and self._awaits_prompt
-        """Whether a token that ends the text and is no part of it has its log probability shown all the same."""
         self._ids: list[int] = []
+        # Whether there is nothing but text to show.
         self._plain = not (record.stop or self._logprobs or self._awaits_prompt or record.token_ids)
-        """Whether there is nothing but text to show."""
         self.text_alone = self._plain
-        self._decoded = 0
-        """Characters decoded, those held back included."""
+        self._decoded = 0  # characters decoded, those held back included
         self._shown = 0
         self.texts: list[str] = []
 
@@ -224,8 +214,7 @@ class StopStrings:
         self._included = included
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        self.matched = ""
-        """The one that has ended the text."""
+        self.matched = ""  # the one that has ended the text
 
     def feed(self, text: str) -> str:
         """The text that can be shown now. Once `matched`, nothing more comes."""

@@ -20,12 +20,9 @@ class PromptProgress(msgspec.Struct, frozen=True):
     """llama.cpp's shape, in tokens of all prompts."""
 
     total: int
-    cache: int
-    """Found in the KV cache."""
-    processed: int
-    """Computed by now, those of the cache among them."""
-    time_ms: int
-    """Since the request came."""
+    cache: int  # found in the KV cache
+    processed: int  # computed by now, those of the cache among them
+    time_ms: int  # since the request came
 
     @property
     def header(self) -> str:

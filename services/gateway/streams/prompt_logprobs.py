@@ -21,10 +21,8 @@ class PromptRow(NamedTuple):
     """One token of a prompt."""
 
     logprob: float
-    rank: int
-    """1: the most likely."""
-    top: list[tuple[int, float]]
-    """The most likely tokens, in this order."""
+    rank: int  # 1: the most likely
+    top: list[tuple[int, float]]  # the most likely tokens, in this order
 
 
 def rows_of(data: bytes, top: int) -> Iterator[PromptRow]:
@@ -39,8 +37,8 @@ class EchoedPrompt:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._tokens, self._tokenizer = request.prompt, tokenizer
         self._top, self._shown = request.prompt_logprobs, request.sampling.logprobs
+        # Whether its tokens are shown with log probabilities.
         self.has_scores = self._top >= 0 and self._shown >= 0
-        """Whether its tokens are shown with log probabilities."""
         self.text = tokenizer.decode(self._tokens, skip_special_tokens=True)
 
     def scored(self, data: bytes) -> list[ScoredToken]:
@@ -61,8 +59,7 @@ class PromptList:
 
     def __init__(self, answer: RequestState, tokenizer: Tokenizer) -> None:
         self._generations, self._tokenizer = answer.generations, tokenizer
-        self._top = answer.record.prompt_logprobs
-        """Most likely tokens that are shown."""
+        self._top = answer.record.prompt_logprobs  # most likely tokens that are shown
         self._texts: dict[int, str] = {}
 
     def of(self, choice: int, data: bytes) -> list[dict[str, dict[str, Any]] | None]:

@@ -24,16 +24,15 @@ from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 
-View = Callable[[RequestState, Tokenizer], ResponseSerializer]
-"""How a reader sees an answer."""
+View = Callable[[RequestState, Tokenizer], ResponseSerializer]  # how a reader sees an answer
+# How an endpoint shows its answers: a view; or as events whose positions are their numbers.
 Presentation = type[ResponseSerializer] | type[NumberedReader]
-"""How an endpoint shows its answers: a view; or as events whose positions are their numbers."""
+# Of what all other endpoints' requests become.
 CANONICAL: Mapping[str, Presentation] = {
     "chat.completions": ChatFormat,
     "completions": CompletionFormat,
     "embeddings": VectorFormat,
 }
-"""Of what all other endpoints' requests become."""
 
 
 class Presentations:
@@ -93,13 +92,11 @@ class GenerationState(msgspec.Struct, frozen=True):
     created: int
     model: str
     endpoint: str
-    status: str
-    """queued, in_progress, completed, failed or cancelled."""
-    position: str
-    """What `Last-Event-ID` continues after `response`."""
+    status: str  # queued, in_progress, completed, failed or cancelled
+    position: str  # what `Last-Event-ID` continues after `response`
     error: ErrorDetail | None
+    # The endpoint's response as far as it has come; a choice that goes on has no finish reason.
     response: msgspec.Raw
-    """The endpoint's response as far as it has come; a choice that goes on has no finish reason."""
 
 
 class Runs:

@@ -23,14 +23,13 @@ from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
 from shared.sparse_attention import NO_SPARSE, SparseTokens, sparse_tokens
 
+# Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop.
 LARGE = 32 << 10
-"""Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop."""
-AT_ONCE = 32
-"""News that are turned into text before others get their turn."""
+AT_ONCE = 32  # news that are turned into text before others get their turn
 
 
+# Writes chunks to the connection at once; False: it cannot now, and has written nothing.
 Write = Callable[[Sequence[StreamChunk]], bool]
-"""Writes chunks to the connection at once; False: it cannot now, and has written nothing."""
 
 
 class StreamReader:
@@ -41,8 +40,7 @@ class StreamReader:
     request.
     """
 
-    ends_with_done: ClassVar[bool] = True
-    """Whether a stream of server-sent events ends with `[DONE]`."""
+    ends_with_done: ClassVar[bool] = True  # whether a stream of server-sent events ends with `[DONE]`
 
     __slots__ = (  # thousands wait at once
         "_after",
@@ -96,51 +94,41 @@ class StreamReader:
         self._outputs = outputs = shape.outputs
         record = answer.record
         self._more = as_recorded and (record.continuous_usage or record.obfuscate)
+        # Whether its chunks are the text of a single choice, and positions alone.
         self._plain = len(outputs) == 1 and outputs[0].text_alone and not self._more
-        """Whether its chunks are the text of a single choice, and positions alone."""
+        # Whether chunks tell how much of the prompts is computed; a view of its own knows that by itself.
         self._in_chunks = record.return_progress or not as_recorded
-        """Whether chunks tell how much of the prompts is computed; a view of its own knows that by itself."""
         self._answers = answers
         self._metrics = metrics
+        # Positions that the client has reached already: what leads there is read in silence.
         self._after = list(after) if after is not None else [0] * len(outputs)
-        """Positions that the client has reached already: what leads there is read in silence."""
         self._begun = [after is not None and (len(outputs) == 1 or position > 0) for position in self._after]
-        self._shown = list(self._after)
-        """Positions behind the chunks made so far."""
+        self._shown = list(self._after)  # positions behind the chunks made so far
+        # Of each choice, where there is a prediction and its usage was asked for.
         self._tallies: list[PredictionTally] | None = None
-        """Of each choice, where there is a prediction and its usage was asked for."""
         self._open = len(outputs)
         self._began = time.perf_counter()
-        self._arrivals: dict[int, float] = {}
-        """When the last tokens of each choice came."""
+        self._arrivals: dict[int, float] = {}  # when the last tokens of each choice came
+        # New tokens of a choice, or the error that ended it; what nobody has taken yet.
         self._news: list[tuple[int, TokenEntry | RyzansteinError]] = []
-        """New tokens of a choice, or the error that ended it; what nobody has taken yet."""
-        self._news_at = 0.0
-        """When the first of them was put (`time.perf_counter`)."""
+        self._news_at = 0.0  # when the first of them was put (`time.perf_counter`)
+        # Whether it was told how much of a prompt is computed, and nobody has taken that yet.
         self._computing = False
-        """Whether it was told how much of a prompt is computed, and nobody has taken that yet."""
-        self._progressed = False
-        """Whether it is to be shown."""
+        self._progressed = False  # whether it is to be shown
         self._waiter: asyncio.Future[None] | None = None
+        # The reader's, once ordinary tokens do not wake its task.
         self._context: contextvars.Context | None = None
-        """The reader's, once ordinary tokens do not wake its task."""
-        self._write: Write | None = None
-        """Where what they bring is written then."""
-        self._scheduled = False
-        """Whether `_feed_ordinary` is about to be called."""
-        self._unwritten: list[StreamChunk] = []
-        """What it has made and could not write."""
-        self._ended: BaseException | None = None
-        """Why nothing more is read."""
+        self._write: Write | None = None  # where what they bring is written then
+        self._scheduled = False  # whether `_feed_ordinary` is about to be called
+        self._unwritten: list[StreamChunk] = []  # what it has made and could not write
+        self._ended: BaseException | None = None  # why nothing more is read
         self._backlog: list[tuple[int, TokenEntry | RyzansteinError]] = []
         self._error: Exception | None = None
         self._stored: asyncio.Future[None] | None = None
         self._joined = False
         self._submitted = False
-        self._bulk = 0
-        """Bytes of vectors and of prompts' log probabilities that have come."""
-        self._since = 0.0
-        """When what was taken last had come."""
+        self._bulk = 0  # bytes of vectors and of prompts' log probabilities that have come
+        self._since = 0.0  # when what was taken last had come
 
     @property
     def model(self) -> str:

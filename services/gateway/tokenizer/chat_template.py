@@ -56,6 +56,7 @@ _TOOLS = [
 ]
 _OURS = frozenset(("messages", "tools", "add_generation_prompt"))
 _MOST_OF_REASON = 1000
+# What a template can raise: it is a program of others, given values of the client's.
 _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
@@ -65,7 +66,6 @@ _REFUSALS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template can raise: it is a program of others, given values of the client's."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -75,8 +75,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        self.mark = ""
-        """Put before and behind such text; empty: nothing is."""
+        self.mark = ""  # put before and behind such text; empty: nothing is
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -108,12 +107,12 @@ class ChatTemplate:
         parsed = environment.parse(source)
         undeclared = jinja2.meta.find_undeclared_variables(parsed)
         constants = (node.value for node in parsed.find_all(jinja2.nodes.Const))
+        # The texts that it compares and looks up with.
         self.words = frozenset(value for value in constants if isinstance(value, str))
-        """The texts that it compares and looks up with."""
+        # What it can be told beyond the conversation and its tools.
         self.variables = frozenset(
             undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
         )
-        """What it can be told beyond the conversation and its tools."""
         marks = REASONING.get(reasoning_of(source))
         self.thought = ("", "") if marks is None else (marks.begin, marks.end)
 

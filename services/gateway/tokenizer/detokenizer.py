@@ -9,14 +9,13 @@ from tokenizers.decoders import DecodeStream
 
 from services.gateway.tokenizer.token_bound import byte_alphabet
 
+# Output tokens that may wait for the rest of a character; more of them are none, and are shown as U+FFFD.
 MOST_PENDING = 8
-"""Output tokens that may wait for the rest of a character; more of them are none, and are shown as U+FFFD."""
+# Tokens of an incomplete character at most: UTF-8 has up to four bytes, and a token one or more.
 _LONGEST_TAIL = 3
-"""Tokens of an incomplete character at most: UTF-8 has up to four bytes, and a token one or more."""
+# Tokens of the prompt that the first output token is decoded after: they decide on leading spaces.
 CONTEXT_TOKENS = 6
-"""Tokens of the prompt that the first output token is decoded after: they decide on leading spaces."""
-KNOWN_TEXTS = 1 << 16
-"""Tokens of a tokenizer whose texts are kept; of others they are found anew."""
+KNOWN_TEXTS = 1 << 16  # tokens of a tokenizer whose texts are kept; of others they are found anew
 
 
 class Detokenizer(Protocol):
@@ -79,8 +78,7 @@ class StreamDetokenizer:
 
     def _begin(self, context: list[int]) -> None:
         self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip)
-        self._context = context[-CONTEXT_TOKENS:]
-        """The last tokens whose text has been returned."""
+        self._context = context[-CONTEXT_TOKENS:]  # the last tokens whose text has been returned
 
     def _step(self, token: int) -> str:
         self._pending.append(token)

@@ -20,8 +20,7 @@ from shared.tasks import RoundRobin
 
 INLINE = 4096
 LARGE = 256 << 10
-OVER_AFTER = 2.0
-"""Seconds after a large text in which its request is over, as a rule."""
+OVER_AFTER = 2.0  # seconds after a large text in which its request is over, as a rule
 
 ResultT = TypeVar("ResultT")
 

@@ -28,14 +28,11 @@ import tokenizers
 
 from shared.limits import TOKENIZED_SEGMENTS
 
-SHORTEST = 32
-"""Characters of a segment, but for the last one: what is shorter goes with what follows."""
-LONG = 256
-"""Characters of a segment that is kept by its digest, in the order of use."""
+SHORTEST = 32  # characters of a segment, but for the last one: what is shorter goes with what follows
+LONG = 256  # characters of a segment that is kept by its digest, in the order of use
+# Shorter segments that are kept: their texts and tokens take a few hundred bytes each, at most 2 KiB.
 MOST_SHORT = 512
-"""Shorter segments that are kept: their texts and tokens take a few hundred bytes each, at most 2 KiB."""
-_EACH = 200
-"""Bytes that a long segment takes beside its tokens."""
+_EACH = 200  # bytes that a long segment takes beside its tokens
 
 
 class Segments:

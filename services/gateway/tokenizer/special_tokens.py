@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parser import REASONING
 
+# Code points that are no characters, or private ones: where a client sends one of them, another is taken.
 _MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF8F0, 0xF8FF))]
-"""Code points that are no characters, or private ones: where a client sends one of them, another is taken."""
 _MARK = re.compile(f"[{''.join(_MARKS)}]")
+# How models write calls and reasoning. In what the assistant has said and in instructions they keep their meaning.
 _WRITTEN = frozenset(
     (
         *(marker for family in FAMILIES.values() for marker in family.markers),
@@ -30,7 +31,6 @@ _WRITTEN = frozenset(
         ),
     )
 )
-"""How models write calls and reasoning. In what the assistant has said and in instructions they keep their meaning."""
 _TRUSTED_ROLES = ("assistant", "system")
 
 

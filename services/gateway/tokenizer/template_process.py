@@ -40,17 +40,13 @@ from shared.tasks import RoundRobin
 if TYPE_CHECKING:
     from services.gateway.tokenizer.chat_template import ChatTemplate
 
-ANSWER_WITHIN = 60.0
-"""Seconds of waiting for a process that gets no processor."""
-GOODBYE = 1.0
-"""Seconds for a process that has closed its end to be gone."""
-_LARGE = 1 << 20
-"""Bytes from which what a conversation needed is given back at once."""
+ANSWER_WITHIN = 60.0  # seconds of waiting for a process that gets no processor
+GOODBYE = 1.0  # seconds for a process that has closed its end to be gone
+_LARGE = 1 << 20  # bytes from which what a conversation needed is given back at once
 _HEAD = 4
-_TOGETHER = 16
-"""Conversations that go together, at most: the first of them waits for the last."""
+_TOGETHER = 16  # conversations that go together, at most: the first of them waits for the last
+# Of such conversations: what a pipe holds, so that neither side waits for the other.
 _TOGETHER_BYTES = 32 << 10
-"""Of such conversations: what a pipe holds, so that neither side waits for the other."""
 _NO_MEMORY = limits.TEMPLATE_MEMORY.cited()
 _NO_TIME = limits.TEMPLATE_SECONDS.cited()
 _TOO_LONG = limits.TEMPLATE_TEXT.cited()
@@ -65,20 +61,18 @@ class _Job(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
     options: TemplateOptions = TemplateOptions()
+    # Which messages are trained: the texts for that are wanted, and no prompt.
     trained: list[int] | None = None
-    """Which messages are trained: the texts for that are wanted, and no prompt."""
 
 
 class _Reply(msgspec.Struct, frozen=True):
     text: str = ""
     turns: list[Turns] = []
     traits: Traits | None = None
-    problem: str = ""
-    """Why there is none: the sentence for the client."""
+    problem: str = ""  # why there is none: the sentence for the client
     param: str | None = None
     reason: str = ""
-    limit: str = ""
-    """The limit that was passed."""
+    limit: str = ""  # the limit that was passed
 
 
 def _packed(job: _Job) -> bytes:
@@ -115,8 +109,7 @@ class TemplateProcess:
         )
         self._worker: asyncio.Task[None] | None = None
         self.traits = Traits()
-        self.refused = ""
-        """The limit that the template passed with small conversations: it is not used again."""
+        self.refused = ""  # the limit that the template passed with small conversations: it is not used again
 
     async def probe(self) -> None:
         """Finds out what the templates can do. Raises `InternalError` where they are none."""

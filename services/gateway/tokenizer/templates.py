@@ -11,47 +11,33 @@ from shared.limits import TOKENIZER_INFO
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Of the template of a model, or of none."""
 
-    tools: bool = False
-    """It shows the tools that it is given."""
-    calls: bool = False
-    """It shows the calls of an assistant's message, and their results."""
-    objects: bool = True
-    """It wants a call's arguments as an object, not as JSON text."""
-    null_content: bool = False
-    """It takes an assistant's message whose content is null."""
-    several: bool = False
-    """It takes several calls in a message."""
-    any_id: bool = True
-    """It takes any id of a call; otherwise nine letters or digits, as Mistral's."""
-    system: bool = True
-    """It shows system messages."""
-    pairs: bool = False
-    """It shows a query and a document, as messages of these two roles: it is a reranker's."""
-    family: str = ""
-    """How the model writes calls, where the template shows it."""
-    variant: str = ""
-    """Which of the family's notations."""
+    tools: bool = False  # it shows the tools that it is given
+    calls: bool = False  # it shows the calls of an assistant's message, and their results
+    objects: bool = True  # it wants a call's arguments as an object, not as JSON text
+    null_content: bool = False  # it takes an assistant's message whose content is null
+    several: bool = False  # it takes several calls in a message
+    any_id: bool = True  # it takes any id of a call; otherwise nine letters or digits, as Mistral's
+    system: bool = True  # it shows system messages
+    pairs: bool = False  # it shows a query and a document, as messages of these two roles: it is a reranker's
+    family: str = ""  # how the model writes calls, where the template shows it
+    variant: str = ""  # which of the family's notations
     reasoning: str = ""
+    # What it looks at beyond messages and tools, such as `enable_thinking`.
     variables: frozenset[str] = frozenset()
-    """What it looks at beyond messages and tools, such as `enable_thinking`."""
 
 
 _TEMPLATE = "chat_template.jinja"
-_AROUND = 8
-"""Bytes around a member of a JSON object, at most."""
-_NAMED = 16
-"""Fields that are named where they are left out."""
+_AROUND = 8  # bytes around a member of a JSON object, at most
+_NAMED = 16  # fields that are named where they are left out
 
 
 class TemplateOptions(msgspec.Struct, frozen=True):
     """How a conversation is rendered."""
 
+    # Whether the prompt ends with the header of the assistant's next message.
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of the assistant's next message."""
-    continue_final: bool = False
-    """Whether it ends within the last message, which the answer goes on with."""
-    variables: dict[str, Any] = {}
-    """Further variables of the template."""
+    continue_final: bool = False  # whether it ends within the last message, which the answer goes on with
+    variables: dict[str, Any] = {}  # further variables of the template
 
 
 class TemplateInput(NamedTuple):
@@ -62,27 +48,24 @@ class TemplateInput(NamedTuple):
     options: TemplateOptions = TemplateOptions()
 
 
-Span = tuple[int, int]
-"""Of characters: the first one, and the one behind the last."""
+Span = tuple[int, int]  # of characters: the first one, and the one behind the last
 
 
 class Turns(msgspec.Struct, frozen=True):
     """A conversation up to its last trained message, as its template shows it."""
 
     text: str
-    spans: list[Span]
-    """What is trained, in order."""
+    spans: list[Span]  # what is trained, in order
+    # What a prompt for a trained message ends with, and the text does not show before the message: serving puts it
+    # there.
     unlike_prompt: str = ""
-    """What a prompt for a trained message ends with, and the text does not show before the message: serving puts it
-    there."""
 
 
 class Templates(msgspec.Struct, frozen=True):
     """The chat templates of a model, not compiled yet."""
 
     source: str
-    with_tools: str
-    """For conversations with tools; the same where there is no other."""
+    with_tools: str  # for conversations with tools; the same where there is no other
     special_tokens: dict[str, str] = {}
 
 
@@ -122,8 +105,8 @@ def templates_of(files: Mapping[str, bytes]) -> Templates | None:
     return Templates(source, with_tools or source, _special_tokens(config))
 
 
+# What tokenizer_config.json says of where the files lay when it was written.
 _OF_ITS_PLACE = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "auto_map")
-"""What tokenizer_config.json says of where the files lay when it was written."""
 
 
 def tokenizer_info(files: Mapping[str, bytes]) -> bytes:

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import tokenizers
 
+# Characters that a normalizer of the name makes one of, at most (canonical compositions of Unicode 16).
 _RESHAPING = {"NFC": 4, "NFD": 1, "Lowercase": 1}
-"""Characters that a normalizer of the name makes one of, at most (canonical compositions of Unicode 16)."""
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
@@ -48,13 +48,13 @@ class TokenBound:
         except msgspec.ValidationError:  # parts of a kind that is not known here
             normalizers, splits = [_Part("unknown")], []
         self._known = _keeps_all(file.model, splits, tokenizer) and all(map(_is_bounded, normalizers))
+        # A normalizer may make a character of many bytes one of few.
         self._in_characters = any(part.type in _RESHAPING for part in normalizers)
-        """A normalizer may make a character of many bytes one of few."""
         self._spaces_vanish = any(
             entry.lstrip or entry.rstrip for entry in tokenizer.get_added_tokens_decoder().values()
         )
+        # Bytes or characters of text for one token.
         self._most = _longest_token(tokenizer, byte_level=any(part.type == "ByteLevel" for part in splits))
-        """Bytes or characters of text for one token."""
         for part in normalizers:
             self._most *= _RESHAPING.get(part.type, 1)
 

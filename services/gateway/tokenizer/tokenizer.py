@@ -44,8 +44,7 @@ from shared.process import give_back
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads for each core: those compute
 
 
-_EACH = 64
-"""Bytes of text that take as long as one text more."""
+_EACH = 64  # bytes of text that take as long as one text more
 _PLAIN = TemplateOptions()
 
 ResultT = TypeVar("ResultT")
@@ -66,8 +65,7 @@ class Pair(NamedTuple):
     """Two texts as one prompt."""
 
     tokens: list[int]
-    second_segment: int
-    """`GenerationRequest.second_segment`"""
+    second_segment: int  # `GenerationRequest.second_segment`
 
 
 class ModelTokenizer:
@@ -88,8 +86,7 @@ class ModelTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
             file = msgspec.json.decode(files["tokenizer.json"], type=TokenizerJson)
             self._renderer = renderer or _in_process(files)
-            self.info = tokenizer_info(files)
-            """Its configuration, as a JSON object."""
+            self.info = tokenizer_info(files)  # its configuration, as a JSON object
         except KeyError:
             raise InternalError("The tokenizer bundle of the model lacks tokenizer.json.") from None
         except ValueError as error:
@@ -108,10 +105,10 @@ class ModelTokenizer:
         self._special_text = SpecialText([] if special_tokens_in_messages else self._special)
         self._bytes = TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(file.decoder))
         adds_bytes = isinstance(file.decoder, dict) and file.decoder.get("type") == "ByteLevel"
+        # Of single tokens, without and with the special ones, where a text is their sum.
         self._texts = (
             {skip: TokenTexts(self._tokenizer, skip) for skip in (False, True)} if adds_bytes else {}
         )
-        """Of single tokens, without and with the special ones, where a text is their sum."""
         self._segments = Segments(self._tokenizer)
         self._bound = TokenBound(file, self._tokenizer)
         del file
@@ -408,8 +405,7 @@ class StubTokenizer:
         return chr(token & 0xFF).encode()
 
 
-Tokenizer = ModelTokenizer | StubTokenizer
-"""A model's."""
+Tokenizer = ModelTokenizer | StubTokenizer  # a model's
 
 
 class _StubDetokenizer:

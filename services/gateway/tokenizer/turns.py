@@ -134,10 +134,8 @@ class TrainedText(NamedTuple):
     """A text to learn from."""
 
     pieces: list[TextSegment]
-    special: bool = False
-    """Whether the tokens that the model wants around a plain text are put there."""
-    unlike_prompt: str = ""
-    """See `Turns`."""
+    special: bool = False  # whether the tokens that the model wants around a plain text are put there
+    unlike_prompt: str = ""  # see `Turns`
 
     @property
     def ends_trained(self) -> bool:
@@ -150,8 +148,7 @@ class TrainedTokens(NamedTuple):
     """An example, or one text of a pair."""
 
     tokens: list[int]
-    weights: bytes
-    """One byte a token, 0 or 1."""
+    weights: bytes  # one byte a token, 0 or 1
 
 
 def pieces_of(turns: Turns, mark: str, ends: Collection[str]) -> list[TextSegment]:

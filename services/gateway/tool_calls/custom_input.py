@@ -9,8 +9,7 @@ anything else than that one text is shown as it writes: nothing of a call is los
 
 import re
 
-_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-"""What stands before the text."""
+_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')  # what stands before the text
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
 _EXPECTED = '{"input":"'
 
@@ -19,8 +18,7 @@ class CustomInput:
     """One call's input. The same text is given, joined, however what is fed was cut into pieces."""
 
     def __init__(self) -> None:
-        self._state = "before"
-        """`before` the text, in the `text`, `behind` it; `raw`: it is no such JSON."""
+        self._state = "before"  # `before` the text, in the `text`, `behind` it; `raw`: it is no such JSON
         self._held = ""
 
     def feed(self, text: str) -> str:

@@ -22,18 +22,14 @@ class ToolCallFormat(NamedTuple):
     """One way to write calls."""
 
     machine: Machine
+    # A template with one of these is of the family; with `&` between them, of several at once.
     signs: tuple[str, ...]
-    """A template with one of these is of the family; with `&` between them, of several at once."""
-    markers: tuple[str, ...]
-    """Text that may be a special token, and must be shown to the parser even so."""
-    form: str
-    """How a call is written, for a model whose template does not say it."""
-    models: str
-    """For the documentation."""
-    names: tuple[str, ...] = ()
-    """What else it is called: vLLM's names of parsers that read the same."""
+    markers: tuple[str, ...]  # text that may be a special token, and must be shown to the parser even so
+    form: str  # how a call is written, for a model whose template does not say it
+    models: str  # for the documentation
+    names: tuple[str, ...] = ()  # what else it is called: vLLM's names of parsers that read the same
+    # Further special tokens that the parser must see, and that only the model may write.
     structure: tuple[str, ...] = ()
-    """Further special tokens that the parser must see, and that only the model may write."""
 
 
 _CODER_CALL = "<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>"
@@ -52,6 +48,7 @@ def _in_section(marks: sections.Section, name: str) -> str:
     return f"{marks.begin}{marks.call}{name}{marks.separator}ARGUMENTS{marks.end_of_call}{marks.end}"
 
 
+# In the order in which templates are looked at.
 FAMILIES: Mapping[str, ToolCallFormat] = {
     "openai": ToolCallFormat(
         harmony.harmony,
@@ -260,15 +257,14 @@ FAMILIES: Mapping[str, ToolCallFormat] = {
         "xLAM 2; chosen by the setting",
     ),
 }
-"""In the order in which templates are looked at."""
 
 
 _NAMED = {name: family for family, entry in FAMILIES.items() for name in (family, *entry.names)}
+# vLLM's names of what `think` reads.
 _REASONING_NAMES = (
     "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "mimo", "minimax_m2", "nemotron_v3",
     "olmo3", "qwen3", "step3", "step3p5"
 )  # fmt: skip
-"""vLLM's names of what `think` reads."""
 _REASONING_NAMED = {
     **{name: name for name in parser.REASONING},
     **dict.fromkeys(_REASONING_NAMES, "think"),
@@ -318,6 +314,7 @@ def markers_of(parsing: Parsing | None) -> frozenset[str]:
     return frozenset(found) - {""}
 
 
+# (family, variant, what its templates have in them).
 _VARIANT_SIGNS: tuple[tuple[str, str, str], ...] = (
     ("mistral", "named", ARGS),
     ("deepseek", "fenced", "```json"),
@@ -327,11 +324,9 @@ _VARIANT_SIGNS: tuple[tuple[str, str, str], ...] = (
     ("jamba", "lines", "<tool_calls>\\n{"),
     ("longcat", "pairs", tagged.LONGCAT.key),
 )
-"""(family, variant, what its templates have in them)."""
 
 
-_SUFFIX = re.compile(r"""(?:<tool_calls|["'])(:\w+)[>"']""")
-"""In the tags of a Hunyuan's template."""
+_SUFFIX = re.compile(r"""(?:<tool_calls|["'])(:\w+)[>"']""")  # in the tags of a Hunyuan's template
 
 
 def variant_of(family: str, template: str) -> str:

@@ -28,8 +28,7 @@ from services.gateway.tool_calls.schemas import FunctionDefinition, types_of
 from shared.grammars import embedded
 from shared.messages import Grammar
 
-Specials = Mapping[str, int]
-"""Token ids of the model's special tokens: in a grammar these are no text."""
+Specials = Mapping[str, int]  # token ids of the model's special tokens: in a grammar these are no text
 NOTHING = '""'
 
 
@@ -98,8 +97,7 @@ class CallGrammarSource(NamedTuple):
     number: int
     rules: Rules
     specials: Specials
-    checked: bool
-    """Whether its arguments must match the schema; otherwise any object will do."""
+    checked: bool  # whether its arguments must match the schema; otherwise any object will do
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -121,8 +119,7 @@ class CallGrammarSource(NamedTuple):
 class Form(NamedTuple):
     """One family's calls."""
 
-    trigger: str
-    """What calls begin with, and no other text has; "" where there is no such thing."""
+    trigger: str  # what calls begin with, and no other text has; "" where there is no such thing
     opening: str
     call: Callable[[CallGrammarSource], str]
     between: str
@@ -369,8 +366,8 @@ class Calling(NamedTuple):
     functions: Sequence[FunctionDefinition]
     single: bool
     specials: Specials
+    # Whether objects among arguments have no properties but those that their schemas name.
     closes: bool = True
-    """Whether objects among arguments have no properties but those that their schemas name."""
 
 
 def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar:

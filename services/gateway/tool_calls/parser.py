@@ -33,20 +33,15 @@ class ReasoningMarks(NamedTuple):
 
     begin: str
     end: str
-    signs: tuple[str, ...] = ()
-    """A template with all of these is of the family; none: with `end`."""
-    answer: tuple[str, str] = ("", "")
-    """What the answer stands between, where it stands between anything."""
-    ended_by: str = ""
-    """What ends the reasoning too, and belongs to the answer."""
-    before_calls: str = ""
-    """What stands between reasoning and calls."""
-    before_answer: str = ""
-    """What an answer begins with."""
+    signs: tuple[str, ...] = ()  # a template with all of these is of the family; none: with `end`
+    answer: tuple[str, str] = ("", "")  # what the answer stands between, where it stands between anything
+    ended_by: str = ""  # what ends the reasoning too, and belongs to the answer
+    before_calls: str = ""  # what stands between reasoning and calls
+    before_answer: str = ""  # what an answer begins with
+    # Further special tokens that the parser must see, and that only the model may write.
     structure: tuple[str, ...] = ()
-    """Further special tokens that the parser must see, and that only the model may write."""
+    # Whether each checkpoint has a suffix of its own in its tags: `<think:opensource>`.
     suffixed: bool = False
-    """Whether each checkpoint has a suffix of its own in its tags: `<think:opensource>`."""
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the answer to `prompt` begins within the reasoning."""
@@ -58,6 +53,7 @@ class ReasoningMarks(NamedTuple):
 
 
 _THINK, _END_OF_THINK = "<think>", "</think>"
+# By the parser's name; in the order in which templates are looked at.
 REASONING: Mapping[str, ReasoningMarks] = {
     "openai_gptoss": ReasoningMarks(
         harmony.ANALYSIS,
@@ -92,7 +88,6 @@ REASONING: Mapping[str, ReasoningMarks] = {
     "think": ReasoningMarks(_THINK, _END_OF_THINK),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
 }
-"""By the parser's name; in the order in which templates are looked at."""
 
 
 def reasoning(scan: Scanner, name: str, *, opened: bool) -> Steps[None]:
@@ -213,11 +208,9 @@ class CallDelta(msgspec.Struct, frozen=True):
     """What is new of one call: its name, with its id, or more of its arguments, or both."""
 
     index: int
-    id: str
-    """Empty where the call has begun before, as the name is."""
+    id: str  # empty where the call has begun before, as the name is
     name: str
-    arguments: str
-    """JSON, or of a custom tool its input."""
+    arguments: str  # JSON, or of a custom tool its input
     custom: bool = False
 
 
@@ -236,10 +229,9 @@ class CallNumbering:
         self._generation_id = generation_id
         self._single = single
         self._custom = frozenset(custom)
+        # Of the call that is being written, where its tool is a custom one.
         self._input: CustomInput | None = None
-        """Of the call that is being written, where its tool is a custom one."""
-        self.begun = 0
-        """Calls so far, those left out included."""
+        self.begun = 0  # calls so far, those left out included
 
     def deltas(self, events: Sequence[Event]) -> list[CallDelta]:
         """What `events` mean for clients, one delta a call."""

@@ -24,15 +24,13 @@ class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     name: ToolNameText
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON Schema; null: no parameters."""
+    parameters: dict[str, Any] | None = None  # a JSON Schema; null: no parameters
     strict: bool | None = None
+    # A JSON Schema of what it returns: templates that show whole functions show it as `return`.
     output_schema: dict[str, Any] | None = None
-    """A JSON Schema of what it returns: templates that show whole functions show it as `return`."""
 
 
-INPUT = "input"
-"""The one argument as which a model writes the input of a custom tool."""
+INPUT = "input"  # the one argument as which a model writes the input of a custom tool
 
 
 class CustomGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,8 +128,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: int | None = None
 
 
-DEPTH = 8
-"""References and alternatives are followed so deep."""
+DEPTH = 8  # references and alternatives are followed so deep
 
 
 def types_of(schema: Mapping[str, Any]) -> dict[str, str]:

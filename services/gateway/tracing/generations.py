@@ -21,6 +21,7 @@ from shared.nats import subjects
 from shared.sparse_attention import to_argument
 from shared.tracing import NONE, Span, TraceContext, Value
 
+# By endpoint, of OpenTelemetry's conventions where these have a name for it; the others are chats.
 _OPERATIONS = {
     "completions": "text_completion",
     "ollama.generate": "text_completion",
@@ -30,7 +31,6 @@ _OPERATIONS = {
     "classify": "classify",
     "pooling": "pooling",
 }
-"""By endpoint, of OpenTelemetry's conventions where these have a name for it; the others are chats."""
 PROVIDER = "ryzanstein"
 
 

@@ -13,10 +13,9 @@ from shared.messages.training import (
     TrainingMetrics,
 )
 
-ID_DIGITS = 12
-"""Of a job's id, in the name of its model."""
+ID_DIGITS = 12  # of a job's id, in the name of its model
+# Characters of them in a model's name: longer ones are cut, and end with a digest of the whole.
 MAX_BASE, MAX_TENANT = 72, 24
-"""Characters of them in a model's name: longer ones are cut, and end with a digest of the whole."""
 
 
 # --- names ---------------------------------------------------------------------------------------

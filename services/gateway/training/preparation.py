@@ -57,16 +57,14 @@ from shared.process import give_back
 
 log = structlog.get_logger(__name__)
 
-AT_ONCE = 2
-"""Jobs whose examples are in memory here, one of each tenant; others wait for their turn."""
-BASE_WITHIN = 86_400.0
-"""Seconds from a job's beginning in which its base must have been loaded once."""
+AT_ONCE = 2  # jobs whose examples are in memory here, one of each tenant; others wait for their turn
+BASE_WITHIN = 86_400.0  # seconds from a job's beginning in which its base must have been loaded once
+# Seconds after which it is told why it is not, and until it is waited for again.
 TOLD_EVERY, BASE_PAUSE = 5.0, 1.0
-"""Seconds after which it is told why it is not, and until it is waited for again."""
 NOT_TRAINABLE = "model_not_trainable"
+# Seconds for which a full object store is tried again, and between two tries: each reads the files anew, since nothing
+# is held meanwhile.
 ROOM_WITHIN, ROOM_PAUSE = 3600.0, 120.0
-"""Seconds for which a full object store is tried again, and between two tries: each reads the files anew, since nothing
-is held meanwhile."""
 
 
 class _Failed(Exception):
@@ -83,8 +81,7 @@ class Stores(NamedTuple):
 
     jobs: Jobs[TrainingJob]
     files: Files
-    objects: Objects
-    """What jobs train with."""
+    objects: Objects  # what jobs train with
     events: TrainingEvents
     storage: TrainingStorage
 

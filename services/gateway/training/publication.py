@@ -39,11 +39,10 @@ from shared.nats.training import TrainingEvents, clear_objects
 
 log = structlog.get_logger(__name__)
 
-RESULTS = "fine-tune-results"
-"""Purpose of result files."""
+RESULTS = "fine-tune-results"  # purpose of result files
 FILENAME = "step_metrics.csv"
+# Seconds for which writing a result file is tried while there is no room for it: then the job succeeds without.
 FILES_WITHIN = 600.0
-"""Seconds for which writing a result file is tried while there is no room for it: then the job succeeds without."""
 
 
 class _NoPlace(Exception):

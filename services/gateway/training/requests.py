@@ -15,8 +15,8 @@ from shared.messages.training import Hyperparameters, Optimizer, Schedule, Train
 Auto = Literal["auto"]
 MAX_SEED = 2_147_483_647
 _SUFFIX = re.compile(r"^[A-Za-z0-9._-]+$")
+# What OpenAI allows of the first two; a rank as executors serve it at most.
 MAX_EPOCHS, MAX_BATCH_SIZE, MAX_RANK, MAX_REPLICAS = 50, 256, 256, 16
-"""What OpenAI allows of the first two; a rank as executors serve it at most."""
 
 
 class SupervisedHyperparameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,54 +41,49 @@ class Method(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: Supervised | None = None
     dpo: Dpo | None = None
-    reinforcement: Any = None
-    """Refused: there are no graders here."""
+    reinforcement: Any = None  # refused: there are no graders here
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An extension: of the adapter that is trained."""
 
     rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16
-    alpha: Annotated[float, Meta(gt=0, le=4096)] | None = None
-    """Left out: twice the rank."""
+    alpha: Annotated[float, Meta(gt=0, le=4096)] | None = None  # left out: twice the rank
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    # Last parts of the linears' names (`q_proj`); empty: all but the output layer.
     target_modules: Annotated[
         list[Annotated[str, LORA_TARGET.length(min_length=1, pattern="^[A-Za-z0-9_.]+$")]],
         LORA_TARGETS.length(),
     ] = []
-    """Last parts of the linears' names (`q_proj`); empty: all but the output layer."""
 
 
 class FineTuningCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Annotated[str, Meta(min_length=1)]
     training_file: Annotated[str, Meta(min_length=1)]
     validation_file: str | None = None
-    method: Method | None = None
-    """Left out: supervised."""
+    method: Method | None = None  # left out: supervised
+    # As `method.supervised.hyperparameters`; OpenAI's older form.
     hyperparameters: SupervisedHyperparameters | None = None
-    """As `method.supervised.hyperparameters`; OpenAI's older form."""
+    # Stands in the model's name.
     suffix: (
         Annotated[str, TRAINING_SUFFIX.length(min_length=1, extra_json_schema={"pattern": _SUFFIX.pattern})]
         | None
     ) = None
-    """Stands in the model's name."""
+    # The same job with the same seed makes the same adapter; left out: a random one.
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """The same job with the same seed makes the same adapter; left out: a random one."""
     metadata: Metadata | None = None
+    # Refused but for an empty list: events and result files have the metrics.
     integrations: list[Any] | None = None
-    """Refused but for an empty list: events and result files have the metrics."""
     lora: Lora | None = None
+    # Of an example; 0: the model's context. An extension, as what follows.
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    """Of an example; 0: the model's context. An extension, as what follows."""
-    truncate: bool = False
-    """Whether longer examples are cut at their end; else they are a fault of the file."""
+    truncate: bool = False  # whether longer examples are cut at their end; else they are a fault of the file
     schedule: Schedule = "cosine"
     warmup_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.03
     weight_decay: Annotated[float, Meta(ge=0, le=10)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     optimizer: Optimizer = "adamw"
-    replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = 1
-    """Hosts that train it side by side."""
+    replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = 1  # hosts that train it side by side
 
 
 def method_of(wanted: FineTuningCreate) -> TrainingMethod:

@@ -27,11 +27,10 @@ from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
+# Jobs that one gateway prepares at a time: it reads the files of a few of them, most wait for their base.
 PREPARED_AT_ONCE = 32
-"""Jobs that one gateway prepares at a time: it reads the files of a few of them, most wait for their base."""
 PUBLISHED_AT_ONCE = 8
-BROKER_PAUSE = 0.5
-"""Seconds before a step is tried again whose failure could not even be written."""
+BROKER_PAUSE = 0.5  # seconds before a step is tried again whose failure could not even be written
 TRAITS = JobTraits[TrainingJob](
     "fine_tuning_job",
     "fine-tuning jobs",
@@ -86,8 +85,7 @@ class TrainingRunner:
         self._lease = lease
         self._needs = needs
         self._step = step
-        self._idle = False
-        """Whether somebody has written that there is nothing left to do."""
+        self._idle = False  # whether somebody has written that there is nothing left to do
         self._working: asyncio.Task[None] | None = None
 
     async def run(self) -> None:

@@ -37,12 +37,9 @@ from shared.nats.objects import MissingObject
 from shared.nats.training import TrainingEvents
 from shared.tasks import cancel_all
 
-PURPOSE = "fine-tune"
-"""Of the files that jobs learn from."""
-LOOK = 1.0
-"""Seconds of silence after which a stream of events looks whether its job is over."""
-AHEAD = 64
-"""Events that a stream is told before its client has taken earlier ones."""
+PURPOSE = "fine-tune"  # of the files that jobs learn from
+LOOK = 1.0  # seconds of silence after which a stream of events looks whether its job is over
+AHEAD = 64  # events that a stream is told before its client has taken earlier ones
 ADAPTER_FILES = (CONFIG, WEIGHTS)
 
 
@@ -77,8 +74,7 @@ class FineTuning:
         self._catalog = catalog
         self._adapters = adapters
         self._storage = storage
-        self._followed: Counter[str] = Counter()
-        """Streams of events, by tenant."""
+        self._followed: Counter[str] = Counter()  # streams of events, by tenant
 
     # --- its life --------------------------------------------------------------------------------
 
@@ -316,12 +312,12 @@ class _ListedCheckpoint(msgspec.Struct, frozen=True):
     created_at: float
 
 
+# By what its tenant asks for: where its host does it, and where it is done.
 _SAID = {
     "cancel": ("Fine-tuning job is being cancelled", "Fine-tuning job cancelled"),
     "pause": ("Fine-tuning job is being paused", "Fine-tuning job paused"),
     "resume": ("Fine-tuning job goes on", "Fine-tuning job resumed, moving job to queued state"),
 }
-"""By what its tenant asks for: where its host does it, and where it is done."""
 
 
 def _matches(job: TrainingJob, metadata: Mapping[str, str] | None) -> bool:

@@ -26,8 +26,7 @@ from shared.messages.training import (
 
 _replace = msgspec.structs.replace
 ID = "ftjob-"
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds between two tries of a gateway, each time twice as many."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries of a gateway, each time twice as many
 
 
 # --- the check of its files, by the gateway that has the lease -----------------------------------
@@ -77,8 +76,8 @@ def postponed(job: TrainingJob, now: float, reason: str, least: float = 0.0) -> 
     )
 
 
+# Of a job for which a gateway has done something.
 _UNBLOCKED: dict[str, Any] = {"tries": 0, "blocked_since": 0.0, "look_at": 0.0}
-"""Of a job for which a gateway has done something."""
 
 
 # --- what its tenant wants -----------------------------------------------------------------------

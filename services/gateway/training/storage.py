@@ -23,8 +23,7 @@ class Kept(NamedTuple):
     """Of one tenant."""
 
     bytes: int
-    models: int
-    """In the registry, or to come."""
+    models: int  # in the registry, or to come
 
 
 class TrainingStorage:
@@ -35,8 +34,7 @@ class TrainingStorage:
         self._most = settings.tenant_training_bytes
         self._most_models = settings.tenant_fine_tuned_models
         self._share = self._most // settings.tenant_training_jobs
-        self._jobs: dict[str, TrainingJob] = {}
-        """By key: those that are not over, or not clean yet."""
+        self._jobs: dict[str, TrainingJob] = {}  # by key: those that are not over, or not clean yet
 
     def news(self, key: str, job: TrainingJob | None, _revision: int = 0) -> None:
         """What `watch` of the jobs has yielded, or this gateway has written."""

@@ -31,10 +31,10 @@ from shared.messages import ModelCard
 from shared.messages.training import TrainingMethod
 from shared.nats.objects import MissingObject
 
+# Lines that are tokenized at once, at most: a line more than these bytes is alone.
 GROUP_LINES, GROUP_BYTES = 32, 32 << 10
-"""Lines that are tokenized at once, at most: a line more than these bytes is alone."""
+# Seconds until another try where clients' requests fill the queues of templates and tokenizers.
 BUSY_PAUSE = 0.5
-"""Seconds until another try where clients' requests fill the queues of templates and tokenizers."""
 
 ResultT = TypeVar("ResultT")
 
@@ -46,8 +46,8 @@ class BaseModelTokenizer(NamedTuple):
     tokenizer: Tokenizer
 
 
+# A text before its rendering: a plain one, or a conversation with the indices of its trained messages.
 Learned = TextLine | tuple[TemplateInput, list[int]]
-"""A text before its rendering: a plain one, or a conversation with the indices of its trained messages."""
 
 
 class TokenizedFile(NamedTuple):

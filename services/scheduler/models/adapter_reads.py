@@ -20,12 +20,9 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.tasks import TaskSet
 
-READ_TIMEOUT = 600.0
-"""Seconds that a host has to fetch, check and store an adapter."""
-FETCH_TIMEOUT = 5.0
-"""Seconds that a host has to say that it fetches a model."""
-MAX_ERROR = 1000
-"""Characters of what a host says against an adapter that are kept."""
+READ_TIMEOUT = 600.0  # seconds that a host has to fetch, check and store an adapter
+FETCH_TIMEOUT = 5.0  # seconds that a host has to say that it fetches a model
+MAX_ERROR = 1000  # characters of what a host says against an adapter that are kept
 
 log = structlog.get_logger(__name__)
 

@@ -12,13 +12,11 @@ from shared.messages.registry import MAX_MODELS
 
 SLEEP_BANDWIDTH = 8e9
 DISK_BANDWIDTH = 1.5e9
+# Bytes per second at which weights are reckoned to be read where nothing was measured: from a host's memory to its
+# GPUs, from its disk, from a model hub.
 HUB_BANDWIDTH = 1e8
-"""Bytes per second at which weights are reckoned to be read where nothing was measured: from a host's memory to its
-GPUs, from its disk, from a model hub."""
-LOAD_BASE = 1.0
-"""Seconds of a load beside its bytes."""
-UNKNOWN_LOAD = 30.0
-"""Seconds of a load of which no size is known."""
+LOAD_BASE = 1.0  # seconds of a load beside its bytes
+UNKNOWN_LOAD = 30.0  # seconds of a load of which no size is known
 READY = ("ready", "busy")
 GONE = "gone"
 
@@ -34,12 +32,9 @@ class Replica:
     load: GroupLoad
     memory: int
     loaded: float
-    seen_at: float
-    """Since when it is known."""
-    ready_at: float = 0.0
-    """Since when it serves; 0: it does not."""
-    busy_at: float = 0.0
-    """When something was last seen to run in it; 0: never."""
+    seen_at: float  # since when it is known
+    ready_at: float = 0.0  # since when it serves; 0: it does not
+    busy_at: float = 0.0  # when something was last seen to run in it; 0: never
 
     @property
     def ready(self) -> bool:
@@ -73,12 +68,9 @@ class ModelReplicas:
     """All groups of one model, and what every pass asks of them."""
 
     groups: dict[str, Replica] = field(default_factory=dict)
-    staying: int = 0
-    """Those that do not drain."""
-    inside: int = 0
-    """Requests that these have."""
-    slots: int = 0
-    """Places of the largest."""
+    staying: int = 0  # those that do not drain
+    inside: int = 0  # requests that these have
+    slots: int = 0  # places of the largest
 
     def count(self, replica: Replica, sign: int) -> None:
         """Adds it (1), or takes it out as it was when it was added (-1)."""
@@ -100,28 +92,23 @@ class Host:
     """A host that has been heard of."""
 
     name: str
-    number: int
-    """In the order in which they were heard of."""
+    number: int  # in the order in which they were heard of
     index: "FreeMemory"
     memory: int = 0
     used_by_beat: int = 0
     devices: int = 0
-    takes: bool = False
-    """Whether it loads models when it is told to."""
+    takes: bool = False  # whether it loads models when it is told to
     models: dict[str, HostModel] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
+    # Bytes by group, of loads that are decided and that the host does not show yet.
     promised: dict[str, int] = field(default_factory=dict)
-    """Bytes by group, of loads that are decided and that the host does not show yet."""
-    free: int = 0
-    """Bytes that are neither taken nor promised; below 0 where more is promised than there is."""
+    free: int = 0  # bytes that are neither taken nor promised; below 0 where more is promised than there is
+    # Bytes of groups that serve and in which nothing runs: no more than these can be given up at once.
     idle: int = 0
-    """Bytes of groups that serve and in which nothing runs: no more than these can be given up at once."""
     gone: bool = False
     is_ready: bool = False
-    said: HostBeat = field(default_factory=HostBeat)
-    """In its last heartbeat."""
-    job_memory: int = 0
-    """Bytes of the jobs that it has. Models that are loaded are given their memory."""
+    said: HostBeat = field(default_factory=HostBeat)  # in its last heartbeat
+    job_memory: int = 0  # bytes of the jobs that it has. Models that are loaded are given their memory
 
     def count(self) -> None:
         """Brings `free` and `idle` up to date."""
@@ -172,8 +159,8 @@ class FreeMemory:
     def __init__(self) -> None:
         self._order: list[tuple[float, int, Host]] = []
         self._keys: dict[int, float] = {}
+        # Whether some host has more memory to give than it had, until somebody has set it back.
         self.grown = False
-        """Whether some host has more memory to give than it had, until somebody has set it back."""
 
     def __iter__(self) -> Iterator[Host]:
         for _, _, host in self._order:
@@ -198,28 +185,24 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
+        # Bytes for models, by host, of those that took models and are gone; until their records are.
         self.lost: dict[str, int] = {}
-        """Bytes for models, by host, of those that took models and are gone; until their records are."""
         self.free = FreeMemory()
+        # Models whose groups have come, gone or changed their state, or that hosts load now or no more, until somebody
+        # has cleared it.
         self.changed: set[str] = set()
-        """Models whose groups have come, gone or changed their state, or that hosts load now or no more, until somebody
-        has cleared it."""
         self._numbers = 0
         self._groups: dict[str, Replica] = {}
         self._by_model: dict[str, ModelReplicas] = {}
+        # Hosts that say something of each model, by their numbers.
         self._told_by: dict[str, dict[int, Host]] = {}
-        """Hosts that say something of each model, by their numbers."""
-        self._sizes: dict[str, int] = {}
-        """The most that a group of each model is known to take."""
-        self._least: dict[str, int] = {}
-        """What hosts that had no room have said that it takes at least."""
+        self._sizes: dict[str, int] = {}  # the most that a group of each model is known to take
+        self._least: dict[str, int] = {}  # what hosts that had no room have said that it takes at least
         self._sources: dict[str, str] = {}
-        self._seconds: dict[str, float] = {}
-        """What a load of each model has taken last, anywhere."""
-        self._loading: dict[str, set[str]] = {}
-        """Hosts that say that they load each model."""
+        self._seconds: dict[str, float] = {}  # what a load of each model has taken last, anywhere
+        self._loading: dict[str, set[str]] = {}  # hosts that say that they load each model
+        # By model and host: what could not be loaded, until somebody has taken it out.
         self.failed: dict[tuple[str, str], HostModel] = {}
-        """By model and host: what could not be loaded, until somebody has taken it out."""
 
     # --- what the health monitor writes ----------------------------------------------------------
 

@@ -44,30 +44,25 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.tasks import TaskSet
 
-TICK = 1.0
-"""Seconds between two decisions, and between two words on demand, when nothing happens."""
-SHORTEST = 0.05
-"""Seconds between two decisions at least, however much happens."""
+TICK = 1.0  # seconds between two decisions, and between two words on demand, when nothing happens
+SHORTEST = 0.05  # seconds between two decisions at least, however much happens
+# Share of the scheduler's time that decisions may take, as long as there is one each `TICK`: requests go first.
 LOOP_SHARE = 0.1
-"""Share of the scheduler's time that decisions may take, as long as there is one each `TICK`: requests go first."""
-COMMAND_TIMEOUT = 5.0
-"""Seconds that a host has to answer."""
+COMMAND_TIMEOUT = 5.0  # seconds that a host has to answer
+# Seconds for which a request that was left in the stream counts as waiting: it is delivered again before.
 DEFERRED = 8.0
-"""Seconds for which a request that was left in the stream counts as waiting: it is delivered again before."""
-LEAST_CHANGE = 4.0
-"""Seconds by which the expected moment of a load has to change before it is said again."""
+LEAST_CHANGE = 4.0  # seconds by which the expected moment of a load has to change before it is said again
 
 log = structlog.get_logger(__name__)
 
+# Of one's own queue: model, requests, seconds that the first of them has waited.
 Waiting = Callable[[], Iterator[tuple[str, int, float]]]
-"""Of one's own queue: model, requests, seconds that the first of them has waited."""
 
 
 class HostedJobs(Protocol):
     """One kind of jobs that run on hosts, beside models. Only the scheduler that decides calls `step`."""
 
-    is_read: bool
-    """Whether all jobs that there were are known."""
+    is_read: bool  # whether all jobs that there were are known
 
     @property
     def any(self) -> bool:
@@ -89,8 +84,8 @@ class HostedJobs(Protocol):
         ...
 
 
+# Makes one; the last argument is called when there may be something to decide.
 HostedJobKind = Callable[[Bus, ClusterView, CollectorRegistry, Callable[[], None]], HostedJobs]
-"""Makes one; the last argument is called when there may be something to decide."""
 
 
 class ModelController:
@@ -114,31 +109,30 @@ class ModelController:
         self._metrics = metrics
         self._on_placement = on_placement
         self._specs: dict[str, ModelSpec] = {}
+        # Models that were in the registry and are not; `MAX_MODELS` of them at most.
         self._removed: set[str] = set()
-        """Models that were in the registry and are not; `MAX_MODELS` of them at most."""
         self._cluster = ClusterView()
         self._placer = ModelPlacer(self._cluster)
         self._demand = DemandTracker()
         self._arrived: Counter[str] = Counter()
+        # When a request for each model came last, in monotonic seconds.
         self._arrived_at: dict[str, float] = {}
-        """When a request for each model came last, in monotonic seconds."""
+        # When a request for each model was last left in the stream for want of space, in monotonic seconds.
         self._deferred: dict[str, float] = {}
-        """When a request for each model was last left in the stream for want of space, in monotonic seconds."""
-        self._said: dict[str, ModelPlacement] = {}
-        """What the bucket `placements` has."""
+        self._said: dict[str, ModelPlacement] = {}  # what the bucket `placements` has
         self._registry = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
         self._hosts = Bucket(bus, subjects.HOSTS_BUCKET, HostRecord)
         self._placements = Bucket(bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
         self._leases = Bucket(bus, subjects.LEASES_BUCKET, ModelLease)
+        # What is not known whole yet: nobody decides by a part.
         self._unread: set[object] = {self._registry, self._hosts, self._placements}
-        """What is not known whole yet: nobody decides by a part."""
         self._lease = SchedulerLease(self._leases, instance, lease)
         self._changed = asyncio.Event()
         self._adapters = AdapterReads(bus, self._cluster, self._changed.set)
         self._jobs = [make(bus, self._cluster, registry, self._heard_of_jobs) for make in kinds]
         self._cold = asyncio.Event()
+        # Set once there is something to decide: a model in the registry, or a job.
         self._registered = asyncio.Event()
-        """Set once there is something to decide: a model in the registry, or a job."""
         self._sending = TaskSet("command_failed")
 
     # --- life ------------------------------------------------------------------------------------

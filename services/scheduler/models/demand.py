@@ -11,41 +11,28 @@ from dataclasses import dataclass, field
 from shared.messages import ModelDemand, SchedulerDemand, WaitingModel
 from shared.messages.registry import MAX_MODELS
 
-MAX_REPORTERS = 1024
-"""Schedulers and gateways that are told apart; those beyond are not heard."""
-LATEST_TIME = 5.0
-"""Seconds over which the requests are averaged that come just now."""
-SERVICE_TIME = 60.0
-"""Seconds over which requests that end are averaged."""
-ENDED_ENOUGH = 8.0
-"""Requests that must have ended lately before one knows how long they take."""
-CLEARED = 60.0
-"""Seconds within which replicas that are ordered clear a backlog."""
-KEPT = 5.0
-"""Seconds for which what a scheduler or gateway has said counts: one that died holds nothing up."""
+MAX_REPORTERS = 1024  # schedulers and gateways that are told apart; those beyond are not heard
+LATEST_TIME = 5.0  # seconds over which the requests are averaged that come just now
+SERVICE_TIME = 60.0  # seconds over which requests that end are averaged
+ENDED_ENOUGH = 8.0  # requests that must have ended lately before one knows how long they take
+CLEARED = 60.0  # seconds within which replicas that are ordered clear a backlog
+KEPT = 5.0  # seconds for which what a scheduler or gateway has said counts: one that died holds nothing up
 RATE_TIME = 60.0
+# Seconds over which requests are averaged: for what is asked now, and for what is worth its memory.
 POPULARITY_TIME = 3600.0
-"""Seconds over which requests are averaged: for what is asked now, and for what is worth its memory."""
 
 
 @dataclass(slots=True)
 class Demand:
     """Of one model, all schedulers and gateways together."""
 
-    waiting: int = 0
-    """Requests that no group has taken."""
-    since: float = 0.0
-    """Unix seconds since which the first of them waits."""
-    last: float = 0.0
-    """Unix seconds of the last request; 0: none is known of."""
-    rate: float = 0.0
-    """Requests per second, lately."""
-    popularity: float = 0.0
-    """Requests per second, over the last hour or so."""
-    latest: float = 0.0
-    """Requests per second, just now."""
-    arrived: int = 0
-    """Requests since somebody counts them."""
+    waiting: int = 0  # requests that no group has taken
+    since: float = 0.0  # Unix seconds since which the first of them waits
+    last: float = 0.0  # Unix seconds of the last request; 0: none is known of
+    rate: float = 0.0  # requests per second, lately
+    popularity: float = 0.0  # requests per second, over the last hour or so
+    latest: float = 0.0  # requests per second, just now
+    arrived: int = 0  # requests since somebody counts them
 
 
 NO_DEMAND = Demand()
@@ -88,8 +75,8 @@ class _Asked:
 @dataclass(slots=True)
 class _Reporter:
     at: float = 0.0
+    # By model: requests, and since when the first of them waits.
     waiting: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By model: requests, and since when the first of them waits."""
     arrived: dict[str, int] = field(default_factory=dict)
 
 
@@ -224,8 +211,7 @@ class _Flow:
         self._at = now
         self._arrived = arrived
         self._there = there
-        self._ended = self._inside = 0.0
-        """Weighted sums: what is old counts less and less."""
+        self._ended = self._inside = 0.0  # weighted sums: what is old counts less and less
 
     def update(self, inside: int, demand: Demand, now: float) -> None:
         passed = max(0.0, now - self._at)

@@ -11,17 +11,14 @@ from services.scheduler.models.cluster import ClusterView, Host, Replica
 from services.scheduler.models.demand import NO_DEMAND, Demand
 from shared.messages import ModelSpec
 
-HORIZON = 600.0
-"""Seconds that one looks ahead: a model that is not asked for within them may go for nothing."""
+HORIZON = 600.0  # seconds that one looks ahead: a model that is not asked for within them may go for nothing
+# A model that is asked for serves for so many times as long as its load takes before it makes room, at most, and one
+# that works for `BUSY_STAY` times as long as that: of the time in which both of two models always have work, at most a
+# ninth is spent on loading.
 RESIDENCE = 4.0
-"""A model that is asked for serves for so many times as long as its load takes before it makes room, at most, and one
-that works for `BUSY_STAY` times as long as that: of the time in which both of two models always have work, at most a
-ninth is spent on loading."""
 BUSY_STAY = 2.0
-FIRST_TURN = 0.5
-"""Seconds that a model serves at least: what has waited for it reaches it within them."""
-SHORTEST_STAY, LONGEST_STAY = 2.0, 120.0
-"""Seconds of `RESIDENCE`."""
+FIRST_TURN = 0.5  # seconds that a model serves at least: what has waited for it reaches it within them
+SHORTEST_STAY, LONGEST_STAY = 2.0, 120.0  # seconds of `RESIDENCE`
 
 
 class Worth:

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 
 from shared.messages import ModelSpec
 
+# Seconds before a load is tried again where it has failed, doubled with each time in a row.
 FIRST_PAUSE, LONGEST_PAUSE = 10.0, 600.0
-"""Seconds before a load is tried again where it has failed, doubled with each time in a row."""
+# Times in a row that a load is tried on one host; then not before the model is changed or loaded by name, or
+# `FORGOTTEN_AFTER` seconds have passed.
 MOST_TRIES = 5
-"""Times in a row that a load is tried on one host; then not before the model is changed or loaded by name, or
-`FORGOTTEN_AFTER` seconds have passed."""
 FORGOTTEN_AFTER = 3600.0
-NO_ROOM_PAUSE = 5.0
-"""Seconds for which a host is not asked again that has refused for want of memory."""
-FORGOTTEN_SOON = 60.0
-"""Seconds after which it is forgotten that there was no room."""
-NO_ROOM_TRIES = 4
-"""Times in a row that it may say so where there should be room; then the load has failed."""
+NO_ROOM_PAUSE = 5.0  # seconds for which a host is not asked again that has refused for want of memory
+FORGOTTEN_SOON = 60.0  # seconds after which it is forgotten that there was no room
+NO_ROOM_TRIES = 4  # times in a row that it may say so where there should be room; then the load has failed
 
 
 @dataclass(slots=True)
@@ -25,11 +22,9 @@ class Failure:
 
     host: str
     error: str
-    told_at: float
-    """When it failed, by the host's clock."""
+    told_at: float  # when it failed, by the host's clock
     times: int
-    until: float
-    """When it may be tried again."""
+    until: float  # when it may be tried again
 
 
 class Failures:
@@ -38,10 +33,10 @@ class Failures:
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Failure]] = {}
         self._versions: dict[str, tuple[object, ...]] = {}
+        # Hosts where there was no room for each model: until when, and how often in a row.
         self._full: dict[str, dict[str, tuple[float, int]]] = {}
-        """Hosts where there was no room for each model: until when, and how often in a row."""
+        # When hosts have said so by a heartbeat, by their clocks.
         self._full_at: dict[tuple[str, str], float] = {}
-        """When hosts have said so by a heartbeat, by their clocks."""
 
     def on_failure(self, model: str, host: str, failed_at: float, error: str, now: float) -> bool:
         """A host says that a load failed at `failed_at`; whether that is news."""

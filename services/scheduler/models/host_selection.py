@@ -17,13 +17,13 @@ from services.scheduler.models.eviction import Worth, cheapest
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.plans import Plans
 
+# Hosts without room that are compared by what would have to go there, in one search; of fewer, all.
 COMPARED = 32
-"""Hosts without room that are compared by what would have to go there, in one search; of fewer, all."""
+# Share of the places of a model's other replicas that may be taken once a spare one has gone.
 SPARE_SHARE = 0.6
-"""Share of the places of a model's other replicas that may be taken once a spare one has gone."""
 
+# Which groups may make room: those without work, also those that the others of their model can do without, all.
 Evictable = Literal["idle", "spare", "any"]
-"""Which groups may make room: those without work, also those that the others of their model can do without, all."""
 
 
 class Room(NamedTuple):
@@ -31,10 +31,8 @@ class Room(NamedTuple):
 
     host: Host
     victims: tuple[Replica, ...]
-    cost: float
-    """Seconds that requests wait for it, and for what goes."""
-    lost: float = 0.0
-    """Of these, those for what goes."""
+    cost: float  # seconds that requests wait for it, and for what goes
+    lost: float = 0.0  # of these, those for what goes
 
 
 class _Found(NamedTuple):
@@ -43,8 +41,7 @@ class _Found(NamedTuple):
 
     home: bool
     cost: float
-    share: float
-    """Of its memory that is free, below 0."""
+    share: float  # of its memory that is free, below 0
     number: int
     host: Host
     size: int
@@ -62,10 +59,8 @@ class _Offers:
         of hosts where it is not tried now."""
         self.size = size
         self.cost = cost
-        self.fitting: list[_Found] = []
-        """Hosts with room that know the model: a heap."""
-        self.full: list[_Found] = []
-        """Hosts where others would have to make room."""
+        self.fitting: list[_Found] = []  # hosts with room that know the model: a heap
+        self.full: list[_Found] = []  # hosts where others would have to make room
         self._knowing = knowing
         self._blocked = blocked
 
@@ -124,8 +119,7 @@ class RoomSearch:
         self._demand = demand
         self._turn = turn
         self._offers: dict[tuple[str, Evictable], _Offers] = {}
-        self.compared = 0
-        """Hosts whose groups were compared so far, in all searches: what makes a pass long."""
+        self.compared = 0  # hosts whose groups were compared so far, in all searches: what makes a pass long
 
     def find(self, model: str, now: float, evictable: Evictable) -> Room | None:
         """The host that loses least; one without a replica of the model, where there is any."""

@@ -19,8 +19,7 @@ from shared.messages import ModelLease
 from shared.nats.kv import Bucket, KvEntry
 
 KEY = "models"
-RENEWALS = 4
-"""Times that it is renewed within its length."""
+RENEWALS = 4  # times that it is renewed within its length
 
 log = structlog.get_logger(__name__)
 

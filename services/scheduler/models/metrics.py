@@ -53,5 +53,4 @@ class ModelLifecycleMetrics:
             counter.labels(command.reason).inc()
 
 
-LOADS = ("least", "demand", "asked", "replicas")
-"""Reasons of loads; the others are of unloads."""
+LOADS = ("least", "demand", "asked", "replicas")  # reasons of loads; the others are of unloads

@@ -29,34 +29,22 @@ from services.scheduler.models.refusals import ModelRefusal, why_not
 from shared.errors import ModelDoesNotFit
 from shared.messages import HostModel, LoadModel, ModelPlacement, ModelSpec, UnloadModel
 
-TARGET_SHARE = 0.75
-"""Share of a model's places that may be taken before it gets another replica."""
-GROWS = 8
-"""A model gets at most so many times the replicas that it has, in one pass."""
-UNKNOWN_SLOTS = 64
-"""Places of a group that has not said how many it has."""
-SWITCH_AFTER = 2.0
-"""Seconds that a request waits before a group that works is cordoned for its model."""
-REPEAT = 10.0
-"""Seconds after which a command is sent again of which the host shows nothing."""
-REPEATS = 6
-"""Times that a load is sent before it counts as failed."""
-GIVE_UP = 300.0
-"""Seconds that a plan waits for its victims to go."""
+TARGET_SHARE = 0.75  # share of a model's places that may be taken before it gets another replica
+GROWS = 8  # a model gets at most so many times the replicas that it has, in one pass
+UNKNOWN_SLOTS = 64  # places of a group that has not said how many it has
+SWITCH_AFTER = 2.0  # seconds that a request waits before a group that works is cordoned for its model
+REPEAT = 10.0  # seconds after which a command is sent again of which the host shows nothing
+REPEATS = 6  # times that a load is sent before it counts as failed
+GIVE_UP = 300.0  # seconds that a plan waits for its victims to go
+# Seconds for which a request that was refused for want of memory still asks for its model.
 ASKED_LATELY = 30.0
-"""Seconds for which a request that was refused for want of memory still asks for its model."""
-ACTION_KEPT = 900.0
-"""Seconds for which somebody's wish to load a model is tried."""
-SEARCHES = 16
-"""Loads for which one pass looks for a host, at most."""
-COMPARISONS = 128
-"""Hosts of which one pass compares the groups, at most: the next goes on."""
+ACTION_KEPT = 900.0  # seconds for which somebody's wish to load a model is tried
+SEARCHES = 16  # loads for which one pass looks for a host, at most
+COMPARISONS = 128  # hosts of which one pass compares the groups, at most: the next goes on
+# Seconds before it looks again for one that none can take, where no host has got more memory to give.
 SEARCH_AGAIN = 0.5
-"""Seconds before it looks again for one that none can take, where no host has got more memory to give."""
-HOSTS_NAMED = 64
-"""Hosts of a model that are written into its placement, at most."""
-OVERDUE = 5.0
-"""Seconds by which a load that takes longer than expected is put off again and again."""
+HOSTS_NAMED = 64  # hosts of a model that are written into its placement, at most
+OVERDUE = 5.0  # seconds by which a load that takes longer than expected is put off again and again
 
 
 class Command(NamedTuple):
@@ -66,8 +54,7 @@ class Command(NamedTuple):
     command: LoadModel | UnloadModel
     model: str
     reason: Reason
-    repeated: bool
-    """Whether it was sent before."""
+    repeated: bool  # whether it was sent before
 
 
 class Want(NamedTuple):
@@ -81,12 +68,9 @@ class Want(NamedTuple):
 
 class Decisions(NamedTuple):
     commands: list[Command]
-    placements: dict[str, ModelPlacement]
-    """Of every model in the registry."""
-    unplaced: list[str]
-    """Models that are wanted and that no host can take now."""
-    more: bool
-    """Whether there is more to decide at once: one pass does not do everything."""
+    placements: dict[str, ModelPlacement]  # of every model in the registry
+    unplaced: list[str]  # models that are wanted and that no host can take now
+    more: bool  # whether there is more to decide at once: one pass does not do everything
 
 
 class ModelPlacer:
@@ -97,22 +81,20 @@ class ModelPlacer:
         self.failures = Failures()
         self._plans = Plans(cluster)
         self._concurrency = ConcurrencyEstimator()
+        # Why models are not placed that are wanted, or were when they were last asked for.
         self._refused: dict[str, ModelRefusal] = {}
-        """Why models are not placed that are wanted, or were when they were last asked for."""
+        # By model: the time of the order to load or to unload it that was carried out last.
         self._done: dict[str, float] = {}
-        """By model: the time of the order to load or to unload it that was carried out last."""
-        self._turn = 0
-        """Passes so far."""
-        self._again: dict[str, float] = {}
-        """When to look again for a host for models that none could take."""
+        self._turn = 0  # passes so far
+        self._again: dict[str, float] = {}  # when to look again for a host for models that none could take
         self._specs: Mapping[str, ModelSpec] = {}
         self._demand: Mapping[str, Demand] = {}
         self._now = 0.0
         self._worth = Worth(cluster, {}, {}, 0.0)
+        # Of models of which nothing is under way, until something changes.
         self._settled: dict[str, tuple[ModelSpec, ModelPlacement]] = {}
-        """Of models of which nothing is under way, until something changes."""
+        # Before then no group of the model has been idle for long enough to go.
         self._idle_from: dict[str, tuple[ModelSpec, float]] = {}
-        """Before then no group of the model has been idle for long enough to go."""
         self._commands: list[Command] = []
 
     # --- from outside ----------------------------------------------------------------------------

@@ -22,19 +22,13 @@ class Plan:
     host: str
     reason: Reason
     since: float
-    seconds: float
-    """That it is expected to take, from being told."""
+    seconds: float  # that it is expected to take, from being told
     size: int
-    there: Host | None = None
-    """What was known of the host then: one that comes back has forgotten it."""
-    victims: set[str] = field(default_factory=set)
-    """Groups that make room for it."""
-    told_at: float = 0.0
-    """When the host was told first; 0: not yet."""
-    sent_at: float = 0.0
-    """When it was told last."""
-    sign_at: float = 0.0
-    """When it last showed that it works on it."""
+    there: Host | None = None  # what was known of the host then: one that comes back has forgotten it
+    victims: set[str] = field(default_factory=set)  # groups that make room for it
+    told_at: float = 0.0  # when the host was told first; 0: not yet
+    sent_at: float = 0.0  # when it was told last
+    sign_at: float = 0.0  # when it last showed that it works on it
 
 
 class Plans:
@@ -43,16 +37,12 @@ class Plans:
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._plans: dict[str, Plan] = {}
-        self._of: dict[str, dict[str, Plan]] = {}
-        """By model, then by group."""
-        self._victims: dict[str, Plan] = {}
-        """By group: for whom it makes room."""
-        self._leaving: dict[str, float] = {}
-        """By group: when it was told to go."""
-        self._going: dict[str, set[str]] = {}
-        """By model: groups that are told to go, or will be."""
+        self._of: dict[str, dict[str, Plan]] = {}  # by model, then by group
+        self._victims: dict[str, Plan] = {}  # by group: for whom it makes room
+        self._leaving: dict[str, float] = {}  # by group: when it was told to go
+        self._going: dict[str, set[str]] = {}  # by model: groups that are told to go, or will be
+        # Models of which something has changed here, until somebody has cleared it.
         self.changed: set[str] = set()
-        """Models of which something has changed here, until somebody has cleared it."""
 
     def __contains__(self, group: str) -> bool:
         return group in self._plans

@@ -8,8 +8,7 @@ from services.scheduler.models.eviction import Worth
 from services.scheduler.models.failures import Failures
 from shared.errors import ModelDoesNotFit, NoGroupAvailable
 
-NAMED = 4
-"""Groups that a sentence names at most."""
+NAMED = 4  # groups that a sentence names at most
 
 
 class ModelRefusal(NamedTuple):

@@ -15,14 +15,11 @@ from shared.messages import ModelSpec
 from shared.messages.registry import AdapterRecord, WantedAdapter
 from shared.nats.adapters import same_wanted
 
-AT_ONCE = 4
-"""Adapters that are read at a time."""
-TRIED = 8
-"""Hosts that are asked for one adapter."""
-LATER = 2.0
-"""Seconds until an adapter is looked at again of whose base no host has the files."""
+AT_ONCE = 4  # adapters that are read at a time
+TRIED = 8  # hosts that are asked for one adapter
+LATER = 2.0  # seconds until an adapter is looked at again of whose base no host has the files
+# Seconds until one is read again that could not be read; twice as long after each further time.
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
-"""Seconds until one is read again that could not be read; twice as long after each further time."""
 
 
 class AdapterRead(NamedTuple):
@@ -31,10 +28,9 @@ class AdapterRead(NamedTuple):
     name: str
     wanted: WantedAdapter
     base: ModelSpec
-    hosts: list[str]
-    """That are asked, one after the other, until one has the files of the base."""
+    hosts: list[str]  # that are asked, one after the other, until one has the files of the base
+    # The host that fetches those where none has them; empty: they are on their way, or nobody could.
     fetch: str
-    """The host that fetches those where none has them; empty: they are on their way, or nobody could."""
 
 
 class _Pause(NamedTuple):
@@ -48,8 +44,8 @@ class WantedAdapters:
 
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
+        # Those that were tried last stand last: they have no turn before the others had theirs.
         self._wanted: dict[str, WantedAdapter] = {}
-        """Those that were tried last stand last: they have no turn before the others had theirs."""
         self._under_way: set[str] = set()
         self._pauses: dict[str, _Pause] = {}
 

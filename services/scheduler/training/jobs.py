@@ -24,8 +24,7 @@ from shared.nats.tenants import tenant_key
 from shared.nats.training import training_jobs
 from shared.tasks import TaskSet
 
-COMMAND_TIMEOUT = 5.0
-"""Seconds that a host has to answer."""
+COMMAND_TIMEOUT = 5.0  # seconds that a host has to answer
 
 log = structlog.get_logger(__name__)
 
@@ -41,8 +40,7 @@ class TrainingJobs:
         self._changed = changed
         self._bucket = training_jobs(bus)
         self._placer = TrainingPlacer(cluster)
-        self._jobs: dict[str, TrainingJob] = {}
-        """Those that are not over, by their keys."""
+        self._jobs: dict[str, TrainingJob] = {}  # those that are not over, by their keys
         self._revisions: dict[str, int] = {}
         self._writing: set[str] = set()
         self._tasks = TaskSet("training_decision_failed")

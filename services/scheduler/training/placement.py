@@ -26,34 +26,27 @@ from shared.messages.registry import StartTraining, StopTraining
 from shared.messages.training import TrainingJob
 from shared.nats.tenants import tenant_key
 
+# Seconds that a host may be unknown before its jobs go to others: its record may have been read late.
 GONE_AFTER = 2.0
-"""Seconds that a host may be unknown before its jobs go to others: its record may have been read late."""
-SILENT_AFTER = 20.0
-"""Seconds in which a host that is there must have shown a job that it was given."""
-REPEAT = 3.0
-"""Seconds after which a host is told again."""
+SILENT_AFTER = 20.0  # seconds in which a host that is there must have shown a job that it was given
+REPEAT = 3.0  # seconds after which a host is told again
+# Seconds for which a host that has refused a job is not asked again, unless it has got the memory.
 REFUSED_FOR = 30.0
-"""Seconds for which a host that has refused a job is not asked again, unless it has got the memory."""
-AT_ONCE = 256
-"""Jobs for which one pass looks for a host, at most."""
+AT_ONCE = 256  # jobs for which one pass looks for a host, at most
 
 _replace = msgspec.structs.replace
 
 
 class TrainingDecisions(NamedTuple):
-    changes: dict[str, TrainingJob]
-    """What jobs are to be, by their keys."""
-    commands: list[tuple[str, HostCommand]]
-    """Hosts, and what they are to be told."""
-    waiting: int
-    """Jobs that have no host."""
+    changes: dict[str, TrainingJob]  # what jobs are to be, by their keys
+    commands: list[tuple[str, HostCommand]]  # hosts, and what they are to be told
+    waiting: int  # jobs that have no host
     running: int
 
 
 class _Refusal(NamedTuple):
     until: float
-    memory: int
-    """That the job takes; 0: that is not why."""
+    memory: int  # that the job takes; 0: that is not why
     error: str
 
 
@@ -70,12 +63,10 @@ class TrainingPlacer:
 
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
-        self._trials: dict[tuple[str, str], _Trial] = {}
-        """By job and host."""
+        self._trials: dict[tuple[str, str], _Trial] = {}  # by job and host
+        # When each host was told to end which attempt of which job.
         self._stopped: dict[tuple[str, str, int], float] = {}
-        """When each host was told to end which attempt of which job."""
-        self._refused: dict[tuple[str, str], _Refusal] = {}
-        """By job and host."""
+        self._refused: dict[tuple[str, str], _Refusal] = {}  # by job and host
         self._jobs: Mapping[str, TrainingJob] = {}
         self._now = 0.0
         self._changes: dict[str, TrainingJob] = {}
@@ -264,8 +255,7 @@ class TrainingPlacer:
 
 
 NOBODY = "No executor with a free place takes"
-MAX_REASON = 500
-"""Characters of why a job waits."""
+MAX_REASON = 500  # characters of why a job waits
 
 
 class _Turns:

@@ -14,16 +14,14 @@ from services.cli.gateway_client import GatewayClient, ServerEvent, patiently
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable, UnknownModel
 from shared.messages.training import TRAINING_OVER
 
-Job = dict[str, Any]
-"""As `GET /v1/fine_tuning/jobs/{id}` shows it."""
+Job = dict[str, Any]  # as `GET /v1/fine_tuning/jobs/{id}` shows it
 Event = dict[str, Any]
 Checkpoint = dict[str, Any]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 JOBS = "/v1/fine_tuning/jobs"
 _PAGE = 100
-_MAX_PAGES = 200
-"""Of one list: a server that never says that it is at its end is not read for ever."""
+_MAX_PAGES = 200  # of one list: a server that never says that it is at its end is not read for ever
 
 
 class FineTuningClient:

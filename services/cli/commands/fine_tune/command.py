@@ -50,10 +50,8 @@ Ca = Annotated[
     ),
 ]
 Auto = "auto"
-LOOK_EVERY = 1.0
-"""Seconds between two looks at a job that is followed."""
-LAST_EVENTS_WITHIN = 10.0
-"""Seconds in which the gateway has told the events of a job that is over."""
+LOOK_EVERY = 1.0  # seconds between two looks at a job that is followed
+LAST_EVENTS_WITHIN = 10.0  # seconds in which the gateway has told the events of a job that is over
 
 
 def _with_jobs(

@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-Point = tuple[float, float]
-"""(step, value)"""
+Point = tuple[float, float]  # (step, value)
 
 _BLANK = 0x2800
+# Of a cell, row by row. Source: The Unicode Standard, chapter 21.1 "Braille".
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Of a cell, row by row. Source: The Unicode Standard, chapter 21.1 "Braille"."""
-_MARK = "o"
-"""Of points that are few, such as losses of validation."""
+_MARK = "o"  # of points that are few, such as losses of validation
 
 
 def draw(line: Sequence[Point], marks: Sequence[Point], width: int, height: int) -> list[str]:

@@ -16,9 +16,9 @@ from shared.model_store.catalog import find_model
 from shared.model_store.programs import convert_model
 
 Format = Literal["peft", "safetensors", "gguf"]
+# Runs what it is given with a connection to the gateway, in a loop of its own: what merges afterwards blocks, and ends
+# with Ctrl-C.
 Fetch = Callable[[Callable[[FineTuningClient], Awaitable[str]]], str]
-"""Runs what it is given with a connection to the gateway, in a loop of its own: what merges afterwards blocks, and ends
-with Ctrl-C."""
 
 
 def export(

@@ -18,8 +18,7 @@ from services.cli.commands.fine_tune.curve import draw
 from services.cli.ui import say
 
 _CURVE_ROWS, _CURVE_COLUMNS = 10, 100
-_SPEED_STEPS = 20
-"""By which tokens a second are told."""
+_SPEED_STEPS = 20  # by which tokens a second are told
 
 
 class Metrics:

@@ -37,8 +37,7 @@ from services.executor.gpu.kernels.attention_inner import (
     turn,
 )
 
-ENTRIES = tl.constexpr(256)
-"""Of a block table, looked at together."""
+ENTRIES = tl.constexpr(256)  # of a block table, looked at together
 
 
 @triton.jit

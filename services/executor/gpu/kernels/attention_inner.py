@@ -12,18 +12,16 @@ import triton.language as tl
 from services.executor.gpu.kernels.codes import code_to_float, word_to_floats
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Scores of keys that a row does not see. Not -inf: a row that sees none of a part would be inf - inf.
 NEVER = tl.constexpr(-1.0e30)
-"""Scores of keys that a row does not see. Not -inf: a row that sees none of a part would be inf - inf."""
-NOTHING = tl.constexpr(-1.0e20)
-"""Below any score, above `NEVER` however it is scaled."""
+NOTHING = tl.constexpr(-1.0e20)  # below any score, above `NEVER` however it is scaled
 QUANTIZED = tl.constexpr(0)
 WRITABLE = tl.constexpr(1)
 BOTH = tl.constexpr(2)
 ALL = tl.constexpr(0)
+# Of keys that are not masked for another reason, those before the block of the row's own position.
 KEPT = tl.constexpr(1)
-"""Of keys that are not masked for another reason, those before the block of the row's own position."""
-OWN = tl.constexpr(2)
-"""Those of that block."""
+OWN = tl.constexpr(2)  # those of that block
 
 
 @triton.jit

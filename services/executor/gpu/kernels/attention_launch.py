@@ -45,42 +45,31 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    writable: Tensor
-    """[num_writable, 2, kv_heads, block_size, head_dim]"""
-    codes: Tensor
-    """[num_quantized, 2, kv_heads, block_size, head_dim]"""
-    scales: Tensor | None
-    """float32 [num_quantized, 2, kv_heads]; None: the quantized ones are as they are."""
+    writable: Tensor  # [num_writable, 2, kv_heads, block_size, head_dim]
+    codes: Tensor  # [num_quantized, 2, kv_heads, block_size, head_dim]
+    scales: Tensor | None  # float32 [num_quantized, 2, kv_heads]; None: the quantized ones are as they are
     codec: Codec | None
 
 
 class Batch(NamedTuple):
     """A step's sequences, on the device."""
 
+    # int32 [T], of all rows of the step: where their keys and values are, block * block size + offset
     slots: Tensor
-    """int32 [T], of all rows of the step: where their keys and values are, block * block size + offset"""
-    tables: Tensor
-    """int32, one after the other."""
-    table_starts: Tensor
-    """int32 [S]"""
-    query_starts: Tensor
-    """int32 [S + 1]"""
-    context_lens: Tensor
-    """int32 [S]"""
+    tables: Tensor  # int32, one after the other
+    table_starts: Tensor  # int32 [S]
+    query_starts: Tensor  # int32 [S + 1]
+    context_lens: Tensor  # int32 [S]
     tile_sequence: Tensor
     tile_first: Tensor
-    rows_per_tile: int
-    """BLOCK_M"""
+    rows_per_tile: int  # BLOCK_M
     splits: int
-    first_row: int
-    """Of the rows of the flat batch that these tiles have."""
+    first_row: int  # of the rows of the flat batch that these tiles have
     num_rows: int
+    # float32, `scratch_numbers` of it or more, where there are splits; None: allocated by each launch.
     scratch: Tensor | None = None
-    """float32, `scratch_numbers` of it or more, where there are splits; None: allocated by each launch."""
-    tile_tokens: int = 0
-    """Tokens of a tile; 0: as many as its rows hold."""
-    head_stride: int = 0
-    """From the table of one KV head to that of the next; 0: all read the same."""
+    tile_tokens: int = 0  # tokens of a tile; 0: as many as its rows hold
+    head_stride: int = 0  # from the table of one KV head to that of the next; 0: all read the same
 
 
 class ScoreOptions(NamedTuple):
@@ -91,8 +80,7 @@ class ScoreOptions(NamedTuple):
     window: int | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
-    first: int = 0
-    """Keys at positions before it are seen by their own rows alone."""
+    first: int = 0  # keys at positions before it are seen by their own rows alone
 
 
 def attend(query: Tensor, layer: AttentionLayer, batch: Batch, scores: ScoreOptions, out: Tensor) -> None:

@@ -8,12 +8,10 @@ e4m3 is rounded by integer arithmetic, which alone gives PyTorch's codes; where 
 import triton
 import triton.language as tl
 
-INT8, E4M3, PLAIN = 1, 2, 3
-"""CODE of the kernels; 0: there are no compressed blocks."""
+INT8, E4M3, PLAIN = 1, 2, 3  # CODE of the kernels; 0: there are no compressed blocks
+# 1.5 * 2^23: added and taken away, it rounds a float32 to whole numbers, ties to even.
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: added and taken away, it rounds a float32 to whole numbers, ties to even."""
-ROUND_SMALL = tl.constexpr(24576.0)
-"""1.5 * 2^14: the same to multiples of 2^-9, the smallest e4m3."""
+ROUND_SMALL = tl.constexpr(24576.0)  # 1.5 * 2^14: the same to multiples of 2^-9, the smallest e4m3
 
 
 @triton.jit

@@ -154,18 +154,15 @@ def place_kernel(
     tl.store(writable + target, result, mask=inside & (head >= Q_HEADS) & (head < end))
 
 
-VALUES = 1024
-"""Of one program, where it can choose: 16 bytes of bf16 for each thread of four warps."""
-_WARP_VALUES = 256
-"""Of a row that a program holds whole, per warp: as many bytes a thread."""
+VALUES = 1024  # of one program, where it can choose: 16 bytes of bf16 for each thread of four warps
+_WARP_VALUES = 256  # of a row that a program holds whole, per warp: as many bytes a thread
 
 
 class Norms(NamedTuple):
     """How a model's norms compute."""
 
     eps: float
-    offset: bool
-    """Gemma's: values are multiplied by the weights before they are rounded."""
+    offset: bool  # Gemma's: values are multiplied by the weights before they are rounded
 
 
 class Rotation(NamedTuple):

@@ -37,10 +37,9 @@ from services.executor.gpu.kernels.matmul import (
     sums_of_rows,
 )
 
+# What an expert counts at least, and where its score is no number: it is chosen when no other is left.
 LOWEST = tl.constexpr(-1.0e30)
-"""What an expert counts at least, and where its score is no number: it is chosen when no other is left."""
-NOWHERE = tl.constexpr(float("-inf"))
-"""What counts that is no expert, or was chosen."""
+NOWHERE = tl.constexpr(float("-inf"))  # what counts that is no expert, or was chosen
 
 
 @triton.jit
@@ -229,19 +228,15 @@ def combine_kernel(
     tl.store(out + row * width + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-MOST_TILE = 64
-"""Pairs of a tile."""
-_AT_ONCE = 1024
-"""Pairs that a program sorts at a time."""
+MOST_TILE = 64  # pairs of a tile
+_AT_ONCE = 1024  # pairs that a program sorts at a time
 
 
 class Rule(NamedTuple):
     """How experts are chosen: see `model.lowering.RouterConfig`."""
 
-    chosen: int
-    """Of a row"""
-    sigmoid: bool = False
-    """Whether scores are; else they are softmax's."""
+    chosen: int  # of a row
+    sigmoid: bool = False  # whether scores are; else they are softmax's
     normalized: bool = True
     groups: int = 1
     top_groups: int = 1
@@ -251,16 +246,11 @@ class Rule(NamedTuple):
 class Routed(NamedTuple):
     """Where the rows of a step go."""
 
-    chosen: Tensor
-    """int32 [T, K]: experts; as many as there are: none"""
-    weights: Tensor
-    """float32 [T, K]"""
-    order: Tensor
-    """int32 [T * K]"""
-    tiles: Tensor
-    """int32 [3, bound]; see `sort_kernel`"""
-    rows: int
-    """Of a tile, at most."""
+    chosen: Tensor  # int32 [T, K]: experts; as many as there are: none
+    weights: Tensor  # float32 [T, K]
+    order: Tensor  # int32 [T * K]
+    tiles: Tensor  # int32 [3, bound]; see `sort_kernel`
+    rows: int  # of a tile, at most
 
 
 def route(

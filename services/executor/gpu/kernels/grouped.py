@@ -34,10 +34,8 @@ from torch import Tensor
 from services.executor.gpu.kernels.matmul import BLOCK_N, MatmulTiles, add_splits
 
 PARTS = 8
-STAGES = 3
-"""Blocks on their way: 4 to 16 KB of weights each."""
-GATHERED = 16
-"""Rows that a program looks up."""
+STAGES = 3  # blocks on their way: 4 to 16 KB of weights each
+GATHERED = 16  # rows that a program looks up
 _ROW_PARTS = ("codes", "high", "scales", "zeros", "mins", "supers", "super_mins")
 
 
@@ -46,34 +44,25 @@ class PackedRows:
     """A weight [outputs, inputs]: codes and scales of `model/quantized.py`, as the kernels read them."""
 
     outputs: int
-    inputs: int
-    """Of the layer."""
-    columns: int
-    """Of codes."""
+    inputs: int  # of the layer
+    columns: int  # of codes
     bits: int
+    # int32, of 2 and 3 bits int16 [tiles, blocks, 64, lanes]; of 8 bits int32 [tiles, blocks, 2, 64, lanes]
     codes: Tensor
-    """int32, of 2 and 3 bits int16 [tiles, blocks, 64, lanes]; of 8 bits int32 [tiles, blocks, 2, 64, lanes]"""
-    high: Tensor | None
-    """int16 or int8 [tiles, blocks, 64, lanes]: the highest bits"""
+    high: Tensor | None  # int16 or int8 [tiles, blocks, 64, lanes]: the highest bits
+    # [tiles, groups, 64]; so are `zeros`, `mins`, and of fewer groups `supers` and `super_mins`
     scales: Tensor
-    """[tiles, groups, 64]; so are `zeros`, `mins`, and of fewer groups `supers` and `super_mins`"""
     zeros: Tensor | None
     mins: Tensor | None
     supers: Tensor | None
     super_mins: Tensor | None
-    groups: int
-    """Of a block: 1, 2, 4 or 8."""
-    run: int
-    """Blocks of a group, where it is at least one."""
-    super_run: int
-    """Blocks under one of `supers`."""
+    groups: int  # of a block: 1, 2, 4 or 8
+    run: int  # blocks of a group, where it is at least one
+    super_run: int  # blocks under one of `supers`
     offset: int
-    table: tuple[int, ...]
-    """Sixteen, or none."""
-    order: Tensor | None
-    """int64 [columns]: the input of each column"""
-    idle: Tensor | None
-    """bool [columns]: columns that stand for no input, where there are some"""
+    table: tuple[int, ...]  # sixteen, or none
+    order: Tensor | None  # int64 [columns]: the input of each column
+    idle: Tensor | None  # bool [columns]: columns that stand for no input, where there are some
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -19,30 +19,22 @@ from torch import Tensor
 
 from services.executor.gpu.kernels import experts
 
-TILE = 16
-"""Rows of a tile, the least of a matrix product."""
-BLOCK_K = 64
-"""Inputs of a turn."""
-BLOCK_N = 64
-"""Outputs of a program."""
-LEAST_SHARE = 512
-"""Inputs of a split, at least."""
+TILE = 16  # rows of a tile, the least of a matrix product
+BLOCK_K = 64  # inputs of a turn
+BLOCK_N = 64  # outputs of a program
+LEAST_SHARE = 512  # inputs of a split, at least
 MOST_SPLITS = 8
-MOST_BLOCK_R = 64
-"""Of the rank, in a program that shrinks."""
-EXPAND_BLOCK_R = 32
-"""Of the rank, in a turn of one that expands: more would spill registers."""
+MOST_BLOCK_R = 64  # of the rank, in a program that shrinks
+EXPAND_BLOCK_R = 32  # of the rank, in a turn of one that expands: more would spill registers
 
 
 class LowRankRows(NamedTuple):
     """The rows of a step, or its pairs of rows and experts, by adapter."""
 
-    order: Tensor
-    """int32 [rows]: rows in the order of their slots"""
+    order: Tensor  # int32 [rows]: rows in the order of their slots
+    # int32 [4, bound]: slot, first place in `order`, how many rows, and which expert; 0 rows beyond the last
     tiles: Tensor
-    """int32 [4, bound]: slot, first place in `order`, how many rows, and which expert; 0 rows beyond the last"""
-    each: int = 1
-    """Pairs of each row of what is multiplied first."""
+    each: int = 1  # pairs of each row of what is multiplied first
 
 
 @triton.jit

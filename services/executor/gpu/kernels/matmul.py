@@ -184,36 +184,29 @@ def decode_rows_kernel(codes, scales, out, inputs, BLOCK: tl.constexpr, CODE: tl
     tl.store(out + row * inputs + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-MOST_ROWS = 128
-"""Of `multiply_few`: beyond, its tiles would read the weights again and again."""
-BLOCK_N = 64
-"""Outputs of a tile: the rows that a group of four warps multiplies at once on Hopper."""
+MOST_ROWS = 128  # of `multiply_few`: beyond, its tiles would read the weights again and again
+BLOCK_N = 64  # outputs of a tile: the rows that a group of four warps multiplies at once on Hopper
 BLOCK_K = 128
+# Tiles of weights on their way: 4 of 8 KB, and two programs on a processor, are twice what must be on its way to keep
+# 4.8 TB/s busy for 700 ns on 132 processors.
 STAGES = 4
-"""Tiles of weights on their way: 4 of 8 KB, and two programs on a processor, are twice what must be on its way to keep
-4.8 TB/s busy for 700 ns on 132 processors."""
-ONE_ROW_N, ONE_ROW_K = 16, 512
-"""Rows and bytes of a tile of `one_row`: 8 KB too."""
+ONE_ROW_N, ONE_ROW_K = 16, 512  # rows and bytes of a tile of `one_row`: 8 KB too
+# Tiles along the inputs that a split has at least: fewer, and adding the splits up costs more than it gains.
 LEAST_SHARE = 4
-"""Tiles along the inputs that a split has at least: fewer, and adding the splits up costs more than it gains."""
-PROGRAMS = 2
-"""That a processor should have."""
+PROGRAMS = 2  # that a processor should have
+# Rows of activations in a tile of `multiply_alike`: those of decoding are few, those of prompts many.
 BATCH_INVARIANT_ROWS = 64
-"""Rows of activations in a tile of `multiply_alike`: those of decoding are few, those of prompts many."""
+# For which its splits are chosen, an H200's: another number would be another order of sums.
 BATCH_INVARIANT_PROCESSORS = 132
-"""For which its splits are chosen, an H200's: another number would be another order of sums."""
-DECODED = 2048
-"""Numbers that a program of `decode_rows` widens."""
+DECODED = 2048  # numbers that a program of `decode_rows` widens
 
 
 class MatmulTiles(NamedTuple):
     """How a product of few rows is cut."""
 
     block_t: int
-    groups: int
-    """Tiles along the rows of activations."""
-    tiles: int
-    """Along the outputs."""
+    groups: int  # tiles along the rows of activations
+    tiles: int  # along the outputs
     splits: int
 
 

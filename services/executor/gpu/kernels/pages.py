@@ -21,16 +21,13 @@ from services.executor.gpu.kernels.attention_launch import AttentionCall, Attent
 from services.executor.gpu.kernels.codes import code_to_float
 from services.executor.gpu.kernels.sampling import LOWEST, key_of
 
+# Numbers of a choice: the row among the step's, where its sequence's table begins, the first block behind the sinks,
+# the first recent one, how many between them are read, and the row's own block.
 FIELDS = 6
-"""Numbers of a choice: the row among the step's, where its sequence's table begins, the first block behind the sinks,
-the first recent one, how many between them are read, and the row's own block."""
 _FIELDS = tl.constexpr(FIELDS)
-SCORED = 64
-"""Blocks of one program that scores."""
-CHOSEN = 2048
-"""Blocks of one turn of a program that chooses."""
-_COUNT = tl.constexpr(21)
-"""Bits of a count of blocks, of which three lie in one number."""
+SCORED = 64  # blocks of one program that scores
+CHOSEN = 2048  # blocks of one turn of a program that chooses
+_COUNT = tl.constexpr(21)  # bits of a count of blocks, of which three lie in one number
 _TWO_COUNTS = tl.constexpr(42)
 _MASK = tl.constexpr((1 << 21) - 1)
 
@@ -222,14 +219,10 @@ def choose_kernel(
 class ChosenRows(NamedTuple):
     """Rows of a step that read some blocks only, on the device."""
 
-    tables: Tensor
-    """int32: the sequences' block tables"""
-    choices: Tensor
-    """int32 [rows, FIELDS]"""
-    most: int
-    """Blocks that are scored for a row, at most; 0: for none."""
-    length: int
-    """Blocks that a row reads, at most."""
+    tables: Tensor  # int32: the sequences' block tables
+    choices: Tensor  # int32 [rows, FIELDS]
+    most: int  # blocks that are scored for a row, at most; 0: for none
+    length: int  # blocks that a row reads, at most
 
 
 def summarise(

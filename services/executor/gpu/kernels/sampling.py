@@ -199,29 +199,25 @@ def draw_kernel(
     tl.store(tokens + row, tl.where(found < width, found, last).to(tl.int64))
 
 
+# Logits of a chunk: one turn of a program, so that memory is read by all of them at once. Each thread of `WARPS` has 16
+# of them; with 128 registers, as `tally` has for sm_90, two programs share a multiprocessor.
 BLOCK = 4096
-"""Logits of a chunk: one turn of a program, so that memory is read by all of them at once. Each thread of `WARPS` has 16
-of them; with 128 registers, as `tally` has for sm_90, two programs share a multiprocessor."""
 WARPS = 8
 NUM_PARAMS = 5
 _WAYS = 16
 _BITS = 4
 _FLOAT_BITS = 32
+# Low bits of a float32 that are the same in all numbers of a type: 0, and 1 in the keys of negative ones.
 _NARROW = {torch.bfloat16: 16}
-"""Low bits of a float32 that are the same in all numbers of a type: 0, and 1 in the keys of negative ones."""
 
 
 class Space(NamedTuple):
     """Working memory for up to R rows of up to C chunks."""
 
-    prefixes: Tensor
-    """int32 [2 * R]"""
-    needs: Tensor
-    """float64 [R]"""
-    tallies: Tensor
-    """float64 [R, C, 16]"""
-    sums: Tensor
-    """float64 [R, C]"""
+    prefixes: Tensor  # int32 [2 * R]
+    needs: Tensor  # float64 [R]
+    tallies: Tensor  # float64 [R, C, 16]
+    sums: Tensor  # float64 [R, C]
 
 
 def space_for(rows: int, width: int, device: torch.device) -> Space:

@@ -9,33 +9,25 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_KEYS = 256
-"""Of one part: below, putting parts together costs more than they save."""
+LEAST_KEYS = 256  # of one part: below, putting parts together costs more than they save
 MOST_SPLITS = 64
+# Of each processor, where keys are split: two run at a time, and the more there are, the less is idle at the end.
 PROGRAMS = 4
-"""Of each processor, where keys are split: two run at a time, and the more there are, the less is idle at the end."""
-DECODE_ROWS = 16
-"""Least rows of a tile: the least of a matrix product."""
-PREFILL_ROWS = 128
-"""Two groups of four warps, whose matrix instruction takes 64 rows each."""
+DECODE_ROWS = 16  # least rows of a tile: the least of a matrix product
+PREFILL_ROWS = 128  # two groups of four warps, whose matrix instruction takes 64 rows each
 
 
-SHARED = 227 << 10
-"""Bytes of shared memory that a program can have on Hopper."""
+SHARED = 227 << 10  # bytes of shared memory that a program can have on Hopper
 
 
 class TileShape(NamedTuple):
     """How a program of `attend` is laid out."""
 
-    keys: int
-    """BLOCK_N, of one turn."""
-    edge: int
-    """The same where both stores are read or keys are masked: a divisor of it."""
+    keys: int  # BLOCK_N, of one turn
+    edge: int  # the same where both stores are read or keys are masked: a divisor of it
     warps: int
-    stages: int
-    """Turns under way over quantized blocks: all but one are loads."""
-    writable_stages: int
-    """The same over writable blocks."""
+    stages: int  # turns under way over quantized blocks: all but one are loads
+    writable_stages: int  # the same over writable blocks
 
 
 def tile_shape(rows: int, width: int, number_bytes: int, compressed: bool) -> TileShape:
@@ -77,8 +69,7 @@ class StepTiles(NamedTuple):
     """Of a step."""
 
     sequence: NDArray[np.int32]
-    first: NDArray[np.int32]
-    """The tile's first token among the sequence's of this step."""
+    first: NDArray[np.int32]  # the tile's first token among the sequence's of this step
 
 
 def tiles_of(query_lens: NDArray[np.int64], tokens: int) -> StepTiles:

@@ -19,15 +19,13 @@ from typing import Any
 from shared.errors import ModelLoadError, reason_of
 
 CONFIG_FILE = "adapter_config.json"
-MAX_RANK = 256
-"""Of any adapter; `--max-adapter-rank` may allow less."""
+MAX_RANK = 256  # of any adapter; `--max-adapter-rank` may allow less
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 1024
-_MAX_WILDCARDS = 2
-"""Of one pattern: matching takes time by the length of a name to this power."""
-_MAX_TARGETS = 4096
-"""Names of modules that `target_modules` lists."""
+_MAX_WILDCARDS = 2  # of one pattern: matching takes time by the length of a name to this power
+_MAX_TARGETS = 4096  # names of modules that `target_modules` lists
 
+# Keys of the configuration that are refused where they are set, and what they stand for.
 _REFUSED = {
     "use_dora": "DoRA, which scales by the norms of merged weights",
     "use_qalora": "QA-LoRA",
@@ -43,9 +41,8 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron's layers",
 }
-"""Keys of the configuration that are refused where they are set, and what they stand for."""
+# Initialisations after which the base has other weights than its checkpoint.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations after which the base has other weights than its checkpoint."""
 _TOKEN = re.compile(r"\.\*|\\d\+|\[\^\.\][*+]|\\\.|[\w.\-]")
 
 
@@ -56,11 +53,9 @@ class AdapterConfig:
     rank: int
     alpha: float
     rank_stabilized: bool
-    rank_pattern: Mapping[str, int]
-    """By patterns of module names, instead of `rank`."""
+    rank_pattern: Mapping[str, int]  # by patterns of module names, instead of `rank`
     alpha_pattern: Mapping[str, float]
-    base: str
-    """What the adapter's author called its base; empty: unknown."""
+    base: str  # what the adapter's author called its base; empty: unknown
 
     def rank_of(self, module: str) -> int:
         """Of `module`, by its full name."""

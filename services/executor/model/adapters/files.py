@@ -29,8 +29,7 @@ from shared.errors import ModelLoadError, reason_of
 log = structlog.get_logger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_BYTES = 4 << 30
-"""Of an adapter's weights."""
+MAX_BYTES = 4 << 30  # of an adapter's weights
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -38,40 +37,32 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _OF_ALL_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)?")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _DTYPES = frozenset({"F16", "BF16", "F32"})
-_NAMES_TOLD = 120
-"""Characters of a name in an error."""
+_NAMES_TOLD = 120  # characters of a name in an error
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
     """What is told of an adapter before it is stored."""
 
-    rank: int
-    """The largest of its modules."""
-    bytes: int
-    """Of its factors, as the files hold them."""
-    modules: int
-    """Linears that it changes; of experts one for all that do the same."""
-    digest: str
-    """SHA-256 of scales and factors, in hexadecimal: two adapters that compute the same have one."""
+    rank: int  # the largest of its modules
+    bytes: int  # of its factors, as the files hold them
+    modules: int  # linears that it changes; of experts one for all that do the same
+    digest: str  # SHA-256 of scales and factors, in hexadecimal: two adapters that compute the same have one
 
 
 @dataclass(frozen=True)
 class LowRank:
     """What an adapter adds to one linear: x [T, in] -> (x A^T) B^T."""
 
-    a: Tensor
-    """[rank, in]; of experts [experts, rank, in]"""
-    b: Tensor
-    """[out, rank], the scale folded in; of experts [experts, out, rank]"""
+    a: Tensor  # [rank, in]; of experts [experts, rank, in]
+    b: Tensor  # [out, rank], the scale folded in; of experts [experts, out, rank]
 
     @property
     def rank(self) -> int:
         return self.a.shape[-2]
 
 
-LowRankWeights = Mapping[str, LowRank]
-"""An adapter, by the names of the targets that it changes."""
+LowRankWeights = Mapping[str, LowRank]  # an adapter, by the names of the targets that it changes
 
 
 def inspect_adapter(directory: Path, config: Any, max_rank: int = MAX_RANK) -> AdapterInfo:

@@ -31,8 +31,7 @@ from services.executor.model.step_context import StepContext
 
 log = structlog.get_logger(__name__)
 
-Groups = list[tuple[int, Tensor]]
-"""(slot, int64 rows of what a module is given) of each adapter"""
+Groups = list[tuple[int, Tensor]]  # (slot, int64 rows of what a module is given) of each adapter
 
 
 class StepRows:
@@ -156,8 +155,7 @@ class _Delta:
     """What adapters add to one linear."""
 
     def __init__(self, current: Callable[[], StepRows | None]) -> None:
-        self.pairs: dict[int, LowRank] = {}
-        """By slot."""
+        self.pairs: dict[int, LowRank] = {}  # by slot
         self._current = current
 
     def add(self, x: Tensor, made: Tensor) -> Tensor:

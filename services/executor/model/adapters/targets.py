@@ -28,30 +28,25 @@ from services.executor.model.parallel.layers import (
 )
 from shared.errors import ModelLoadError
 
+# Steps of Mamba 1, by whose weight its code multiplies without a call; what chooses or weights experts, which
+# decoders multiply by in one product with others; layers of an output layer, which see the sampled rows alone.
 _NOT_SERVED = re.compile(
     r"(\.(mixer|mamba)\.dt_proj|(^|\.)(gate|router|shared_expert_gate)(\.\w+)?|^lm_head\.\w+)$"
 )
-"""Steps of Mamba 1, by whose weight its code multiplies without a call; what chooses or weights experts, which
-decoders multiply by in one product with others; layers of an output layer, which see the sampled rows alone."""
 
-Spans = list[tuple[int, int]]
-"""Half-open ranges of a dimension, end to end."""
+Spans = list[tuple[int, int]]  # half-open ranges of a dimension, end to end
 
 
 class AdapterTarget(msgspec.Struct, frozen=True):
     """A linear layer of a model, or one that all experts of a layer have."""
 
+    # Of the module: "model.layers.0.self_attn.q_proj"; of experts "model.layers.0.mlp.experts.gate_up_proj".
     name: str
-    """Of the module: "model.layers.0.self_attn.q_proj"; of experts "model.layers.0.mlp.experts.gate_up_proj"."""
     inputs: int
-    outputs: int
-    """Of the whole model."""
-    experts: int = 0
-    """0: one linear."""
-    rows: Spans | None = None
-    """The outputs that this rank holds; None: all."""
-    columns: Spans | None = None
-    """The inputs that this rank holds."""
+    outputs: int  # of the whole model
+    experts: int = 0  # 0: one linear
+    rows: Spans | None = None  # the outputs that this rank holds; None: all
+    columns: Spans | None = None  # the inputs that this rank holds
 
 
 def targets_of(model: Any) -> list[AdapterTarget]:

@@ -20,8 +20,7 @@ from services.executor.model.loading.gguf_file import open_parts
 from shared.errors import RyzansteinError
 from shared.process import VERSION
 
-_SECONDS_BETWEEN = 0.1
-"""Reports; those of whole stages come always."""
+_SECONDS_BETWEEN = 0.1  # reports; those of whole stages come always
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,21 +21,16 @@ from services.executor.model.conversion.models import SourceModel, SourceTensor,
 from services.executor.model.quantized import QuantizedRows
 from shared.errors import ConfigurationError, ModelLoadError
 
-_LENGTH = 512
-"""Tokens of a sequence."""
-_SEQUENCES = 32
-"""Their states are held in float32: 16,384 tokens, 270 MB with 4,096 values each."""
+_LENGTH = 512  # tokens of a sequence
+_SEQUENCES = 32  # their states are held in float32: 16,384 tokens, 270 MB with 4,096 values each
 _FEWEST = 4
-_CHARACTERS = 1 << 20
-"""Of the text that are read."""
-_BLOCK = 128
-"""Inputs whose errors are passed on together."""
+_CHARACTERS = 1 << 20  # of the text that are read
+_BLOCK = 128  # inputs whose errors are passed on together
+# Parts of the mean of a matrix' diagonal that are added to it, until it can be inverted.
 _DAMPING = (0.01, 0.1, 1.0)
-"""Parts of the mean of a matrix' diagonal that are added to it, until it can be inverted."""
 
 Round = Callable[[SourceTensor], QuantizedRows]
-_Settings = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a layer is called with beside the states."""
+_Settings = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside the states
 
 
 class Calibration:
@@ -63,11 +58,9 @@ class Calibration:
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._states: Tensor | None = None
         self._settings: list[_Settings] = []
-        self._next = 0
-        """The layer that `_states` come into."""
+        self._next = 0  # the layer that `_states` come into
         self._held: dict[str, QuantizedRows] = {}
-        self.directory: Path | None = None
-        """Where the states are kept for a run that goes on with this one's."""
+        self.directory: Path | None = None  # where the states are kept for a run that goes on with this one's
 
     def rows(self, tensor: SourceTensor) -> QuantizedRows:
         """The weight `tensor`. Raises `ModelLoadError`."""

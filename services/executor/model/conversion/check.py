@@ -13,8 +13,7 @@ from services.executor.model.conversion.convert import open_model
 from services.executor.model.conversion.models import SourceModel, empty_model, tokens_of
 from shared.errors import ModelLoadError
 
-_TOKENS = 512
-"""Of the text that are read; their logits are held twice, of 256,000 tokens 1 GB."""
+_TOKENS = 512  # of the text that are read; their logits are held twice, of 256,000 tokens 1 GB
 _FEWEST = 2
 _CHARACTERS = 16_384
 
@@ -22,16 +21,11 @@ _CHARACTERS = 16_384
 class Comparison(msgspec.Struct, frozen=True):
     """How far two models are apart."""
 
-    tokens: int
-    """That were read"""
-    same_tokens: bool
-    """Whether both tokenizers make the same of the text"""
-    same_top: float
-    """Share of the positions whose most likely next token is the same"""
-    largest: float
-    """Difference of any logit"""
-    perplexity: tuple[float, float]
-    """Before and after"""
+    tokens: int  # that were read
+    same_tokens: bool  # whether both tokenizers make the same of the text
+    same_top: float  # share of the positions whose most likely next token is the same
+    largest: float  # difference of any logit
+    perplexity: tuple[float, float]  # before and after
 
 
 def compare(source: Path, target: Path, report: Callable[[str, int, int], None]) -> Comparison:

@@ -48,10 +48,9 @@ from services.executor.model.pooling import is_classifier
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import linked_gguf
 
+# What can be written, and as which dtypes.
 FORMATS = {"gguf": tuple(gguf_types.DTYPES), "safetensors": tuple(safetensors_file.DTYPES)}
-"""What can be written, and as which dtypes."""
-_TEXTS_BYTES = 64 << 20
-"""Room for configuration and tokenizer."""
+_TEXTS_BYTES = 64 << 20  # room for configuration and tokenizer
 
 
 def convert(

@@ -27,10 +27,8 @@ from shared.errors import ModelLoadError
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 
 
-_EVERY_FOURTH = 4
-"""Of SmolLM3's layers has no rotary positions; llama.cpp takes that for granted."""
-_LOCAL_THETA = 10_000.0
-"""Of the rotary positions of Gemma 3's windows, likewise."""
+_EVERY_FOURTH = 4  # of SmolLM3's layers has no rotary positions; llama.cpp takes that for granted
+_LOCAL_THETA = 10_000.0  # of the rotary positions of Gemma 3's windows, likewise
 
 
 def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
@@ -187,6 +185,7 @@ def header_from(
     return header + bytes(-len(header) % ALIGNMENT)
 
 
+# Keys that tell of how a file is stored.
 _OF_ONE_FILE = (
     "split.",
     "general.alignment",
@@ -194,7 +193,6 @@ _OF_ONE_FILE = (
     "general.quantization_version",
     "quantize.",
 )
-"""Keys that tell of how a file is stored."""
 
 
 def _text(text: str) -> bytes:
@@ -254,13 +252,13 @@ def _rope_scaling(config: Mapping[str, Any]) -> Callable[[gguf.GGUFWriter], None
     )
 
 
+# What readers of files take for granted of scaled positions.
 _USUAL = {
     **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim")),
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": True,
 }
-"""What readers of files take for granted of scaled positions."""
 
 
 def _add_config(

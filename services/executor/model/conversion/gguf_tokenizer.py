@@ -19,8 +19,8 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# GGUF's names for the expressions by which tokenizers split text.
 _PATTERNS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2", SEED_CODER: "seed-coder"}
-"""GGUF's names for the expressions by which tokenizers split text."""
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 

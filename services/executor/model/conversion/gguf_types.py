@@ -24,11 +24,10 @@ class GgufDtype:
 
     name: str
     matrices: Type
-    vocabulary: Type
-    """Of embedding and head."""
+    vocabulary: Type  # of embedding and head
     file_type: int
+    # Weights of layers that get other types: in the layers where more bits count, and in the others
     mixed: Mapping[str, tuple[Type, Type]] = field(default_factory=dict)
-    """Weights of layers that get other types: in the layers where more bits count, and in the others"""
 
 
 def _mixed(plain: Type, fused: Type) -> Mapping[str, tuple[Type, Type]]:
@@ -63,6 +62,7 @@ DTYPES = {
     )
 }
 
+# What rows get that are no multiple of 256 values, as in llama.cpp (which has IQ4_NL for Q4_0).
 _COARSER = {
     Type.Q2_K: Type.Q4_0,
     Type.Q3_K: Type.Q4_0,
@@ -70,7 +70,6 @@ _COARSER = {
     Type.Q5_K: Type.Q5_1,
     Type.Q6_K: Type.Q8_0,
 }
-"""What rows get that are no multiple of 256 values, as in llama.cpp (which has IQ4_NL for Q4_0)."""
 _OF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.")
 
 

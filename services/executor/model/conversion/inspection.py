@@ -40,22 +40,19 @@ class ModelFacts(msgspec.Struct, frozen=True):
     architecture: str
     tensors: list[TensorFacts]
     bytes: int
-    parameters: int
-    """Values of all tensors of floating or block formats"""
+    parameters: int  # values of all tensors of floating or block formats
     bits_per_weight: float
+    # Why the model cannot be served, with the nearest that can; "" where nothing speaks against it.
     refused: str = ""
-    """Why the model cannot be served, with the nearest that can; "" where nothing speaks against it."""
+    # Of these tensors, those of heads for multi-token prediction: they are left out.
     prediction_heads: PredictionHeads = PredictionHeads()
-    """Of these tensors, those of heads for multi-token prediction: they are left out."""
 
 
 class ConfigurationVerdict(msgspec.Struct, frozen=True):
     """What a configuration alone tells."""
 
-    architecture: str
-    """"": config.json cannot be read as one."""
-    refused: str = ""
-    """As `ModelFacts.refused`."""
+    architecture: str  # "": config.json cannot be read as one
+    refused: str = ""  # as `ModelFacts.refused`
 
 
 def verdict_on(directory: Path) -> ConfigurationVerdict:

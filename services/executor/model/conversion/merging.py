@@ -21,6 +21,7 @@ from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.models import SourceModel, SourceTensor
 from shared.errors import ModelLoadError
 
+# What `models inspect` calls formats that are not codes, and the `--dtype` that writes them.
 _PLAIN = {
     "float32": "f32",
     "F32": "f32",
@@ -29,9 +30,7 @@ _PLAIN = {
     "bfloat16": "bf16",
     "BF16": "bf16",
 }
-"""What `models inspect` calls formats that are not codes, and the `--dtype` that writes them."""
-_OF_CODES = "bf16"
-"""What a base of codes is written as."""
+_OF_CODES = "bf16"  # what a base of codes is written as
 
 
 def with_adapter(model: SourceModel, directory: Path) -> SourceModel:

@@ -25,8 +25,7 @@ from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError, reason_of
 from shared.models import WEIGHT_DTYPE
 
-_AT_ONCE = 1 << 22
-"""Values that are read together."""
+_AT_ONCE = 1 << 22  # values that are read together
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class SourceTensor:
 
     name: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[Tensor]]
-    """Its rows, a few at a time, in any floating dtype"""
+    pieces: Callable[[], Iterator[Tensor]]  # its rows, a few at a time, in any floating dtype
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "SourceTensor":
         """The same with `change` made to it as a whole."""
@@ -47,12 +45,10 @@ class SourceTensor:
 class SourceModel:
     """A model that is read."""
 
-    directory: Path
-    """With config.json and the tokenizer"""
+    directory: Path  # with config.json and the tokenizer
     config: Any
     tensors: tuple[SourceTensor, ...]
-    gguf: GgufWeights | None = None
-    """What it is read from, where that is no model directory's own weights"""
+    gguf: GgufWeights | None = None  # what it is read from, where that is no model directory's own weights
 
     def linear_weights(self) -> frozenset[str]:
         """The names of the weights of linear layers, but the head's."""

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from shared.errors import ConfigurationError
 from shared.models import gguf_parts
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in all)."""
+Progress = Callable[[str, int, int], None]  # called with (what is being done, bytes done, bytes in all)
 
 Piece = NDArray[np.generic]
 
@@ -34,8 +33,7 @@ class WrittenTensor:
 
     name: str
     nbytes: int
-    pieces: Callable[[], Iterator[Piece]]
-    """Its bytes, a few rows at a time."""
+    pieces: Callable[[], Iterator[Piece]]  # its bytes, a few rows at a time
 
 
 def digest_of(source: Path, header: bytes, options: str) -> str:

@@ -35,12 +35,9 @@ class SafetensorsDtype:
     """What `--dtype` means for safetensors."""
 
     name: str
-    plain: torch.dtype = torch.bfloat16
-    """Of what is not quantized, and of scales"""
-    bits: int = 0
-    """Of the weights of linear layers; 0: plain"""
-    group: int = 0
-    """Inputs that share a scale; 0: the row"""
+    plain: torch.dtype = torch.bfloat16  # of what is not quantized, and of scales
+    bits: int = 0  # of the weights of linear layers; 0: plain
+    group: int = 0  # inputs that share a scale; 0: the row
 
 
 DTYPES = {

@@ -16,12 +16,10 @@ from transformers import AttentionInterface
 
 from shared.errors import ModelLoadError
 
-ATTENTION_NAME = "ryzanstein_texts"
-"""No mask function goes by this name, so transformers builds no mask."""
+ATTENTION_NAME = "ryzanstein_texts"  # no mask function goes by this name, so transformers builds no mask
 
 _HARMLESS = frozenset({"position_ids", "deterministic", "use_cache", "is_causal"})
-_ROWS = 1024
-"""That attend at once: a long text shows progress between."""
+_ROWS = 1024  # that attend at once: a long text shows progress between
 
 
 class Texts:

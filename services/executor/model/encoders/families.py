@@ -8,8 +8,8 @@ from shared.errors import ConfigurationError
 
 
 class EncoderFamily(NamedTuple):
+    # Whether texts of any lengths are computed as one flat batch, and the ranks share the heads.
     is_flat: bool
-    """Whether texts of any lengths are computed as one flat batch, and the ranks share the heads."""
     first_position: int
 
 

@@ -35,12 +35,9 @@ log = structlog.get_logger(__name__)
 class Encoder(NamedTuple):
     """A rank's share."""
 
-    model: Any
-    """With its head where it classifies."""
-    base: Any
-    """What makes states of tokens, within `model` or the same."""
-    dense: nn.Module | None = None
-    """Behind the pooling."""
+    model: Any  # with its head where it classifies
+    base: Any  # what makes states of tokens, within `model` or the same
+    dense: nn.Module | None = None  # behind the pooling
 
 
 def load_encoder(

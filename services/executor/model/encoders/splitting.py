@@ -16,12 +16,10 @@ from services.executor.model.encoders.families import check_ranks, heads_of
 from services.executor.model.parallel.layers import ColumnParallelLinear, RowParallelLinear, halves, shifted
 
 _HEADS = re.compile(r"(self|attention|self_attn)\.(query|key|value|[qkv]_lin|[qkv]_proj)$")
-_FUSED = re.compile(r"attn\.Wqkv$")
-"""[all q | all k | all v]"""
+_FUSED = re.compile(r"attn\.Wqkv$")  # [all q | all k | all v]
 _OF_HEADS = re.compile(r"(attention\.(output\.dense|dense|out_lin)|self_attn\.o_proj|attn\.Wo)$")
 _INNER = re.compile(r"(intermediate\.dense|ffn\.lin1|mlp\.(gate_proj|up_proj|fc1)|\d\.ffn)$")
-_TWO_INNER = re.compile(r"mlp\.Wi$")
-"""[up | gate]"""
+_TWO_INNER = re.compile(r"mlp\.Wi$")  # [up | gate]
 _OF_INNER = re.compile(r"(\d\.output\.dense|ffn\.lin2|mlp\.(down_proj|fc2|Wo)|ffn_output)$")
 
 

@@ -21,17 +21,15 @@ from torch import Tensor
 _ALIGNMENT = 64
 _HUGE_PAGE = 1 << 21
 _LARGEST = 64 << 20
+# Bytes below which a tensor is not worth a place among the weights: it would outlive them and keep their
+# block.
 _SMALL = 64 << 10
-"""Bytes below which a tensor is not worth a place among the weights: it would outlive them and keep their
-block."""
-_WASTE = 64
-"""A block may waste one part in so many to end on a huge page."""
+_WASTE = 64  # a block may waste one part in so many to end on a huge page
 
+# MAP_NORESERVE, which Python 3.11 does not name: of a map of a file that is never written no memory is set aside.
 NO_RESERVE = 0x4000
-"""MAP_NORESERVE, which Python 3.11 does not name: of a map of a file that is never written no memory is set aside."""
 
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 def allocate(specs: Sequence[Spec], device: torch.device) -> list[Tensor]:

@@ -43,14 +43,13 @@ if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does witho
 
 log = structlog.get_logger(__name__)
 
-ConversionProgress = Callable[[str, int, int], None]
-"""Called with (stage, stages done, stages in all)."""
+ConversionProgress = Callable[[str, int, int], None]  # called with (stage, stages done, stages in all)
 
+# How Seed-OSS' tokenizer splits text.
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
     r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Seed-OSS' tokenizer splits text."""
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _DIGITS_ALONE: dict[str, Any] = {
     "type": "Sequence",
@@ -63,8 +62,8 @@ _SEED: dict[str, Any] = {
         {**_BYTES, "use_regex": False},
     ],
 }
+# What transformers' GGUF reader leaves out, by `tokenizer.ggml.pre`, in the format of tokenizer.json.
 _PRE_TOKENIZERS = {**dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS_ALONE), "seed-coder": _SEED}
-"""What transformers' GGUF reader leaves out, by `tokenizer.ggml.pre`, in the format of tokenizer.json."""
 
 
 def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress, revision: str = "") -> Path:
@@ -307,8 +306,8 @@ def _set_rotary(
         config.rope_parameters = {**held, **scaling}
 
 
-_THETA = 10_000.0
-"""The base of rotary positions where a file says none. Source: llama.cpp."""
+_THETA = 10_000.0  # the base of rotary positions where a file says none. Source: llama.cpp
+# What a file has to say, behind its architecture's name, and config.json's word for it.
 _SETTINGS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -317,7 +316,6 @@ _SETTINGS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-"""What a file has to say, behind its architecture's name, and config.json's word for it."""
 
 
 def _own_settings(

@@ -22,15 +22,15 @@ from services.executor.model.parallel.layers import held_elsewhere
 from services.executor.model.pooling import is_classifier
 from shared.errors import ModelLoadError
 
+# Buffers that older versions of transformers saved and newer ones compute; scales of a quantized KV cache.
 _NOT_NEEDED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|attn\.[qkv]_(scale|zero_point))$"
 )
-"""Buffers that older versions of transformers saved and newer ones compute; scales of a quantized KV cache."""
+# Buffers that are built as a checkpoint would have them: hashes of tokens, constants of activations, fixed decays.
 _COMPUTED = re.compile(
     r"(^|\.)(ple_embedding\.(layer_multipliers|ngram_heads_\w+)|act_fn\.(beta|eps)"
     r"|(diagonal|key|query)_decay|slope_rate)$"
 )
-"""Buffers that are built as a checkpoint would have them: hashes of tokens, constants of activations, fixed decays."""
 
 
 def is_computed(buffer: str) -> bool:

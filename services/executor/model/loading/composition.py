@@ -24,17 +24,14 @@ _T = TypeVar("_T")
 class TensorBox:
     """A box of one checkpoint tensor and its place in the composed one."""
 
-    source: str
-    """The checkpoint's name of the tensor."""
+    source: str  # the checkpoint's name of the tensor
+    # For each dimension of the composed tensor the source's dimension, None for a new one of size 1.
     axes: tuple[int | None, ...]
-    """For each dimension of the composed tensor the source's dimension, None for a new one of size 1."""
-    origin: tuple[int, ...]
-    """Where the box begins in the source, by dimensions of the composed tensor."""
-    at: tuple[int, ...]
-    """Where the box begins in the composed tensor."""
+    origin: tuple[int, ...]  # where the box begins in the source, by dimensions of the composed tensor
+    at: tuple[int, ...]  # where the box begins in the composed tensor
     size: tuple[int, ...]
+    # Which along the source's first dimension, that `axes` do not count; None: they count all.
     matrix: int | None = None
-    """Which along the source's first dimension, that `axes` do not count; None: they count all."""
 
     def view(self, stored: Tensor) -> Tensor:
         """The box of `stored`, the source tensor, of shape `size`. Shares its memory."""

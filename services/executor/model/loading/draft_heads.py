@@ -49,16 +49,13 @@ _LEAVE_OUT = "leave out --draft-model."
 class _Names:
     """What checkpoints call the parts of a model's own head."""
 
-    root: str
-    """Before all of them; `{}`: the number of the model's layers."""
-    layer: str
-    """Behind it, before those of its layer."""
-    beside: Mapping[str, str]
-    """Its tensors beside the layer, as `MtpHead` calls them."""
+    root: str  # before all of them; `{}`: the number of the model's layers
+    layer: str  # behind it, before those of its layer
+    beside: Mapping[str, str]  # its tensors beside the layer, as `MtpHead` calls them
+    # Tensors of the layer that the model's own layers call otherwise.
     within: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the layer that the model's own layers call otherwise."""
+    # Of its layer, by the configuration's lists of them, where it is none as the last one.
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Of its layer, by the configuration's lists of them, where it is none as the last one."""
 
     def of(self, shapes: Mapping[str, tuple[int, ...]], layers: int) -> tuple[dict[str, str], dict[str, str]]:
         """For the tensors of the first head in a checkpoint of `shapes`, as it calls them: those beside its layer, as
@@ -83,6 +80,7 @@ _HEAD = {
     "eh_proj.weight": "eh_proj.weight",
 }
 _NORM = "model.model.norm.weight"
+# Sources: transformers' conversions for its `MtpModel`; vLLM's mimo_v2_mtp.py and qwen3_next_mtp.py.
 _KINDS = (
     # DeepSeek V3 and GLM-4.5, and what came after them
     _Names(
@@ -115,13 +113,12 @@ _KINDS = (
         },
     ),
 )
-"""Sources: transformers' conversions for its `MtpModel`; vLLM's mimo_v2_mtp.py and qwen3_next_mtp.py."""
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+# What is the model's where a head has none: the first that is there.
 _SHARED = {
     "model.model.embed_tokens.weight": _EMBEDDINGS,
     "model.lm_head.weight": ("lm_head.weight", *_EMBEDDINGS),
 }
-"""What is the model's where a head has none: the first that is there."""
 _TABLES = ("d2t", "t2d")
 _LAYER = "model.model.layers.0."
 
@@ -131,10 +128,9 @@ class LoadedHead:
     """One rank's share."""
 
     model: HeadModel
-    config: Any
-    """Of the one layer."""
+    config: Any  # of the one layer
+    # Whose inputs are the states that it reads; none: what comes behind the last norm.
     layers: tuple[int, ...]
-    """Whose inputs are the states that it reads; none: what comes behind the last norm."""
 
     @property
     def context_length(self) -> int:
@@ -149,8 +145,7 @@ class HeadPlacement:
     dtype: torch.dtype
     device: torch.device
     collectives: Collectives
-    before_reading: Callable[[int], None] = lambda least: None
-    """As of `load_model`."""
+    before_reading: Callable[[int], None] = lambda least: None  # as of `load_model`
 
     def layout(self, config: Any) -> ShardLayout:
         return ShardLayout.from_config(config, self.collectives.world_size, self.collectives.rank)
@@ -202,12 +197,12 @@ def _own_head(
     raise ModelLoadError(f"The model in {directory} has no heads for multi-token prediction; {_LEAVE_OUT}")
 
 
+# What has a configuration's first layer be of experts, where any is.
 _WITH_EXPERTS: Mapping[str, Any] = {
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
-"""What has a configuration's first layer be of experts, where any is."""
 
 
 def _of_one_layer(whole: Any, names: _Names) -> Any:
@@ -263,8 +258,7 @@ def load_eagle3_head(directory: Path, model_directory: Path, where: HeadPlacemen
     return LoadedHead(head, config, _aux_layers(config, whole.num_hidden_layers, directory))
 
 
-_OTHERS = "of the model: "
-"""Before the names of tensors that are in the model's checkpoint."""
+_OTHERS = "of the model: "  # before the names of tensors that are in the model's checkpoint
 
 
 def _check_eagle3(directory: Path, config: Any, whole: Any) -> None:

@@ -25,8 +25,7 @@ from services.executor.native.library import load_library
 
 Bytes = NDArray[np.uint8]
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the values, which are halves"""
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, which are halves
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -310,16 +309,15 @@ _FIVE = 5
 class GgufBlock:
     """A type of blocks whose weights are kept as codes."""
 
-    read: Callable[[Tensor], QuantizedRows]
-    """Of uint8 [rows, blocks, bytes of a block]"""
-    native: bool = False
-    """`native/blocks.c` takes them apart."""
+    read: Callable[[Tensor], QuantizedRows]  # of uint8 [rows, blocks, bytes of a block]
+    native: bool = False  # `native/blocks.c` takes them apart
+    # What quantizes rows that are packed so; None: the package `gguf` writes them.
     codec: RowsCodec | None = None
-    """What quantizes rows that are packed so; None: the package `gguf` writes them."""
+    # uint8 [blocks, bytes of a block] of rows of that codec
     pack: Callable[[QuantizedRows], Bytes] | None = None
-    """uint8 [blocks, bytes of a block] of rows of that codec"""
 
 
+# Others are unpacked when they are read.
 BLOCKS = {
     GGMLQuantizationType.Q4_0: GgufBlock(_q4_0, native=True),
     GGMLQuantizationType.Q4_1: GgufBlock(_q4_1, native=True),
@@ -341,4 +339,3 @@ BLOCKS = {
     GGMLQuantizationType.IQ4_XS: GgufBlock(_iq4_xs),
     GGMLQuantizationType.MXFP4: GgufBlock(_mxfp4),
 }
-"""Others are unpacked when they are read."""

@@ -27,19 +27,16 @@ if TYPE_CHECKING:  # takes seconds, and a damaged file is refused without it
 
 Value = int | float | bool | str | tuple[int | float | bool, ...]
 
-_LONGEST_HEADER = 100_000_000
-"""Bytes. A vocabulary of 256,000 tokens with its merges takes 12 million."""
-_LONGEST_KEY = 65_535
-"""Bytes, the format's own limit; of the name of a tensor too, which has 64 at most."""
+_LONGEST_HEADER = 100_000_000  # bytes. A vocabulary of 256,000 tokens with its merges takes 12 million
+_LONGEST_KEY = 65_535  # bytes, the format's own limit; of the name of a tensor too, which has 64 at most
+# Numbers of an array that are kept: enough for one per layer. Vocabularies are longer, and passed over.
 _LONGEST_ARRAY = 1024
-"""Numbers of an array that are kept: enough for one per layer. Vocabularies are longer, and passed over."""
 _MOST_DIMENSIONS = 4
-_LARGEST = 1 << 50
-"""Values of a tensor."""
+_LARGEST = 1 << 50  # values of a tensor
 _VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
+# Type of a value -> how `struct` names it.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a value -> how `struct` names it."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,10 @@ class GgufTensor:
     """A tensor as it is stored."""
 
     name: str
+    # Rows first, as everywhere but in the file; the last dimension is stored in blocks.
     shape: tuple[int, ...]
-    """Rows first, as everywhere but in the file; the last dimension is stored in blocks."""
     kind: GGMLQuantizationType
-    offset: int
-    """Of the file"""
+    offset: int  # of the file
 
     @property
     def row_bytes(self) -> int:
@@ -71,11 +67,10 @@ class GgufTensor:
 class GgufHeader:
     """What a file says of itself."""
 
-    metadata: Mapping[str, Value]
-    """Without arrays of texts, and long ones"""
+    metadata: Mapping[str, Value]  # without arrays of texts, and long ones
     tensors: tuple[GgufTensor, ...]
+    # Where each key lies in the file, with its value; of those too that `metadata` lacks
     spans: Mapping[str, slice]
-    """Where each key lies in the file, with its value; of those too that `metadata` lacks"""
 
 
 class GgufFile:

@@ -17,12 +17,13 @@ if TYPE_CHECKING:  # with torch
 
 
 _SIZES = ("context_length", "embedding_length", "block_count", "attention.head_count")
+# One of them: a model of experts alone has no other width.
 _WIDTHS = ("feed_forward_length", "expert_feed_forward_length")
-"""One of them: a model of experts alone has no other width."""
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+# By `tokenizer.ggml.model`, behind `tokenizer.ggml.`.
 _OF_TOKENIZERS = {"gpt2": ("merges",), "llama": ("scores",)}
-"""By `tokenizer.ggml.model`, behind `tokenizer.ggml.`."""
 
+# Behind `general.sampling.`: what a file recommends, and generation_config.json's word for it.
 SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -30,13 +31,12 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Behind `general.sampling.`: what a file recommends, and generation_config.json's word for it."""
+# Control tokens that end a text, then those that end a turn, by the names that models give them. Source: llama.cpp,
+# llama-vocab.cpp.
 _ENDS = (
     *("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|return|>"),
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|END_OF_TURN_TOKEN|>"),
 )
-"""Control tokens that end a text, then those that end a turn, by the names that models give them. Source: llama.cpp,
-llama-vocab.cpp."""
 _RANGES = {
     "temperature": (0.0, 100.0),
     "top_k": (-1, 1 << 31),
@@ -44,8 +44,7 @@ _RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1e-6, 1e6),
 }
-_DIGITS = 6
-"""Behind the point that are kept of a number of 32 bits."""
+_DIGITS = 6  # behind the point that are kept of a number of 32 bits
 
 
 def check_described(file: Path, header: "GgufHeader") -> None:

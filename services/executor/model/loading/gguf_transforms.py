@@ -13,21 +13,19 @@ from torch import Tensor
 
 from services.executor.families.gguf import GgufArchitecture
 
-Heads = Mapping[str, int]
-"""`num_attention_heads` and `num_key_value_heads`"""
+Heads = Mapping[str, int]  # `num_attention_heads` and `num_key_value_heads`
 
 
 @dataclass(frozen=True)
 class Transform:
     """One of the two kinds, and how it is written."""
 
+    # Rows of the model's tensor, the file's name of it, heads: the file's rows
     write: Callable[[Tensor, str, Heads], Tensor]
-    """Rows of the model's tensor, the file's name of it, heads: the file's rows"""
+    # Rows of a tensor, its name, heads: int64 [rows], the row of the file for each of the model's. Raises `ValueError`
+    # where they do not fit.
     order: Callable[[int, str, Heads], Tensor] | None = None
-    """Rows of a tensor, its name, heads: int64 [rows], the row of the file for each of the model's. Raises `ValueError`
-    where they do not fit."""
-    numbers: Callable[[Tensor], Tensor] | None = None
-    """The file's numbers to the model's"""
+    numbers: Callable[[Tensor], Tensor] | None = None  # the file's numbers to the model's
 
 
 def transform_of(architecture: GgufArchitecture, name: str) -> Transform | None:

@@ -16,8 +16,8 @@ from shared.errors import ModelLoadError
 if TYPE_CHECKING:
     from services.executor.model.loading.gguf_file import GgufFile
 
+# Halves of one weight: where one of them is missing the reader leaves zeros.
 _EXPERTS = (".ffn_gate_exps", ".ffn_up_exps")
-"""Halves of one weight: where one of them is missing the reader leaves zeros."""
 
 
 def unpacked_model(file: "GgufFile", named: dict[str, Any]) -> Any:

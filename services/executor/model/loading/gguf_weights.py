@@ -30,10 +30,9 @@ from shared.models import linked_gguf
 log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
+# Bytes of a file that are taken apart at once: codes and what they are made by stay near the caches.
 _SLAB = 4 << 20
-"""Bytes of a file that are taken apart at once: codes and what they are made by stay near the caches."""
-_NAMED = 8
-"""Tensors that a line of the log names, at most."""
+_NAMED = 8  # tensors that a line of the log names, at most
 _NUMBERS = ("F32", "F16", "BF16")
 _ROTARY_FACTORS = "rope_freqs.weight"
 _NO_PARAMETERS = frozenset({_ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})

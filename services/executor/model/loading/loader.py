@@ -66,11 +66,10 @@ from shared.models import WEIGHT_DTYPE, linked_gguf
 
 log = structlog.get_logger(__name__)
 
-_UNPACKED_TOGETHER = 1 << 22
-"""Values"""
+_UNPACKED_TOGETHER = 1 << 22  # values
 _CPU = torch.device("cpu")
+# Building on the meta device patches torch for the whole process, so threads load one after the other.
 LOADING = threading.Lock()
-"""Building on the meta device patches torch for the whole process, so threads load one after the other."""
 
 
 def context_length(config: Any) -> int:
@@ -110,7 +109,9 @@ def load_model(
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
     with LOADING, _open(directory, find) as files:
-        kernels = platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
+        kernels = (
+            platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
+        )
         with_experts = dtype is torch.bfloat16 and kernels
         model, plan = _planned(
             directory,
@@ -288,13 +289,11 @@ class _Parameter:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    piece: TensorSlice | None
-    """What of the checkpoint's tensor this rank holds; None: all."""
+    piece: TensorSlice | None  # what of the checkpoint's tensor this rank holds; None: all
     buffer: bool
+    # (module, attribute): more than one where parameters are tied.
     targets: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """(module, attribute): more than one where parameters are tied."""
-    names: list[str] = field(default_factory=list)
-    """What the model calls it."""
+    names: list[str] = field(default_factory=list)  # what the model calls it
 
     @property
     def of_experts(self) -> bool:

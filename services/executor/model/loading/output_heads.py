@@ -22,8 +22,7 @@ SCORE = "score.weight"
 class ClassHead(NamedTuple):
     """Makes logits of classes."""
 
-    weight: NDArray[np.float32]
-    """[labels, hidden]"""
+    weight: NDArray[np.float32]  # [labels, hidden]
     labels: list[str]
     activation: str
 

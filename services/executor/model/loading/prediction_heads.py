@@ -13,8 +13,8 @@ import msgspec
 
 _NAMED = re.compile(r"(^|\.)mtp(_\w+)?\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+# What configurations call the number of such layers.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""What configurations call the number of such layers."""
 
 
 class PredictionHeads(msgspec.Struct, frozen=True):

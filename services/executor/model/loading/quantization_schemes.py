@@ -27,29 +27,23 @@ from services.executor.model.loading.quantized_tensors import (
 )
 from shared.errors import ModelLoadError
 
-Tensors = Mapping[str, Tensor]
-"""Of a checkpoint, over its mapped bytes, by name."""
+Tensors = Mapping[str, Tensor]  # of a checkpoint, over its mapped bytes, by name
 
-_LONGEST_STATE = 1 << 16
-"""Bytes of a weight's `quant_state` of bitsandbytes, which is a few hundred."""
+_LONGEST_STATE = 1 << 16  # bytes of a weight's `quant_state` of bitsandbytes, which is a few hundred
 
 
-Parts = Mapping[str, Tensor]
-"""What one weight is made of, by names behind its module's."""
+Parts = Mapping[str, Tensor]  # what one weight is made of, by names behind its module's
 
 
 @dataclass(frozen=True)
 class StoredCodes:
     """A weight that is coded."""
 
-    name: str
-    """Of the model's parameter."""
-    prefix: str
-    """Of the names of what it is made of."""
+    name: str  # of the model's parameter
+    prefix: str  # of the names of what it is made of
     needed: tuple[str, ...]
     optional: tuple[str, ...]
-    make: Callable[[Parts], CodedTensor]
-    """Raises `ValueError` where they do not fit."""
+    make: Callable[[Parts], CodedTensor]  # raises `ValueError` where they do not fit
 
 
 Find = Callable[[Tensors], Iterator[StoredCodes]]
@@ -186,8 +180,8 @@ def _compressed(settings: dict[str, Any]) -> Find:
     return find
 
 
+# Fixed scales of activations, which are given scales as they come.
 _ACTIVATIONS = ("input_scale", "input_zero_point")
-"""Fixed scales of activations, which are given scales as they come."""
 
 
 def _packed(parts: Parts) -> PackedIntegers:
@@ -233,8 +227,7 @@ def _fp8(settings: dict[str, Any]) -> Find:
     return find
 
 
-_DEEPSEEK_SCALE = "scale"
-"""What DeepSeek's own checkpoints call what others call `weight_scale_inv`."""
+_DEEPSEEK_SCALE = "scale"  # what DeepSeek's own checkpoints call what others call `weight_scale_inv`
 _OF_INPUTS = ("input_scale", "activation_scale")
 
 
@@ -295,6 +288,7 @@ def _nf4_state(stored: Tensor) -> Nf4State:
     return made
 
 
+# By `quant_method`
 _METHODS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -303,7 +297,6 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Find]] = {
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
 }
-"""By `quant_method`"""
 
 
 def _methods() -> str:

@@ -24,24 +24,19 @@ from torch import Tensor
 from services.executor.core.sharding import ShardRange
 from services.executor.model.quantized import E4M3, QuantizedRows
 
-Box = tuple[slice, ...]
-"""A slice [start, stop) of each dimension."""
+Box = tuple[slice, ...]  # a slice [start, stop) of each dimension
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_WORD = 32
-"""Bits."""
-_ROWS = 256
-"""That are unpacked at once where it takes eight bytes for each code."""
+_WORD = 32  # bits
+_ROWS = 256  # that are unpacked at once where it takes eight bytes for each code
 _FLOATS_TOGETHER = 4
-_STEP = 16
-"""Inputs at whose multiples `QuantizedRows` can be cut."""
+_STEP = 16  # inputs at whose multiples `QuantizedRows` can be cut
 
 
 class CodedTensor(ABC):
     """Raises `ValueError`, one sentence without the tensor's name, where it is made of or holds what makes no sense."""
 
     shape: tuple[int, ...]
-    has_products = False
-    """Whether kernels multiply by its codes, of a matrix at least; others are unpacked."""
+    has_products = False  # whether kernels multiply by its codes, of a matrix at least; others are unpacked
 
     @abstractmethod
     def values(self, box: Box) -> Tensor:
@@ -58,10 +53,8 @@ class CodedRows(CodedTensor):
     shape: tuple[int, int]
     has_products = True
     bits: int
-    group: int
-    """Inputs that share a scale."""
-    g_idx: Tensor | None = None
-    """[in]: the group of each input, where they may lie otherwise."""
+    group: int  # inputs that share a scale
+    g_idx: Tensor | None = None  # [in]: the group of each input, where they may lie otherwise
 
     def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
         inputs, order = self.shape[1], self._order()
@@ -167,8 +160,8 @@ class Gptq(CodedRows):
         return self._scales[groups, rows.start : rows.stop].t(), zeros
 
 
+# In which nibble of a word, the lowest first, each of eight outputs lies.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which nibble of a word, the lowest first, each of eight outputs lies."""
 
 
 class Awq(CodedRows):
@@ -341,10 +334,8 @@ class Nf4State:
     """How a weight was quantised: `quant_state` of bitsandbytes."""
 
     shape: tuple[int, int]
-    block: int
-    """Values that share a scale, row after row."""
-    nested_block: int = 0
-    """Scales that share a scale; 0: they are float32 themselves."""
+    block: int  # values that share a scale, row after row
+    nested_block: int = 0  # scales that share a scale; 0: they are float32 themselves
     nested_offset: float = 0.0
 
 

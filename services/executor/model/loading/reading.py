@@ -30,15 +30,11 @@ from services.executor.platforms.catalog import platform_of
 
 log = structlog.get_logger(__name__)
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) of this rank's share."""
+Progress = Callable[[int, int], None]  # called with (bytes done, bytes in all) of this rank's share
 
-_PIECE = 32 << 20
-"""Bytes copied at once."""
-_UNPACKED = 1 << 23
-"""Values that are unpacked at once."""
-_REPORTS = 200
-"""Progress is told about so many times, however many tensors there are."""
+_PIECE = 32 << 20  # bytes copied at once
+_UNPACKED = 1 << 23  # values that are unpacked at once
+_REPORTS = 200  # progress is told about so many times, however many tensors there are
 
 
 @dataclass(frozen=True)
@@ -47,12 +43,9 @@ class Read:
 
     content: Composition
     dtype: torch.dtype
-    codec: WeightCodec | None = None
-    """Of a weight [out, in] that is quantised from what it is in `dtype`."""
-    keeps_codes: bool = False
-    """Whether a weight [out, in] stays quantized where the files have it so."""
-    defers: bool = False
-    """Whether codes that are kept may be read when they are packed."""
+    codec: WeightCodec | None = None  # of a weight [out, in] that is quantised from what it is in `dtype`
+    keeps_codes: bool = False  # whether a weight [out, in] stays quantized where the files have it so
+    defers: bool = False  # whether codes that are kept may be read when they are packed
 
     @property
     def nbytes(self) -> int:

@@ -24,18 +24,17 @@ from services.executor.model.loading.composition import Composition, concatenate
 from services.executor.model.loading.text_models import text_names, whole_of
 from shared.errors import ModelLoadError
 
+# Pattern of the mapping -> the tensors it stands for, in the order of their indices.
 _Collected = dict[str, list[Composition]]
-"""Pattern of the mapping -> the tensors it stands for, in the order of their indices."""
 
 
 @dataclass(frozen=True)
 class CheckpointSources:
     """What a checkpoint gives to a model."""
 
+    # For each name of the model's state that the checkpoint has, how it is composed.
     parameters: Mapping[str, Composition]
-    """For each name of the model's state that the checkpoint has, how it is composed."""
-    unused: frozenset[str]
-    """Tensors of the checkpoint that belong to none."""
+    unused: frozenset[str]  # tensors of the checkpoint that belong to none
 
 
 @dataclass
@@ -43,8 +42,7 @@ class _Group:
     """The checkpoint tensors that one converter makes parameters of."""
 
     converter: Any
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """Pattern -> checkpoint names."""
+    names: dict[str, list[str]] = field(default_factory=dict)  # pattern -> checkpoint names
 
 
 def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> CheckpointSources:
@@ -99,12 +97,10 @@ def _add(parameters: dict[str, Composition], name: str, content: Composition) ->
 class _Scope:
     """What an operation may ask about."""
 
-    target: str
-    """The first parameter that the converter makes."""
+    target: str  # the first parameter that the converter makes
     converter: Any
     config: Any
-    state: Mapping[str, tuple[int, ...]]
-    """The shape of everything in the model's state."""
+    state: Mapping[str, tuple[int, ...]]  # the shape of everything in the model's state
 
 
 def _composed(group: _Group, shapes: Mapping[str, tuple[int, ...]], scope: _Scope) -> dict[str, Composition]:

@@ -18,19 +18,18 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+# Attribute of a text model's configuration: the `model_type` of the model that it was part of.
 _WHOLE = "text_of"
-"""Attribute of a text model's configuration: the `model_type` of the model that it was part of."""
 _WITHIN = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
+# How the names of tensors begin that the text model calls the same: its head, and all of it in Qwen's files.
 _AS_THEY_ARE = ("lm_head.", "model.layers.", "model.embed_tokens.", "model.norm.")
-"""How the names of tensors begin that the text model calls the same: its head, and all of it in Qwen's files."""
+# Text models that are another type's for texts alone, whose positions are the same in each dimension of an image.
 _SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Text models that are another type's for texts alone, whose positions are the same in each dimension of an image."""
-_FLAT = {"phi4_multimodal": "phi3"}
-"""Types of flat configurations, and those of their text models."""
+_FLAT = {"phi4_multimodal": "phi3"}  # types of flat configurations, and those of their text models
+# Types in whose checkpoints the text model's tensors have their own names.
 _OWN_NAMES = frozenset({*_FLAT, "dots3_note"})
-"""Types in whose checkpoints the text model's tensors have their own names."""
+# What the tensors of other parts are called there.
 _OTHER_PARTS = ("model.embed_tokens_extend.", "audio_encoder.", "vision_encoder.")
-"""What the tensors of other parts are called there."""
 
 
 def know_causal(config: Any) -> None:

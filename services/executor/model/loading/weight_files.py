@@ -122,8 +122,7 @@ _DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 _LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000
-"""The format's own limit; more is a file of another kind."""
+_LONGEST_HEADER = 100_000_000  # the format's own limit; more is a file of another kind
 
 
 def map_safetensors(path: Path) -> MappedFile:
@@ -149,8 +148,7 @@ def map_safetensors(path: Path) -> MappedFile:
     return MappedFile(tensors, mapped, path)
 
 
-_Entry = tuple[torch.dtype, list[int], int]
-"""dtype, shape, offset behind the header."""
+_Entry = tuple[torch.dtype, list[int], int]  # dtype, shape, offset behind the header
 
 
 def _entries(header: bytes) -> dict[str, _Entry]:
@@ -201,8 +199,7 @@ def _tensor(mapped: mmap.mmap, begin: int, dtype: torch.dtype, shape: list[int],
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin + start).view(shape)
 
 
-_GLOBAL = re.compile(r"GLOBAL (\w+(?:\.\w+)+)")
-"""How torch's reader names what a pickle would import."""
+_GLOBAL = re.compile(r"GLOBAL (\w+(?:\.\w+)+)")  # how torch's reader names what a pickle would import
 
 
 def map_pytorch(path: Path) -> MappedFile:
@@ -244,8 +241,7 @@ def _is_plain(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Format:
-    single: str
-    """The name of weights that are one file."""
+    single: str  # the name of weights that are one file
     open: Callable[[Path], MappedFile]
 
     @property
@@ -254,26 +250,25 @@ class _Format:
         return f"{self.single}.index.json"
 
 
+# Best first.
 _FORMATS = (
     _Format("model.safetensors", map_safetensors),
     _Format("pytorch_model.bin", map_pytorch),
 )
-"""Best first."""
 _OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
 class WeightFiles:
     """The weights of a directory, open for reading. A context manager."""
 
+    # Weights that are held as codes, by the name that they would have as plain tensors.
     coded: Mapping[str, CodedTensor]
-    """Weights that are held as codes, by the name that they would have as plain tensors."""
 
     def __init__(self, directory: Path, find: Find | None = None):
         """Opens them; `find` knows what is coded. Raises `ModelLoadError` when a file is missing, damaged or of another
         format."""
         format_, index = _choose(directory)
-        self._files: dict[str, MappedFile] = {}
-        """Tensor name -> its file."""
+        self._files: dict[str, MappedFile] = {}  # tensor name -> its file
         for file in sorted(set(index.values())) if index is not None else [format_.single]:
             mapped = _opened(directory / file, format_)
             # Where two files hold a name, the index says which is meant.

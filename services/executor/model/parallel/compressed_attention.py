@@ -38,8 +38,7 @@ from services.executor.model.step_context import (
 from services.executor.model.token_lines import TokenLines, ring_of
 from shared.errors import ModelLoadError
 
-_CPU_BYTES = 32 << 20
-"""Scores of the rows of a chunk that attend at once, on a CPU."""
+_CPU_BYTES = 32 << 20  # scores of the rows of a chunk that attend at once, on a CPU
 _GPU_BYTES = 512 << 20
 
 
@@ -83,8 +82,8 @@ class CompressedAttention:
         self._window: int = module.sliding_window
         groups = _output_groups(module.config, layout)
         each = layout.total.q_heads // module.config.o_groups
+        # Heads of this rank's groups that are others', before and behind its own.
         self._around = (layout.q_heads.start - groups.start * each, groups.stop * each - layout.q_heads.stop)
-        """Heads of this rank's groups that are others', before and behind its own."""
         compressor = module.compressor
         self._lines = None if compressor is None else _Compressor(compressor, "lines", page)
         indexer = getattr(compressor, "indexer", None)
@@ -196,10 +195,9 @@ class CompressedAttention:
 class _Asked:
     """What the rows of a step ask for."""
 
-    queries: Tensor
-    """[T, heads, d]"""
+    queries: Tensor  # [T, heads, d]
+    # An indexer's queries [T, its heads, its d], and float32 [T, its heads] what each head counts.
     index: tuple[Tensor, Tensor] | None
-    """An indexer's queries [T, its heads, its d], and float32 [T, its heads] what each head counts."""
 
     @property
     def index_heads(self) -> int:

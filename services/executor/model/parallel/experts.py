@@ -27,8 +27,8 @@ _PARAMETERS = frozenset(
 _IDENTITY = "identity_expert"
 _BY_ROWS = frozenset({"mlp.w1", "mlp.v1", "mlp.w2"})
 
+# torch's grouped product takes rows of a multiple of 16 bytes; narrower experts are multiplied one by one.
 _GROUPED_MULTIPLE = 8
-"""torch's grouped product takes rows of a multiple of 16 bytes; narrower experts are multiplied one by one."""
 
 
 def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Collectives) -> None:

@@ -65,10 +65,10 @@ def _cut_off(module: Any, collectives: Collectives, share: Tensor) -> Tensor:
     return torch.relu(share - (mean + variance.sqrt() * quantile).to(share.dtype))
 
 
+# By `own_feed_forward` of a family, for every module.
 _ADAPTED: Mapping[str, Callable[[Any, Collectives], None]] = MappingProxyType(
     {
         "gemma3n": _gemma3n,
         "llama4": _llama4,
     }
 )
-"""By `own_feed_forward` of a family, for every module."""

@@ -43,11 +43,10 @@ from services.executor.model.step_context import (
     attend_prefill,
 )
 
+# The attention of models in which some layers keep latents; their other layers have `paged_attention`.
 LATENT_NAME = "ryzanstein_latent"
-"""The attention of models in which some layers keep latents; their other layers have `paged_attention`."""
 
-_CPU_BYTES = 32 << 20
-"""Keys, values and scores of the heads of a chunk that are computed at once, on a CPU."""
+_CPU_BYTES = 32 << 20  # keys, values and scores of the heads of a chunk that are computed at once, on a CPU
 _GPU_BYTES = 512 << 20
 
 

@@ -39,8 +39,7 @@ class TensorSlice:
     dim: int
     spans: tuple[ShardRange, ...]
     full: int
-    transposed: bool = False
-    """Whether the checkpoint holds the tensor, of two dimensions, the other way."""
+    transposed: bool = False  # whether the checkpoint holds the tensor, of two dimensions, the other way
 
     @property
     def size(self) -> int:
@@ -67,8 +66,8 @@ def merged(spans: list[ShardRange]) -> tuple[ShardRange, ...]:
     return tuple(joined)
 
 
+# The weights of all of a layer's experts, quantised as one.
 StackedWeight = Quantized | QuantizedRows | DeferredRows | Packed
-"""The weights of all of a layer's experts, quantised as one."""
 _SLICES = "slices"
 _ELSEWHERE = "elsewhere"
 _QUANTIZED = "quantized_experts"
@@ -110,8 +109,7 @@ def held_elsewhere(module: nn.Module) -> frozenset[str]:
     return names
 
 
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-"""Of all experts of a layer, as transformers names them."""
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of all experts of a layer, as transformers names them
 
 
 def holds_experts(module: nn.Module, name: str) -> bool:
@@ -320,8 +318,7 @@ class VocabParallelHead(LinearShard):
     def __init__(self, head: nn.Linear, rank: int, world_size: int):
         super().__init__()
         spans = split_dimension(head.out_features, world_size)
-        self.widths = [span.size for span in spans]
-        """Logits of each rank, in rank order."""
+        self.widths = [span.size for span in spans]  # logits of each rank, in rank order
         piece = TensorSlice(0, (spans[rank],), head.out_features)
         hold(self, "weight", head.weight, piece)
         self.register_parameter("bias", None)
@@ -417,11 +414,11 @@ class LatentWeight(nn.Module):
             TensorSlice(0, (layout.q_heads.scaled(rows),), linear.out_features),
         )
         saved = 2 * self.rank - rows
+        # Rows of a chunk from which on keys and values are made of the lines.
         self.expands_from: float = self.rank * rows / saved if saved > 0 else 0.0
-        """Rows of a chunk from which on keys and values are made of the lines."""
+        # (rows, A [n, r], B [this rank's outputs, n]) of each adapter of the rows that are computed: the weight is
+        # more by B A for these rows.
         self.low_rank: Callable[[], list[tuple[Tensor, Tensor, Tensor]]] = list
-        """(rows, A [n, r], B [this rank's outputs, n]) of each adapter of the rows that are computed: the weight is
-        more by B A for these rows."""
 
     @property
     def of_keys(self) -> Tensor:

@@ -386,6 +386,7 @@ def _doge(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     return forward
 
 
+# By `own_attention` of a family.
 _FORWARDS: Mapping[str, Callable[[Any, Any, ShardLayout], _Forward]] = {
     "bloom": _bloom,
     "codegen": _codegen,
@@ -400,7 +401,6 @@ _FORWARDS: Mapping[str, Callable[[Any, Any, ShardLayout], _Forward]] = {
     "openai_gpt": _openai_gpt,
     "unrotated": _unrotated,
 }
-"""By `own_attention` of a family."""
 
 
 def _attend(

@@ -19,11 +19,10 @@ from services.executor.model.states.base import StatePlace
 from services.executor.model.step_context import BlockChoice, PrefillChunk, StepContext
 from services.executor.model.token_lines import TokenLines
 
+# Scores of the rows that are scored at once: memory is bounded whatever the context is.
 _MOST_BYTES = 32 << 20
-"""Scores of the rows that are scored at once: memory is bounded whatever the context is."""
 
-Waves = tuple[Tensor, Tensor]
-"""cos and sin [1, T, d]."""
+Waves = tuple[Tensor, Tensor]  # cos and sin [1, T, d]
 
 
 def choose_pooled_blocks(attention: Any, place: StatePlace) -> None:

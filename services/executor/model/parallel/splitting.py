@@ -106,15 +106,14 @@ def by_fourth(layout: ShardLayout) -> tuple[ShardRange, ...]:
 
 _HEAD_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
 _LINEAR_KINDS = frozenset({"Linear", "FalconLinear"})
-_CONV1D = "Conv1D"
-"""GPT-2's linear layer, whose weight is [in, out]."""
+_CONV1D = "Conv1D"  # GPT-2's linear layer, whose weight is [in, out]
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+# How the embeddings are called that multiply by their `embed_scale`.
 _SCALED_EMBEDDING = "ScaledWordEmbedding"
-"""How the embeddings are called that multiply by their `embed_scale`."""
 
+# Qwen 4's, of hashes of a token and those before it: larger than the rest of the model.
 _NGRAM_EMBEDDING = ".ngram_embedding"
-"""Qwen 4's, of hashes of a token and those before it: larger than the rest of the model."""
 
 _WIDE_NORMS = frozenset({Style.QUERY_WIDE_NORM, Style.KEY_WIDE_NORM, Style.INNER_WIDE_NORM})
 _FUSED = {Style.QKV_BLOCKS: blocks, Style.QKV_BY_GROUP: by_group, Style.QVK_BY_FOURTH: by_fourth}
@@ -130,8 +129,8 @@ _OF_KEYS = frozenset(
 )
 _ATTENTION = frozenset({Style.QUERY, Style.GATED_QUERY, Style.KEY_VALUE, Style.OUTPUT, *_PAIRS, *_FUSED})
 _ROWS = frozenset({Style.ROW, Style.ROW_OF_WHOLE, Style.OUTPUT, Style.KEY_VALUE_INPUT})
+# Parameters of attention that are the same for each head, or come behind their sum.
 _OF_ALL_HEADS = frozenset({"dense_bias", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"})
-"""Parameters of attention that are the same for each head, or come behind their sum."""
 _Q_HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 _Q_WIDTHS = ("split_size", "embed_dim", "hidden_size")
@@ -149,8 +148,7 @@ def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: 
     layouts, repeated = layer_layouts(config, layout), _repeated(base)
     adapt_feed_forwards(model, config, collectives)
     splitter = _Splitter(base, layout, layouts, collectives)
-    attentions: dict[str, bool] = {}
-    """Attention module -> whether its projections are fused."""
+    attentions: dict[str, bool] = {}  # attention module -> whether its projections are fused
     plan, states = plan_for(config), layer_states(config, layout)
     mixers = _mixers(base, config, states)
     for name, style in _planned(base, plan, mixers):
@@ -416,21 +414,18 @@ def _check_layers(attentions: Mapping[str, nn.Module], config: Any, states: Laye
         )
 
 
+# Where several modules of a layer keep state, of each by its name.
 _SplitOf = Callable[[Any, ShardLayout], MixerSplit | Mapping[str, MixerSplit]]
-"""Where several modules of a layer keep state, of each by its name."""
 
 
 class _Mixer(NamedTuple):
     """A module that keeps recurrent state."""
 
     module: nn.Module
-    part: str
-    """What its layer calls it."""
+    part: str  # what its layer calls it
     layer: int
-    place: int
-    """Of its layer among those with a slot."""
-    prefix: str
-    """What the names of its tensors begin with."""
+    place: int  # of its layer among those with a slot
+    prefix: str  # what the names of its tensors begin with
 
 
 def _mixers(base: nn.Module, config: Any, states: LayerStates) -> dict[str, _Mixer]:

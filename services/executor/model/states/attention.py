@@ -6,8 +6,7 @@ from services.executor.core.layer_state import LayerState, LayerStates, attentio
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.states.base import MODEL, StateKind, attending, layer_layouts
 
-KEY_BIAS_WIDTH = 8
-"""Values stored after a key: its bias, then zeros."""
+KEY_BIAS_WIDTH = 8  # values stored after a key: its bias, then zeros
 
 
 def _chunked(config: Any, layout: ShardLayout) -> LayerStates:

@@ -31,41 +31,36 @@ class StatePlace(NamedTuple):
     """Where a layer's module finds what it keeps."""
 
     config: Any
-    layout: ShardLayout
-    """Of the layer's attention heads."""
+    layout: ShardLayout  # of the layer's attention heads
     state: LayerState
-    page: int
-    """The store's page layer that is the first of its pages."""
-    slot: int
-    """Its layer among those with a slot."""
+    page: int  # the store's page layer that is the first of its pages
+    slot: int  # its layer among those with a slot
 
 
 @dataclass(frozen=True)
 class StateKind:
     """The one declaration of a kind."""
 
-    name: str
-    """By which families name it (`ModelFamily.states`)."""
+    name: str  # by which families name it (`ModelFamily.states`)
+    # What each layer of a model of this text configuration keeps on the rank of a layout: sizes follow the rank's
+    # heads, as its weights do.
     layers: Callable[[Any, ShardLayout], LayerStates]
-    """What each layer of a model of this text configuration keeps on the rank of a layout: sizes follow the rank's
-    heads, as its weights do."""
+    # What `ryzanstein models list --supported` calls it, and a pattern of the catalogue's texts that tell of it.
     shown: Mapping[str, str] = field(default_factory=dict)
-    """What `ryzanstein models list --supported` calls it, and a pattern of the catalogue's texts that tell of it."""
+    # What `layer_types` of configurations call layers that keep it, unless a family says otherwise.
     layer_types: tuple[str, ...] = ()
-    """What `layer_types` of configurations call layers that keep it, unless a family says otherwise."""
-    has_latents: bool = False
-    """Whether attention is latent in those layers that attend."""
+    has_latents: bool = False  # whether attention is latent in those layers that attend
+    # Prepares each attention module over pages: `(module, StatePlace)`; empty: they are as those of all models.
     attention: str = ""
-    """Prepares each attention module over pages: `(module, StatePlace)`; empty: they are as those of all models."""
+    # Makes each module with a slot compute whole steps and attend by itself: `(module, StatePlace)`; empty: modules
+    # are called over their slots as `recurrent.py` does.
     mixer: str = ""
-    """Makes each module with a slot compute whole steps and attend by itself: `(module, StatePlace)`; empty: modules
-    are called over their slots as `recurrent.py` does."""
+    # How modules with a slot are split, by `ModelFamily.mixer`: `(config, layout)`, a `MixerSplit`,
+    # or one for each module's name.
     splits: Mapping[str, str] = field(default_factory=dict)
-    """How modules with a slot are split, by `ModelFamily.mixer`: `(config, layout)`, a `MixerSplit`,
-    or one for each module's name."""
+    # By classes of transformers' modules: what describes them to the CPU's kernels. `(module)`, a `Recurrent`. By
+    # name, because structure alone does not tell what a forward pass does.
     lowered: Mapping[str, str] = field(default_factory=dict)
-    """By classes of transformers' modules: what describes them to the CPU's kernels. `(module)`, a `Recurrent`. By
-    name, because structure alone does not tell what a forward pass does."""
 
 
 def layer_layouts(config: Any, layout: ShardLayout) -> tuple[ShardLayout, ...]:
@@ -92,13 +87,13 @@ def _mimo_heads(config: Any) -> Iterable[HeadCounts]:
         yield HeadCounts(config.num_attention_heads, kv_heads, config.head_dim, config.v_head_dim)
 
 
+# The heads of each layer, by `heads_by_layer` of a family.
 _HEADS: Mapping[str, Callable[[Any], Iterable[HeadCounts]]] = MappingProxyType(
     {
         "listed": _laguna_heads,
         "wider_windows": _mimo_heads,
     }
 )
-"""The heads of each layer, by `heads_by_layer` of a family."""
 
 
 def attending(layout: ShardLayout, layer_type: str = "full_attention") -> LayerState:

@@ -14,14 +14,10 @@ class ScanSizes:
     """Of the selective scan of Mamba 1 and its kin, whole."""
 
     heads: int
-    width: int
-    """Channels of a head."""
-    states: int
-    """Numbers that a channel keeps."""
-    rank: int
-    """Width of what the steps are made of."""
-    kernel: int
-    """Tokens that the convolution sees."""
+    width: int  # channels of a head
+    states: int  # numbers that a channel keeps
+    rank: int  # width of what the steps are made of
+    kernel: int  # tokens that the convolution sees
 
     @classmethod
     def of(cls, config: Any) -> "ScanSizes":
@@ -51,13 +47,10 @@ class StateSpaceSizes:
     """Of Mamba 2's mixers, whole."""
 
     heads: int
-    groups: int
-    """Of heads that share what they multiply with"""
+    groups: int  # of heads that share what they multiply with
     head_dim: int
-    state: int
-    """Numbers that each value of a head keeps"""
-    kernel: int
-    """Tokens that the convolution sees"""
+    state: int  # numbers that each value of a head keeps
+    kernel: int  # tokens that the convolution sees
 
     @classmethod
     def of(cls, config: Any) -> "StateSpaceSizes":

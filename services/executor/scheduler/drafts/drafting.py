@@ -31,13 +31,13 @@ from services.executor.scheduler.sequence import Ending, Sequence
 from services.executor.scheduler.steps import ScheduledTokens, Step
 
 _KEEP = 0.9
+# Drafts put out per decode from which they are worth more than planning ahead: what that saves is some share of a
+# step.
 _WORTH = 0.1
-"""Drafts put out per decode from which they are worth more than planning ahead: what that saves is some share of a
-step."""
+# Of the masks of all rows behind drafts in a step: a byte for each token of the vocabulary.
 MASK_BYTES = 32 << 20
-"""Of the masks of all rows behind drafts in a step: a byte for each token of the vocabulary."""
+# Steps in a row that may go without a look for drafts: a text that begins to repeat itself is seen by then.
 _RUN = 15
-"""Steps in a row that may go without a look for drafts: a text that begins to repeat itself is seen by then."""
 
 
 class Drafter:
@@ -51,22 +51,18 @@ class Drafter:
         self._spec = spec
         self._capacity = spec.capacity
         self._settings = settings
+        # Drafts of a step at most: where the model keeps recurrent state, as many as there are slots for.
         self._most = spec.draft_states if spec.num_states else settings.max_batch_tokens
-        """Drafts of a step at most: where the model keeps recurrent state, as many as there are slots for."""
         self._speculation = Speculation()
         context = DraftingContext(spec, settings, self._most, self._speculation.cost, self._limit)
         made = [make(context) for make in makers] if settings.max_drafts else []
         self._proposers = [proposer for proposer in made if proposer is not None]
+        # Of them, the one whose proposals the engine computes; None: there is none.
         self.engine = next((one for one in self._proposers if isinstance(one, EngineProposer)), None)
-        """Of them, the one whose proposals the engine computes; None: there is none."""
-        self.drafted = 0
-        """Drafts that were computed."""
-        self.accepted = 0
-        """Drafts that were put out."""
-        self._gain = 1.0
-        """Drafts put out per decode, lately, in steps that could have some."""
-        self._skipped = 0
-        """Steps since the last one that could have drafts."""
+        self.drafted = 0  # drafts that were computed
+        self.accepted = 0  # drafts that were put out
+        self._gain = 1.0  # drafts put out per decode, lately, in steps that could have some
+        self._skipped = 0  # steps since the last one that could have drafts
 
     @property
     def engine_counts(self) -> EngineCounts:

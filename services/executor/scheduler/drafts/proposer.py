@@ -25,10 +25,8 @@ class Result(NamedTuple):
     """What a step has given for one sequence, which has it already."""
 
     sequence: Sequence
-    drafts: tuple[int, ...]
-    """What was checked."""
-    drawn: list[int]
-    """New tokens: as many of the drafts as were right, and one more."""
+    drafts: tuple[int, ...]  # what was checked
+    drawn: list[int]  # new tokens: as many of the drafts as were right, and one more
 
 
 class Proposer(Protocol):
@@ -72,13 +70,10 @@ class EngineCounts:
     """What the engine has drafted since the ring has started."""
 
     def __init__(self) -> None:
-        self.drafted = 0
-        """Of the drafts that were checked, those that it has proposed."""
-        self.accepted = 0
-        """Of these, what was put out."""
+        self.drafted = 0  # of the drafts that were checked, those that it has proposed
+        self.accepted = 0  # of these, what was put out
         self.passes = 0
-        self.seconds = 0.0
-        """Of its rounds."""
+        self.seconds = 0.0  # of its rounds
 
 
 @runtime_checkable
@@ -86,8 +81,7 @@ class EngineProposer(Proposer, Protocol):
     """One whose proposals the engine computes, in rounds before a step is planned (`Engine.draft`)."""
 
     counts: EngineCounts
-    members: list[Sequence]
-    """Of the round that is under way."""
+    members: list[Sequence]  # of the round that is under way
 
     @property
     def used(self) -> bool:
@@ -141,13 +135,9 @@ class DraftingContext(NamedTuple):
 
     spec: EngineSpec
     settings: BatchSettings
-    most: int
-    """Drafts of a step at most."""
-    cost: StepCost
-    """Of steps."""
-    limit: Callable[[Sequence], int]
-    """Drafts after which a sequence may still put out one more token."""
+    most: int  # drafts of a step at most
+    cost: StepCost  # of steps
+    limit: Callable[[Sequence], int]  # drafts after which a sequence may still put out one more token
 
 
-ProposerMaker = Callable[[DraftingContext], Proposer | None]
-"""None: not with this engine."""
+ProposerMaker = Callable[[DraftingContext], Proposer | None]  # None: not with this engine

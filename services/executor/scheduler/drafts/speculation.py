@@ -16,8 +16,7 @@ sequences are taken first.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_MARGIN = 1.5
-"""A draft must promise so much more than it costs: of many estimates the largest are too large."""
+_MARGIN = 1.5  # a draft must promise so much more than it costs: of many estimates the largest are too large
 
 
 class Rate:
@@ -40,11 +39,9 @@ class StepCost:
     """Seconds of a step as a straight line over its tokens, fitted to the latest steps."""
 
     _MEMORY = 0.98
-    _RISE = 0.05
-    """Before tokens have varied: a further token costs this share of a step of none."""
+    _RISE = 0.05  # before tokens have varied: a further token costs this share of a step of none
     _RISE_WEIGHT = 8.0
-    _HICCUP = 3.0
-    """A step that took so many times what was expected is counted as that."""
+    _HICCUP = 3.0  # a step that took so many times what was expected is counted as that
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = 0.0
@@ -86,10 +83,10 @@ class Offer(NamedTuple):
     """What a proposer expects one sequence to say next."""
 
     tokens: list[int]
+    # For j from 1: the probability that the first j tokens are all right; never more than the one before it.
     chances: list[float]
-    """For j from 1: the probability that the first j tokens are all right; never more than the one before it."""
+    # What such a probability counts for: above 1 where computing the tokens has been paid already.
     worth: float = 1.0
-    """What such a probability counts for: above 1 where computing the tokens has been paid already."""
 
 
 class Speculation:

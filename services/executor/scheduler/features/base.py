@@ -22,11 +22,9 @@ from services.executor.scheduler.steps import ResultHandler, ScheduledTokens, in
 class FeatureContext(NamedTuple):
     spec: EngineSpec
     tables: BlockTables
-    running: Seq[Sequence]
-    """Those that run, at any time."""
+    running: Seq[Sequence]  # those that run, at any time
     slots: AdapterSlots
-    directories: Mapping[str, str]
-    """Where the files of adapters are, by digest."""
+    directories: Mapping[str, str]  # where the files of adapters are, by digest
 
 
 class PlannedStep:
@@ -46,8 +44,8 @@ class PlannedStep:
         return [(c.sequence, c.sequence.num_computed, c.length, len(c.drafts)) for c in in_order(self.batch)]
 
 
+# Fields of a step's `StepPlan`; None: it needs none of this. May have blocks evicted, and add to its handlers.
 StepFields = Callable[[PlannedStep], Mapping[str, Any] | None]
-"""Fields of a step's `StepPlan`; None: it needs none of this. May have blocks evicted, and add to its handlers."""
 
 
 class PlaceClaims(Protocol):
@@ -83,20 +81,15 @@ class StepFeature(NamedTuple):
     """What a feature does in one ring; None of anything that it does not need."""
 
     fields: StepFields | None = None
-    claims: Callable[[], PlaceClaims] | None = None
-    """Asked for once in a step, if anybody waits."""
-    budget: Callable[[], StepBudget] | None = None
-    """Asked for once in a step, if a sequence is `budgeted`."""
-    admitted: Callable[[Sequence], None] | None = None
-    """A sequence gets a place."""
-    left: Callable[[Sequence], None] | None = None
-    """It runs no more."""
+    claims: Callable[[], PlaceClaims] | None = None  # asked for once in a step, if anybody waits
+    budget: Callable[[], StepBudget] | None = None  # asked for once in a step, if a sequence is `budgeted`
+    admitted: Callable[[Sequence], None] | None = None  # a sequence gets a place
+    left: Callable[[Sequence], None] | None = None  # it runs no more
+    # Raises AssertionError where an invariant does not hold for those that run. For tests, and for idle moments.
     check: Callable[[Collection[Sequence]], None] | None = None
-    """Raises AssertionError where an invariant does not hold for those that run. For tests, and for idle moments."""
 
 
-FeatureMaker = Callable[[FeatureContext], StepFeature | None]
-"""None: this engine has no use for it."""
+FeatureMaker = Callable[[FeatureContext], StepFeature | None]  # None: this engine has no use for it
 
 
 class Feature(NamedTuple):

@@ -77,8 +77,8 @@ def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | Non
 
 # --- how much of it a step computes --------------------------------------------------------------
 
+# Of the logits, in float32 and over all ranks, that a step computes to score prompts at most.
 SCORED_LOGITS_BYTES = 256 << 20
-"""Of the logits, in float32 and over all ranks, that a step computes to score prompts at most."""
 
 
 class _LogitsBudget:
@@ -118,10 +118,8 @@ class PromptPart(NamedTuple):
     """Rows of a prompt, in one step, that something is wanted of."""
 
     sequence: Sequence
-    first: int
-    """Row of the flat batch."""
-    start: int
-    """Position of its token."""
+    first: int  # row of the flat batch
+    start: int  # position of its token
     end: int
 
 

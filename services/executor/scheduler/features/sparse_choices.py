@@ -19,8 +19,7 @@ def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | Non
 
 class _SparseChoices:
     def __init__(self) -> None:
-        self._choosing = 0
-        """How many of those that run choose which earlier tokens they read."""
+        self._choosing = 0  # how many of those that run choose which earlier tokens they read
 
     def admitted(self, sequence: Sequence) -> None:
         self._choosing += sequence.choice.kind != DENSE

@@ -55,12 +55,9 @@ class Successor(NamedTuple):
     """A sequence of the step under way that the later step goes on with."""
 
     sequence: Sequence
-    row: int
-    """Of the step under way: it samples the token that the later step computes."""
-    position: int
-    """Of that token."""
-    chunk: ScheduledTokens
-    """What the later step computes of it."""
+    row: int  # of the step under way: it samples the token that the later step computes
+    position: int  # of that token
+    chunk: ScheduledTokens  # what the later step computes of it
 
 
 class OverlapScheduling:

@@ -24,34 +24,26 @@ from numpy.typing import NDArray
 
 from services.executor.scheduler.drafts.speculation import StepCost
 
-PATIENCE = 8
-"""Steps after which a prompt goes on, whatever that costs: it ends at any depth, on any machine."""
-QUIET_EVERY = 16
-"""Steps of which one goes without long prompts, to see what the decodes take by themselves."""
+PATIENCE = 8  # steps after which a prompt goes on, whatever that costs: it ends at any depth, on any machine
+QUIET_EVERY = 16  # steps of which one goes without long prompts, to see what the decodes take by themselves
+# The same, behind one that took another time than expected, by a larger share than `_SURPRISE`.
 QUIET_SOON = 4
-"""The same, behind one that took another time than expected, by a larger share than `_SURPRISE`."""
 _SURPRISE = 0.1
-_FEW = 5
-"""Steps without prompts that tell how fast the machine is now."""
-_KNOWN = 4
-"""Steps without prompts from which their time is known well enough."""
-_CAREFUL = 16
-"""Tokens of the first chunk, before any was timed."""
+_FEW = 5  # steps without prompts that tell how fast the machine is now
+_KNOWN = 4  # steps without prompts from which their time is known well enough
+_CAREFUL = 16  # tokens of the first chunk, before any was timed
+# A chunk may be so many times the work of the largest that was timed, which counts so much less after each other.
 _LEAP, _SHRINK = 2.0, 0.9
-"""A chunk may be so many times the work of the largest that was timed, which counts so much less after each other."""
+# What is not told apart by what was seen is put down to the tokens, then to attending to keys, to the step, and last
+# to reading keys: as chunks grow with the depth, all of their time would look like that.
 _CERTAIN = np.diag((1e-3, 1e-2, 1e-6, 1e-5))
-"""What is not told apart by what was seen is put down to the tokens, then to attending to keys, to the step, and last
-to reading keys: as chunks grow with the depth, all of their time would look like that."""
-_MARGIN = 0.85
-"""Share of the time allowed that is planned with: estimates are off by some, either way."""
-_HICCUP = 3.0
-"""A step that took so many times what was expected says nothing; the second in a row does."""
+_MARGIN = 0.85  # share of the time allowed that is planned with: estimates are off by some, either way
+_HICCUP = 3.0  # a step that took so many times what was expected says nothing; the second in a row does
+# Weights of what was seen, after each further chunk, and of the older against the latest.
 _SHORT, _LONG, _PAST = 0.93, 0.998, 0.002
-"""Weights of what was seen, after each further chunk, and of the older against the latest."""
 
 
-_Terms = NDArray[np.float64]
-"""[4], as `_work` has them, or [4, 4]."""
+_Terms = NDArray[np.float64]  # [4], as `_work` has them, or [4, 4]
 
 
 class PrefillPace:
@@ -63,16 +55,12 @@ class PrefillPace:
         self._stretch = stretch
         self._gap = gap
         self._decodes = StepCost()
-        self._level = 1.0
-        """What the latest steps without prompts took, against that: they are few."""
+        self._level = 1.0  # what the latest steps without prompts took, against that: they are few
         self._quiet_seen = 0
-        self.knows_decodes = False
-        """Whether it knows what steps without prompts take."""
+        self.knows_decodes = False  # whether it knows what steps without prompts take
         self._cost = _ChunkCost()
-        self._since_quiet = 0
-        """Steps with prompt tokens since the last one without."""
-        self._credit = 0.0
-        """Seconds saved up for a chunk that costs more than one step allows."""
+        self._since_quiet = 0  # steps with prompt tokens since the last one without
+        self._credit = 0.0  # seconds saved up for a chunk that costs more than one step allows
         self._waited = 0
 
     def observe(self, decodes: int, chunks: Collection[tuple[int, int]], seconds: float) -> None:
@@ -128,8 +116,7 @@ class _ChunkCost:
         self._short, self._long = _Sums(), _Sums()
         self._suspicious = False
         self._terms: _Terms | None = None
-        self.most_pairs = 0.0
-        """Of tokens and keys, of the largest chunk that was timed lately."""
+        self.most_pairs = 0.0  # of tokens and keys, of the largest chunk that was timed lately
 
     def observe(self, work: _Terms, added: float, seconds: float) -> None:
         """`work`, the sum over a step's prompts, added so many of the `seconds` that it took."""

@@ -33,10 +33,9 @@ from services.executor.scheduler.steps import SampledRow, ScheduledTokens
 from shared.messages import LANES
 
 URGENCY = attrgetter("urgency")
+# Of the steps while no long prompt runs, one is timed, so that what decodes cost is known when one comes.
 TIMED_EVERY = 8
-"""Of the steps while no long prompt runs, one is timed, so that what decodes cost is known when one comes."""
-_BATCH = (LANES.index("batch"),)
-"""Comes before the urgency of any batch request, and after that of any other."""
+_BATCH = (LANES.index("batch"),)  # comes before the urgency of any batch request, and after that of any other
 
 
 class _Step:
@@ -44,25 +43,19 @@ class _Step:
         self._hooks = hooks
         self._claims: list[PlaceClaims] | None = None
         self._budgets: list[StepBudget] | None = None
+        # How many of those that wait, from the first on, cannot have a place now, as a feature says.
         self.passed = 0
-        """How many of those that wait, from the first on, cannot have a place now, as a feature says."""
+        # What keeps the one behind them from a place, until sequences of the batch lane have made way.
         self.refusing: list[PlaceClaims] = []
-        """What keeps the one behind them from a place, until sequences of the batch lane have made way."""
         self.chunks: list[ScheduledTokens] = []
-        self.budget = budget
-        """Tokens that it may still compute."""
-        self.before: list[Sequence] = []
-        """Those whose prompts were looked at, most urgent first."""
-        self.only: Sequence | None = None
-        """Who is computed alone; None: all who need not be."""
-        self.paced = False
-        """Whether long prompts share its time with decodes that somebody waits for."""
-        self.turn: Sequence | None = None
-        """Whose long prompt it computes then, if anybody's."""
-        self.allowed = 0
-        """Tokens of that."""
+        self.budget = budget  # tokens that it may still compute
+        self.before: list[Sequence] = []  # those whose prompts were looked at, most urgent first
+        self.only: Sequence | None = None  # who is computed alone; None: all who need not be
+        self.paced = False  # whether long prompts share its time with decodes that somebody waits for
+        self.turn: Sequence | None = None  # whose long prompt it computes then, if anybody's
+        self.allowed = 0  # tokens of that
+        # Whether sequences that had to give up their blocks for it were of the batch lane.
         self.preempted: set[bool] = set()
-        """Whether sequences that had to give up their blocks for it were of the batch lane."""
 
     def add(self, sequence: Sequence, length: int) -> None:
         last = length == sequence.remaining
@@ -125,26 +118,20 @@ class StepPlanner:
         self._hooks = _FeatureHooks()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # Of those that run: the chunk that each of their decodes is.
         self._decodes: dict[Sequence, ScheduledTokens] = {}
-        """Of those that run: the chunk that each of their decodes is."""
+        # Of those that run: the row that each of their chunks without drafts is sampled in.
         self.rows: dict[Sequence, SampledRow] = {}
-        """Of those that run: the row that each of their chunks without drafts is sampled in."""
-        self.admitted: list[Sequence] = []
-        """Who has got a place since this was last taken."""
-        self.preemptions = 0
-        """Sequences that have had to give up their blocks."""
-        self.isolates = False
-        """Whether some sequence may have to be computed alone."""
+        self.admitted: list[Sequence] = []  # who has got a place since this was last taken
+        self.preemptions = 0  # sequences that have had to give up their blocks
+        self.isolates = False  # whether some sequence may have to be computed alone
+        # Whether the last step had decodes that somebody waits for, so that long prompts share its time.
         self.paced = False
-        """Whether the last step had decodes that somebody waits for, so that long prompts share its time."""
-        self.shared = False
-        """Whether it computes a part of one then."""
-        self.timed = False
-        """Whether `took` wants to know what the last step took."""
+        self.shared = False  # whether it computes a part of one then
+        self.timed = False  # whether `took` wants to know what the last step took
         stretch, gap = settings.prefill_stretch, settings.prefill_gap
         self._pace = PrefillPace(stretch, gap) if stretch else None
-        self._long = 0
-        """How many of those that run have begun with a long prompt."""
+        self._long = 0  # how many of those that run have begun with a long prompt
         self._planned = 0
         self._turn = 0
         self._was_alone = False

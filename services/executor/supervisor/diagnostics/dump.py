@@ -41,12 +41,10 @@ from shared.messages.debugging import (
 )
 from shared.nats.errors import without_password
 
-LOOK = 0.02
-"""Seconds between two looks for answers."""
-WINDOW = 0.1
-"""Seconds over which a thread's use of the CPU is measured, at least."""
+LOOK = 0.02  # seconds between two looks for answers
+WINDOW = 0.1  # seconds over which a thread's use of the CPU is measured, at least
+# Seconds, or half of those that there are, after which a rank that has not answered is signalled.
 ANSWER_TIME = 1.0
-"""Seconds, or half of those that there are, after which a rank that has not answered is signalled."""
 STEPS_SHOWN = 16
 PACKAGES = ("ryzanstein", "torch", "transformers", "numpy", "msgspec", "nats-py", "llguidance")
 

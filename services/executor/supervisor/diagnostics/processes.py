@@ -22,6 +22,7 @@ from shared.messages.debugging import StackDump, ThreadDump
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SIGNIFICANT = 0.005
+# Names of the calls that threads wait in, by machine.
 _CALLS = {
     "x86_64": {
         0: "read", 1: "write", 7: "poll", 9: "mmap", 16: "ioctl", 23: "select", 24: "sched_yield", 35: "nanosleep",
@@ -35,7 +36,6 @@ _CALLS = {
         203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 260: "wait4",
     },
 }  # fmt: skip
-"""Names of the calls that threads wait in, by machine."""
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -50,8 +50,7 @@ STOPPED = ("stopped", "stopped by a debugger")
 
 class ProcessSample(msgspec.Struct, frozen=True):
     pid: int
-    state: str
-    """One of the words above."""
+    state: str  # one of the words above
     memory_bytes: int
     threads: list[ThreadDump]
 
@@ -146,8 +145,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-MOST_BYTES = 512 << 10
-"""Of a stack file that are read."""
+MOST_BYTES = 512 << 10  # of a stack file that are read
 
 # "Current" is the thread that took the signal, which says nothing.
 _HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):$")
@@ -161,8 +159,7 @@ class StackRequest:
         """`missing`: why it need not be asked."""
         self._path = path
         self._size = -1
-        self.missing = missing or _ask(pid, path)
-        """Why there will be no answer; empty where there may be one."""
+        self.missing = missing or _ask(pid, path)  # why there will be no answer; empty where there may be one
 
     def poll(self) -> bool:
         """Whether the answer is complete, as far as can be told: it has not grown since the last look."""

@@ -44,13 +44,11 @@ from shared.nats.bus import Bus, Subscribed
 log = structlog.get_logger(__name__)
 
 MOST_JOBS = 8
-MOST_BYTES = 512 << 20
-"""Of all jobs' files."""
-KEPT_FOR = 600.0
-"""Seconds."""
+MOST_BYTES = 512 << 20  # of all jobs' files
+KEPT_FOR = 600.0  # seconds
 
+# Leaves its files in that directory. Raises `RyzansteinError` with the reason where there are none.
 Work = Callable[[Path], Awaitable[None]]
-"""Leaves its files in that directory. Raises `RyzansteinError` with the reason where there are none."""
 
 
 class Job:
@@ -142,15 +140,12 @@ def _read(path: Path, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-LOOK = 0.1
-"""Seconds between two looks for what ranks have written."""
-WRITE_TIME = 60.0
-"""Seconds that ranks get to write what they have."""
+LOOK = 0.1  # seconds between two looks for what ranks have written
+WRITE_TIME = 60.0  # seconds that ranks get to write what they have
 MOST_STEPS = 500
 MOST_SECONDS = 60.0
 MOST_TIMEOUT = 600.0
-LEAD_TIME = 0.1
-"""Seconds in which all ranks have heard of it: they begin with the same step after that."""
+LEAD_TIME = 0.1  # seconds in which all ranks have heard of it: they begin with the same step after that
 
 
 def refusal(command: ProfileCommand, settings: ExecutorSettings, ring: Ring | None, group: str) -> str:
@@ -224,10 +219,9 @@ async def _wait(ring: Ring, paths: list[Path], timeout: float) -> None:
 
 
 LONGEST_WAIT = 30.0
+# Seconds for which a dump that nobody has asked for waits for answers: the ring is to come back soon.
 HUNG_WAIT = 0.5
-"""Seconds for which a dump that nobody has asked for waits for answers: the ring is to come back soon."""
-HUNG_LIMIT = 2.0
-"""Seconds after which the ring is taken down without it."""
+HUNG_LIMIT = 2.0  # seconds after which the ring is taken down without it
 
 
 class DebugService(Collector):
@@ -239,8 +233,7 @@ class DebugService(Collector):
         self._jobs: DiagnosticJobs | None = None
         self._subscribed: Subscribed | None = None
         self._profile: Job | None = None
-        self._one_at_a_time = asyncio.Lock()
-        """Each rank has one file for its stacks."""
+        self._one_at_a_time = asyncio.Lock()  # each rank has one file for its stacks
 
     async def start(self, bus: Bus) -> None:
         self._bus = bus

@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from services.executor.supervisor.diagnostics.processes import ENDED, STOPPED
 from shared.messages.debugging import CollectiveDump, Dump, RankDump, StackDump
 
-PATIENCE = 1.0
-"""Seconds for which a ring that works may stand still in one place."""
+PATIENCE = 1.0  # seconds for which a ring that works may stand still in one place
 
 _PLACES = ("worker/engine.py", "worker/runner.py", "model/", "cpu/", "gpu/", "collectives/", "sampling/")
 _COMPUTING = tuple(f"services/executor/{place}" for place in _PLACES)

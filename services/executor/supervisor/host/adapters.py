@@ -27,11 +27,9 @@ from shared.nats.bus import Bus
 from shared.registry import as_of_hub
 from shared.tasks import TaskSet
 
-AT_A_TIME = 2
-"""Adapters that are being read; further ones wait."""
+AT_A_TIME = 2  # adapters that are being read; further ones wait
 
-MAX_BASE = 200
-"""Characters of the base's name that are kept."""
+MAX_BASE = 200  # characters of the base's name that are kept
 
 
 class AdapterInspection(msgspec.Struct, frozen=True):
@@ -57,8 +55,8 @@ class HostAdapters:
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore(AT_A_TIME)
         self._tasks = TaskSet("")
+        # By the command: whoever asks again waits for the same.
         self._reading: dict[bytes, asyncio.Task[AdapterRecord]] = {}
-        """By the command: whoever asks again waits for the same."""
 
     async def stop(self) -> None:
         await self._tasks.cancel()

@@ -52,8 +52,8 @@ class HostJobs(Protocol):
     @property
     def metrics(self) -> Collector: ...
 
+    # Whether its jobs pause while somebody waits for an answer, and `on_request` must be called then.
     preemptible: bool
-    """Whether its jobs pause while somebody waits for an answer, and `on_request` must be called then."""
 
     def beat(self) -> dict[str, Any]:
         """Its fields of `HostBeat`."""
@@ -78,5 +78,5 @@ class HostJobs(Protocol):
 
 class HostJobKind(NamedTuple):
     make: Callable[[ExecutorSettings, JobService, HostMemory, HostModels], HostJobs]
+    # Its section of the executor's settings: `make` takes it out of those (`section_of`).
     settings: type[CommonSettings]
-    """Its section of the executor's settings: `make` takes it out of those (`section_of`)."""

@@ -18,15 +18,12 @@ class HostLoad:
         self.spec = spec
         self.settings = settings
         self.supervisor: GroupSupervisor | None = None
+        # Fetches its files; cancelled where they are not wanted any more.
         self.preparing: asyncio.Task[str] | None = None
-        """Fetches its files; cancelled where they are not wanted any more."""
-        self.stage = ("", 0, 0)
-        """What is done to the files before they are loaded, bytes done, bytes in all."""
+        self.stage = ("", 0, 0)  # what is done to the files before they are loaded, bytes done, bytes in all
         self.memory = 0
-        self.unload: UnloadModel | None = None
-        """How it was told to end."""
-        self.remove = False
-        """Whether its files go with it."""
+        self.unload: UnloadModel | None = None  # how it was told to end
+        self.remove = False  # whether its files go with it
 
     def cancel(self) -> None:
         """Its files are not fetched any more."""

@@ -15,27 +15,23 @@ from typing import NamedTuple
 from shared.errors import ModelDoesNotFit
 
 GIB = 1 << 30
+# Bytes that a rank takes on a CPU beside weights and KV cache: its process, and what a step computes with.
 RANK_OVERHEAD = 96 << 20
-"""Bytes that a rank takes on a CPU beside weights and KV cache: its process, and what a step computes with."""
-GPU_OVERHEAD = 2 * GIB
-"""On a GPU: CUDA's context, workspaces, graphs, and what a step computes with."""
+GPU_OVERHEAD = 2 * GIB  # on a GPU: CUDA's context, workspaces, graphs, and what a step computes with
+# Share of its devices' memory that the KV cache of a group that is loaded at run time may take, unless its entry in
+# the registry says how much.
 KV_SHARE = 0.25
-"""Share of its devices' memory that the KV cache of a group that is loaded at run time may take, unless its entry in
-the registry says how much."""
-KV_SEQUENCES = 64
-"""Sequences of full length beyond which that share is not used on a CPU."""
+KV_SEQUENCES = 64  # sequences of full length beyond which that share is not used on a CPU
+# How much more than one sequence's a cache must hold: ranks differ by a head, and blocks are whole.
 KV_MARGIN = 1.25
-"""How much more than one sequence's a cache must hold: ranks differ by a head, and blocks are whole."""
-LEAST_KV = 16 << 20
-"""Bytes of a cache of a model whose configuration does not tell what a sequence takes."""
+LEAST_KV = 16 << 20  # bytes of a cache of a model whose configuration does not tell what a sequence takes
 
 
 class ModelSize(NamedTuple):
     """What is known of a model before its weights are read, in bytes."""
 
     weights: int
-    sequence: int
-    """KV cache of one sequence of full length, as it is computed; 0: not known."""
+    sequence: int  # KV cache of one sequence of full length, as it is computed; 0: not known
 
 
 class Footprint(NamedTuple):
@@ -52,12 +48,9 @@ class Footprint(NamedTuple):
 
 class MemoryPlacement(NamedTuple):
     footprint: Footprint
-    devices: tuple[int, ...]
-    """GPUs of its ranks, by rank; empty on a CPU."""
-    woken: tuple[str, ...] = ()
-    """Models that sleep no more: their weights have made way."""
-    jobs: tuple[str, ...] = ()
-    """Jobs that must end first, by their keys."""
+    devices: tuple[int, ...]  # GPUs of its ranks, by rank; empty on a CPU
+    woken: tuple[str, ...] = ()  # models that sleep no more: their weights have made way
+    jobs: tuple[str, ...] = ()  # jobs that must end first, by their keys
 
 
 class HostMemory:
@@ -69,12 +62,10 @@ class HostMemory:
         self._capacities = tuple(capacities)
         self._gpus = gpus
         self._asleep_limit = asleep_limit if gpus else sum(capacities)
-        self._held: dict[str, tuple[int, ...]] = {}
-        """By group: bytes on each device."""
-        self._asleep: dict[str, int] = {}
-        """By model, the one that has slept longest first."""
+        self._held: dict[str, tuple[int, ...]] = {}  # by group: bytes on each device
+        self._asleep: dict[str, int] = {}  # by model, the one that has slept longest first
+        # By job, in the order of their coming: bytes on each device.
         self._jobs: dict[str, tuple[int, ...]] = {}
-        """By job, in the order of their coming: bytes on each device."""
 
     @property
     def total(self) -> int:

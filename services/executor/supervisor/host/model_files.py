@@ -28,15 +28,12 @@ from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress
 from shared.models import WEIGHT_DTYPE, linked_gguf
 
-MEMORY_SHARE = 0.9
-"""Of the host's memory, or of each GPU's, that groups may take."""
-MOST_CONFIG = 16 << 20
-"""Bytes of a config.json."""
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14."""
+MEMORY_SHARE = 0.9  # of the host's memory, or of each GPU's, that groups may take
+MOST_CONFIG = 16 << 20  # bytes of a config.json
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
+# Of a weight that is unpacked from codes, whose bits the configuration does not tell: few, so that more memory is
+# promised than is taken, and not less.
 _CODE_BITS = 4.5
-"""Of a weight that is unpacked from codes, whose bits the configuration does not tell: few, so that more memory is
-promised than is taken, and not less."""
 _STORED_BITS = {"float32": 32.0, "float64": 64.0}
 
 

@@ -62,12 +62,10 @@ from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
-MOST_GROUPS = 64
-"""That a host has, is loading, or ends at a time."""
-MOST_TOLD = 256
-"""Models that a host speaks of in its heartbeats; of those that have failed, the last."""
+MOST_GROUPS = 64  # that a host has, is loading, or ends at a time
+MOST_TOLD = 256  # models that a host speaks of in its heartbeats; of those that have failed, the last
+# Seconds between two looks whether a group has ended its work: so long a model waits beyond need for its memory.
 IDLE_LOOK = 0.1
-"""Seconds between two looks whether a group has ended its work: so long a model waits beyond need for its memory."""
 
 
 def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
@@ -117,18 +115,15 @@ class ModelHost:
         self._gpu_names = [name for name, _ in gpus]
         self.memory = _memory_of(settings, [size for _, size in gpus])
         self.metrics = HostMetrics(self.memory, lambda: len(self.groups))
-        self.groups: dict[str, GroupSupervisor] = {}
-        """By name, in the order in which they have come."""
+        self.groups: dict[str, GroupSupervisor] = {}  # by name, in the order in which they have come
         self._own: GroupSupervisor | None = None
         self._own_weights = 0
         self._loads: dict[str, HostLoad] = {}
-        self._some_loads = asyncio.Event()
-        """Whether there may be any."""
-        self._pulls: dict[str, HostLoad] = {}
-        """By model."""
+        self._some_loads = asyncio.Event()  # whether there may be any
+        self._pulls: dict[str, HostLoad] = {}  # by model
         self._asleep: dict[str, ResidentFiles] = {}
+        # Of models that are stored, asleep or have failed: the last that there is to say.
         self._told: dict[str, HostModel] = {}
-        """Of models that are stored, asleep or have failed: the last that there is to say."""
         self._log_level = LevelChange()
         self._tasks = TaskSet(failed="host_task_failed")
         self._adapters = HostAdapters()

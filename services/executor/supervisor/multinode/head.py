@@ -24,8 +24,7 @@ class RemoteRank:
         self, send: Callable[[msgspec.Struct], None], where: str, rank: int, epoch: int, board: RingBoard
     ):
         """`send`: to its host."""
-        self.events = asyncio.StreamReader()
-        """A line for each event; ends with the process."""
+        self.events = asyncio.StreamReader()  # a line for each event; ends with the process
         self.where = where
         self.returncode: int | None = None
         self.rank = rank
@@ -73,8 +72,7 @@ class _Node:
     def __init__(self, line: Channel[wire.ToHead], number: int) -> None:
         self.line = line
         self.number = number
-        self.ranks: dict[int, RemoteRank] = {}
-        """Of the ring that is up, by rank."""
+        self.ranks: dict[int, RemoteRank] = {}  # of the ring that is up, by rank
 
     def on_message(self, message: wire.ToHead) -> None:
         if isinstance(message, wire.Rows):

@@ -28,8 +28,8 @@ from shared.tasks import Backoff
 
 log = structlog.get_logger(__name__)
 
-LONGEST_PAUSE = 5.0
-"""Seconds before host 0 is tried again, at most."""
+LONGEST_PAUSE = 5.0  # seconds before host 0 is tried again, at most
+# Settings that are a host's own; the others are those of host 0.
 OWN = (
     "model_cache",
     "model_cache_bytes",
@@ -45,7 +45,6 @@ OWN = (
     "log_level",
     "log_format",
 )
-"""Settings that are a host's own; the others are those of host 0."""
 
 
 class _Rank:

@@ -18,14 +18,10 @@ import msgspec
 
 from services.executor.ipc.proofs import MAC_SIZE, MessageMac
 
-SILENCE = 10.0
-"""Seconds without a word after which the other side is taken for gone."""
-BEAT = 1.0
-"""Seconds between two words of host 0."""
-ROWS = 0.2
-"""Seconds between two copies of the rows of a host's ranks."""
-GREETING = 5.0
-"""Seconds for the greeting."""
+SILENCE = 10.0  # seconds without a word after which the other side is taken for gone
+BEAT = 1.0  # seconds between two words of host 0
+ROWS = 0.2  # seconds between two copies of the rows of a host's ranks
+GREETING = 5.0  # seconds for the greeting
 MOST_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")
 

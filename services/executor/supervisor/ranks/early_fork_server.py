@@ -14,17 +14,16 @@ from typing import Any, NamedTuple, NoReturn
 from shared.process import die_with_parent
 
 MODULE = "services.executor.supervisor.ranks.fork_server"
+# What libraries read while they are imported. GOMP_SPINCOUNT: turns that an OpenMP thread waits before it sleeps, the
+# time between two operations. OpenBLAS, which NumPy has for products that nobody asks for, would start threads, and a
+# process of several is not forked. What the operator has set goes first.
 RUNTIME = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_NUM_THREADS": "1"}
-"""What libraries read while they are imported. GOMP_SPINCOUNT: turns that an OpenMP thread waits before it sleeps, the
-time between two operations. OpenBLAS, which NumPy has for products that nobody asks for, would start threads, and a
-process of several is not forked. What the operator has set goes first."""
 
+# A line to a waiting executor: its ranks will make their weights of a model's files, with modules that take seconds to
+# import.
 BUILDS = "builds"
-"""A line to a waiting executor: its ranks will make their weights of a model's files, with modules that take seconds to
-import."""
 BUILDERS = ["services.executor.model.loading.loader"]
-WAITING = ["-"]
-"""The arguments of an executor that is told later what it is."""
+WAITING = ["-"]  # the arguments of an executor that is told later what it is
 
 
 class StartedForkServer(NamedTuple):

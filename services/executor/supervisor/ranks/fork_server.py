@@ -28,21 +28,18 @@ from shared.process import VERSION, die_with_parent
 
 MODULE = "services.executor.supervisor.ranks.fork_server"
 RANK_MODULE = "services.executor.rank"
+# What every rank of the torch engine needs. Neither starts threads nor touches GPUs.
 MODULES = (RANK_MODULE, "services.executor.leader.leader", "services.executor.worker.engine")
-"""What every rank of the torch engine needs. Neither starts threads nor touches GPUs."""
 LONGEST_MESSAGE = 1 << 16
-_ADOPTED_WITHIN = 10.0
-"""Seconds until a rank is the executor's child."""
+_ADOPTED_WITHIN = 10.0  # seconds until a rank is the executor's child
 _IMPORTABLE = ("services.executor.", "transformers.")
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
     """Comes with four descriptors: the rank's standard input, where it tells events, standard output and error."""
 
-    variables: dict[str, str]
-    """Of the rank's environment, where ours does not have them."""
-    own: dict[str, str] = {}
-    """Of its environment, whatever ours has."""
+    variables: dict[str, str]  # of the rank's environment, where ours does not have them
+    own: dict[str, str] = {}  # of its environment, whatever ours has
 
 
 class ImportModules(msgspec.Struct, frozen=True, tag="import"):

@@ -33,13 +33,11 @@ from shared.process import VERSION, die_with_parent
 
 log = structlog.get_logger(__name__)
 
-IMPORTED_WITHIN = 300.0
-"""Seconds for the imports, from a disk that has other work."""
+IMPORTED_WITHIN = 300.0  # seconds for the imports, from a disk that has other work
 FORKED_WITHIN = 30.0
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _ORPHANS_GONE_WITHIN = 0.2
-_OUTPUT = (1, 2)
-"""A rank writes where we do: the server may have been started before we were told where."""
+_OUTPUT = (1, 2)  # a rank writes where we do: the server may have been started before we were told where
 
 _answers = msgspec.json.Decoder(ForkServerReady | Forked | ForkRefused)
 
@@ -95,8 +93,7 @@ class ForkClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._greeted = False
-        self._given_up = False
-        """Whether another server would be of no use either."""
+        self._given_up = False  # whether another server would be of no use either
         self._busy = asyncio.Lock()
         self._needed: list[str] = []
         if started is not None:
@@ -211,6 +208,7 @@ def _is_subreaper() -> bool:
 
 SPIN_COUNT = RUNTIME["GOMP_SPINCOUNT"]
 
+# torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first.
 NCCL_DEFAULTS = {
     # An error that NCCL reports on its own (a peer's socket closed, a link down) ends the process, which the
     # supervisor sees at once; PyTorch's thread that watches must not try to clean up first, where it can hang.
@@ -222,7 +220,6 @@ NCCL_DEFAULTS = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "NCCL_DEBUG": "WARN",
 }
-"""torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first."""
 
 
 _Process = ForkedRank | asyncio.subprocess.Process
@@ -238,8 +235,7 @@ class LocalRank:
     ):
         self._process = process
         self._commands = commands
-        self.events = events
-        """A line for each event; ends with the process."""
+        self.events = events  # a line for each event; ends with the process
         self._pipe = pipe
 
     @classmethod
@@ -308,8 +304,8 @@ class LocalRank:
             self._commands.abort()
 
 
+# `LocalRank.start`, or what takes its place where there are no processes, as in a simulation.
 StartRank = Callable[[int, ExecutorSettings, ForkClient | None, Mapping[str, str]], Awaitable[LocalRank]]
-"""`LocalRank.start`, or what takes its place where there are no processes, as in a simulation."""
 
 
 async def _executed(commands: int, events: int, environment: dict[str, str]) -> asyncio.subprocess.Process:

@@ -43,16 +43,11 @@ from shared.nats.tenants import tenant_key
 from shared.nats.training import training_jobs
 from shared.tasks import TaskSet
 
-MAKE_WAY_WITHIN = 10.0
-"""Seconds that trainers have to write their states when a model needs their memory."""
-LEAVE_WITHIN = 10.0
-"""The same when the executor ends."""
-SETTLE_WITHIN = 5.0
-"""Seconds beyond that in which a job is given back."""
-RETRY_AFTER = 10.0
-"""Seconds before a job that has made way is given to a host again."""
-STUB_BYTES = 1 << 20
-"""Memory of a trainer that computes nothing."""
+MAKE_WAY_WITHIN = 10.0  # seconds that trainers have to write their states when a model needs their memory
+LEAVE_WITHIN = 10.0  # the same when the executor ends
+SETTLE_WITHIN = 5.0  # seconds beyond that in which a job is given back
+RETRY_AFTER = 10.0  # seconds before a job that has made way is given to a host again
+STUB_BYTES = 1 << 20  # memory of a trainer that computes nothing
 
 log = structlog.get_logger(__name__)
 
@@ -75,10 +70,8 @@ class HostTrainings:
         self.preemptible = section.trains > 0
         self.state_interval = section.training_state_interval
         self._places = section.trains if settings.nnodes == 1 else 0
-        self._trainings: dict[str, Training] = {}
-        """By the keys of their jobs."""
-        self._held: dict[str, ModelInUse] = {}
-        """Files that are not removed meanwhile."""
+        self._trainings: dict[str, Training] = {}  # by the keys of their jobs
+        self._held: dict[str, ModelInUse] = {}  # files that are not removed meanwhile
         self._tasks = TaskSet(failed="training_failed")
         self._stopping = False
         self._suspension = Suspension(lambda: service.activity, self._trainings)

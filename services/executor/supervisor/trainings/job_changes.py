@@ -21,12 +21,10 @@ from shared.messages.training import (
 )
 from shared.training_storage import KEPT_ADAPTERS
 
-MOST_CRASHES = 5
-"""Times that a trainer may end by a fault without a new state in between."""
+MOST_CRASHES = 5  # times that a trainer may end by a fault without a new state in between
+# Seconds before a job whose trainer has ended by a fault is given to a host again; twice as many each time.
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0
-"""Seconds before a job whose trainer has ended by a fault is given to a host again; twice as many each time."""
-MAX_REASON = 1000
-"""Characters of why it has failed, or waits."""
+MAX_REASON = 1000  # characters of why it has failed, or waits
 
 _replace = msgspec.structs.replace
 
@@ -150,14 +148,11 @@ def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:
 class End(NamedTuple):
     """How a training has ended on this host before it was done."""
 
+    # `left`: by a further replica, when the first one ended: what comes of the job is the first one's to say.
     kind: Literal["failed", "given_back", "crashed", "left"]
-    """`left`: by a further replica, when the first one ended: what comes of the job is the first one's to say."""
-    reason: str = ""
-    """One sentence."""
-    code: str = ""
-    """Of `failed`: one of `shared.errors`."""
-    retry_after: float = 0.0
-    """Of `given_back`: seconds before a host is told again."""
+    reason: str = ""  # one sentence
+    code: str = ""  # of `failed`: one of `shared.errors`
+    retry_after: float = 0.0  # of `given_back`: seconds before a host is told again
 
 
 def ended(job: TrainingJob, end: End, now: float) -> TrainingJob:

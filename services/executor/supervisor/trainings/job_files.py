@@ -20,8 +20,7 @@ from shared.nats.bus import Bus
 from shared.nats.objects import CHUNK, MissingObject
 from shared.nats.training import clear_objects, object_name, training_objects, writing_of
 
-PATIENCE = 30.0
-"""Seconds for which an object is read on while the broker is away."""
+PATIENCE = 30.0  # seconds for which an object is read on while the broker is away
 
 log = structlog.get_logger(__name__)
 

@@ -19,8 +19,7 @@ from shared.nats.tenants import TenantBucket
 
 T = TypeVar("T")
 
-RETRY = 0.5
-"""Seconds before the broker is asked again."""
+RETRY = 0.5  # seconds before the broker is asked again
 
 log = structlog.get_logger(__name__)
 

@@ -27,10 +27,8 @@ from shared.limits import TENANT_TRAINING_BYTES
 from shared.messages.training import TrainedAdapter, TrainingJob
 from shared.training_storage import kept_bytes
 
-STORE_PAUSE = 5.0
-"""Seconds before the object store is tried again when it is full."""
-STORE_PATIENCE = 900.0
-"""Seconds after which a job fails for which there is no room."""
+STORE_PAUSE = 5.0  # seconds before the object store is tried again when it is full
+STORE_PATIENCE = 900.0  # seconds after which a job fails for which there is no room
 
 log = structlog.get_logger(__name__)
 
@@ -57,15 +55,12 @@ class JobStorage:
         self._waiting: deque[Written] = deque()
         self._come = asyncio.Event()
         self._closed = False
-        self._old: set[str] = set()
-        """Objects of states that the record names no more."""
-        self._old_adapters: dict[int, TrainedAdapter] = {}
-        """The same, by step."""
+        self._old: set[str] = set()  # objects of states that the record names no more
+        self._old_adapters: dict[int, TrainedAdapter] = {}  # the same, by step
         self._full_since = 0.0
+        # Whether the training is to end: what has no room now is left, and it goes on later from its last state.
         self.hurries = False
-        """Whether the training is to end: what has no room now is left, and it goes on later from its last state."""
-        self.full = ""
-        """Why nothing can be stored, where that is so."""
+        self.full = ""  # why nothing can be stored, where that is so
         self.result: TrainedAdapter | None = None
         self.finished: Finished | None = None
         self.metrics_object = ""

@@ -13,18 +13,14 @@ from typing import Any
 from services.executor.ipc.trainer_pipe import KEPT_ACTIVATIONS
 from shared.messages.training import Hyperparameters
 
-PROCESS = 512 << 20
-"""PyTorch, its threads, and buffers of one weight."""
-MICRO_BATCH = 2048
-"""Tokens that are computed at a time, unless an example is longer."""
-FACTOR_BYTES = 16
-"""Of one number of the factors: itself, its gradient, two moments."""
+PROCESS = 512 << 20  # PyTorch, its threads, and buffers of one weight
+MICRO_BATCH = 2048  # tokens that are computed at a time, unless an example is longer
+FACTOR_BYTES = 16  # of one number of the factors: itself, its gradient, two moments
+# Values as wide as the hidden state that a layer keeps for a token while it is computed forward and backward, beside
+# those as wide as its feed-forward part, of which there are `FEED_FORWARD_VALUES`.
 LAYER_VALUES = 24
-"""Values as wide as the hidden state that a layer keeps for a token while it is computed forward and backward, beside
-those as wide as its feed-forward part, of which there are `FEED_FORWARD_VALUES`."""
 FEED_FORWARD_VALUES = 6
-UNKNOWN = 4096
-"""Width that is reckoned with where the configuration does not tell."""
+UNKNOWN = 4096  # width that is reckoned with where the configuration does not tell
 
 
 def training_bytes(

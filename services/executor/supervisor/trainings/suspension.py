@@ -16,10 +16,9 @@ from typing import Protocol
 
 from services.executor.ipc.activity import ActivityPage
 
-LOOK = 0.02
-"""Seconds between two looks at the page, while trainers are suspended."""
+LOOK = 0.02  # seconds between two looks at the page, while trainers are suspended
+# Seconds without interactive requests after which trainers go on: a conversation's next request comes soon.
 QUIET = 0.1
-"""Seconds without interactive requests after which trainers go on: a conversation's next request comes soon."""
 
 
 class Suspendable(Protocol):

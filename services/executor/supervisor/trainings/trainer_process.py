@@ -18,10 +18,8 @@ from services.executor.supervisor.ranks.rank_process import environment
 from shared.process import die_with_parent
 
 TRAINER = "services.executor.training"
-STUB = "services.executor.training.stub"
-"""Of the stub engine."""
-LAST_WORDS = 20
-"""Lines of its standard error that are kept, of so many characters at most:"""
+STUB = "services.executor.training.stub"  # of the stub engine
+LAST_WORDS = 20  # lines of its standard error that are kept, of so many characters at most:
 LONGEST_LINE = 400
 LONGEST_EVENT = 1 << 20
 
@@ -162,8 +160,8 @@ class TrainerProcess:
             self._last.append(rest.decode(errors="replace").strip()[:LONGEST_LINE])
 
 
+# `TrainerProcess.start`, or what takes its place where there are no processes, as in a simulation.
 StartTrainer = Callable[[TrainerSpec, ExecutorSettings, Mapping[str, str]], Awaitable[TrainerProcess]]
-"""`TrainerProcess.start`, or what takes its place where there are no processes, as in a simulation."""
 
 
 _die_with_parent = die_with_parent(signal.SIGKILL)

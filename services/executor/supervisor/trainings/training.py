@@ -51,12 +51,10 @@ from shared.nats.bus import Bus
 from shared.nats.training import TrainingEvents
 from shared.tasks import cancel_all
 
-TELL_EVERY = 2.0
-"""Seconds between two writings of the record, and between two looks at what its tenant wants."""
+TELL_EVERY = 2.0  # seconds between two writings of the record, and between two looks at what its tenant wants
+# Seconds that a trainer has to end in good order; then it is killed, and goes on from its last state.
 PAUSE_WITHIN = 60.0
-"""Seconds that a trainer has to end in good order; then it is killed, and goes on from its last state."""
-WORD_WITHIN = 5.0
-"""Seconds in which the host of a replica that was lost may say why."""
+WORD_WITHIN = 5.0  # seconds in which the host of a replica that was lost may say why
 
 log = structlog.get_logger(__name__)
 
@@ -66,8 +64,7 @@ class Halt(NamedTuple):
 
     kind: Literal["not_mine", "wanted", "given_back"]
     reason: str = ""
-    retry_after: float = 0.0
-    """Seconds before a host is told to train it again."""
+    retry_after: float = 0.0  # seconds before a host is told to train it again
 
 
 class ReadyBase(NamedTuple):
@@ -75,18 +72,15 @@ class ReadyBase(NamedTuple):
 
     settings: ExecutorSettings
     directory: str
-    variables: dict[str, str]
-    """Of the trainer's environment."""
+    variables: dict[str, str]  # of the trainer's environment
 
 
 class TrainingHost(Protocol):
     """What a training needs of the host whose it is."""
 
-    threads: int
-    """That a job is computed with which begins here."""
+    threads: int  # that a job is computed with which begins here
     start_trainer: StartTrainer
-    state_interval: float
-    """Seconds between two states that trainers write."""
+    state_interval: float  # seconds between two states that trainers write
 
     @property
     def bus(self) -> Bus: ...
@@ -125,33 +119,29 @@ class Training:
         self._replica = replica
         self.job = record.job.id
         self.tenant = record.job.tenant
-        self.memory = 0
-        """Bytes that it was promised."""
+        self.memory = 0  # bytes that it was promised
         self.ended = asyncio.Event()
+        # Set once its trainer has ended, and its memory is free; what it has written may be stored still.
         self.gone = asyncio.Event()
-        """Set once its trainer has ended, and its memory is free; what it has written may be stored still."""
         self._state: Literal["loading", "training", "ending"] = "loading"
         self._step = 0
         self._halt: Halt | None = None
+        # Set when a further replica is to say that its host gives the job back, before the first one misses it.
         self._giving_back = asyncio.Event()
-        """Set when a further replica is to say that its host gives the job back, before the first one misses it."""
         self._process: TrainerProcess | None = None
         self._loading: asyncio.Task[None] | None = None
+        # With the attempt, where others say it too.
         self._untold: deque[tuple[TrainingEvent, int]] = deque(maxlen=TRAINING_EVENTS.value)
-        """With the attempt, where others say it too."""
-        self._telling = asyncio.Lock()
-        """Of who publishes them, so that each is published once."""
+        self._telling = asyncio.Lock()  # of who publishes them, so that each is published once
         self._metrics: TrainingMetrics | None = None
         self._expected_at = 0.0
-        self._first: tuple[int, float] | None = None
-        """The step that was done first here, and when."""
+        self._first: tuple[int, float] | None = None  # the step that was done first here, and when
         self._storage: JobStorage | None = None
         self._failure: TrainerFailed | None = None
         self._suspended_at: float | None = None
-        self._suspended = 0.0
-        """Seconds, without those since then."""
+        self._suspended = 0.0  # seconds, without those since then
+        # When its trainer was started or has made its last step, and for how long it had been suspended by then.
         self._advanced: tuple[float, float] | None = None
-        """When its trainer was started or has made its last step, and for how long it had been suspended by then."""
         self._secret = ""
 
     def report(self) -> HostTraining:
@@ -540,9 +530,8 @@ def _meeting_at(job: TrainingJob, address: str) -> TrainingJob:
     return msgspec.structs.replace(job, meeting=address)
 
 
-DONE = "code 0"
-"""How a trainer ends that has done all, or was paused."""
+DONE = "code 0"  # how a trainer ends that has done all, or was paused
+# Of events that are no mere news, by their kind.
 _LEVELS: dict[str, Literal["warn", "error"]] = {"job_failed": "error", "executor_lost": "warn"}
-"""Of events that are no mere news, by their kind."""
+# What comes of a job, by its state.
 _RESULTS = {"failed": "failed", "cancelled": "cancelled", "paused": "paused"}
-"""What comes of a job, by its state."""

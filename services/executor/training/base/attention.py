@@ -20,16 +20,14 @@ from transformers import AttentionInterface
 from services.executor.model.attention import WINDOW_ATTRIBUTE, refuse_unsupported
 from services.executor.training.base.linear import Pass
 
-ATTENTION_NAME = "ryzanstein_training"
-"""No mask function goes by this name, so transformers builds no mask."""
+ATTENTION_NAME = "ryzanstein_training"  # no mask function goes by this name, so transformers builds no mask
+# Where an attention module has the pass that is under way, the one entry of a list.
 CURRENT_ATTRIBUTE = "current_pass"
-"""Where an attention module has the pass that is under way, the one entry of a list."""
 
-_ROWS = 256
-"""Whose scores are held at once, where they are held."""
+_ROWS = 256  # whose scores are held at once, where they are held
+# Tokens up to which an example is attended to by plain products on CPUs: PyTorch's fused kernel takes longer there,
+# backward most of all (bf16, 100 tokens: three times as long).
 _SHORT = 256
-"""Tokens up to which an example is attended to by plain products on CPUs: PyTorch's fused kernel takes longer there,
-backward most of all (bf16, 100 tokens: three times as long)."""
 
 
 def register_training_attention() -> None:

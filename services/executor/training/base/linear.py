@@ -32,10 +32,8 @@ from services.executor.training.batch import DropoutKey
 class Factors:
     """What is trained of one linear: it adds scale * B A x."""
 
-    a: nn.Parameter
-    """float32 [rank, inputs]"""
-    b: nn.Parameter
-    """float32 [outputs, rank]"""
+    a: nn.Parameter  # float32 [rank, inputs]
+    b: nn.Parameter  # float32 [outputs, rank]
 
     @classmethod
     def drawn(
@@ -58,11 +56,9 @@ def generator_of(device: torch.device, *key: object) -> torch.Generator:
 class Pass:
     """What the linears of a model must know of the pass that is under way."""
 
-    adapter: bool = True
-    """Whether the factors count."""
+    adapter: bool = True  # whether the factors count
     dropout: DropoutKey | None = None
-    lengths: list[int] = field(default_factory=list)
-    """Of the examples of its batch."""
+    lengths: list[int] = field(default_factory=list)  # of the examples of its batch
 
 
 class FrozenLinear:
@@ -112,8 +108,7 @@ class Dropout:
 
     name: str
     key: DropoutKey
-    share: float
-    """Of the values that are dropped; the others grow so that their mean stays."""
+    share: float  # of the values that are dropped; the others grow so that their mean stays
     inputs: int
     columns: Spans | None = None
 

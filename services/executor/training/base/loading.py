@@ -53,16 +53,13 @@ log = structlog.get_logger(__name__)
 class LoadedBase:
     """What one of the processes has that train together (`training/ranks.py`), which may be all."""
 
+    # transformers', in evaluation mode; norms and biases in the type of the computation, on its device.
     model: Any
-    """transformers', in evaluation mode; norms and biases in the type of the computation, on its device."""
+    # Of linears and embeddings, by the module's name; tied ones are the same object.
     weights: Mapping[str, FrozenWeight]
-    """Of linears and embeddings, by the module's name; tied ones are the same object."""
-    targets: list[AdapterTarget]
-    """The linears that adapters may change."""
-    dtype: torch.dtype
-    """Of the computation."""
-    kind: str
-    """For the log: where the weights lie."""
+    targets: list[AdapterTarget]  # the linears that adapters may change
+    dtype: torch.dtype  # of the computation
+    kind: str  # for the log: where the weights lie
 
 
 def load_base(
@@ -148,8 +145,8 @@ def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> 
     return torch.bfloat16 if platform_of(device).has_fast_bf16() else torch.float32
 
 
+# What configurations call them.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call them."""
 
 
 def check_trainable(config: Any) -> None:

@@ -21,10 +21,8 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.training.base.weights import FrozenWeight, Scratch
 
-_BLOCK = 8192
-"""Tokens of the vocabulary whose logits are computed at once."""
-_TILE = 1 << 22
-"""Logits that are held at once, float32."""
+_BLOCK = 8192  # tokens of the vocabulary whose logits are computed at once
+_TILE = 1 << 22  # logits that are held at once, float32
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,11 @@ class Head:
     """An output layer, and what a model does with its products."""
 
     weight: FrozenWeight
-    bias: Tensor | None
-    """float32 [vocabulary]"""
-    scale: float
-    """Logits are multiplied by it,"""
-    cap: float
-    """and then capped: cap * tanh(logit / cap). 0: not."""
+    bias: Tensor | None  # float32 [vocabulary]
+    scale: float  # logits are multiplied by it,
+    cap: float  # and then capped: cap * tanh(logit / cap). 0: not
     scratch: Scratch
-    first: int = 0
-    """The token whose output is the first here: of the vocabulary each rank has a part."""
+    first: int = 0  # the token whose output is the first here: of the vocabulary each rank has a part
     collectives: Collectives = field(default_factory=SingleRank)
 
     def log_probs(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

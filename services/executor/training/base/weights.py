@@ -18,8 +18,7 @@ from services.executor.cpu.packed_linear import PackedLinear
 from services.executor.model.quantized import QuantizedRows
 from services.executor.native.library import RzFormat
 
-_CODES_AT_ONCE = 1 << 23
-"""That are unpacked by PyTorch at once: it makes float32 of them first."""
+_CODES_AT_ONCE = 1 << 23  # that are unpacked by PyTorch at once: it makes float32 of them first
 
 
 class Scratch:
@@ -155,8 +154,7 @@ class PackedWeight:
             into.zero_()[:, order[there].long()] = room[:, there]
 
 
-_TOGETHER = 32
-"""Rows that one thread unpacks at least, which lie together."""
+_TOGETHER = 32  # rows that one thread unpacks at least, which lie together
 
 
 def _format_of(linear: PackedLinear) -> RzFormat:

@@ -27,6 +27,7 @@ from services.executor.training.trainer.state import no_room
 from shared.errors import ConfigurationError
 from shared.messages.training import Hyperparameters, TrainingJob, TrainingMetrics
 
+# Column -> field of `TrainingMetrics`. How long a step took is none of them: the file is the same after any death.
 _COLUMNS = {
     "step": "step",
     "train_loss": "train_loss",
@@ -39,16 +40,13 @@ _COLUMNS = {
     "grad_norm": "grad_norm",
     "tokens": "tokens",
 }
-"""Column -> field of `TrainingMetrics`. How long a step took is none of them: the file is the same after any death."""
 
 
 @dataclass(frozen=True)
 class WrittenAdapter:
-    digest: str
-    """As `AdapterRecord` has it."""
+    digest: str  # as `AdapterRecord` has it
     rank: int
-    bytes: int
-    """Of its factors."""
+    bytes: int  # of its factors
 
 
 def check_size(factors: Mapping[str, Tensor]) -> None:

@@ -19,9 +19,9 @@ from services.executor.training.batch import PackedBatch
 from shared.errors import InternalError
 from shared.messages.training import Examples
 
+# Of a micro batch, context included; a longer unit is alone in one. A constant, not what there is memory for: with
+# other micro batches the sums would be others.
 MICRO_BATCH_TOKENS = 2048
-"""Of a micro batch, context included; a longer unit is alone in one. A constant, not what there is memory for: with
-other micro batches the sums would be others."""
 _SEED_BITS = (1 << 64) - 1
 
 
@@ -29,14 +29,10 @@ _SEED_BITS = (1 << 64) - 1
 class ExampleSet:
     """Tokenized examples, end to end."""
 
-    tokens: npt.NDArray[np.int32]
-    """[T]"""
-    weights: npt.NDArray[np.uint8]
-    """[T], 0 or 1: whether a loss is taken of predicting the token."""
-    starts: npt.NDArray[np.int64]
-    """[examples + 1]: where each begins, and where the last one ends."""
-    unit: int
-    """Examples of a unit: 1, of DPO 2."""
+    tokens: npt.NDArray[np.int32]  # [T]
+    weights: npt.NDArray[np.uint8]  # [T], 0 or 1: whether a loss is taken of predicting the token
+    starts: npt.NDArray[np.int64]  # [examples + 1]: where each begins, and where the last one ends
+    unit: int  # examples of a unit: 1, of DPO 2
 
     @property
     def units(self) -> int:

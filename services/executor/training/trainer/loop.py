@@ -12,33 +12,27 @@ from typing import Literal
 
 from services.executor.training.trainer.schedule import Course
 
-LEAST_INTERVAL = 60.0
-"""Seconds."""
-_COST = 100
-"""Of the time between two states one part of so many is spent on writing one."""
-_BYTES_PER_SECOND = 4e6
-"""That states take of the way to the object store, on average."""
+LEAST_INTERVAL = 60.0  # seconds
+_COST = 100  # of the time between two states one part of so many is spent on writing one
+_BYTES_PER_SECOND = 4e6  # that states take of the way to the object store, on average
 
+# compute: the step after `Loop.done`; save: write a state; close_epoch: validate and write the adapter; rest: end, to
+# go on later.
 Action = Literal["compute", "save", "close_epoch", "finish", "rest"]
-"""compute: the step after `Loop.done`; save: write a state; close_epoch: validate and write the adapter; rest: end, to
-go on later."""
 
 
 @dataclass
 class Loop:
     course: Course
-    done: int
-    """Steps that are computed."""
+    done: int  # steps that are computed
+    # When a state was written last, or the trainer began. Seconds of a clock that only goes forwards: it decides when
+    # a state is written, never what is computed.
     saved_at: float
-    """When a state was written last, or the trainer began. Seconds of a clock that only goes forwards: it decides when
-    a state is written, never what is computed."""
-    least_interval: float = LEAST_INTERVAL
-    """Seconds between two states, at least; 0: one after every step."""
+    least_interval: float = LEAST_INTERVAL  # seconds between two states, at least; 0: one after every step
 
     def __post_init__(self) -> None:
         self._saved = self.done
-        self._closed = -1
-        """The step whose epoch is closed."""
+        self._closed = -1  # the step whose epoch is closed
         self._interval = self.least_interval
 
     @property

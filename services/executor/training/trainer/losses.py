@@ -22,12 +22,9 @@ from torch.nn import functional
 class Sums:
     """Of some micro batches of a step: what its metrics are made of. On the device: nobody waits for each."""
 
-    loss: Tensor
-    """[]: the step's loss, so far."""
-    right: Tensor
-    """[]: tokens that were the likeliest, of DPO pairs in the right order."""
-    margin: Tensor
-    """[]: of DPO, the sum of the margins."""
+    loss: Tensor  # []: the step's loss, so far
+    right: Tensor  # []: tokens that were the likeliest, of DPO pairs in the right order
+    margin: Tensor  # []: of DPO, the sum of the margins
 
     @classmethod
     def zero(cls, device: torch.device) -> "Sums":

@@ -14,8 +14,8 @@ import torch
 from services.executor.platforms.base import DeviceEvent
 from services.executor.platforms.catalog import platform_of
 
+# Layers that a GPU may have in its queue, which is what a request that comes has to wait for.
 _LAYERS_AHEAD = 2
-"""Layers that a GPU may have in its queue, which is what a request that comes has to wait for."""
 
 
 class PauseWanted(Exception):

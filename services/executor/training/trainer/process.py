@@ -61,8 +61,7 @@ from shared.service.logs import configure_logging
 
 log = structlog.get_logger(__name__)
 
-METRICS = "steps.csv"
-"""In the directory."""
+METRICS = "steps.csv"  # in the directory
 
 Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], Trainable]
 

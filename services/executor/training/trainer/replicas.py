@@ -21,16 +21,13 @@ from torch import Tensor
 from services.executor.ipc.proofs import MAC_SIZE, MessageMac, challenge, respond
 from shared.errors import ConfigurationError, InternalError, Unavailable
 
-LOOK = 0.1
-"""Seconds between two looks at whether it is to end, while it waits for others."""
-GREETING_WITHIN = 5.0
-"""Seconds that a greeting may take once it has begun."""
+LOOK = 0.1  # seconds between two looks at whether it is to end, while it waits for others
+GREETING_WITHIN = 5.0  # seconds that a greeting may take once it has begun
 CONNECT_WITHIN = 20.0
+# Seconds between two probes of a silent connection, and how many are left unanswered until it breaks.
 KEEPALIVE, PROBES = 10, 6
-"""Seconds between two probes of a silent connection, and how many are left unanswered until it breaks."""
 FIRST, FURTHER = "first replica", "further replica"
-_HELLO = struct.Struct("<II64s")
-"""Replica, step, fingerprint in hexadecimal."""
+_HELLO = struct.Struct("<II64s")  # replica, step, fingerprint in hexadecimal
 
 
 class Link:

@@ -17,16 +17,15 @@ from dataclasses import dataclass
 from shared.errors import InvalidRequest
 from shared.messages.training import Hyperparameters, TrainingMethod, steps_of
 
+# Of LoRA, before the job's multiplier.
 PEAK_LEARNING_RATE: dict[TrainingMethod, float] = {"supervised": 2e-4, "dpo": 5e-6}
-"""Of LoRA, before the job's multiplier."""
 
 
 @dataclass(frozen=True)
 class Course:
     """A job's steps: which examples each one learns from, and where epochs end."""
 
-    units: int
-    """Examples, of DPO pairs."""
+    units: int  # examples, of DPO pairs
     batch_size: int
     epochs: int
 

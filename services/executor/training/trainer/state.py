@@ -31,12 +31,9 @@ _metrics = msgspec.msgpack.Decoder(list[TrainingMetrics])
 @dataclass(frozen=True)
 class SavedState:
     step: int
-    factors: Mapping[str, Tensor]
-    """By `<target>/a` and `<target>/b`."""
-    moments: Mapping[str, Tensor]
-    """As `FactorOptimizer.moments` gives them."""
-    metrics: list[TrainingMetrics]
-    """Of all steps so far."""
+    factors: Mapping[str, Tensor]  # by `<target>/a` and `<target>/b`
+    moments: Mapping[str, Tensor]  # as `FactorOptimizer.moments` gives them
+    metrics: list[TrainingMetrics]  # of all steps so far
 
 
 def fingerprint(job: TrainingJob, threads: int, examples: bytes) -> str:

@@ -29,10 +29,8 @@ from services.executor.training.trainer.schedule import Course, learning_rate
 from shared.errors import TrainingDiverged
 from shared.messages.training import TrainingJob, TrainingMetrics
 
-_VALIDATED_TOGETHER = 64
-"""Units that are packed into micro batches with each other."""
-_EXAMPLES_TOLD = 8
-"""In the sentence about a loss that is no number."""
+_VALIDATED_TOGETHER = 64  # units that are packed into micro batches with each other
+_EXAMPLES_TOLD = 8  # in the sentence about a loss that is no number
 
 
 class TrainableFactors(Protocol):
@@ -109,8 +107,7 @@ class Means:
 
     loss: float
     accuracy: float
-    margin: float | None
-    """None where the method has none."""
+    margin: float | None  # None where the method has none
 
 
 def named_factors(model: Trainable) -> dict[str, nn.Parameter]:
@@ -142,8 +139,7 @@ class Steps:
         self._course = course
         self._device = device
         self._replicas = replicas
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
-        """An epoch and its order."""
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # an epoch and its order
 
     def compute(self, step: int, tokens_before: int) -> TrainingMetrics:
         """Makes step `step`, counted from 1, after `tokens_before` tokens; `seconds` of what it returns is 0. Raises

@@ -33,21 +33,17 @@ from shared.service.logs import adopt_loggers
 
 
 class RunnerRequest(NamedTuple):
-    model: Any
-    """Loaded and not packed."""
+    model: Any  # loaded and not packed
     store: KvStore
     layout: ShardLayout
     collectives: Collectives
     device: torch.device
-    threads: int
-    """Of the kernels."""
+    threads: int  # of the kernels
     spill: Spill | None = None
-    cpus: Sequence[int] = ()
-    """The cores to keep them on, one each; none: any."""
+    cpus: Sequence[int] = ()  # the cores to keep them on, one each; none: any
+    # Of steps that a device computes beside the host; None: each is launched kernel by kernel and waited for.
     limits: StepLimits | None = None
-    """Of steps that a device computes beside the host; None: each is launched kernel by kernel and waited for."""
-    beside: ModelRunner | None = None
-    """What never computes at the same time, on the same threads."""
+    beside: ModelRunner | None = None  # what never computes at the same time, on the same threads
 
 
 class HeadReader(Protocol):
@@ -63,18 +59,16 @@ class HeadReader(Protocol):
     def reading(self, states: Tensor) -> AbstractContextManager[None]: ...
 
 
+# Slots in host memory and on disk, bytes of a block, and the directory on that disk; None: the system's for files
+# that nobody keeps.
 SpillRoom = tuple[int, int, int, Path | None]
-"""Slots in host memory and on disk, bytes of a block, and the directory on that disk; None: the system's for files
-that nobody keeps."""
 
 
 class Backend:
-    platform = ""
-    """The name of the one whose devices it computes on (`platforms/`)."""
-    packs_weights = False
-    """Whether `runner` packs weights where `reads_compressed`, which takes a while."""
+    platform = ""  # the name of the one whose devices it computes on (`platforms/`)
+    packs_weights = False  # whether `runner` packs weights where `reads_compressed`, which takes a while
+    # Bytes a second that it reads of KV blocks in a file; None: it reads none there.
     disk_rate: Callable[[MappedBlockFile], float] | None = None
-    """Bytes a second that it reads of KV blocks in a file; None: it reads none there."""
 
     def load_share(self, request: ShareRequest) -> Share:
         """Raises `ModelLoadError` and `ConfigurationError`: one sentence with the remedy."""

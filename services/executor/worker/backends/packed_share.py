@@ -36,8 +36,8 @@ from shared.process import give_back
 
 log = structlog.get_logger(__name__)
 
+# Seconds that a rank which ends waits for its weights to be kept; its supervisor waits for `LEAVE_TIMEOUT`.
 KEEP_TIMEOUT = 4.0
-"""Seconds that a rank which ends waits for its weights to be kept; its supervisor waits for `LEAVE_TIMEOUT`."""
 
 
 def cache_of(request: ShareRequest) -> WeightCache | None:

@@ -67,11 +67,10 @@ class HeadShare(Share):
         )
         self.taps = StateTaps(loaded.layers)
         self.head = head
-        self.reader: HeadReader = head
-        """What is handed states, and hands its own over."""
+        self.reader: HeadReader = head  # what is handed states, and hands its own over
         self.layers = loaded.layers
+        # Whose states are kept: those of a sequence's block that is not full, and those of the last steps.
         self.rows = 2 * settings.max_batch_tokens + settings.max_sequences * settings.block_size
-        """Whose states are kept: those of a sequence's block that is not full, and those of the last steps."""
 
     def runner(
         self, store: KvStore, spill: Spill, limits: StepLimits | None, beside: ModelRunner | None = None

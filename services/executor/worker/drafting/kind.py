@@ -23,24 +23,18 @@ class Directories(NamedTuple):
     """Where the ring's models are."""
 
     model: Path
-    draft: Path | None
-    """None: there is no draft model."""
+    draft: Path | None  # None: there is no draft model
 
 
 class DraftRequest(NamedTuple):
-    settings: ExecutorSettings
-    """As the draft model's own would be."""
-    asked: ExecutorSettings
-    """The ring's."""
+    settings: ExecutorSettings  # as the draft model's own would be
+    asked: ExecutorSettings  # the ring's
     spec: RankSpec
-    model: Path
-    """Directory of the model that is served."""
-    directory: Path
-    """Of the draft model."""
+    model: Path  # directory of the model that is served
+    directory: Path  # of the draft model
     device: torch.device
     collectives: Collectives
-    target: Share
-    """Of the model that is served."""
+    target: Share  # of the model that is served
     has_room: MemoryCheck
 
 

@@ -40,8 +40,7 @@ class DraftShare(NamedTuple):
     """One rank's weights of a draft model, or why there are none."""
 
     loaded: LoadedDraft | None = None
-    reason: str = ""
-    """One sentence; empty: no draft model was asked for."""
+    reason: str = ""  # one sentence; empty: no draft model was asked for
 
     @property
     def share(self) -> Share | None:

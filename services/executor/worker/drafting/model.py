@@ -25,11 +25,10 @@ from services.executor.worker.weights import Share
 
 log = structlog.get_logger(__name__)
 
-_UNKNOWN = DraftToken(0, 0.0)
-"""A proposal that is none."""
+_UNKNOWN = DraftToken(0, 0.0)  # a proposal that is none
 
+# Has all ranks compute a plan; the logits of its rows.
 Compute = Callable[[StepPlan, Sequence[SamplingState]], Tensor | RowLogits]
-"""Has all ranks compute a plan; the logits of its rows."""
 
 
 class DraftModel:
@@ -56,8 +55,7 @@ class DraftModel:
         if plan.compressions and not plan.followed:
             self.runner.compress(plan)
 
-    reads_states = False
-    """It reads tokens alone."""
+    reads_states = False  # it reads tokens alone
     reads_layers: tuple[int, ...] | None = None
 
     def watching(self, model: Any, plan: StepPlan) -> AbstractContextManager[object]:

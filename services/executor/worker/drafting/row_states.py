@@ -24,8 +24,7 @@ class RowStates:
         """`slots`: of all KV blocks, full ones that are compressed too; `capacity`: rows that are kept, each `width`
         values."""
         self._rows = torch.zeros((capacity, width), dtype=dtype, device=device)
-        self._row_of = np.full(slots, -1, np.int32)
-        """By slot; -1: none."""
+        self._row_of = np.full(slots, -1, np.int32)  # by slot; -1: none
         self._slot_of = np.full(capacity, -1, np.int32)
         self._next = 0
 

@@ -24,21 +24,16 @@ from services.executor.core.step_plan import Int32Array
 from services.executor.sampling.candidates import RowLogits, RowTable
 
 NONE = -1
-LONGEST_ENDING = 64
-"""Bytes of a token's end for which a token of the other vocabulary is sought."""
+LONGEST_ENDING = 64  # bytes of a token's end for which a token of the other vocabulary is sought
 
 
 class VocabularyTexts(NamedTuple):
     """What the tokens of a vocabulary put out."""
 
-    texts: Sequence[bytes]
-    """By token; empty: there is no such token."""
-    special: frozenset[int] = frozenset()
-    """Tokens that are no text: ends, beginnings, marks of turns."""
-    begin: int = NONE
-    """What a text begins with; `NONE`: nothing special."""
-    ends: Sequence[int] = ()
-    """What may end it, the most usual one first."""
+    texts: Sequence[bytes]  # by token; empty: there is no such token
+    special: frozenset[int] = frozenset()  # tokens that are no text: ends, beginnings, marks of turns
+    begin: int = NONE  # what a text begins with; `NONE`: nothing special
+    ends: Sequence[int] = ()  # what may end it, the most usual one first
 
     def by_text(self) -> dict[bytes, int]:
         """Of several tokens with the same text the last one: SentencePiece's bytes come before its pieces."""
@@ -52,12 +47,11 @@ class VocabularyTexts(NamedTuple):
 class Translation:
     """From the vocabulary of the model that is served to its draft model's, and back."""
 
+    # int32 [vocabulary of the model]: the draft model's token for each; 0 where it has none that is like it.
     of_target: Int32Array
-    """int32 [vocabulary of the model]: the draft model's token for each; 0 where it has none that is like it."""
+    # int32 [vocabulary of the draft model]: the model's token for each; `NONE`: it has none.
     of_draft: Int32Array
-    """int32 [vocabulary of the draft model]: the model's token for each; `NONE`: it has none."""
-    share: float
-    """Of the smaller vocabulary's texts, special tokens aside: how many are tokens of both."""
+    share: float  # of the smaller vocabulary's texts, special tokens aside: how many are tokens of both
 
     @classmethod
     def between(cls, target: VocabularyTexts, draft: VocabularyTexts) -> "Translation":

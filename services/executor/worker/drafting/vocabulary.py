@@ -13,12 +13,11 @@ from services.executor.model.tokenizer_files import read_json
 from services.executor.worker.drafting.translation import NONE, Translation, VocabularyTexts
 from shared.errors import ModelLoadError
 
+# Tokens that one of two tokenizers may have beyond the other's: special ones are added at the end.
 MOST_UNSHARED = 128
-"""Tokens that one of two tokenizers may have beyond the other's: special ones are added at the end."""
+# Of the smaller vocabulary's texts: with fewer in common, a draft model of another one is refused.
 LEAST_SHARED = 0.5
-"""Of the smaller vocabulary's texts: with fewer in common, a draft model of another one is refused."""
-_NAMED = 3
-"""Tokens that a refusal names."""
+_NAMED = 3  # tokens that a refusal names
 _LEAVE_OUT = "choose a draft model of the same family, or leave out --draft-model."
 
 
@@ -28,8 +27,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Vocabulary(msgspec.Struct):
-    vocab: Any = {}
-    """{token: id}, or [[token, score]]."""
+    vocab: Any = {}  # {token: id}, or [[token, score]]
 
 
 class _TokenizerFile(msgspec.Struct):

@@ -24,8 +24,7 @@ _WEIGHTS = {".safetensors", ".bin", ".gguf"}
 
 class LoadedDraftModel(NamedTuple):
     share: Share
-    translation: Translation | None
-    """None: it has the vocabulary of the model that is served."""
+    translation: Translation | None  # None: it has the vocabulary of the model that is served
 
     def computing(
         self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner

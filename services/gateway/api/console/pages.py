@@ -19,6 +19,7 @@ from services.gateway.core.asgi import header
 from services.gateway.core.pagination import PageQuery
 from shared.service.endpoints import Receive, Scope, Send
 
+# Of what is served; licences and what else lies there is not.
 TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -26,7 +27,6 @@ TYPES = {
     "svg": "image/svg+xml",
     "woff2": "font/woff2",
 }
-"""Of what is served; licences and what else lies there is not."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

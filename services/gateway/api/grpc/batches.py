@@ -15,8 +15,8 @@ from services.gateway.core.pagination import MOST, USUAL
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchJob
 
+# Before an idempotency key: no key of the REST API has a space, so that the two APIs' are apart.
 _KEYS_OF = "grpc "
-"""Before an idempotency key: no key of the REST API has a space, so that the two APIs' are apart."""
 _WINDOW = "24h"
 
 

@@ -17,18 +17,16 @@ from services.gateway.server.http2.frames import Stream
 from services.gateway.server.http2.hpack import RESPONSE, Headers
 from services.gateway.streams.stream_reader import StreamReader
 
-MESSAGE_BYTES = 64
-"""What a message that waits takes at least, however short it is."""
+MESSAGE_BYTES = 64  # what a message that waits takes at least, however short it is
+# Units of work (`WorkBudget`) of a message, and how many of its bytes, inflated, take one more.
 MESSAGE_WORK, BYTES_PER_UNIT = 20, 1024
-"""Units of work (`WorkBudget`) of a message, and how many of its bytes, inflated, take one more."""
 
 
 class Peer(Protocol):
     """The connection that the call came on."""
 
     connection: Http2Connection
-    paused: bool
-    """Whether what was written waits for the client to read."""
+    paused: bool  # whether what was written waits for the client to read
 
     def flush_soon(self) -> None: ...
 
@@ -46,29 +44,20 @@ class GrpcCall:
     headers: Headers
     request_id: str = ""
     began: float = field(default_factory=time.perf_counter)
-    deadline: float | None = None
-    """Unix seconds until which the client waits."""
+    deadline: float | None = None  # Unix seconds until which the client waits
     timer: asyncio.TimerHandle | None = None
-    complete: bool = False
-    """Whether the client has sent all it will."""
+    complete: bool = False  # whether the client has sent all it will
     finished: bool = False
-    error: BaseException | None = None
-    """What it ended with, once it is finished."""
-    model: str = ""
-    """For logs and metrics."""
-    principal: Principal = ANONYMOUS
-    """Whose call it is."""
-    public: bool = False
-    """Whether it needed no key."""
-    trailing: dict[str, str] = field(default_factory=dict)
-    """More trailing metadata."""
+    error: BaseException | None = None  # what it ended with, once it is finished
+    model: str = ""  # for logs and metrics
+    principal: Principal = ANONYMOUS  # whose call it is
+    public: bool = False  # whether it needed no key
+    trailing: dict[str, str] = field(default_factory=dict)  # more trailing metadata
     _reader: MessageReader = field(default_factory=lambda: MessageReader(0))
     _single: bool = True
     _messages: deque[bytes] = field(default_factory=deque)
-    _waiting: int = 0
-    """Bytes of these, `MESSAGE_BYTES` more for each."""
-    _held: int = 0
-    """What the connection was told of messages that nobody has taken yet."""
+    _waiting: int = 0  # bytes of these, `MESSAGE_BYTES` more for each
+    _held: int = 0  # what the connection was told of messages that nobody has taken yet
     _receiving: "asyncio.Future[None] | None" = None
     _sending: "asyncio.Future[None] | None" = None
     _on_end: Callable[[BaseException], None] | None = None

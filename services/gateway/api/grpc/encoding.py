@@ -22,13 +22,13 @@ from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import GenerationRequest, TokenEntry
 from shared.messages.records import GenerationRecord
 
+# ChoiceDelta.finish_reason, encoded.
 _FINISH = {
     "stop": b"\x20\x01",
     "length": b"\x20\x02",
     "tool_calls": b"\x20\x03",
     "function_call": b"\x20\x04",
 }
-"""ChoiceDelta.finish_reason, encoded."""
 
 
 def varint(value: int) -> bytes:

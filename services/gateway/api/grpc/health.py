@@ -15,8 +15,7 @@ from services.gateway.core.errors import RouteError
 from shared.service.endpoints import Health
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-LOOK = 0.2
-"""Seconds between two looks for those who watch."""
+LOOK = 0.2  # seconds between two looks for those who watch
 
 _Response = health_pb2.HealthCheckResponse
 
@@ -28,8 +27,8 @@ class HealthService:
         """`services`: names that may be asked for, besides the empty one, which means the whole."""
         self._health = health
         self._known = frozenset(("", *services))
+        # Done when the status is another one; there while somebody watches.
         self._change: asyncio.Future[None] | None = None
-        """Done when the status is another one; there while somebody watches."""
         self._watchers = 0
         self._looking: asyncio.Task[None] | None = None
 
@@ -91,8 +90,8 @@ class HealthService:
         return _Response.SERVING if self._health().ready else _Response.NOT_SERVING
 
 
+# The two have the same messages under two names.
 SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-"""The two have the same messages under two names."""
 
 
 class ReflectionService:

@@ -60,33 +60,26 @@ def end_call(span: Span, call: GrpcCall) -> None:
     span.end()
 
 
-SWEEP = 1.0
-"""Seconds between two looks at all connections."""
-LINGER = 2.0
-"""Seconds that a client which has broken the protocol gets to read why its connection ends."""
+SWEEP = 1.0  # seconds between two looks at all connections
+LINGER = 2.0  # seconds that a client which has broken the protocol gets to read why its connection ends
 
 
 class RpcMethod(NamedTuple):
     """What answers the calls of one path."""
 
     answer: Callable[[GrpcCall], Awaitable[None]]
+    # Whether the client may send several messages; else `answer` is called when its one message is there.
     streamed: bool = False
-    """Whether the client may send several messages; else `answer` is called when its one message is there."""
-    public: bool = False
-    """Whether everybody may call it."""
+    public: bool = False  # whether everybody may call it
 
 
 class ServerOptions(NamedTuple):
-    message_limit: int
-    """Bytes of a request message; it is RYZANSTEIN_BODY_LIMIT."""
-    message_timeout: float
-    """Seconds that a client gets to send its message, and the preface of a connection."""
-    keepalive: float
-    """Seconds of silence after which a client is asked whether it is there."""
-    keepalive_timeout: float
-    """Seconds that it has to answer."""
+    message_limit: int  # bytes of a request message; it is RYZANSTEIN_BODY_LIMIT
+    message_timeout: float  # seconds that a client gets to send its message, and the preface of a connection
+    keepalive: float  # seconds of silence after which a client is asked whether it is there
+    keepalive_timeout: float  # seconds that it has to answer
+    # Bytes of request messages on a connection that are not complete, or not taken yet; a message at least.
     untaken: int = limits.GRPC_UNTAKEN.value
-    """Bytes of request messages on a connection that are not complete, or not taken yet; a message at least."""
     limits: FrameLimits = FrameLimits()
 
 
@@ -112,8 +105,8 @@ class GrpcServer:
         self._sock = sock
         self._tls = tls
         host, port = sock.getsockname()[:2]
+        # `host:port` that it listens on.
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        """`host:port` that it listens on."""
         self.peers: set[GrpcConnection] = self.door.grpc
         self.tasks = TaskSet()
         self._listener: Listener | None = None
@@ -176,21 +169,16 @@ class GrpcConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._flushing = False
         self._reading = True
+        # Bytes that the transport was given, and that it has given to the network.
         self._written = self._delivered = 0
-        """Bytes that the transport was given, and that it has given to the network."""
         self._heard = self._opened = self._moved = time.perf_counter()
         self._asked = self._failed = 0.0
-        self._held = 0
-        """Bytes of request messages that no method has taken."""
-        self._let_in = False
-        """Whether a call that needs a key has been let in."""
+        self._held = 0  # bytes of request messages that no method has taken
+        self._let_in = False  # whether a call that needs a key has been let in
         self._sent_away = 0.0
-        self._spare = False
-        """Whether it has one of the places that are reserved."""
-        self._told = False
-        """Whether it is counted that it failed."""
-        self._going_on = False
-        """Whether it will have its turn to read on."""
+        self._spare = False  # whether it has one of the places that are reserved
+        self._told = False  # whether it is counted that it failed
+        self._going_on = False  # whether it will have its turn to read on
 
     # --- the transport's -------------------------------------------------------------------------
 

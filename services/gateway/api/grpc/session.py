@@ -67,12 +67,11 @@ def take_position(context: Context, position: str | None, name: str) -> None:
     context.after = cursor.parse(position, name)
 
 
-REFUSED = b"\x28\x01"
-"""ChatSessionResponse.refused, encoded."""
+REFUSED = b"\x28\x01"  # ChatSessionResponse.refused, encoded
 
 
+# Whose idempotency keys they are: a key of one API stands for nothing in the other, whose requests look different.
 CHAT, GENERATE = "grpc.Chat", "grpc.Generate"
-"""Whose idempotency keys they are: a key of one API stands for nothing in the other, whose requests look different."""
 
 
 def view_of(output: pb.OutputOptions) -> View:

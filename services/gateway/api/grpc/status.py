@@ -24,6 +24,7 @@ INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED = range(13, 17)
 
 _SAMPLING = frozenset(field.name for field in SamplingParameters.DESCRIPTOR.fields)
 _RENAMED = {"top_logprobs": "logprobs"}
+# What the REST API calls fields of protobuf requests.
 _PATHS = (
     (re.compile(r"^output_expires_after\.seconds$"), "output_expires_after_seconds"),
     (re.compile(r"^(chat_template_kwargs)\b"), r"\1_json"),
@@ -34,11 +35,10 @@ _PATHS = (
     (re.compile(r"^tool_choice\.allowed_tools\.tools\b"), "tool_choice.allowed.functions"),
     (re.compile(r"^tool_choice\.allowed_tools\b"), "tool_choice.allowed"),
 )
-"""What the REST API calls fields of protobuf requests."""
 DOMAIN = "ryzanstein"
-MESSAGE_LIMIT = 1024
-"""Bytes of `grpc-message`: clients take 8 KiB of headers, and the details say it again."""
+MESSAGE_LIMIT = 1024  # bytes of `grpc-message`: clients take 8 KiB of headers, and the details say it again
 
+# By the status that the REST API answers with.
 _CODES = {
     400: INVALID_ARGUMENT,
     401: UNAUTHENTICATED,
@@ -56,7 +56,6 @@ _CODES = {
     504: DEADLINE_EXCEEDED,
     507: RESOURCE_EXHAUSTED,
 }
-"""By the status that the REST API answers with."""
 
 
 def code_of(error: BaseException) -> int:

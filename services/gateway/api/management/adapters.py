@@ -25,10 +25,8 @@ from shared.registry import other_base, wrong_name
 log = structlog.get_logger(__name__)
 
 FINE_TUNED = "ft:"
-PULL_TIMEOUT = 300.0
-"""Seconds for a host to fetch, check and store an adapter."""
-AT_ONCE = 8
-"""Adapters that one gateway has read at a time; more are refused for the time being."""
+PULL_TIMEOUT = 300.0  # seconds for a host to fetch, check and store an adapter
+AT_ONCE = 8  # adapters that one gateway has read at a time; more are refused for the time being
 
 
 class AdapterManagement:

@@ -25,23 +25,18 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
     object: str = "api_key"
     id: str
-    redacted_value: str
-    """The key without its secret."""
+    redacted_value: str  # the key without its secret
     name: str
     tenant: str
-    state: str
-    """active, expired or revoked."""
+    state: str  # active, expired or revoked
     manage_models: bool
     view_keys: bool
     created_at: int
     expires_at: int | None
     revoked_at: int | None
-    last_used_at: int | None
-    """When it let somebody in at this gateway; null: not since the gateway started."""
-    limits: LimitsInUse
-    """Of the key, by its record or the gateway's settings."""
-    tenant_limits: LimitsInUse
-    """Of all keys of its tenant together."""
+    last_used_at: int | None  # when it let somebody in at this gateway; null: not since the gateway started
+    limits: LimitsInUse  # of the key, by its record or the gateway's settings
+    tenant_limits: LimitsInUse  # of all keys of its tenant together
 
 
 class ApiKeyList(ListPage, kw_only=True):

@@ -35,14 +35,12 @@ from shared.registry import MAX_IDLE, Problem, of_hub, problems_of, read_partly
 
 log = structlog.get_logger(__name__)
 
+# Seconds in which the scheduler that decides may say that a model has no place, before the load counts as begun.
 REFUSAL_TIMEOUT = 2.0
-"""Seconds in which the scheduler that decides may say that a model has no place, before the load counts as begun."""
-COMMAND_TIMEOUT = 5.0
-"""Seconds for a host's answer."""
+COMMAND_TIMEOUT = 5.0  # seconds for a host's answer
 COMMANDS_AT_ONCE = 16
 _HUB_NAME = re.compile(r"(hf://)?[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?", re.ASCII)
-_BETWEEN_DIRECTORIES = re.compile(r",|:(?=/)")
-"""A colon as in PATH too; one within a name is no end of it."""
+_BETWEEN_DIRECTORIES = re.compile(r",|:(?=/)")  # a colon as in PATH too; one within a name is no end of it
 
 
 class Management:

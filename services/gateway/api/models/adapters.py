@@ -21,23 +21,20 @@ class LoadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in vLLM, and the base model's name."""
 
     lora_name: str = ""
+    # Hub name (ORGANISATION/NAME), or a path on the hosts below the directories that are allowed.
     lora_path: str = ""
-    """Hub name (ORGANISATION/NAME), or a path on the hosts below the directories that are allowed."""
+    # Also where there is an adapter of that name: what runs goes on with the one that it began with.
     load_inplace: bool = False
-    """Also where there is an adapter of that name: what runs goes on with the one that it began with."""
-    model: str | None = None
-    """Name of its base; it may be left out where there is one model alone."""
+    model: str | None = None  # name of its base; it may be left out where there is one model alone
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: str = ""
-    lora_int_id: int | None = None
-    """Of vLLM; it changes nothing."""
+    lora_int_id: int | None = None  # of vLLM; it changes nothing
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    source: str
-    """As `lora_path`."""
+    source: str  # as `lora_path`
     model: str | None = None
 
 
@@ -47,18 +44,14 @@ class Adapter(msgspec.Struct, frozen=True):
     id: str
     object: str
     created: int
-    parent: str
-    """Its base."""
-    root: str
-    """Where it was read from."""
-    digest: str
-    """Of its content; empty: it is declared, and no host has read it yet."""
+    parent: str  # its base
+    root: str  # where it was read from
+    digest: str  # of its content; empty: it is declared, and no host has read it yet
     rank: int
     bytes: int
-    groups: list[str]
-    """Groups that have it in memory now."""
+    groups: list[str]  # groups that have it in memory now
+    # What may be amiss with it: that it was trained for another base, or could not be read so far.
     warning: str | None = None
-    """What may be amiss with it: that it was trained for another base, or could not be read so far."""
 
 
 class AdapterList(msgspec.Struct, frozen=True):

@@ -25,26 +25,21 @@ _TAG = re.compile(r'(?:W/)?"(\d{1,20})"')
 class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """What people declare of a model; what is left out is as it would be. PATCH leaves it as it is."""
 
-    name: str = ""
-    """As the path has it; it may be left out."""
+    name: str = ""  # as the path has it; it may be left out
+    # Hub name (ORGANISATION/NAME), built-in name, or a path below the directories that are allowed; left out: the
+    # name.
     source: str = ""
-    """Hub name (ORGANISATION/NAME), built-in name, or a path below the directories that are allowed; left out: the
-    name."""
-    revision: str = ""
-    """Of a hub name: branch, tag or commit."""
+    revision: str = ""  # of a hub name: branch, tag or commit
     settings: ModelSettings = ModelSettings()
-    least: int = 0
-    """Minimum of replicas, kept at all times."""
-    most: int = 1
-    """Replicas at most."""
-    pinned: bool = False
-    """Never unloaded to make room for others."""
+    least: int = 0  # minimum of replicas, kept at all times
+    most: int = 1  # replicas at most
+    pinned: bool = False  # never unloaded to make room for others
+    # Seconds, or a time such as 10m, without a request after which replicas beyond `least` are unloaded; 0: when
+    # others need the memory.
     idle: float | str = 0.0
-    """Seconds, or a time such as 10m, without a request after which replicas beyond `least` are unloaded; 0: when
-    others need the memory."""
     aliases: list[str] = []
+    # How its requests attend that do not say it themselves; true: with every default. null: to everything.
     sparse_attention: bool | SparseAttention | None = None
-    """How its requests attend that do not say it themselves; true: with every default. null: to everything."""
 
 
 class RegisteredModel(msgspec.Struct, frozen=True):
@@ -63,8 +58,8 @@ class RegisteredModel(msgspec.Struct, frozen=True):
     created: int
     object: str
     status: Status
+    # Of a write: why it is not known whether a pinned model fits beside the others.
     warning: str | None = None
-    """Of a write: why it is not known whether a pinned model fits beside the others."""
 
 
 class RegisteredModels(msgspec.Struct, frozen=True):

@@ -29,14 +29,11 @@ from shared.model_status import ModelStatus
 
 TAG = "Models"
 MANAGING = " Requires a key that can manage models, once any key exists."
-BODY = 64 << 10
-"""Bytes of a body that names or describes a model."""
+BODY = 64 << 10  # bytes of a body that names or describes a model
+# Seconds between two looks at all models for a stream of events: what changes within is one event.
 SETTLE = 0.25
-"""Seconds between two looks at all models for a stream of events: what changes within is one event."""
-LOOK = 1.0
-"""Seconds after which a stream looks whether it may go on."""
-KEEP_ALIVE = 15.0
-"""Seconds of silence after which a comment is sent."""
+LOOK = 1.0  # seconds after which a stream looks whether it may go on
+KEEP_ALIVE = 15.0  # seconds of silence after which a comment is sent
 
 
 class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,15 +42,12 @@ class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class UnloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
-    force: bool = False
-    """Do not wait for what runs: it ends with an error."""
+    force: bool = False  # do not wait for what runs: it ends with an error
 
 
 class PullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: str
-    """A name of the registry, or a hub name, which is registered."""
-    hosts: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """On how many hosts."""
+    model: str  # a name of the registry, or a hub name, which is registered
+    hosts: Annotated[int, Meta(ge=1, le=1024)] = 1  # on how many hosts
 
 
 class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,33 +10,25 @@ from shared.messages.registry import AdapterRecord
 from shared.model_status import ModelState, ModelStatus
 from shared.registry import of_hub
 
-STAGES = ("text_model",)
-"""Of a load, as llama.cpp names them."""
+STAGES = ("text_model",)  # of a load, as llama.cpp names them
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """`value`, `failed`, `exit_code` and `progress` as llama.cpp's router has them; the rest is ours."""
 
-    value: str
-    """unloaded, downloading, loading, loaded or sleeping; of a model that has failed: unloaded."""
+    value: str  # unloaded, downloading, loading, loaded or sleeping; of a model that has failed: unloaded
     failed: bool | msgspec.UnsetType = msgspec.UNSET
     exit_code: int | msgspec.UnsetType = msgspec.UNSET
+    # Of a download: bytes by source; of a load: its stage and the share that is done.
     progress: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    """Of a download: bytes by source; of a load: its stage and the share that is done."""
-    state: ModelState
-    """As `value`, or failed."""
-    completed: float
-    """Share of the download or the load that is done, 0 to 1."""
-    replicas: int
-    """Groups that take requests."""
-    reason: str | None
-    """Why it has failed, or is not loaded."""
-    expected_at: float | None
-    """Unix seconds at which it is expected to take requests."""
-    expected_seconds: float | None
-    """Until then."""
+    state: ModelState  # as `value`, or failed
+    completed: float  # share of the download or the load that is done, 0 to 1
+    replicas: int  # groups that take requests
+    reason: str | None  # why it has failed, or is not loaded
+    expected_at: float | None  # Unix seconds at which it is expected to take requests
+    expected_seconds: float | None  # until then
+    # Requests that wait until it is loaded, of everybody; rounded up where they are many. A new one is behind them.
     waiting: int
-    """Requests that wait until it is loaded, of everybody; rounded up where they are many. A new one is behind them."""
 
     @classmethod
     def of(cls, status: ModelStatus, spec: ModelSpec | None, now: float) -> "Status":
@@ -73,24 +65,19 @@ class Model(msgspec.Struct, frozen=True):
     object: str
     created: int
     owned_by: str
+    # The model that answers: of an alias the one that it stands for; of an adapter where it was read from.
     root: str
-    """The model that answers: of an alias the one that it stands for; of an adapter where it was read from."""
-    parent: str | None
-    """Of an adapter: its base."""
-    max_model_len: int | None
-    """null: not known before it was loaded."""
+    parent: str | None  # of an adapter: its base
+    max_model_len: int | None  # null: not known before it was loaded
     aliases: list[str]
-    pinned: bool | None
-    """Whether it is never unloaded to make room for others; null: it is in no registry."""
+    pinned: bool | None  # whether it is never unloaded to make room for others; null: it is in no registry
     status: Status
-    draft_model: str | None = None
-    """The smaller model that proposes its tokens; null: none does."""
-    draft_model_left_out: str | None = None
-    """Why it is served without that draft model; null: it is not."""
+    draft_model: str | None = None  # the smaller model that proposes its tokens; null: none does
+    draft_model_left_out: str | None = None  # why it is served without that draft model; null: it is not
+    # What may be done with it, as vLLM and OpenAI's older API tell it: it may be sampled, by whoever sees it.
     permission: list[dict[str, Any]] = []
-    """What may be done with it, as vLLM and OpenAI's older API tell it: it may be sampled, by whoever sees it."""
+    # Kinds of sparse attention that a group of it computes, which requests may ask for.
     sparse_attention: list[SparseKind] = []
-    """Kinds of sparse attention that a group of it computes, which requests may ask for."""
 
 
 class Models:
@@ -203,8 +190,7 @@ class ModelEvent(msgspec.Struct, frozen=True):
     """llama.cpp's event."""
 
     model: str
-    event: str
-    """model_status, download_progress, download_finished, download_failed or model_remove."""
+    event: str  # model_status, download_progress, download_finished, download_failed or model_remove
     data: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -19,8 +19,8 @@ from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 
 PATH = "/v1/files"
 TAG = "Files"
+# What clients may say that a file is for. Only `batch` makes a difference here.
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
-"""What clients may say that a file is for. Only `batch` makes a difference here."""
 EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 

@@ -27,8 +27,7 @@ PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{job}"
 PERMISSIONS = "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"
 TAG = "Fine-tuning"
-POSITION = 18
-"""Digits of an event's position at most."""
+POSITION = 18  # digits of an event's position at most
 
 
 class JobError(msgspec.Struct):
@@ -47,8 +46,7 @@ class FineTuningJob(msgspec.Struct):
     estimated_finish: int | None
     model: str
     fine_tuned_model: str | None
-    organization_id: str
-    """Its tenant."""
+    organization_id: str  # its tenant
     status: TrainingStatus
     error: JobError | None
     training_file: str
@@ -63,12 +61,10 @@ class FineTuningJob(msgspec.Struct):
     integrations: list[Any]
     lora: dict[str, Any]
     settings: dict[str, Any]
+    # Steps done and in all, examples, tokens, the metrics of the last step; null until its files are checked.
     progress: dict[str, Any] | None
-    """Steps done and in all, examples, tokens, the metrics of the last step; null until its files are checked."""
-    wanted: Literal["run", "pause", "cancel"]
-    """What its host still has to do."""
-    waiting_for: str | None
-    """Why it does not go on, in a sentence."""
+    wanted: Literal["run", "pause", "cancel"]  # what its host still has to do
+    waiting_for: str | None  # why it does not go on, in a sentence
     started_at: int | None
 
 

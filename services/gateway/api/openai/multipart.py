@@ -39,22 +39,20 @@ class MultipartForm:
         is its field `name`."""
         self._name = name
         self._limit = limit
-        self._left = limit + FORM_ROOM
-        """Bytes of the body that may still come, whatever they are."""
+        self._left = limit + FORM_ROOM  # bytes of the body that may still come, whatever they are
         self._parts = 0
         length = header(scope, b"content-length")
+        # Bytes of the body, which are more than those of its file; negative: its client has not said.
         self.announced = int(length) if length is not None and length.isdigit() else -1
-        """Bytes of the body, which are more than those of its file; negative: its client has not said."""
         if self.announced > self._left:
             raise self._too_large()
         self.fields: dict[str, str] = {}
-        self.filename = ""
-        """The file's name as the client gave it."""
+        self.filename = ""  # the file's name as the client gave it
         self._receive = receive
         self._timeout = timeout
         self._done = False
+        # Of the file, as far as nobody has taken it; `_END` behind its last.
         self._data: deque[bytes] = deque()
-        """Of the file, as far as nobody has taken it; `_END` behind its last."""
         self._file_seen = False
         self._in_file = False
         self._field = ""

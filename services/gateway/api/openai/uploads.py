@@ -31,8 +31,7 @@ class UploadExpiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NewUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, Meta(ge=1, le=2**53)]
     filename: Annotated[str, limits.UPLOAD_NAME.length(min_length=1)]
-    mime_type: str
-    """Without effect: a file is its bytes."""
+    mime_type: str  # without effect: a file is its bytes
     purpose: Purpose
     expires_after: UploadExpiry | None = None
 

@@ -7,21 +7,21 @@ than the server does would be found by `make fuzz`.
 from services.gateway.intake.rules import NULL, Schema, schema_of, table
 from shared import limits
 
+# A string, strings, token ids or lists of token ids: no type in Python says that these are not mixed.
 TEXTS_OR_IDS = (
     ("CompletionRequest", "prompt", limits.CHOICES),
     ("EmbeddingRequest", "input", limits.EMBEDDING_INPUTS),
     ("ClassifyRequest", "input", limits.EMBEDDING_INPUTS),
     ("PoolingRequest", "input", limits.EMBEDDING_INPUTS),
 )
-"""A string, strings, token ids or lists of token ids: no type in Python says that these are not mixed."""
 
 
+# Bodies that need not name their model where one is served.
 NAMELESS = (
     *("ChatCompletionRequest", "ClassifyRequest", "CompletionRequest", "EmbeddingRequest"),
     *("MessagesRequest", "RerankRequest", "ResponseRequest", "ScoreRequest", "PoolingRequest"),
     *("CompactRequest", "CountTokensRequest", "InputTokensRequest"),
 )
-"""Bodies that need not name their model where one is served."""
 
 
 def _texts_or_ids(most: int) -> Schema:

@@ -25,8 +25,8 @@ from shared.service.endpoints import Scope
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 LINES = "application/x-ndjson"
 OCTETS: Mapping[str, Any] = {"application/octet-stream": {"type": "string", "format": "binary"}}
+# Statuses, besides those that follow from its body, with which a request for tokens may end.
 GENERATING = (404, 422, 504)
-"""Statuses, besides those that follow from its body, with which a request for tokens may end."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -39,8 +39,7 @@ class Parameter(msgspec.Struct, frozen=True):
     example: Any = None
 
 
-COMMON_ERRORS = (400, 401, 403, 405, 429, 500, 503)
-"""Statuses that any operation may answer with."""
+COMMON_ERRORS = (400, 401, 403, 405, 429, 500, 503)  # statuses that any operation may answer with
 
 
 def query_of(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
@@ -59,42 +58,29 @@ def query_of(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
 class Operation(msgspec.Struct, frozen=True):
     """One method of one path."""
 
-    route: str
-    """Method and path, as Starlette has it; `{name:path}` may hold slashes."""
-    name: str
-    """The document's operationId."""
+    route: str  # method and path, as Starlette has it; `{name:path}` may hold slashes
+    name: str  # the document's operationId
     summary: str
     tag: str = ""
     description: str = ""
-    request: Any = None
-    """The type that the JSON body is decoded as; None: the request has no body."""
-    needs_body: bool = True
-    """Whether the request may not come without its body."""
-    request_content: Mapping[str, Any] = {}
-    """Bodies that are not JSON: their schemas by content type."""
-    example: Any = None
-    """A body to begin with."""
-    response: Any = None
-    """The type of the JSON answer; None: see `response_content`."""
-    response_content: Mapping[str, Any] = {}
-    """Other answers: their schemas by content type."""
-    events: tuple[Any, ...] = ()
-    """The types of a server-sent event's data, where the answer can be a stream."""
+    request: Any = None  # the type that the JSON body is decoded as; None: the request has no body
+    needs_body: bool = True  # whether the request may not come without its body
+    request_content: Mapping[str, Any] = {}  # bodies that are not JSON: their schemas by content type
+    example: Any = None  # a body to begin with
+    response: Any = None  # the type of the JSON answer; None: see `response_content`
+    response_content: Mapping[str, Any] = {}  # other answers: their schemas by content type
+    events: tuple[Any, ...] = ()  # the types of a server-sent event's data, where the answer can be a stream
+    # The types of a line, where the answer can be a stream of JSON texts, a line each.
     lines: tuple[Any, ...] = ()
-    """The types of a line, where the answer can be a stream of JSON texts, a line each."""
-    error: Any = ErrorBody
-    """The type of the body of an error: each API has its own."""
+    error: Any = ErrorBody  # the type of the body of an error: each API has its own
     success: int = 200
-    accepted: bool = False
-    """Whether 202 answers, in the same form, what is still under way."""
-    query: type[msgspec.Struct] | None = None
-    """What its query is read as."""
-    parameters: tuple[Parameter, ...] = ()
-    """Its headers."""
+    accepted: bool = False  # whether 202 answers, in the same form, what is still under way
+    query: type[msgspec.Struct] | None = None  # what its query is read as
+    parameters: tuple[Parameter, ...] = ()  # its headers
+    # Statuses of errors, besides those that every operation may have, and that follow from its path and body.
     errors: tuple[int, ...] = ()
-    """Statuses of errors, besides those that every operation may have, and that follow from its path and body."""
+    # Answered beside the API, on every service: without x-request-id and without OpenAI's errors.
     plain: bool = False
-    """Answered beside the API, on every service: without x-request-id and without OpenAI's errors."""
 
     @property
     def method(self) -> str:
@@ -123,8 +109,8 @@ class Operation(msgspec.Struct, frozen=True):
         return {*COMMON_ERRORS, *by_path, *by_body, *self.errors}
 
 
+# Where an ASGI scope has the path of the route that it took, as OpenAPI has it.
 TEMPLATE = "ryzanstein.template"
-"""Where an ASGI scope has the path of the route that it took, as OpenAPI has it."""
 
 
 class ApiRoute(Route):
@@ -142,8 +128,7 @@ class ApiRoute(Route):
         return match, {**found, TEMPLATE: self.operations[0].template}
 
 
-MAX_SECONDS = "x-max-seconds"
-"""Stands in a schema for the gateway's own limit, which the document fills in."""
+MAX_SECONDS = "x-max-seconds"  # stands in a schema for the gateway's own limit, which the document fills in
 
 
 def _pattern(pattern: str) -> dict[str, Any]:
@@ -194,8 +179,7 @@ PROGRESS = Parameter(
     {"type": "string", "enum": ["true", "false"]},
     example="true",
 )
-GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND, PROGRESS)
-"""The headers of a request for tokens."""
+GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND, PROGRESS)  # the headers of a request for tokens
 _EXAMPLES = {
     "generation": "chatcmpl-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "response": "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",

@@ -44,10 +44,9 @@ from shared.messages.batches import BatchJob
 
 PATH = f"{MESSAGES}/batches"
 JSON_LINES = "application/x-jsonl"
-DAY = 86_400
-"""Seconds of a message batch, as at Anthropic's, where the settings allow as many."""
+DAY = 86_400  # seconds of a message batch, as at Anthropic's, where the settings allow as many
+# Before an idempotency key: no key of a client has a space, so that the two APIs' are apart.
 _KEYS_OF = "messages "
-"""Before an idempotency key: no key of a client has a space, so that the two APIs' are apart."""
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from services.gateway.core.asgi import header
 from services.gateway.core.errors import describe, status_of
 from shared.service.endpoints import Scope
 
+# https://docs.anthropic.com/en/api/errors; what is not here is the client's fault below 500, and ours above.
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -22,7 +23,6 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""https://docs.anthropic.com/en/api/errors; what is not here is the client's fault below 500, and ours above."""
 
 
 class AnthropicDetail(msgspec.Struct, frozen=True):
@@ -31,8 +31,8 @@ class AnthropicDetail(msgspec.Struct, frozen=True):
     details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
+# By the field that is refused: what tells Anthropic's clients to send the request again without it.
 _ERROR_CODES = {"thread": "thread_unsupported_request"}
-"""By the field that is refused: what tells Anthropic's clients to send the request again without it."""
 
 
 class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -58,8 +58,8 @@ def described(error: BaseException, request_id: str) -> AnthropicError:
 
 MESSAGES = "/v1/messages"
 VERSION = b"anthropic-version"
+# Served alike: what the newest has taken away, such as `temperature`, works here in each.
 KNOWN_VERSIONS = ("2026-10-21", "2023-06-01", "2023-01-01")
-"""Served alike: what the newest has taken away, such as `temperature`, works here in each."""
 WARNING_HEADER = "x-ryzanstein-warning"
 _RESET = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:(\d+)ms)?")
 _OTHER = re.compile(r"[^\w.-]", re.ASCII)

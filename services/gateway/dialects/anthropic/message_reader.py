@@ -26,12 +26,12 @@ from shared.messages import TokenEntry
 from shared.messages.records import GenerationRecord
 
 _encode = msgspec.json.Encoder().encode
+# By the type of a block.
 _DELTAS = {
     "text": b'{"type":"text_delta","text":%b}',
     "thinking": b'{"type":"thinking_delta","thinking":%b}',
     "tool_use": b'{"type":"input_json_delta","partial_json":%b}',
 }
-"""By the type of a block."""
 
 
 def usage_of(usage: Usage, thinking_tokens: int = 0) -> dict[str, Any]:
@@ -57,20 +57,15 @@ class MessageEvents:
         self._head = {"id": identity, "type": "message", "role": "assistant", "model": record.model_shown}
         self._tier = "batch" if record.requests[0].lane == "batch" else "standard"
         self._at_length = "model_context_window_exceeded" if record.capped else "max_tokens"
-        self.count = 0
-        """Events so far."""
-        self.new: list[StreamChunk] = []
-        """Those that nobody has taken yet."""
-        self._done: list[dict[str, Any]] = []
-        """Blocks that have ended."""
+        self.count = 0  # events so far
+        self.new: list[StreamChunk] = []  # those that nobody has taken yet
+        self._done: list[dict[str, Any]] = []  # blocks that have ended
+        # The one that is being written, without its text; empty: there is none.
         self._block: dict[str, Any] = {}
-        """The one that is being written, without its text; empty: there is none."""
-        self.kind = ""
-        """Its type."""
+        self.kind = ""  # its type
         self._template = b""
         self._texts: list[str] = []
-        self.thinking_tokens = 0
-        """Output tokens up to the last one of the thinking."""
+        self.thinking_tokens = 0  # output tokens up to the last one of the thinking
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def start(self, usage: Usage) -> None:

@@ -33,8 +33,8 @@ class MessageUsage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: dict[str, int]
     service_tier: Literal["standard", "batch"]
+    # Where sparse attention has read them.
     input_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
-    """Where sparse attention has read them."""
 
 
 class AnthropicMessage(msgspec.Struct):

@@ -28,8 +28,7 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    scope: str | None = None
-    """Who shares it: as the server's settings have it."""
+    scope: str | None = None  # who shares it: as the server's settings have it
 
 
 class _Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -41,8 +40,7 @@ _PARTS = limits.PARTS.length()
 
 class TextBlock(_Block, frozen=True, tag="text"):
     text: str
-    citations: Any = None
-    """Echoed from answers; without effect, as every `citations`."""
+    citations: Any = None  # echoed from answers; without effect, as every `citations`
 
 
 class ImageBlock(_Block, frozen=True, tag="image"):
@@ -113,8 +111,7 @@ Block = Readable | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolRe
 
 class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], _PARTS]
-    """All messages together have no more blocks."""
+    content: str | Annotated[list[Block], _PARTS]  # all messages together have no more blocks
 
 
 class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,12 +123,10 @@ class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None
-    """Input is always streamed as it comes."""
+    eager_input_streaming: bool | None = None  # input is always streamed as it comes
     input_examples: Annotated[Any, ignored([])] = None
     allowed_callers: Annotated[Any, neutral(["direct"])] = None
-    defer_loading: Annotated[Any, ignored(False)] = None
-    """The model is told of every tool at once."""
+    defer_loading: Annotated[Any, ignored(False)] = None  # the model is told of every tool at once
 
 
 class AnthropicToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,8 +139,8 @@ class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the model's template has a switch for its reasoning, this is it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    # How long a model thinks is its own to decide, within `max_tokens`.
     budget_tokens: Annotated[Annotated[int, Meta(ge=1024, le=2**31)] | None, ignored()] = None
-    """How long a model thinks is its own to decide, within `max_tokens`."""
     display: Annotated[Literal["summarized", "omitted"] | None, ignored("summarized")] = None
 
 
@@ -169,38 +164,35 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     model: ModelName
     messages: Annotated[list[MessageParam], limits.MESSAGES.length(min_length=1)]
     system: str | Annotated[list[TextBlock], _PARTS] | None = None
+    # What Anthropic's servers or models bring is refused by its type.
     tools: Annotated[list[AnthropicTool], limits.TOOLS.length()] | None = None
-    """What Anthropic's servers or models bring is refused by its type."""
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    # vLLM's, as a chat's: variables for the chat template. What `thinking` says of its switch comes first.
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, as a chat's: variables for the chat template. What `thinking` says of its switch comes first."""
 
     context_management: Annotated[Any, ignored({})] = None
     speed: Annotated[Any, ignored("standard")] = None
     mcp_servers: Annotated[Any, neutral([])] = None
+    # A conversation that Anthropic keeps. Tool runners go on without it where they are told that there is none.
     thread: Annotated[Any, neutral()] = None
-    """A conversation that Anthropic keeps. Tool runners go on without it where they are told that there is none."""
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages."""
 
-    max_tokens: PositiveCount
-    """What the context has no room for is taken off, and told by the stop reason."""
+    max_tokens: PositiveCount  # what the context has no room for is taken off, and told by the stop reason
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], limits.STOP_STRINGS.length()] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Count | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    """There is one tier: both are served by it."""
+    service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier: both are served by it
     sparse_attention: SparseAttentionField | None = None
-    close_objects: bool | None = None
-    """These two are this server's own."""
+    close_objects: bool | None = None  # these two are this server's own
 
     container: Annotated[Any, neutral()] = None
     diagnostics: Annotated[Any, ignored({})] = None

@@ -50,6 +50,7 @@ from services.gateway.tokenizer.templates import Traits
 from shared import limits
 from shared.messages import ModelCard
 
+# The chat's fields, and what they are called here; a longer name before its beginning.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -62,14 +63,12 @@ NAMES = {
     "tool_calls": "tool_use",
     "user": "metadata.user_id",
 }
-"""The chat's fields, and what they are called here; a longer name before its beginning."""
-Placed = tuple[str, Block]
-"""A block, and where it stands in the request."""
+Placed = tuple[str, Block]  # a block, and where it stands in the request
+# Whose blocks these are; texts are everybody's.
 _ROLES = {
     **dict.fromkeys(("thinking", "redacted_thinking", "tool_use"), "assistant"),
     **dict.fromkeys(("tool_result", "image", "document", "search_result"), "user"),
 }
-"""Whose blocks these are; texts are everybody's."""
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 
 
@@ -150,8 +149,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     """Raises `InvalidParameter`."""
     system = request.system
     shown = [{"role": "system", "content": _joined("system", system)}] if system else []
-    calls: dict[str, str] = {}
-    """Those of the turn before, which the next one answers, and where they stand."""
+    calls: dict[str, str] = {}  # those of the turn before, which the next one answers, and where they stand
     count = 0
     for role, turn in groupby(enumerate(request.messages), lambda one: one[1].role):
         blocks = list[Placed]()
@@ -270,5 +268,5 @@ def _place_of(param: str) -> str:
     return _FUNCTION.sub(r"\1", param).replace(".parameters", ".input_schema")
 
 
+# Errors of the chat path, in the words of this API.
 own_words = partial(renamed, NAMES, "messages", place_of=_place_of)
-"""Errors of the chat path, in the words of this API."""

@@ -15,8 +15,8 @@ from services.gateway.dialects.ollama.shapes import Progress, ShowResponse, desc
 from shared.errors import RyzansteinError, Unavailable
 from shared.messages import HostModel
 
+# Seconds without a word of any host about a model that was to be fetched, after which it counts as lost.
 QUIET = 60.0
-"""Seconds without a word of any host about a model that was to be fetched, after which it counts as lost."""
 _FETCHED = ("stored", "loading", "sleeping")
 
 

@@ -82,10 +82,8 @@ class OllamaFormat(ResponseSerializer):
         self._answer, self._tokenizer = answer, tokenizer
         self._head = _json.encode({"model": record.model_shown, "created_at": rfc3339(record.created)})[:-1]
         self._began = self._first = time.perf_counter_ns()
-        self._open = True
-        """Whether nothing has been shown yet."""
-        self._around: list[bytes] = []
-        """What stands before and behind a text."""
+        self._open = True  # whether nothing has been shown yet
+        self._around: list[bytes] = []  # what stands before and behind a text
 
     def text(self, index: int, text: str) -> bytes:
         if not self._around:

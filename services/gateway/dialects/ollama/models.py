@@ -36,13 +36,11 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelSpec
 from shared.process import VERSION
 
-MOST_DEFAULTS = 64
-"""Names of one model that have parameters of their own."""
+MOST_DEFAULTS = 64  # names of one model that have parameters of their own
 
 
 class OllamaShowRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    verbose: bool = False
-    """Changes nothing: no tensors or vocabularies are listed here."""
+    verbose: bool = False  # changes nothing: no tensors or vocabularies are listed here
 
 
 class OllamaDeleteRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,16 +50,13 @@ class OllamaDeleteRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, k
 class OllamaPullRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Names as Ollama has them for the hub: `hf.co/ORGANISATION/NAME:QUANTIZATION`, with or without `hf.co/`."""
 
-    insecure: bool = False
-    """Changes nothing: hubs are asked over HTTPS."""
-    stream: bool | None = None
-    """Left out: true."""
+    insecure: bool = False  # changes nothing: hubs are asked over HTTPS
+    stream: bool | None = None  # left out: true
 
 
 class OllamaCopyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     source: ModelName
-    destination: ModelName
-    """Becomes an alias of it."""
+    destination: ModelName  # becomes an alias of it
 
 
 class OllamaCreateRequest(
@@ -70,17 +65,17 @@ class OllamaCreateRequest(
     """A name for the model `from`, or with `adapters` a LoRA adapter of it."""
 
     base: str | None = None
+    # One: by any name, where its files are: a hub name, or a path on the hosts below the directories that are
+    # allowed.
     adapters: dict[str, str] | None = None
-    """One: by any name, where its files are: a hub name, or a path on the hosts below the directories that are
-    allowed."""
     stream: bool | None = None
     files: Annotated[Any, neutral({})] = None
     quantize: Annotated[Any, neutral("")] = None
     template: Annotated[Any, neutral("")] = None
     license: Annotated[Any, neutral("", [])] = None
     system: Annotated[Any, neutral("")] = None
+    # Sampling defaults: temperature, top_k, top_p, min_p and repeat_penalty.
     parameters: Options | None = None
-    """Sampling defaults: temperature, top_k, top_p, min_p and repeat_penalty."""
     messages: Annotated[Any, neutral([])] = None
 
 
@@ -228,10 +223,10 @@ async def create(ask: RequestContext) -> Progress | None:
     return Progress("success")
 
 
+# Parameters that a name may have, and what a model's generation_config.json calls them.
 _DEFAULTS = {"repeat_penalty": "repetition_penalty"} | {
     name: name for name in ("temperature", "top_k", "top_p", "min_p")
 }
-"""Parameters that a name may have, and what a model's generation_config.json calls them."""
 
 
 def _defaults(parameters: Options | None, ask: RequestContext) -> dict[str, float]:

@@ -27,10 +27,8 @@ from shared.errors import DeadlineExceeded, RyzansteinError
 
 log = structlog.get_logger(__name__)
 
-LOOK = 1.0
-"""Seconds after which a request that waits looks whether it may go on."""
-SETTLE = 0.1
-"""Seconds between two looks: what changes within is seen at once."""
+LOOK = 1.0  # seconds after which a request that waits looks whether it may go on
+SETTLE = 0.1  # seconds between two looks: what changes within is seen at once
 
 
 def named(catalog: Catalog, given: str, tenant: str) -> str:

@@ -30,22 +30,20 @@ _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Names that are not among these are ignored, as Ollama does."""
 
+    # Tokens at most; below 1: what the context leaves. More than that is lowered to it.
     num_predict: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] | None = None
-    """Tokens at most; below 1: what the context leaves. More than that is lowered to it."""
     temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     top_p: TopP | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: _Seed | None = None
-    """-1: any."""
+    seed: _Seed | None = None  # -1: any
     stop: StopString | Annotated[list[StopString], limits.STOP_STRINGS.length()] | None = None
+    # Over the whole text: `repeat_last_n` changes nothing here.
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Over the whole text: `repeat_last_n` changes nothing here."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     sparse_attention: SparseAttentionField | None = None
-    close_objects: bool | None = None
-    """This server's own."""
+    close_objects: bool | None = None  # this server's own
     typical_p: Annotated[Any, neutral(1, 1.0)] = None
 
     # how a model is loaded, which its entry in the registry says here
@@ -66,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     penalize_newline: Annotated[Any, ignored()] = None
 
 
+# 0: unload behind the answer; below 0: pin.
 KeepAlive = (
     float
     | Annotated[
@@ -76,7 +75,6 @@ KeepAlive = (
         ),
     ]
 )
-"""0: unload behind the answer; below 0: pin."""
 
 
 class OllamaCalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,17 +106,14 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What chat and generate have in common."""
 
     model: ModelName
-    stream: bool | None = None
-    """Left out: true."""
-    format: Literal["", "json"] | dict[str, Any] | None = None
-    """`json`, or a JSON Schema."""
+    stream: bool | None = None  # left out: true
+    format: Literal["", "json"] | dict[str, Any] | None = None  # `json`, or a JSON Schema
     options: Options | None = None
     keep_alive: KeepAlive | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
-    truncate: Annotated[Any, ignored(False)] = None
-    """What is too long is refused here, never shortened."""
+    truncate: Annotated[Any, ignored(False)] = None  # what is too long is refused here, never shortened
     shift: Annotated[Any, ignored(False)] = None
 
 
@@ -134,14 +129,11 @@ class OllamaGenerateRequest(_Request, frozen=True, forbid_unknown_fields=True, k
 
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None
-    """The prompt is completed as it stands, without the model's template."""
-    suffix: Annotated[Any, neutral("")] = None
-    """No open model says how it was taught to fill in the middle."""
-    template: Annotated[Any, neutral("")] = None
-    """The model's own chat template is used."""
+    raw: bool | None = None  # the prompt is completed as it stands, without the model's template
+    suffix: Annotated[Any, neutral("")] = None  # no open model says how it was taught to fill in the middle
+    template: Annotated[Any, neutral("")] = None  # the model's own chat template is used
+    # Ollama has deprecated it: send the conversation to /api/chat.
     context: Annotated[Any, neutral([])] = None
-    """Ollama has deprecated it: send the conversation to /api/chat."""
     images: Annotated[Any, neutral([])] = None
     width: Annotated[Any, neutral(0, 0.0)] = None
     height: Annotated[Any, neutral(0, 0.0)] = None
@@ -156,8 +148,8 @@ class OllamaEmbedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     model: ModelName
     input: _Text | Annotated[list[_Text], limits.EMBEDDING_INPUTS.length()] | None = None
+    # Left out: true, only the first tokens of what is longer than the context are read.
     truncate: bool | None = None
-    """Left out: true, only the first tokens of what is longer than the context are read."""
     dimensions: PositiveCount | None = None
     options: Options | None = None
     keep_alive: KeepAlive | None = None

@@ -21,12 +21,11 @@ from shared.messages.registry import AdapterRecord
 from shared.model_status import ModelStatus
 from shared.models import GGUF
 
-API_VERSION = "0.12.6"
-"""Of Ollama, whose API this is: some clients ask for a version at least."""
+API_VERSION = "0.12.6"  # of Ollama, whose API this is: some clients ask for a version at least
+# When a model is unloaded that is kept until others need its memory.
 NEVER = rfc3339(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
-"""When a model is unloaded that is kept until others need its memory."""
+# Of keys in `model_info`: clients look for `<general.architecture>.context_length`.
 _ARCHITECTURE = "ryzanstein"
-"""Of keys in `model_info`: clients look for `<general.architecture>.context_length`."""
 
 
 class OllamaError(msgspec.Struct, frozen=True):
@@ -41,8 +40,7 @@ def described(error: BaseException, request_id: str) -> OllamaError:
 
 
 class OllamaVersion(msgspec.Struct, frozen=True):
-    version: str
-    """Of Ollama's API."""
+    version: str  # of Ollama's API
     ryzanstein: str
 
 
@@ -61,10 +59,8 @@ class TaggedModel(msgspec.Struct, frozen=True):
     name: str
     model: str
     modified_at: str
-    size: int
-    """Bytes on disk, or in memory; 0: not known yet."""
-    digest: str
-    """Of the model's entry: of its name, source and revision, and of an adapter of its content."""
+    size: int  # bytes on disk, or in memory; 0: not known yet
+    digest: str  # of the model's entry: of its name, source and revision, and of an adapter of its content
     details: ModelDetails
 
 
@@ -78,8 +74,7 @@ class LoadedModel(msgspec.Struct, frozen=True):
     size: int
     digest: str
     details: ModelDetails
-    expires_at: str
-    """When it is unloaded, should nobody ask for it from now on."""
+    expires_at: str  # when it is unloaded, should nobody ask for it from now on
     size_vram: int
     context_length: int
 
@@ -261,8 +256,8 @@ class Figures(msgspec.Struct, kw_only=True):
     prompt_eval_duration: int | msgspec.UnsetType = msgspec.UNSET
     eval_count: int | msgspec.UnsetType = msgspec.UNSET
     eval_duration: int | msgspec.UnsetType = msgspec.UNSET
+    # This server's own, where there are any: tokens that have not read everything before them.
     prompt_eval_sparse_count: int | msgspec.UnsetType = msgspec.UNSET
-    """This server's own, where there are any: tokens that have not read everything before them."""
     eval_sparse_count: int | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -281,11 +276,11 @@ class Line(Figures, kw_only=True):
     created_at: str
     done: bool
     logprobs: list[OllamaLogprob] | msgspec.UnsetType = msgspec.UNSET
+    # Where in its log the generation stands, where `X-Ryzanstein-Positions: true` asks for it: the `Last-Event-ID`
+    # behind the line.
     position: str | msgspec.UnsetType = msgspec.UNSET
-    """Where in its log the generation stands, where `X-Ryzanstein-Positions: true` asks for it: the `Last-Event-ID`
-    behind the line."""
+    # How much of a long prompt is computed, where `X-Ryzanstein-Progress: true` asks for it.
     prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
-    """How much of a long prompt is computed, where `X-Ryzanstein-Progress: true` asks for it."""
 
 
 class AnswerFunction(msgspec.Struct):

@@ -38,8 +38,7 @@ from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall
 
 Asked = OllamaChatRequest | OllamaGenerateRequest
-LATEST = ":latest"
-"""The tag that a name without one has."""
+LATEST = ":latest"  # the tag that a name without one has
 _HUBS = ("hf.co/", "huggingface.co/")
 
 
@@ -110,11 +109,11 @@ def completion_of(request: OllamaGenerateRequest, model: str) -> CompletionReque
     return CompletionRequest(model=model, prompt=prompt, **fields)
 
 
+# Options that a chat has as fields of the same name.
 _SAME_OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "sparse_attention", "close_objects"),
 )
-"""Options that a chat has as fields of the same name."""
 
 
 def _fields(request: Asked) -> dict[str, Any]:
@@ -143,8 +142,7 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Message]:
     """Calls have no ids in Ollama: a result belongs to the first call of its function that has none yet, and one that
     names no function to the first call. Raises `InvalidParameter`."""
     found: list[Message] = []
-    open_calls: list[tuple[str, str]] = []
-    """(id, function) of calls that wait for a result."""
+    open_calls: list[tuple[str, str]] = []  # (id, function) of calls that wait for a result
     for index, message in enumerate(given):
         if message.role == "tool":
             found.append(
@@ -231,6 +229,7 @@ def embedding_of(request: OllamaEmbedRequest | OllamaEmbeddingsRequest, model: s
 
 _MESSAGE = re.compile(r"^messages\b.*$")
 _WORDS = {"max_tokens": "options.num_predict"}
+# The chat's fields, and what they are called here; a longer name before its beginning.
 NAMES = {
     "max_completion_tokens": "options.num_predict",
     "max_tokens": "options.num_predict",
@@ -240,7 +239,6 @@ NAMES = {
     "reasoning_effort": "think",
     "chat_template_kwargs": "think",
 } | {name: f"options.{name}" for name in _SAME_OPTIONS}
-"""The chat's fields, and what they are called here; a longer name before its beginning."""
 
 
 def own_words(request: Asked) -> contextlib.AbstractContextManager[None]:

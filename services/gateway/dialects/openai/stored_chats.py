@@ -23,8 +23,7 @@ TAG = "Chat"
 class ChangedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What can be changed of a stored chat completion."""
 
-    metadata: NamedMetadata | None
-    """In place of all that there are."""
+    metadata: NamedMetadata | None  # in place of all that there are
 
 
 class DeletedChat(msgspec.Struct, frozen=True):

@@ -19,8 +19,7 @@ from services.gateway.streams.output import OutputDelta
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages.records import Scoring
 
-_MOST = 700.0
-"""exp of more is none of the numbers that there are."""
+_MOST = 700.0  # exp of more is none of the numbers that there are
 
 
 def probabilities(logits: Sequence[float], activation: str) -> list[float]:

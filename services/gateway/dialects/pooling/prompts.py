@@ -40,10 +40,9 @@ JUDGE = (
     'answer can only be "yes" or "no".'
 )
 INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+# Stand for a pair's texts while the chat is rendered: they have no special token's text.
 _QUERY, _DOCUMENT, _INSTRUCTION = (f"RYZANSTEIN-{name}" for name in ("QUERY", "DOCUMENT", "INSTRUCTION"))
-"""Stand for a pair's texts while the chat is rendered: they have no special token's text."""
-_MOST_PARTS = 15
-"""Of a chat; a template may show the query and the instruction more than once."""
+_MOST_PARTS = 15  # of a chat; a template may show the query and the instruction more than once
 _PLACES = re.compile(f"({_QUERY}|{_DOCUMENT}|{_INSTRUCTION})")
 
 Way = Literal["classes", "answers", "vectors"]
@@ -53,8 +52,7 @@ class Prompt(NamedTuple):
     """Of one generation."""
 
     tokens: list[int]
-    second_segment: int = 0
-    """`GenerationRequest.second_segment`"""
+    second_segment: int = 0  # `GenerationRequest.second_segment`
 
 
 class Prompts(NamedTuple):
@@ -62,8 +60,7 @@ class Prompts(NamedTuple):
 
     way: Way
     prompts: list[Prompt]
-    answers: Sequence[int] = ()
-    """The tokens yes and no."""
+    answers: Sequence[int] = ()  # the tokens yes and no
 
 
 async def score_prompts(

@@ -29,8 +29,7 @@ class ShownDocument(msgspec.Struct):
 
 
 class RankedDocument(msgspec.Struct):
-    index: int
-    """Of the document in the request."""
+    index: int  # of the document in the request
     relevance_score: float
     document: ShownDocument | msgspec.UnsetType = msgspec.UNSET
 
@@ -78,10 +77,8 @@ class Scores(msgspec.Struct):
 
 class InputClasses(msgspec.Struct):
     index: int
-    label: str
-    """Of the likeliest class."""
-    probs: list[float]
-    """Of all classes, in the model's order."""
+    label: str  # of the likeliest class
+    probs: list[float]  # of all classes, in the model's order
     num_classes: int
 
 
@@ -97,8 +94,7 @@ class Classes(msgspec.Struct):
 class PooledInput(msgspec.Struct):
     index: int
     object: Literal["pooling"]
-    data: list[float] | str
-    """A vector, or the probabilities of all classes."""
+    data: list[float] | str  # a vector, or the probabilities of all classes
 
 
 class PooledInputs(msgspec.Struct):

@@ -29,17 +29,16 @@ class _Fields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the three have in common."""
 
     model: ModelName
+    # vLLM's: so many tokens of each prompt, a pair's both texts together; the end of the document goes.
     truncate_prompt_tokens: LastTokens | None = None
-    """vLLM's: so many tokens of each prompt, a pair's both texts together; the end of the document goes."""
-    use_activation: bool | None = None
-    """vLLM's: false shows the logits of classes as they are."""
+    use_activation: bool | None = None  # vLLM's: false shows the logits of classes as they are
     priority: Priority | None = None
     user: User | None = None
 
 
 class _Compared(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    # vLLM's: by what a language model judges, in place of its template's own words.
     instruction: Text | None = None
-    """vLLM's: by what a language model judges, in place of its template's own words."""
 
 
 class TextDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,12 +50,12 @@ class RerankRequest(_Compared, frozen=True, forbid_unknown_fields=True, kw_only=
 
     query: Text
     documents: Annotated[list[Text | TextDocument], limits.SCORED_TEXTS.length(min_length=1)]
+    # So many of the documents, the best ones, or as many as there are; left out or 0: all.
     top_n: Count | None = None
-    """So many of the documents, the best ones, or as many as there are; left out or 0: all."""
+    # Whether results have the documents' texts; true where it is left out.
     return_documents: bool | None = None
-    """Whether results have the documents' texts; true where it is left out."""
+    # So many tokens of each document, its first ones; left out: a document that is too long is refused.
     max_tokens_per_doc: PositiveCount | None = None
-    """So many tokens of each document, its first ones; left out: a document that is too long is refused."""
     max_chunks_per_doc: Annotated[Any, neutral()] = None
     rank_fields: Annotated[Any, neutral()] = None
     relevant_spans: Annotated[Any, neutral()] = None
@@ -86,6 +85,7 @@ class ClassifyRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=
     input: str | list[str | int | list[int]]
 
 
+# These have no meaning where the probabilities of classes are wanted, also because the model gives nothing else.
 NO_VECTORS = Rule(
     field="task",
     when=equal("classify"),
@@ -101,14 +101,12 @@ NO_VECTORS = Rule(
     reason="unsupported_parameter",
     param="{field}",
 )
-"""These have no meaning where the probabilities of classes are wanted, also because the model gives nothing else."""
 
 
 class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /pooling: what a model makes of an input, whether that is a vector or the probabilities of classes."""
 
-    task: Literal["embed", "classify"] | None = None
-    """Left out: what the model does."""
+    task: Literal["embed", "classify"] | None = None  # left out: what the model does
     use_activation: Annotated[Any, neutral(True, why="/v1/classify shows logits")] = None
 
     rules = (*EmbeddingRequest.rules, NO_VECTORS)

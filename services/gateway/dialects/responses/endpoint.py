@@ -40,8 +40,7 @@ from services.gateway.streams.stream_reader import StreamReader
 from shared import limits
 from shared.errors import ContextLengthExceeded
 
-MANY_ITEMS = 64
-"""So many items, or more, are read beside the event loop."""
+MANY_ITEMS = 64  # so many items, or more, are read beside the event loop
 
 
 _request = msgspec.json.Decoder(ResponseRequest)

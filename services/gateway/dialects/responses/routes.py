@@ -58,6 +58,7 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     include: Include = []
     stream: Annotated[bool, Meta(description="Whether to send its events.")] = False
+    # Not None: in a URL null is a text.
     starting_after: (
         Annotated[
             int,
@@ -67,7 +68,6 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         | msgspec.UnsetType
     ) = msgspec.UNSET
-    """Not None: in a URL null is a text."""
     include_obfuscation: Annotated[
         bool, Meta(description="With `stream`: whether deltas are padded to even lengths.")
     ] = False
@@ -126,8 +126,7 @@ def page_of(
 
 PATH = "/v1/responses"
 TAG = "Responses"
-READING = (504,)
-"""Beside what follows from the path: no token came in time."""
+READING = (504,)  # beside what follows from the path: no token came in time
 
 
 class Response(msgspec.Struct):
@@ -252,8 +251,8 @@ COMPACT = Operation(
     response=CompactedResponse,
     errors=GENERATING,
 )
+# Seconds to wait until a response that was cancelled has ended; then it is shown as it is.
 CANCEL_TIMEOUT = 5.0
-"""Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""
 
 
 async def retrieve(ask: RequestContext) -> bytes | None:

@@ -59,6 +59,8 @@ from services.gateway.intake.validation import check_fields
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"
+# What `include` may name. There is nothing here of all but the first, so they add nothing: no reasoning is encrypted,
+# and no response has a call of OpenAI's tools, or an image.
 INCLUDABLE = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -69,8 +71,6 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What `include` may name. There is nothing here of all but the first, so they add nothing: no reasoning is encrypted,
-and no response has a call of OpenAI's tools, or an image."""
 
 
 No = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
@@ -95,10 +95,9 @@ Summary = Literal["auto", "concise", "detailed"]
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: ReasoningEffort | None = None
     summary: Summary | None = None
-    generate_summary: Summary | None = None
-    """Its older name."""
+    generate_summary: Summary | None = None  # its older name
+    # Whose reasoning the chat template gets: of all turns, or of the one that is going on.
     context: Literal["auto", "current_turn", "all_turns"] | None = None
-    """Whose reasoning the chat template gets: of all turns, or of the one that is going on."""
     mode: Annotated[Any, neutral("standard")] = None
 
 
@@ -131,8 +130,7 @@ class InputFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, as a chat's: variables for the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's, as a chat's: variables for the chat template
 
     conversation: str | ConversationName | None = None
 
@@ -167,8 +165,7 @@ class InputTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, k
 
 
 class ResponseCacheOptions(CacheOptions, frozen=True, forbid_unknown_fields=True):
-    prewarm: bool | None = None
-    """Only the prompt is computed, for later requests that begin as it does."""
+    prewarm: bool | None = None  # only the prompt is computed, for later requests that begin as it does
 
 
 class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -210,8 +207,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     request_id: RequestId | None = None
 
     # OpenAI's, ignored
-    client_metadata: Annotated[Any, ignored({})] = None
-    """What Codex says of itself."""
+    client_metadata: Annotated[Any, ignored({})] = None  # what Codex says of itself
 
     # vLLM's, ignored
     early_stopping: Annotated[Any, ignored(False)] = None
@@ -325,8 +321,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: Any = None
 
     # of a file
+    # How the pages of a PDF are looked at; a text has none.
     detail: Literal["auto", "low", "high"] | None = None
-    """How the pages of a PDF are looked at; a text has none."""
     file_data: str | None = None
     file_id: str | None = None
     filename: str | None = None
@@ -344,16 +340,15 @@ class MessageItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str | None = None
     id: str | None = None
     status: Status | None = None
+    # What an answer was: said on the way, or the last word. It is kept, and listed again.
     phase: Literal["commentary", "final_answer"] | None = None
-    """What an answer was: said on the way, or the last word. It is kept, and listed again."""
 
 
 class Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who has called: the model itself, for nothing else calls here."""
 
     type: Literal["direct"]
-    caller_id: msgspec.UnsetType = msgspec.UNSET
-    """Of a program."""
+    caller_id: msgspec.UnsetType = msgspec.UNSET  # of a program
 
 
 class CallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -366,8 +361,7 @@ class CallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     status: Status | None = None
     caller: Caller | None = None
 
-    namespace: str | None = None
-    """Of the function: the model reads it before the name."""
+    namespace: str | None = None  # of the function: the model reads it before the name
 
     # refused where they are given
     async_: Any = msgspec.field(default=None, name="async")

@@ -17,13 +17,12 @@ from services.gateway.tool_calls.schemas import ToolNameText
 
 Tools = Sequence[dict[str, Any]] | None
 TOOL_TYPES = ("function", "custom")
+# Beginning of the types of a search that OpenAI runs. A model without it answers from what it knows; agents name it as
+# one tool of many, whatever server they speak to.
 WEB_SEARCH = "web_search"
-"""Beginning of the types of a search that OpenAI runs. A model without it answers from what it knows; agents name it as
-one tool of many, whatever server they speak to."""
+# Fields of an entry of `tools` that are not supported, with the values that ask for nothing.
 NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],), "async": (False,)}
-"""Fields of an entry of `tools` that are not supported, with the values that ask for nothing."""
-IGNORED_IN_TOOL = ("defer_loading",)
-"""Fields that change nothing: every tool is told to the model at once."""
+IGNORED_IN_TOOL = ("defer_loading",)  # fields that change nothing: every tool is told to the model at once
 
 
 class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -40,6 +40,7 @@ from services.gateway.intake.validation import marked
 from shared.messages import SamplingParams
 from shared.messages.records import ResponseRecord
 
+# The chat's fields, and what they are called here; a longer name before its beginning.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -49,13 +50,12 @@ _NAMES = {
     "response_format": "text.format",
     "verbosity": "text.verbosity",
 }
-"""The chat's fields, and what they are called here; a longer name before its beginning."""
 _ITS_OWN = {"metadata", "store", "stream", "stream_options"}
+# Fields of a chat under the same name, with the same meaning.
 _AS_A_CHATS = tuple(
     (set(ResponseRequest.__struct_fields__) & set(GenerationFields.__struct_fields__))
     - _ITS_OWN.union(marked(ResponseRequest, "ignored"))
 )
-"""Fields of a chat under the same name, with the same meaning."""
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
 _TOOL = re.compile(r"^tools\[(\d+)\]")
 _MESSAGE = re.compile(r"^messages\b.*$")
@@ -200,8 +200,7 @@ class MakeResponse(msgspec.Struct, frozen=True):
 
     identity: str
     request: ResponseRequest
-    items: bytes
-    """Of its own input, a JSON array: encoded once, however often the conversation is cut to fit."""
+    items: bytes  # of its own input, a JSON array: encoded once, however often the conversation is cut to fit
     compacts: bool = False
 
     def own_name(self, field: str) -> str:

@@ -20,8 +20,7 @@ from shared.messages.training import Examples, Hyperparameters, TrainingMethod
 
 _EPOCHS = 3
 _MOST_EPOCHS = 25
-_LEAST_SEEN, _MOST_SEEN = 100, 25_000
-"""Examples in all epochs together."""
+_LEAST_SEEN, _MOST_SEEN = 100, 25_000  # examples in all epochs together
 _SHARE = 0.002
 _MOST_BATCH = 32
 _BETA = 0.1
@@ -38,14 +37,12 @@ class Dataset:
         self._set_by_job = 0 < max_tokens <= context
         self._truncate = truncate
         self._tokens, self._weights, self._lengths = bytearray(), bytearray(), array("I")
-        self._seen: set[int] = set()
-        """Eight bytes of each line's hash."""
+        self._seen: set[int] = set()  # eight bytes of each line's hash
         self.lines = 0
-        self.repeated = 0
-        """Lines that stand in the file before."""
+        self.repeated = 0  # lines that stand in the file before
         self.cut = 0
+        # What prompts end with and examples do not show, as the first that was unlike has it.
         self.unlike_prompt = ""
-        """What prompts end with and examples do not show, as the first that was unlike has it."""
 
     @property
     def examples(self) -> int:

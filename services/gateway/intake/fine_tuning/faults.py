@@ -6,13 +6,10 @@ from shared.messages.batches import BatchError
 from shared.messages.training import MAX_EVENT_MESSAGE, TrainingError
 
 MAX_FAULTS = 100
-LEAST_EXAMPLES = 2
-"""Of a training file: of one example there is nothing to learn but itself."""
+LEAST_EXAMPLES = 2  # of a training file: of one example there is nothing to learn but itself
 CODE = "invalid_training_file"
-_IN_MESSAGE = 3
-"""Faults that the job's own error tells; its events tell all that are kept."""
-_CHARACTERS = 400
-"""Of a fault."""
+_IN_MESSAGE = 3  # faults that the job's own error tells; its events tell all that are kept
+_CHARACTERS = 400  # of a fault
 
 
 class Faults:

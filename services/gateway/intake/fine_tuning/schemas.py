@@ -31,13 +31,12 @@ class ConversationLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: _Messages
     tools: Annotated[list[Tool], limits.TOOLS.length()] | None = None
     parallel_tool_calls: bool | None = None
+    # OpenAI's old name of `tools`.
     functions: Annotated[list[FunctionDefinition], limits.TOOLS.length()] | None = None
-    """OpenAI's old name of `tools`."""
-    response_format: ResponseFormat | None = None
-    """Without effect, as in serving: no chat template shows it."""
+    response_format: ResponseFormat | None = None  # without effect, as in serving: no chat template shows it
     reasoning_effort: ReasoningEffort | None = None
+    # Variables for the chat template, as in requests for chat completions.
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, as in requests for chat completions."""
 
 
 class TextLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +68,7 @@ _KNOWN = sorted(
         for field in msgspec.structs.fields(kind)
     }
 )
+# What ShareGPT, Alpaca and TRL call fields.
 _ELSEWHERE = {
     "conversations": "messages",
     "conversation": "messages",
@@ -81,7 +81,6 @@ _ELSEWHERE = {
     "chosen": "preferred_output",
     "rejected": "non_preferred_output",
 }
-"""What ShareGPT, Alpaca and TRL call fields."""
 
 
 def line_of(data: bytes, method: TrainingMethod) -> Line:

@@ -53,14 +53,10 @@ class NamesModel(Protocol):
 class Asked(NamedTuple):
     """What a request wants of tools."""
 
-    functions: tuple[FunctionDefinition, ...] = ()
-    """Those that may be called now."""
-    shown: tuple[FunctionDefinition, ...] = ()
-    """Those that the model is told of."""
-    required: bool = False
-    """At least one call, and nothing else."""
-    named: bool = False
-    """The one function was demanded by its name."""
+    functions: tuple[FunctionDefinition, ...] = ()  # those that may be called now
+    shown: tuple[FunctionDefinition, ...] = ()  # those that the model is told of
+    required: bool = False  # at least one call, and nothing else
+    named: bool = False  # the one function was demanded by its name
     single: bool = False
     legacy: bool = False
 
@@ -261,14 +257,11 @@ class ChatPlan(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None
     options: TemplateOptions
     asked: Asked
-    family: str
-    """Whose parser and grammar it is; "" without tools."""
+    family: str  # whose parser and grammar it is; "" without tools
     variant: str
-    single: bool
-    """One call at most: the client wants no more, or the template takes no more."""
+    single: bool  # one call at most: the client wants no more, or the template takes no more
     reasoning: str
-    ignored: tuple[str, ...] = ()
-    """Fields of the request that the template does not look at."""
+    ignored: tuple[str, ...] = ()  # fields of the request that the template does not look at
 
     def parsing(self, prompt: str) -> Parsing | None:
         """For the record; `prompt` is the rendered one. None: the text is the answer as it stands."""

@@ -22,13 +22,11 @@ from services.gateway.tool_calls.parsers.values import to_json
 from services.gateway.tool_calls.schemas import INPUT, FunctionDefinition, ToolCall
 from shared import limits
 
-DEFAULT_FAMILY = "hermes"
-"""How tools are put into words for a template without any."""
+DEFAULT_FAMILY = "hermes"  # how tools are put into words for a template without any
 _WRITTEN_AS_JSON = frozenset(("granite", "jamba", "nemotron_json", "internlm", "phi4_mini_json"))
 _NINE = re.compile(r"[a-zA-Z0-9]{9}")
 
-Shown = dict[str, Any]
-"""A message as templates get it."""
+Shown = dict[str, Any]  # a message as templates get it
 
 
 class _Call(NamedTuple):
@@ -256,8 +254,7 @@ def _written(call: _Call, family: str) -> str:
 # --- what a template is told besides --------------------------------------------------------------
 
 
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which templates turn reasoning on and off."""
+SWITCHES = ("enable_thinking", "thinking")  # variables with which templates turn reasoning on and off
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 
 

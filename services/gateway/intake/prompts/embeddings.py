@@ -34,8 +34,7 @@ from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.messages import GenerationRequest, ModelCard
 from shared.messages.records import GenerationRecord
 
-_TOKEN_BYTES = 5
-"""Of a token on the wire, at most."""
+_TOKEN_BYTES = 5  # of a token on the wire, at most
 
 
 class EmbeddingRequest(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -43,26 +42,21 @@ class EmbeddingRequest(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     model: ModelName
     input: str | list[str | int | list[int]] | None = None
-    messages: Messages | None = None
-    """vLLM's: one conversation, as the model's chat template has it."""
+    messages: Messages | None = None  # vLLM's: one conversation, as the model's chat template has it
+    # Of `messages`: whether the template begins an answer; left out: it does not.
     add_generation_prompt: bool | None = None
-    """Of `messages`: whether the template begins an answer; left out: it does not."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Of `messages`: variables for the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None  # of `messages`: variables for the chat template
+    # The last two are vLLM's: vectors one behind the other, in place of JSON.
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
-    """The last two are vLLM's: vectors one behind the other, in place of JSON."""
-    embed_dtype: Literal["float32"] | None = None
-    """vLLM's, of vectors that are no JSON numbers."""
-    endianness: Literal["little", "native"] | None = None
-    """As `embed_dtype`."""
+    embed_dtype: Literal["float32"] | None = None  # vLLM's, of vectors that are no JSON numbers
+    endianness: Literal["little", "native"] | None = None  # as `embed_dtype`
     dimensions: PositiveCount | None = None
     user: User | None = None
-    truncate_prompt_tokens: LastTokens | None = None
-    """vLLM's, of each input."""
+    truncate_prompt_tokens: LastTokens | None = None  # vLLM's, of each input
+    # Of an input that is truncated: which end of it goes; left out: the left one, of an encoder the right one.
     truncation_side: Literal["left", "right"] | None = None
-    """Of an input that is truncated: which end of it goes; left out: the left one, of an encoder the right one."""
+    # Which of the model's own prompts texts are put behind (`ModelCard.prompts`); left out: the default one.
     prompt_name: str | None = None
-    """Which of the model's own prompts texts are put behind (`ModelCard.prompts`); left out: the default one."""
 
     rules: ClassVar[Rules] = (
         OneOf(

@@ -75,8 +75,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-_of_tenant = lru_cache(1024)(_digest)
-"""Of a tenant: the same with all its requests."""
+_of_tenant = lru_cache(1024)(_digest)  # of a tenant: the same with all its requests
 
 
 CACHE_SECONDS = {"in_memory": 0.0, "in-memory": 0.0, "30m": 1800.0, "12h": 43200.0, "24h": 86400.0}

@@ -29,8 +29,8 @@ from shared.messages import GenerationRequest, ModelCard
 from shared.messages.records import GenerationRecord
 from shared.tasks import TaskSet
 
-LEAST_URGENT = 2**31 - 1
-"""`GenerationRequest.priority`: behind all others of its tenant."""
+LEAST_URGENT = 2**31 - 1  # `GenerationRequest.priority`: behind all others of its tenant
+# Fields of a chat that no prompt depends on, or that ask for another prompt than that of the next turn.
 _OF_THE_ANSWER = (
     *("stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "stop", "stop_token_ids"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "seed"),
@@ -38,26 +38,24 @@ _OF_THE_ANSWER = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "return_tokens_as_token_ids"),
     *("continue_final_message", "truncate_prompt_tokens", "truncation_side"),
 )
-"""Fields of a chat that no prompt depends on, or that ask for another prompt than that of the next turn."""
-_BEFORE_USER = ("assistant", "system", "developer")
-"""Roles behind whose messages the user speaks."""
+_BEFORE_USER = ("assistant", "system", "developer")  # roles behind whose messages the user speaks
+# Two beginnings of what the user may say next: their prompts have in common what all have.
 _WORDS = ("a", "1")
-"""Two beginnings of what the user may say next: their prompts have in common what all have."""
 
 
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """How far a session's prompt is."""
 
+    # Of the generation that computes it, as of any other: DELETE /v1/generations/{id} ends it at any gateway.
     id: str
-    """Of the generation that computes it, as of any other: DELETE /v1/generations/{id} ends it at any gateway."""
     object: Literal["session.prefill"] = "session.prefill"
     session: str
     model: str
+    # `cancelled`: another one of the session has taken its place, or it was deleted.
     status: Literal["in_progress", "completed", "cancelled"]
-    """`cancelled`: another one of the session has taken its place, or it was deleted."""
     prompt_tokens: int
+    # Of these, tokens whose KV blocks were there, or were brought back; null while it is not completed.
     cached_tokens: int | None = None
-    """Of these, tokens whose KV blocks were there, or were brought back; null while it is not completed."""
     computed_tokens: int | None = None
 
 

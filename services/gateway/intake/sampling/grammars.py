@@ -120,8 +120,8 @@ class GrammarTurns(Generic[Job]):
 
     def __init__(self) -> None:
         self._turns: RoundRobin[Job] = RoundRobin()
+        # By tenant: when a job ended, and the seconds that it took.
         self._spent: dict[str, deque[tuple[float, float]]] = {}
-        """By tenant: when a job ended, and the seconds that it took."""
 
     def add(self, tenant: str, job: Job, now: float) -> None:
         """`now`: seconds of any steady clock. Raises `QueueFull` where too many wait, `RateLimited` where the

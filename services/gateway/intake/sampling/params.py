@@ -18,8 +18,8 @@ from shared.errors import ContextLengthExceeded
 from shared.limits import PREDICTION
 from shared.messages import ModelCard, SamplingParams
 
+# What is not under the same name in a request, or is something else there.
 _OTHERS = ("seed", "logprobs", "bad_words")
-"""What is not under the same name in a request, or is something else there."""
 _NAMES = tuple(
     name
     for name in SamplingParams.__struct_fields__

@@ -61,8 +61,7 @@ class RequestedGrammar(msgspec.Struct, frozen=True):
 
     grammar: Grammar
     param: str
-    subject: str
-    """What is wrong when the grammar is."""
+    subject: str  # what is wrong when the grammar is
 
 
 def grammar_of_schema(schema: dict[str, Any]) -> Grammar:

@@ -55,8 +55,7 @@ from services.gateway.server.http2.sender import CALL_WORK, Sender
 from services.gateway.server.work import TURN
 from shared.limits import GRPC_WORK
 
-HEADER_BYTES_PER_UNIT = 16
-"""Size of headers, as HPACK counts it, that takes a unit of work to decode."""
+HEADER_BYTES_PER_UNIT = 16  # size of headers, as HPACK counts it, that takes a unit of work to decode
 
 
 class Http2Connection(Sender):
@@ -70,12 +69,11 @@ class Http2Connection(Sender):
         self._rest = b""
         self._decoder = HeaderDecoder(limits.unread_header_bytes)
         self._receive_window = limits.connection_window
-        self._demanded: int | None = SETTINGS
-        """The kind that the next frame must be of; None: any."""
+        self._demanded: int | None = SETTINGS  # the kind that the next frame must be of; None: any
+        # Stream, flags and parts of headers that go on in CONTINUATION frames.
         self._continued: tuple[int, int, list[bytes]] | None = None
-        """Stream, flags and parts of headers that go on in CONTINUATION frames."""
+        # Whether frames of the peer wait for its reading what it was answered, or for their turn.
         self.unread = False
-        """Whether frames of the peer wait for its reading what it was answered, or for their turn."""
         self._frames = {
             DATA: self._on_data,
             HEADERS: self._on_headers,

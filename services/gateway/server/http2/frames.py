@@ -20,8 +20,8 @@ ENHANCE_YOUR_CALM = 0xB
 
 HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_STREAMS, INITIAL_WINDOW, MAX_FRAME, MAX_HEADER_LIST = range(1, 7)
 
+# Largest frame's payload that is taken, and sent to a peer that names no other size: HTTP/2's smallest.
 FRAME = 16_384
-"""Largest frame's payload that is taken, and sent to a peer that names no other size: HTTP/2's smallest."""
 DEFAULT_WINDOW = 65_535
 LARGEST_WINDOW = 2**31 - 1
 LAST_STREAM = 2**31 - 1
@@ -29,29 +29,26 @@ LAST_STREAM = 2**31 - 1
 _head = struct.Struct(">HBBBL")
 read_head = _head.unpack_from
 pack_head = _head.pack
+# The head of a DATA frame and the prefix of the one gRPC message in it.
 pack_message = struct.Struct(">HBBBLBL").pack
-"""The head of a DATA frame and the prefix of the one gRPC message in it."""
 pack_prefix = struct.Struct(">BL").pack
 
 
 class FrameLimits(NamedTuple):
     """What a peer may have of us."""
 
-    streams: int = limits.GRPC_CALLS.value
-    """Streams open at a time."""
+    streams: int = limits.GRPC_CALLS.value  # streams open at a time
+    # Size of a request's headers, as HPACK counts it; who sends more has its call refused.
     header_bytes: int = limits.GRPC_METADATA.value
-    """Size of a request's headers, as HPACK counts it; who sends more has its call refused."""
+    # Size of a request's headers, as HPACK counts it, and encoded, beyond which they are not read to their end, and
+    # with them the connection ends: the headers that follow could not be understood.
     unread_header_bytes: int = 4 * limits.GRPC_METADATA.value
-    """Size of a request's headers, as HPACK counts it, and encoded, beyond which they are not read to their end, and
-    with them the connection ends: the headers that follow could not be understood."""
-    connection_window: int = 1 << 20
-    """Bytes of requests that may be under way on the connection."""
-    work: int = limits.GRPC_WORK.value
-    """What the peer's frames may cost, in units of `WorkBudget`."""
+    connection_window: int = 1 << 20  # bytes of requests that may be under way on the connection
+    work: int = limits.GRPC_WORK.value  # what the peer's frames may cost, in units of `WorkBudget`
+    # Bytes that the peer has not read, beyond which no more of its frames are.
     unread: int = limits.GRPC_UNREAD.value
-    """Bytes that the peer has not read, beyond which no more of its frames are."""
+    # Bytes of answers that wait for a peer which does not read, beyond which the connection ends.
     owed: int = limits.GRPC_OWED.value
-    """Bytes of answers that wait for a peer which does not read, beyond which the connection ends."""
 
 
 class ProtocolError(Exception):
@@ -75,28 +72,20 @@ class Stream:
     """One request and its answer."""
 
     id: int
-    window: int
-    """Bytes that the peer takes on it now; below 0 when it has made its windows smaller."""
+    window: int  # bytes that the peer takes on it now; below 0 when it has made its windows smaller
     receive_window: int = DEFAULT_WINDOW
-    held: int = 0
-    """Bytes that came and have not been given back to its window."""
-    pending: bytes = b""
-    """What waits for the window, behind `sent` bytes that have gone."""
+    held: int = 0  # bytes that came and have not been given back to its window
+    pending: bytes = b""  # what waits for the window, behind `sent` bytes that have gone
     sent: int = 0
-    trailers: bytes | None = None
-    """What follows `pending` and ends the stream."""
+    trailers: bytes | None = None  # what follows `pending` and ends the stream
     remote_ended: bool = False
-    content_left: int | None = None
-    """Bytes of DATA that are to come by its content-length."""
+    content_left: int | None = None  # bytes of DATA that are to come by its content-length
     closed: bool = False
-    work: int = 0
-    """What its headers and messages were charged since `Sender.excuse`."""
+    work: int = 0  # what its headers and messages were charged since `Sender.excuse`
+    # When it was found that the peer lets nothing of `pending` through; None: some of it went since.
     stalled_since: float | None = None
-    """When it was found that the peer lets nothing of `pending` through; None: some of it went since."""
-    refused: bool = False
-    """Whether the request was refused before anything was done for it."""
-    owner: object = None
-    """What the events' receiver keeps with it."""
+    refused: bool = False  # whether the request was refused before anything was done for it
+    owner: object = None  # what the events' receiver keeps with it
 
 
 class Events(Protocol):

@@ -15,21 +15,19 @@ from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from services.gateway.core.errors import InvalidParameter
 
-ENCODINGS = "identity,gzip"
-"""What request messages may be compressed with, as `grpc-accept-encoding` says it."""
+ENCODINGS = "identity,gzip"  # what request messages may be compressed with, as `grpc-accept-encoding` says it
 
 
 CONTENT_TYPE = b"application/grpc"
-_REMEMBERED = 64
-"""Blocks of headers that a connection remembers."""
+_REMEMBERED = 64  # blocks of headers that a connection remembers
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _PSEUDO = (b":method", b":scheme", b":path", b":authority")
 _NAME = re.compile(rb"[!-9;-@\[-~]+")
 _NO_VALUE = re.compile(rb"[\0\r\n]")
+# What HTTP/1.1 says of its connections.
 _OF_CONNECTION = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 )
-"""What HTTP/1.1 says of its connections."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -43,12 +41,10 @@ class Headers(NamedTuple):
     method: str
     path: str
     content_type: str
-    metadata: dict[str, str]
-    """By lower-case name, `-bin` values as they came."""
-    size: int = 0
-    """Bytes, as RFC 7541 counts them in section 4.1."""
+    metadata: dict[str, str]  # by lower-case name, `-bin` values as they came
+    size: int = 0  # bytes, as RFC 7541 counts them in section 4.1
+    # Whether no message may have them (RFC 9113, sections 8.2 and 8.3), nor a content-length as theirs.
     malformed: bool = False
-    """Whether no message may have them (RFC 9113, sections 8.2 and 8.3), nor a content-length as theirs."""
 
     @property
     def are_of_request(self) -> bool:
@@ -90,8 +86,8 @@ class HeaderDecoder:
         """`limit`: bytes of a request's headers, as RFC 7541 counts them in section 4.1, beyond which they are not
         read to their end."""
         self._decoder = Decoder(max_header_list_size=limit)
+        # What blocks mean that neither change the table nor are outdated by a change.
         self._known: dict[bytes, Headers] = {}
-        """What blocks mean that neither change the table nor are outdated by a change."""
 
     def decode(self, block: bytes) -> Headers:
         """Raises `HeadersTooLarge`, and `ValueError` for what is no HPACK."""
@@ -174,10 +170,10 @@ def _length(size: int) -> bytes:
     return bytes(out)
 
 
+# `:status: 200` (entry 8 of the static table), the content type, and what is taken: how every answer begins.
 RESPONSE = (
     b"\x88" + literal(b"content-type", CONTENT_TYPE) + literal(b"grpc-accept-encoding", ENCODINGS.encode())
 )
-"""`:status: 200` (entry 8 of the static table), the content type, and what is taken: how every answer begins."""
 
 
 def refusal(status: int, text: bytes) -> bytes:

@@ -35,10 +35,8 @@ from services.gateway.server.http2.frames import (
 from services.gateway.server.work import WorkBudget
 from shared import limits
 
-CALL_WORK = 100
-"""Units of work of a call that is refused or reset."""
-MESSAGE_EARNS = 2
-"""Units of work that a message to the peer makes up for: windows and PINGs follow it."""
+CALL_WORK = 100  # units of work of a call that is refused or reset
+MESSAGE_EARNS = 2  # units of work that a message to the peer makes up for: windows and PINGs follow it
 
 
 class Sender:
@@ -48,38 +46,26 @@ class Sender:
         self._events = events
         self._limits = found
         self._out: list[bytes] = []
-        self._said = 0
-        """Bytes of `_out`."""
-        self.buffered = 0
-        """Bytes that were taken and that the peer does not read; whoever takes them says so."""
+        self._said = 0  # bytes of `_out`
+        self.buffered = 0  # bytes that were taken and that the peer does not read; whoever takes them says so
+        # Streams of which something waits for the connection's window alone.
         self._waiting: dict[int, Stream] = {}
-        """Streams of which something waits for the connection's window alone."""
-        self._held_back = 0
-        """Bytes that wait for a window, the connection's or their stream's."""
+        self._held_back = 0  # bytes that wait for a window, the connection's or their stream's
+        # When it was found that the connection's window is closed; None: something went since.
         self._stalled_since: float | None = None
-        """When it was found that the connection's window is closed; None: something went since."""
         self.streams: dict[int, Stream] = {}
-        self.failed = ""
-        """Why the connection ended."""
-        self.is_calmed = False
-        """Whether it did for asking too much."""
-        self.spoke = False
-        """Whether the peer has sent its preface."""
-        self.leaving = False
-        """Whether one of the two has said that it ends."""
-        self.pinged = False
-        """Whether a PING of ours is unanswered."""
-        self._window = DEFAULT_WINDOW
-        """Bytes that the peer takes on all streams together now."""
+        self.failed = ""  # why the connection ended
+        self.is_calmed = False  # whether it did for asking too much
+        self.spoke = False  # whether the peer has sent its preface
+        self.leaving = False  # whether one of the two has said that it ends
+        self.pinged = False  # whether a PING of ours is unanswered
+        self._window = DEFAULT_WINDOW  # bytes that the peer takes on all streams together now
         self._initial_window = DEFAULT_WINDOW
         self._max_frame = FRAME
-        self._last = 0
-        """The newest stream of the peer."""
+        self._last = 0  # the newest stream of the peer
         self._refuse_above = LAST_STREAM
-        self.work = WorkBudget(found.work)
-        """What the peer's frames have cost."""
-        self._messages = 0
-        """Messages to the peer since `relax`."""
+        self.work = WorkBudget(found.work)  # what the peer's frames have cost
+        self._messages = 0  # messages to the peer since `relax`
 
     def take(self) -> bytes:
         """What is to be written now."""

@@ -22,8 +22,7 @@ class GemmaMarks(NamedTuple):
 
     begin: str
     end: str
-    text: str
-    """Before and behind a text."""
+    text: str  # before and behind a text
 
 
 FUNCTION_GEMMA = GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>")
@@ -49,8 +48,7 @@ def with_marks(marks: GemmaMarks) -> Machine:
 def _object(scan: Scanner, marks: GemmaMarks, types: Mapping[str, str]) -> Steps[None]:
     """The arguments as JSON: brackets and commas as they are, keys and texts in quotation marks."""
     closers: list[str] = []
-    key = ""
-    """Of the argument that is read; its type says what a bare word is."""
+    key = ""  # of the argument that is read; its type says what a bare word is
     is_key = False
     while char := (yield from scan.spaces()):
         if (yield from scan.optional(marks.text)):

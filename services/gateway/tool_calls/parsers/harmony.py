@@ -21,8 +21,7 @@ PREFIX = "functions."
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _TOKEN_BEGIN = re.compile("<")
 _ENDS = (END, CALL, RETURN)
-_MOST_OF_HEADER = 512
-"""Characters; what is longer is none."""
+_MOST_OF_HEADER = 512  # characters; what is longer is none
 
 
 def channels(scan: Scanner, *, opened: bool) -> Steps[None]:

@@ -62,8 +62,7 @@ class _Call:
     def __init__(self, scan: Scanner, known: Container[str] | None) -> None:
         self._scan = scan
         self._known = known
-        self._early: list[str] = []
-        """Arguments that came before the name."""
+        self._early: list[str] = []  # arguments that came before the name
         self._complete = False
         self.begun = False
 

@@ -9,12 +9,12 @@ import re
 from services.gateway.tool_calls.parsers.scanner import Scanner, Steps, Types
 from services.gateway.tool_calls.parsers.values import of_literal, quoted
 
+# What may stand before the list, and behind it.
 MARKERS = {
     "<|python_start|>": "<|python_end|>",
     "<|tool_call_start|>": "<|tool_call_end|>",
     "<function_calls>": "</function_calls>",
 }
-"""What may stand before the list, and behind it."""
 
 _NAME_END = re.compile(r"[^\w.\-]")
 _KEY_END = re.compile(r"\W")

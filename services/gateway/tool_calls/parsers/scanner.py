@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+# Reading that is suspended where the text does not go on yet, and returns a T.
 Steps = Generator[None, None, T]
-"""Reading that is suspended where the text does not go on yet, and returns a T."""
 
 
 class Text(NamedTuple):
@@ -55,10 +55,8 @@ class Scanner:
         self._at = 0
         self._mark = 0
         self._ended = False
-        self._space = ""
-        """White space that is shown if text follows it, and not if a call does."""
-        self._behind_call = False
-        """Whether a call was the last thing found."""
+        self._space = ""  # white space that is shown if text follows it, and not if a call does
+        self._behind_call = False  # whether a call was the last thing found
         self._events: list[Event] = []
 
     # --- from outside ----------------------------------------------------------------------------
@@ -242,12 +240,12 @@ def first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("[" + re.escape("".join({marker[0] for marker in markers})) + "]")
 
 
+# The tools by name: the JSON types of each parameter, joined by `|` (`string`, `integer|null`); "" when unknown.
 Types = Mapping[str, Mapping[str, str]]
-"""The tools by name: the JSON types of each parameter, joined by `|` (`string`, `integer|null`); "" when unknown."""
 
-Machine = Callable[[Scanner, Types], Steps[None]]
-"""Reads a whole answer."""
+Machine = Callable[[Scanner, Types], Steps[None]]  # reads a whole answer
 
+# JSON's names for Python's types.
 TYPE_OF: dict[type, str] = {
     bool: "boolean",
     int: "integer",
@@ -257,4 +255,3 @@ TYPE_OF: dict[type, str] = {
     dict: "object",
     type(None): "null",
 }
-"""JSON's names for Python's types."""

@@ -26,8 +26,7 @@ class Section(NamedTuple):
 
     begin: str
     call: str
-    separator: str
-    """Between a name and its arguments."""
+    separator: str  # between a name and its arguments
     end_of_call: str
     end: str
 
@@ -46,8 +45,7 @@ KIMI = Section(
     "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )
-PREFIX = "functions."
-"""Before the name in Kimi's ids."""
+PREFIX = "functions."  # before the name in Kimi's ids
 
 _NAME_END = re.compile(r"[\s<{`]")
 

@@ -28,29 +28,22 @@ _NAME_END = re.compile(r"[<\s]")
 _SUFFIX = re.compile(r":\w+>$")
 _SUFFIX_END = re.compile(r"[<>\s]")
 _NO_STRING = 'string="false"'
-_STRING = 'string="true"'
-"""What DeepSeek's tags say of a value."""
+_STRING = 'string="true"'  # what DeepSeek's tags say of a value
 
 
 class CallTags(NamedTuple):
     """Tags that name a function and its parameters."""
 
-    outer: str
-    """Around calls."""
+    outer: str  # around calls
     end_of_outer: str
-    call: str
-    """Before the function's name; with a quotation mark at its end the name has another behind it."""
+    call: str  # before the function's name; with a quotation mark at its end the name has another behind it
     end_of_call: str
-    parameter: str
-    """Before the parameter's name, likewise."""
+    parameter: str  # before the parameter's name, likewise
     end_of_parameter: str
-    before: tuple[str, ...] = ()
-    """What else stands before a call."""
+    before: tuple[str, ...] = ()  # what else stands before a call
     behind: tuple[str, ...] = ()
-    lines: bool = False
-    """Whether a value stands on lines of its own."""
-    says_type: bool = False
-    """Whether a parameter's tag says that its value is a text, or not."""
+    lines: bool = False  # whether a value stands on lines of its own
+    says_type: bool = False  # whether a parameter's tag says that its value is a text, or not
 
     @property
     def named(self) -> str:
@@ -102,10 +95,8 @@ class PairTags(NamedTuple):
     end_of_key: str
     value: str
     end_of_value: str
-    separator: str = ""
-    """May stand behind the function's name."""
-    outer: str = ""
-    """Around all calls; "" where nothing is."""
+    separator: str = ""  # may stand behind the function's name
+    outer: str = ""  # around all calls; "" where nothing is
     end_of_outer: str = ""
 
 

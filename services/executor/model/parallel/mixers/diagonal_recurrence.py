@@ -31,11 +31,10 @@ from services.executor.model.parallel.mixers.split import MixerSplit, output_spa
 from services.executor.model.recurrent import StateCache
 from services.executor.model.states.scans import ScanSizes, gate_heads
 
-_BLOCK = 32
-"""Tokens whose states are in memory at once."""
+_BLOCK = 32  # tokens whose states are in memory at once
 
+# [n, T, heads, channels] of this rank -> [n, T, heads, rank + 2 states], summed over the ranks.
 Project = Callable[[Tensor], Tensor]
-"""[n, T, heads, channels] of this rank -> [n, T, heads, rank + 2 states], summed over the ranks."""
 
 
 def selective_scan(config: Any, layout: ShardLayout) -> MixerSplit:
@@ -147,8 +146,7 @@ def _scanned(
     return torch.cat(parts, dim=1) + through
 
 
-_SHARPNESS = 8.0
-"""Of RG-LRU's decays: the `c` of its paper."""
+_SHARPNESS = 8.0  # of RG-LRU's decays: the `c` of its paper
 
 
 def gated_recurrence(config: Any, layout: ShardLayout) -> MixerSplit:

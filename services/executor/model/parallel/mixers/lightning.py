@@ -20,10 +20,10 @@ from services.executor.model.parallel.layers import WideNorm
 from services.executor.model.parallel.mixers.split import MixerSplit, output_span
 from services.executor.model.states.base import linear_heads
 
+# Tokens: within a block work grows with its square, between blocks it is one product with the state.
 _BLOCK = 64
-"""Tokens: within a block work grows with its square, between blocks it is one product with the state."""
+# Buffers of transformers' module that follow from the configuration, and are not needed.
 _DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-"""Buffers of transformers' module that follow from the configuration, and are not needed."""
 
 
 def lightning(config: Any, layout: ShardLayout) -> MixerSplit:

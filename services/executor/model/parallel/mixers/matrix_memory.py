@@ -26,8 +26,8 @@ from services.executor.model.parallel.mixers.split import MixerSplit, output_spa
 from services.executor.model.recurrent import StateCache
 from services.executor.model.states.linear_attention import memory_widths
 
+# Tokens: within a block work grows with its square, between blocks it is one product with the state.
 _BLOCK = 64
-"""Tokens: within a block work grows with its square, between blocks it is one product with the state."""
 
 
 def matrix_memory(config: Any, layout: ShardLayout) -> MixerSplit:

@@ -25,10 +25,8 @@ from services.executor.model.parallel.mixers.diagonal_recurrence import recurred
 from services.executor.model.parallel.mixers.split import MixerSplit
 from services.executor.model.recurrent import StateCache
 
-_BLOCK = 128
-"""Tokens whose sums are in memory at once."""
-_NOTHING = -1e38
-"""The largest exponent among no terms."""
+_BLOCK = 128  # tokens whose sums are in memory at once
+_NOTHING = -1e38  # the largest exponent among no terms
 
 
 def rwkv(config: Any, layout: ShardLayout) -> Mapping[str, MixerSplit]:

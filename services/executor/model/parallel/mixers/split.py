@@ -26,22 +26,20 @@ Spans = tuple[ShardRange, ...]
 class MixerSplit:
     """What one rank holds of a module. By the names of its parts."""
 
+    # Linear layers of which it holds these outputs.
     outputs: Mapping[str, Spans] = field(default_factory=dict)
-    """Linear layers of which it holds these outputs."""
+    # Convolutions, each channel or group of channels for itself.
     channels: Mapping[str, Spans] = field(default_factory=dict)
-    """Convolutions, each channel or group of channels for itself."""
+    # Parameters, along their first dimension of more than one value unless a slice names another.
     values: Mapping[str, Spans | TensorSlice] = field(default_factory=dict)
-    """Parameters, along their first dimension of more than one value unless a slice names another."""
+    # Linear layers of which it holds these inputs; what it is given begins so many values before them.
     inputs: Mapping[str, tuple[ShardRange | Spans, int]] = field(default_factory=dict)
-    """Linear layers of which it holds these inputs; what it is given begins so many values before them."""
+    # Parts in whose place stands another, which is made of them.
     replaced: Mapping[str, Callable[[Any, Collectives], nn.Module]] = field(default_factory=dict)
-    """Parts in whose place stands another, which is made of them."""
-    attributes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes that the module's code reads."""
-    let_go: tuple[str, ...] = ()
-    """Buffers of the checkpoint that nothing reads."""
+    attributes: Mapping[str, int] = field(default_factory=dict)  # sizes that the module's code reads
+    let_go: tuple[str, ...] = ()  # buffers of the checkpoint that nothing reads
+    # What else is done to the module, before it is split.
     adapt: Callable[[Any, Collectives], None] = lambda module, collectives: None
-    """What else is done to the module, before it is split."""
 
 
 def split_mixer(module: nn.Module, split: MixerSplit, collectives: Collectives) -> None:

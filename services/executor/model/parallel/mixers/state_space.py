@@ -30,8 +30,8 @@ from services.executor.model.parallel.mixers.split import MixerSplit, Spans, out
 from services.executor.model.recurrent import StateCache
 from services.executor.model.states.scans import StateSpaceSizes
 
+# Tokens: within a block work grows with its square, between blocks it is one product with the state.
 _BLOCK = 64
-"""Tokens: within a block work grows with its square, between blocks it is one product with the state."""
 
 
 def state_space(config: Any, layout: ShardLayout) -> MixerSplit:
@@ -79,12 +79,10 @@ class GatedNorm(nn.Module):
     def __init__(self, norm: Any, heads: ShardLayout, collectives: Collectives):
         super().__init__()
         span = heads.q_heads.scaled(heads.head_dim)
-        self.columns = span
-        """What of a whole row it holds"""
+        self.columns = span  # what of a whole row it holds
         self._groups = heads.kv_heads
         self.all_groups = heads.total.kv_heads
-        self.width = heads.total.q_heads // heads.total.kv_heads * heads.head_dim
-        """Of a whole group"""
+        self.width = heads.total.q_heads // heads.total.kv_heads * heads.head_dim  # of a whole group
         # With fewer groups than ranks some are on several, and all ranks meet; else each rank has whole ones.
         self.spans_ranks = heads.total.kv_heads < heads.world_size
         self._collectives = collectives

@@ -5,5 +5,5 @@ from services.executor.scheduler.drafts.proposers.draft_heads import draft_heads
 from services.executor.scheduler.drafts.proposers.draft_models import draft_models
 from services.executor.scheduler.drafts.proposers.ngrams import ngrams
 
+# Of two offers that promise as much the earlier one's is taken.
 PROPOSERS: tuple[ProposerMaker, ...] = (draft_heads, draft_models, ngrams)
-"""Of two offers that promise as much the earlier one's is taken."""

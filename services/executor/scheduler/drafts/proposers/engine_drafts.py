@@ -26,21 +26,15 @@ from services.executor.scheduler.drafts.speculation import Offer, Rate, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
 from services.executor.scheduler.steps import SampledRow, ScheduledTokens, build_draft_plan, in_draft_order
 
-_FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0
-"""Share of its proposals that are right, before there is any experience."""
+_FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0  # share of its proposals that are right, before there is any experience
 _PRIOR, _MEMORY, _RING_MEMORY = 8.0, 0.97, 0.99
-_BUCKETS = 10
-"""Of its own probability for what it proposes."""
-_FIRST_PASS = 0.2
-"""Before a pass was timed: what it takes, of a step."""
+_BUCKETS = 10  # of its own probability for what it proposes
+_FIRST_PASS = 0.2  # before a pass was timed: what it takes, of a step
+# Tokens per second with it, against those without it, from which it is used, and down to which.
 _PAYS, _STILL_PAYS = 1.05, 1.0
-"""Tokens per second with it, against those without it, from which it is used, and down to which."""
-_TRIAL = 16
-"""Steps for which one that does not pay is tried again."""
-_FIRST_REST, _LONGEST_REST = 512, 16384
-"""Steps until then: twice as many after each trial in vain."""
-SUNK = 1.4
-"""What a proposal counts for against a guess: its pass has been paid, for this very row."""
+_TRIAL = 16  # steps for which one that does not pay is tried again
+_FIRST_REST, _LONGEST_REST = 512, 16384  # steps until then: twice as many after each trial in vain
+SUNK = 1.4  # what a proposal counts for against a guess: its pass has been paid, for this very row
 
 
 class AcceptanceStats:
@@ -66,8 +60,7 @@ class Proposal(NamedTuple):
 
     acceptance: AcceptanceStats
     drafted: Seq[DraftToken]
-    sampled: bool
-    """Whether the sequence's temperature is above 0."""
+    sampled: bool  # whether the sequence's temperature is above 0
 
     def tokens(self, count: int) -> list[int]:
         return [one.token for one in self.drafted[:count]]
@@ -81,12 +74,11 @@ class DraftPolicy:
         self._most = most
         self._cost = cost
         self._ring = Rate()
+        # By whether the sequence is sampled, and its own probability: how many were right.
         self._meant = [[Rate() for _ in range(_BUCKETS)] for _ in range(2)]
-        """By whether the sequence is sampled, and its own probability: how many were right."""
         self._passes = StepCost()
         self._rest, self._rested, self._trial = _FIRST_REST, 0, _TRIAL
-        self.used = True
-        """Whether it keeps up with what steps compute, and proposes."""
+        self.used = True  # whether it keeps up with what steps compute, and proposes
 
     def acceptance(self) -> AcceptanceStats:
         """For a sequence that begins."""
@@ -192,8 +184,8 @@ class EngineDrafts:
         self.counts = EngineCounts()
         self.members: list[Sequence] = []
         self._passes = 0
+        # What the last round has given, until the step behind it is over.
         self.proposals: dict[Sequence, Proposal] = {}
-        """What the last round has given, until the step behind it is over."""
 
     @property
     def expects(self) -> bool:

@@ -30,35 +30,29 @@ from services.executor.scheduler.drafts.proposer import DraftingContext, Result
 from services.executor.scheduler.drafts.speculation import Offer, Rate
 from services.executor.scheduler.sequence import Sequence, SequenceState
 
-_MEMORY = 0.9
-"""Weight of what was seen, after each further guess: about the last ten count."""
+_MEMORY = 0.9  # weight of what was seen, after each further guess: about the last ten count
 _RING_MEMORY = 0.99
-_PRIOR = 2.0
-"""Guesses that the ring's experience counts for, in a sequence."""
-FORCED = 0
-"""Stands for the length of a match where a grammar leaves no choice of text."""
+_PRIOR = 2.0  # guesses that the ring's experience counts for, in a sequence
+FORCED = 0  # stands for the length of a match where a grammar leaves no choice of text
+# Before there is any experience, by the length of the match.
 _FIRST_RATES = {FORCED: 0.9, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
-"""Before there is any experience, by the length of the match."""
 _FIRST_WEIGHT = 4.0
+# A sequence that has looked in vain so many times in a row looks at every fourth step only: between steps
+# of the model a look takes some 15 microseconds, since nothing of it is left in the processor's caches.
 _PATIENCE, _PAUSE = 16, 4
-"""A sequence that has looked in vain so many times in a row looks at every fourth step only: between steps
-of the model a look takes some 15 microseconds, since nothing of it is left in the processor's caches."""
 
 
-LONGEST, SHORTEST = 4, 2
-"""Lengths of the n-grams that are looked for."""
-MOST_COMPARED = 8
-"""A match is measured back to this many tokens."""
+LONGEST, SHORTEST = 4, 2  # lengths of the n-grams that are looked for
+MOST_COMPARED = 8  # a match is measured back to this many tokens
 
+# Odd 32-bit numbers: the sum of four products with tokens stays below 2**64.
 _WEIGHTS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
-"""Odd 32-bit numbers: the sum of four products with tokens stays below 2**64."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+# Of the number of a table's slots: tables of a long text grow to 3 MiB together. Beyond it n-grams that meet in a
+# slot are lost, the older ones.
 _SMALLEST_BITS, _LARGEST_BITS = 8, 18
-"""Of the number of a table's slots: tables of a long text grow to 3 MiB together. Beyond it n-grams that meet in a
-slot are lost, the older ones."""
-_FEW = 32
-"""So many new tokens, or more, are indexed by arrays and not one by one."""
+_FEW = 32  # so many new tokens, or more, are indexed by arrays and not one by one
 
 UInt64Array = NDArray[np.uint64]
 
@@ -100,20 +94,18 @@ class PromptLookup:
         `grammar`: what it is held to."""
         self._own = tokens
         self._grammar = grammar
+        # The prediction behind the end of the prompt, and behind that the sequence's tokens: looked through as one.
         self._known = array("i", [*tokens[-LONGEST:], *prediction]) if prediction else array("i")
-        """The prediction behind the end of the prompt, and behind that the sequence's tokens: looked through as one."""
         self._before = len(self._known)
         self._index = NgramIndex(self._known if prediction else tokens)
         self._estimates = Estimates(ring)
-        self.guesses: list[int] = []
-        """What it expects, where it has looked; empty otherwise."""
+        self.guesses: list[int] = []  # what it expects, where it has looked; empty otherwise
         self._length = 0
-        self._forced = 0
-        """How many of the first tokens of the guess the grammar forces."""
+        self._forced = 0  # how many of the first tokens of the guess the grammar forces
         self._in_vain = 0
         self._steps = 0
+        # Whether the last drafts were its guesses, and all right: it needs no draft model for now.
         self.copies = False
-        """Whether the last drafts were its guesses, and all right: it needs no draft model for now."""
 
     def rests(self, skipped: int = 0) -> bool:
         """Whether it does not look for guesses in this step, having found none for long. `skipped`: steps before
@@ -193,8 +185,8 @@ class NgramProposer:
 
     def __init__(self) -> None:
         self._ring = Estimates()
+        # Those that have guessed, or whose last drafts were right, since they were told of a token.
         self._open: dict[Sequence, PromptLookup] = {}
-        """Those that have guessed, or whose last drafts were right, since they were told of a token."""
 
     @property
     def expects(self) -> bool:
@@ -261,10 +253,8 @@ def ngrams(context: DraftingContext) -> NgramProposer:
 class Match(NamedTuple):
     """An earlier occurrence of the sequence's end."""
 
-    source: int
-    """Position of the token that followed it."""
-    length: int
-    """Tokens that agree, `MOST_COMPARED` at most."""
+    source: int  # position of the token that followed it
+    length: int  # tokens that agree, `MOST_COMPARED` at most
 
 
 class NgramIndex:
@@ -273,13 +263,12 @@ class NgramIndex:
     def __init__(self, tokens: "array[int]") -> None:
         """`tokens` (int32, not negative) is the sequence's own array."""
         self._tokens = tokens
-        self._indexed = 0
-        """n-grams that end at this position, or before, are in the tables."""
+        self._indexed = 0  # n-grams that end at this position, or before, are in the tables
         self._bits = 0
+        # For n from `SHORTEST` up: by hash, the position behind the n-gram; 0: none.
         self._tables: list[array[int]] = []
-        """For n from `SHORTEST` up: by hash, the position behind the n-gram; 0: none."""
+        # (position, slots of the n-grams before it) that `find` has looked at last.
         self._last: tuple[int, list[int]] = (0, [])
-        """(position, slots of the n-grams before it) that `find` has looked at last."""
 
     def find(self) -> Match | None:
         """The newest earlier occurrence of the longest n-gram that the tokens end with."""

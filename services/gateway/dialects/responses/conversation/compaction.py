@@ -21,10 +21,8 @@ from services.gateway.intake.schemas import ChatCompletionRequest
 from shared import limits
 
 KIND = "compaction"
-TRIGGER = "compaction_trigger"
-"""The last item of an input that is to be answered by its summary."""
-PART_OF_CONTEXT = 8
-"""A summary has that part of the model's context at most."""
+TRIGGER = "compaction_trigger"  # the last item of an input that is to be answered by its summary
+PART_OF_CONTEXT = 8  # a summary has that part of the model's context at most
 _PROMPT = (
     "Summarize the conversation above, so that you can go on with it from your summary alone. Keep names, numbers, "
     "decisions, what tools have said, and what is still to be done. Write the summary and nothing else."
@@ -39,8 +37,7 @@ class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """When a conversation is summarized before it is answered."""
 
     type: str
-    compact_threshold: int | None = None
-    """Tokens of the prompt; null: half of the model's context."""
+    compact_threshold: int | None = None  # tokens of the prompt; null: half of the model's context
 
 
 def item_of(summary: str, item_id: str = "") -> Item:

@@ -38,8 +38,7 @@ _OF_FILES = ("detail", "file_data", "file_id", "filename")
 _REFUSED = ("file_url", "image_url", "input_audio")
 _REFUSED_IN_CALLS = ("async_", "created_by")
 _REFUSED_IN_OUTPUTS = ("created_by",)
-OUTPUTS = ("function_call_output", "custom_tool_call_output")
-"""What belongs to a call before it."""
+OUTPUTS = ("function_call_output", "custom_tool_call_output")  # what belongs to a call before it
 
 
 class Reference(NamedTuple):
@@ -308,8 +307,8 @@ def _add(messages: list[dict[str, Any]], item: Item, texts: dict[int, Content]) 
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
 
 
+# Type and content of a call in a chat.
 _CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
-"""Type and content of a call in a chat."""
 
 
 def _once(item: Item, name: str, texts: dict[int, Content]) -> Content:

@@ -46,18 +46,13 @@ class ResponseEvents:
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
-        self.silent = shape.prewarm
-        """Whether nothing of what the model says is shown."""
+        self.silent = shape.prewarm  # whether nothing of what the model says is shown
         self._events: list[ResponseStreamEvent] = []
-        self.count = 0
-        """Events so far."""
-        self.reasoning_tokens = 0
-        """Output tokens up to the last one of the reasoning."""
-        self._output: list[Item] = []
-        """Items that are done."""
+        self.count = 0  # events so far
+        self.reasoning_tokens = 0  # output tokens up to the last one of the reasoning
+        self._output: list[Item] = []  # items that are done
         self._writing: Writing | None = None
-        self._scored: list[dict[str, Any]] = []
-        """Scored tokens whose text is still held back."""
+        self._scored: list[dict[str, Any]] = []  # scored tokens whose text is still held back
         self._begun = False
         self._final: dict[str, Any] | None = None
 

@@ -15,8 +15,7 @@ from services.gateway.streams.output import ScoredToken
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages.records import GenerationRecord
 
-Item = dict[str, Any]
-"""As it is listed: JSON."""
+Item = dict[str, Any]  # as it is listed: JSON
 
 
 ABBREVIATIONS = {
@@ -32,8 +31,7 @@ ABBREVIATIONS = {
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-NAMESPACE = "namespace"
-"""The type of an entry of `tools` that has tools of its own."""
+NAMESPACE = "namespace"  # the type of an entry of `tools` that has tools of its own
 
 
 def qualified(namespace: str, name: str) -> str:
@@ -51,8 +49,8 @@ def _called_in_namespaces(tools: Sequence[dict[str, Any]]) -> dict[str, tuple[st
     }
 
 
+# Why a response is incomplete, by the finish reason of its generation.
 INCOMPLETE = {"length": "max_output_tokens"}
-"""Why a response is incomplete, by the finish reason of its generation."""
 
 
 class ResponseShape:
@@ -66,8 +64,8 @@ class ResponseShape:
         self.prewarm = record.response.prewarm
         self._record = record
         self._shown: dict[str, Any] = msgspec.json.decode(record.response.shown)
+        # What the request says of a summary of the reasoning; empty: it wants none.
         self.summary: str = (self._shown.get("reasoning") or {}).get("summary") or ""
-        """What the request says of a summary of the reasoning; empty: it wants none."""
         self._namespaces = _called_in_namespaces(self._shown.get("tools") or ())
         self._tokenizer = tokenizer
 
@@ -125,15 +123,13 @@ def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     }
 
 
-News = tuple[str, dict[str, Any]]
-"""An event's type and body."""
+News = tuple[str, dict[str, Any]]  # an event's type and body
 
 
 class Writing:
     """An item that is not done."""
 
-    kind: ClassVar[str]
-    """The type of the item."""
+    kind: ClassVar[str]  # the type of the item
 
     def __init__(self, identity: str, index: int) -> None:
         self._id = f"{ABBREVIATIONS[self.kind]}_{identity}_{index}"
@@ -234,10 +230,8 @@ def _summary_part(text: str) -> Item:
 
 class SummaryStep(NamedTuple):
     kind: Literal["begin", "text", "end"]
-    part: int
-    """Its index."""
-    text: str = ""
-    """More of it, and with its end all of it."""
+    part: int  # its index
+    text: str = ""  # more of it, and with its end all of it
 
 
 class Summary:
@@ -245,12 +239,10 @@ class Summary:
     to be concise its first sentence. A function of the text, however it is cut into pieces."""
 
     def __init__(self, *, concise: bool) -> None:
-        self.texts: list[str] = []
-        """Of its parts, the last perhaps not done."""
+        self.texts: list[str] = []  # of its parts, the last perhaps not done
         self._concise = concise
         self._open = self._cut = False
-        self._space = ""
-        """White space that may end a paragraph."""
+        self._space = ""  # white space that may end a paragraph
         self._steps: list[SummaryStep] = []
 
     def feed(self, text: str) -> list[SummaryStep]:

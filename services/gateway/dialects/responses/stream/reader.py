@@ -19,8 +19,8 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 
 _json = msgspec.json.Encoder()
+# The type of an event that OpenAI's API has not: named as Open Responses has extensions named, by who makes them.
 PROGRESS = "ryzanstein:prompt_progress"
-"""The type of an event that OpenAI's API has not: named as Open Responses has extensions named, by who makes them."""
 
 
 class ResponseEventReader(NumberedReader):
