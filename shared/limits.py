@@ -18,12 +18,12 @@ Holder = Literal["request", "connection", "key", "tenant", "gateway", "scheduler
 class Limit(msgspec.Struct, frozen=True):
     """One bound."""
 
-    name: str
     value: int  # the default where a setting changes it; 0: it depends on the model, as `bounds` says
     unit: Unit
     bounds: str  # what may be no more, as a phrase
     holder: Holder = "request"
     setting: str = ""  # the environment variable that changes it; empty: none does
+    name: str = ""  # its own below, in lower case
 
     def length(self, **more: Any) -> msgspec.Meta:
         """In the type of a field: so many characters of a text, or entries of an array or object, at most. `more`:
@@ -43,76 +43,54 @@ class Limit(msgspec.Struct, frozen=True):
 
 # --- fields of requests for text, at gateways and in executors -------------------------------------
 
-CHOICES = Limit("choices", 128, "entries", "choices of all prompts together")
-LOGPROBS = Limit("logprobs", 20, "entries", "most likely tokens returned at each position")
+CHOICES = Limit(128, "entries", "choices of all prompts together")
+LOGPROBS = Limit(20, "entries", "most likely tokens returned at each position")
 PROMPT_LOGPROBS = Limit(
-    "prompt_logprobs",
-    1 << 16,
-    "entries",
-    "log probabilities returned for one prompt, counting those of the most likely tokens",
+    1 << 16, "entries", "log probabilities returned for one prompt, counting those of the most likely tokens"
 )
-REQUEST_PROMPT_LOGPROBS = Limit(
-    "request_prompt_logprobs", 1 << 17, "entries", "log probabilities returned for all prompts and choices"
-)
-PROMPT_TOKEN_IDS = Limit(
-    "prompt_token_ids", 1 << 20, "entries", "prompt token ids returned for all choices (`return_token_ids`)"
-)
-STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings")
-STOP_CHARACTERS = Limit("stop_characters", 1024, "characters", "a stop string")
-STOP_TOKENS = Limit("stop_tokens", 128, "entries", "stop token ids")
-LOGIT_BIASES = Limit("logit_biases", 1024, "entries", "tokens with a bias")
-ALLOWED_TOKENS = Limit("allowed_tokens", 4096, "entries", "allowed token ids")
-BAD_WORDS = Limit("bad_words", 128, "entries", "bad words")
-BAD_WORD_CHARACTERS = Limit("bad_word_characters", 64, "characters", "a bad word")
-BAD_WORD_TOKENS = Limit("bad_word_tokens", 256, "tokens", "a bad word")
-PREDICTION = Limit("prediction", 0, "tokens", "a prediction: the model's context")
-RING_STOP_TOKENS = Limit(
-    "ring_stop_tokens", 256, "entries", "a generation's stop token ids with the model's own"
-)
-RING_BAD_WORDS = Limit(
-    "ring_bad_words", 256, "entries", "a generation's bad words, each in up to two spellings"
-)
-RING_TEXT = Limit(
-    "ring_text", 1024, "characters", "each name, id and header that a generation sends to its group"
-)
-USER_CHARACTERS = Limit(
-    "user_characters", 512, "characters", "`user` and `safety_identifier`; logs show 64 of them"
-)
-CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`")
-METADATA_ENTRIES = Limit("metadata_entries", 16, "entries", "entries of `metadata`")
-METADATA_KEY = Limit("metadata_key", 64, "characters", "a key of `metadata`")
-METADATA_VALUE = Limit("metadata_value", 512, "characters", "a value of `metadata`")
-TOOLS = Limit("tools", 128, "entries", "tools")
-FUNCTION_NAME = Limit("function_name", 128, "characters", "the name of a function, its namespace counted")
-SCHEMA_NAME = Limit("schema_name", 64, "characters", "the name of an answer's schema")
-GRAMMAR_CHOICES = Limit("grammar_choices", 1024, "entries", "texts of which an answer is one")
-STRUCTURAL_TRIGGERS = Limit("structural_triggers", 64, "entries", "triggers of a structural tag")
-GRAMMAR_BYTES = Limit("grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8")
-NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other")
-LOGPROB_TOKEN_IDS = Limit(
-    "logprob_token_ids", 64, "entries", "tokens whose log probabilities behind a prompt are asked for"
-)
-MODEL_LABELS = Limit("model_labels", 4096, "entries", "classes of a model that classifies")
-MODEL_PROMPTS = Limit("model_prompts", 64 << 10, "characters", "a model's own prompts, with their names")
-EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings or classes")
+REQUEST_PROMPT_LOGPROBS = Limit(1 << 17, "entries", "log probabilities returned for all prompts and choices")
+PROMPT_TOKEN_IDS = Limit(1 << 20, "entries", "prompt token ids returned for all choices (`return_token_ids`)")
+STOP_STRINGS = Limit(16, "entries", "stop strings")
+STOP_CHARACTERS = Limit(1024, "characters", "a stop string")
+STOP_TOKENS = Limit(128, "entries", "stop token ids")
+LOGIT_BIASES = Limit(1024, "entries", "tokens with a bias")
+ALLOWED_TOKENS = Limit(4096, "entries", "allowed token ids")
+BAD_WORDS = Limit(128, "entries", "bad words")
+BAD_WORD_CHARACTERS = Limit(64, "characters", "a bad word")
+BAD_WORD_TOKENS = Limit(256, "tokens", "a bad word")
+PREDICTION = Limit(0, "tokens", "a prediction: the model's context")
+RING_STOP_TOKENS = Limit(256, "entries", "a generation's stop token ids with the model's own")
+RING_BAD_WORDS = Limit(256, "entries", "a generation's bad words, each in up to two spellings")
+RING_TEXT = Limit(1024, "characters", "each name, id and header that a generation sends to its group")
+USER_CHARACTERS = Limit(512, "characters", "`user` and `safety_identifier`; logs show 64 of them")
+CACHE_SALT = Limit(256, "characters", "`cache_salt`")
+METADATA_ENTRIES = Limit(16, "entries", "entries of `metadata`")
+METADATA_KEY = Limit(64, "characters", "a key of `metadata`")
+METADATA_VALUE = Limit(512, "characters", "a value of `metadata`")
+TOOLS = Limit(128, "entries", "tools")
+FUNCTION_NAME = Limit(128, "characters", "the name of a function, its namespace counted")
+SCHEMA_NAME = Limit(64, "characters", "the name of an answer's schema")
+GRAMMAR_CHOICES = Limit(1024, "entries", "texts of which an answer is one")
+STRUCTURAL_TRIGGERS = Limit(64, "entries", "triggers of a structural tag")
+GRAMMAR_BYTES = Limit(256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8")
+NESTING = Limit(100, "levels", "objects and arrays inside each other")
+LOGPROB_TOKEN_IDS = Limit(64, "entries", "tokens whose log probabilities behind a prompt are asked for")
+MODEL_LABELS = Limit(4096, "entries", "classes of a model that classifies")
+MODEL_PROMPTS = Limit(64 << 10, "characters", "a model's own prompts, with their names")
+EMBEDDING_INPUTS = Limit(2048, "entries", "inputs of a request for embeddings or classes")
 VECTORS_IN_HEADER = Limit(
-    "vectors_in_header",
     512,
     "entries",
     "inputs of a request for vectors as `bytes`, whose places a header tells; `bytes_only` does without",
 )
-SCORED_TEXTS = Limit(
-    "scored_texts", 2048, "entries", "documents of a rerank request, pairs of a score request"
-)
+SCORED_TEXTS = Limit(2048, "entries", "documents of a rerank request, pairs of a score request")
 TRUNCATED_TEXT = Limit(
-    "truncated_text",
     64,
     "characters",
     "a text before `truncate_prompt_tokens` or `max_tokens_per_doc`, and a conversation before its chat template, for "
     "each token of the longest prompt (256 Ki at least)",
 )
 SCORED_CHARACTERS = Limit(
-    "scored_characters",
     8 << 20,
     "characters",
     "documents of a rerank or score request together, query, instruction and template counted with each of them",
@@ -120,50 +98,38 @@ SCORED_CHARACTERS = Limit(
 
 # --- conversations and bodies ----------------------------------------------------------------------
 
-MESSAGES = Limit("messages", 4096, "entries", "messages of a conversation")
-PARTS = Limit("parts", 4096, "entries", "parts of all messages together")
-CALLS = Limit("calls", 4096, "entries", "tool calls of all messages together")
-ITEMS = Limit("items", 4096, "entries", "items of a response's input")
-INPUT_FILES = Limit("input_files", 32, "entries", "files among the parts of all messages together")
-INPUT_FILE_BYTES = Limit("input_file_bytes", 4 << 20, "bytes", "the same files together")
+MESSAGES = Limit(4096, "entries", "messages of a conversation")
+PARTS = Limit(4096, "entries", "parts of all messages together")
+CALLS = Limit(4096, "entries", "tool calls of all messages together")
+ITEMS = Limit(4096, "entries", "items of a response's input")
+INPUT_FILES = Limit(32, "entries", "files among the parts of all messages together")
+INPUT_FILE_BYTES = Limit(4 << 20, "bytes", "the same files together")
 GENERATION_BYTES = Limit(
-    "generation_bytes",
     16 << 20,
     "bytes",
     "what all generations of a request put into the queue",
     setting="RYZANSTEIN_GENERATION_BYTES",
 )
-BODY = Limit("body", 4 << 20, "bytes", "the body, or a WebSocket message", setting="RYZANSTEIN_BODY_LIMIT")
-PROMPT_TOKENS = Limit(
-    "prompt_tokens", 0, "tokens", "a prompt; 0: the model's context", setting="RYZANSTEIN_PROMPT_LIMIT"
-)
-TEMPLATE_SECONDS = Limit("template_seconds", 2, "seconds", "CPU time of a chat template for a conversation")
-TEMPLATE_MEMORY = Limit(
-    "template_memory", 512 << 20, "bytes", "address space of the process that renders chat templates"
-)
-TEMPLATE_TEXT = Limit("template_text", 64 << 20, "bytes", "the prompt that a chat template makes, in UTF-8")
+BODY = Limit(4 << 20, "bytes", "the body, or a WebSocket message", setting="RYZANSTEIN_BODY_LIMIT")
+PROMPT_TOKENS = Limit(0, "tokens", "a prompt; 0: the model's context", setting="RYZANSTEIN_PROMPT_LIMIT")
+TEMPLATE_SECONDS = Limit(2, "seconds", "CPU time of a chat template for a conversation")
+TEMPLATE_MEMORY = Limit(512 << 20, "bytes", "address space of the process that renders chat templates")
+TEMPLATE_TEXT = Limit(64 << 20, "bytes", "the prompt that a chat template makes, in UTF-8")
 RESPONSE_CHAIN = Limit(
-    "response_chain",
-    1000,
-    "entries",
-    "responses behind `previous_response_id`; responses to whose items a request refers",
+    1000, "entries", "responses behind `previous_response_id`; responses to whose items a request refers"
 )
 RESPONSE_HISTORY = Limit(
-    "response_history",
     64,
     "bytes",
     "items behind `previous_response_id`, for each token of the model's context (64 KiB at least); with "
     "`truncation` auto the newest so many",
 )
-SUMMARY_TOKENS = Limit("summary_tokens", 1024, "tokens", "a conversation that is made shorter")
-CONVERSATION_ITEMS = Limit("conversation_items", 4096, "entries", "items of a conversation")
-ADDED_ITEMS = Limit("added_items", 20, "entries", "items that a request adds to a conversation")
-CONVERSATION_RESPONSES = Limit(
-    "conversation_responses", 64, "entries", "responses of a conversation that have not ended"
-)
-RESPONSE_BYTES = Limit("response_bytes", 64 << 20, "bytes", "a stored response that is read, decompressed")
+SUMMARY_TOKENS = Limit(1024, "tokens", "a conversation that is made shorter")
+CONVERSATION_ITEMS = Limit(4096, "entries", "items of a conversation")
+ADDED_ITEMS = Limit(20, "entries", "items that a request adds to a conversation")
+CONVERSATION_RESPONSES = Limit(64, "entries", "responses of a conversation that have not ended")
+RESPONSE_BYTES = Limit(64 << 20, "bytes", "a stored response that is read, decompressed")
 HISTORY_BYTES = Limit(
-    "history_bytes",
     16 << 20,
     "bytes",
     "items of earlier responses and conversations that a request reads or lists, decompressed, each reference to one "
@@ -171,7 +137,6 @@ HISTORY_BYTES = Limit(
     setting="RYZANSTEIN_HISTORY_BYTES",
 )
 HISTORY_HELD = Limit(
-    "history_held",
     256 << 20,
     "bytes",
     "such items of all requests that are being prepared, a quarter for each tenant",
@@ -179,31 +144,26 @@ HISTORY_HELD = Limit(
     "RYZANSTEIN_HISTORY_HELD_BYTES",
 )
 HISTORY_READS = Limit(
-    "history_reads", 256 << 20, "bytes", "stored responses that a request reads for their items, decompressed"
+    256 << 20, "bytes", "stored responses that a request reads for their items, decompressed"
 )
-UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form")
-UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file")
-UPLOAD_FIELD_NAME = Limit("upload_field_name", 256, "characters", "the name of a field of an upload's form")
-UPLOAD_FORM = Limit("upload_form", 64 << 10, "bytes", "an upload's body that is not its file")
-CUSTOM_ID = Limit("custom_id", 512, "characters", "the custom_id of a request in a batch")
-CONTEXT_EDITS = Limit("context_management", 1, "entries", "ways in which a response shortens its context")
-UPLOAD_NAME = Limit("upload_name", 255, "characters", "the name of a file that is uploaded in parts")
-TRAINING_SUFFIX = Limit("training_suffix", 64, "characters", "the suffix of a fine-tuned model's name")
-LORA_TARGETS = Limit("lora_targets", 32, "entries", "names in `lora.target_modules`")
-LORA_TARGET = Limit("lora_target", 64, "characters", "one of those names")
-UPLOAD_PARTS = Limit("upload_parts", 10_000, "entries", "parts of an upload")
-UPLOAD_PART_BYTES = Limit("upload_part", 64 << 20, "bytes", "a part of an upload")
-UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")
+UPLOAD_FIELDS = Limit(32, "entries", "fields of an upload's form")
+UPLOAD_FIELD = Limit(4096, "bytes", "a field of an upload's form beside the file")
+UPLOAD_FIELD_NAME = Limit(256, "characters", "the name of a field of an upload's form")
+UPLOAD_FORM = Limit(64 << 10, "bytes", "an upload's body that is not its file")
+CUSTOM_ID = Limit(512, "characters", "the custom_id of a request in a batch")
+CONTEXT_MANAGEMENT = Limit(1, "entries", "ways in which a response shortens its context")
+UPLOAD_NAME = Limit(255, "characters", "the name of a file that is uploaded in parts")
+TRAINING_SUFFIX = Limit(64, "characters", "the suffix of a fine-tuned model's name")
+LORA_TARGETS = Limit(32, "entries", "names in `lora.target_modules`")
+LORA_TARGET = Limit(64, "characters", "one of those names")
+UPLOAD_PARTS = Limit(10_000, "entries", "parts of an upload")
+UPLOAD_PART = Limit(64 << 20, "bytes", "a part of an upload")
+UPLOAD = Limit(512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")
 
 TRAINING_EXAMPLES = Limit(
-    "training_examples",
-    200_000,
-    "entries",
-    "examples of a fine-tuning file",
-    setting="RYZANSTEIN_TRAINING_EXAMPLES",
+    200_000, "entries", "examples of a fine-tuning file", setting="RYZANSTEIN_TRAINING_EXAMPLES"
 )
 TRAINING_TOKENS = Limit(
-    "training_tokens",
     1 << 24,
     "tokens",
     "the examples of a fine-tuning job, those for validation among them",
@@ -212,20 +172,16 @@ TRAINING_TOKENS = Limit(
 
 # --- connections -----------------------------------------------------------------------------------
 
-HEADERS = Limit("headers", 128, "entries", "headers of a request, trailers among them", "connection")
-HEAD = Limit("head", 64 << 10, "bytes", "a request's line and headers", "connection", "RYZANSTEIN_HEAD_LIMIT")
-PIPELINED = Limit(
-    "pipelined", 16, "entries", "requests that wait for the answer to an earlier one", "connection"
-)
+HEADERS = Limit(128, "entries", "headers of a request, trailers among them", "connection")
+HEAD = Limit(64 << 10, "bytes", "a request's line and headers", "connection", "RYZANSTEIN_HEAD_LIMIT")
+PIPELINED = Limit(16, "entries", "requests that wait for the answer to an earlier one", "connection")
 WEBSOCKET_FRAMES = Limit(
-    "websocket_frames",
     10_000,
     "frames",
     "WebSocket frames, one for each message not counted; each second takes 1,000 off",
     "connection",
 )
 SOCKET_GENERATIONS = Limit(
-    "socket_generations",
     256,
     "entries",
     "generations in flight on one WebSocket",
@@ -234,7 +190,6 @@ SOCKET_GENERATIONS = Limit(
 )
 
 HEAD_SECONDS = Limit(
-    "head_seconds",
     10,
     "seconds",
     "a TLS handshake, and the receipt of a request's line and headers",
@@ -242,48 +197,35 @@ HEAD_SECONDS = Limit(
     "RYZANSTEIN_HEAD_TIMEOUT",
 )
 UNREAD_SECONDS = Limit(
-    "unread_seconds",
-    60,
-    "seconds",
-    "time in which a client of REST or a WebSocket reads nothing of its answer",
-    "connection",
+    60, "seconds", "time in which a client of REST or a WebSocket reads nothing of its answer", "connection"
 )
-GRPC_CALLS = Limit("grpc_calls", 1024, "entries", "gRPC calls at a time", "connection")
-GRPC_PUBLIC_CALLS = Limit(
-    "grpc_public_calls", 16, "entries", "gRPC calls at a time that need no key", "connection"
-)
-GRPC_PUBLIC_MESSAGE = Limit(
-    "grpc_public_message", 4 << 10, "bytes", "the message of a gRPC call that needs no key"
-)
+GRPC_CALLS = Limit(1024, "entries", "gRPC calls at a time", "connection")
+GRPC_PUBLIC_CALLS = Limit(16, "entries", "gRPC calls at a time that need no key", "connection")
+GRPC_PUBLIC_MESSAGE = Limit(4 << 10, "bytes", "the message of a gRPC call that needs no key")
 GRPC_METADATA = Limit(
-    "grpc_metadata",
     16 << 10,
     "bytes",
     "the metadata of a gRPC call, 32 for each entry; beyond four times that the connection ends",
 )
 GRPC_UNTAKEN = Limit(
-    "grpc_untaken",
     16 << 20,
     "bytes",
     "gRPC messages that are incomplete or not consumed yet; one body at least",
     "connection",
 )
 GRPC_UNREAD = Limit(
-    "grpc_unread",
     64 << 10,
     "bytes",
     "gRPC answers that the client does not read, before no more is read from it",
     "connection",
 )
 GRPC_OWED = Limit(
-    "grpc_owed",
     64 << 20,
     "bytes",
     "gRPC answers queued for a client that does not read, before its connection is closed",
     "connection",
 )
 GRPC_KEEPALIVE = Limit(
-    "grpc_keepalive",
     60,
     "seconds",
     "time that a gRPC client leaves answers unread, or has no admitted call",
@@ -291,7 +233,6 @@ GRPC_KEEPALIVE = Limit(
     "RYZANSTEIN_GRPC_KEEPALIVE",
 )
 GRPC_WORK = Limit(
-    "grpc_work",
     100_000,
     "frames",
     "frames of a gRPC client, each counted by its work: a call that is refused or reset as 100, a message as 20, each "
@@ -303,26 +244,14 @@ GRPC_WORK = Limit(
 
 # --- tenants ---------------------------------------------------------------------------------------
 
-TENANT_FILE_BYTES = Limit(
-    "tenant_file_bytes", 1 << 30, "bytes", "files together", "tenant", "RYZANSTEIN_TENANT_FILE_BYTES"
-)
-TENANT_FILES = Limit("tenant_files", 10_000, "entries", "files", "tenant", "RYZANSTEIN_TENANT_FILES")
-TENANT_BATCHES = Limit(
-    "tenant_batches", 200, "entries", "unfinished batches", "tenant", "RYZANSTEIN_TENANT_BATCHES"
-)
-KNOWN_BATCHES = Limit(
-    "known_batches", 10_000, "entries", "known batches; the oldest that have ended are forgotten", "tenant"
-)
+TENANT_FILE_BYTES = Limit(1 << 30, "bytes", "files together", "tenant", "RYZANSTEIN_TENANT_FILE_BYTES")
+TENANT_FILES = Limit(10_000, "entries", "files", "tenant", "RYZANSTEIN_TENANT_FILES")
+TENANT_BATCHES = Limit(200, "entries", "unfinished batches", "tenant", "RYZANSTEIN_TENANT_BATCHES")
+KNOWN_BATCHES = Limit(10_000, "entries", "known batches; the oldest that have ended are forgotten", "tenant")
 TENANT_TRAINING_JOBS = Limit(
-    "tenant_training_jobs",
-    16,
-    "entries",
-    "unfinished fine-tuning jobs",
-    "tenant",
-    "RYZANSTEIN_TENANT_TRAINING_JOBS",
+    16, "entries", "unfinished fine-tuning jobs", "tenant", "RYZANSTEIN_TENANT_TRAINING_JOBS"
 )
 TENANT_TRAINING_BYTES = Limit(
-    "tenant_training_bytes",
     3 << 30,
     "bytes",
     "fine-tuned models, and what unfinished fine-tuning jobs may come to: examples, states, checkpoints",
@@ -330,7 +259,6 @@ TENANT_TRAINING_BYTES = Limit(
     "RYZANSTEIN_TENANT_TRAINING_BYTES",
 )
 TENANT_FINE_TUNED_MODELS = Limit(
-    "tenant_fine_tuned_models",
     512,
     "entries",
     "fine-tuned models and checkpoints, four of each unfinished job counted",
@@ -338,24 +266,16 @@ TENANT_FINE_TUNED_MODELS = Limit(
     "RYZANSTEIN_TENANT_FINE_TUNED_MODELS",
 )
 KNOWN_TRAINING_JOBS = Limit(
-    "known_training_jobs",
     1000,
     "entries",
     "known fine-tuning jobs; the oldest that have ended are forgotten, their models stay",
     "tenant",
 )
 TRAINING_EVENTS = Limit(
-    "training_events",
-    10_000,
-    "entries",
-    "steps of a fine-tuning job that have an event; the newest are kept",
-    "tenant",
+    10_000, "entries", "steps of a fine-tuning job that have an event; the newest are kept", "tenant"
 )
-EVENT_STREAMS = Limit(
-    "event_streams", 32, "entries", "streams of fine-tuning jobs' events at one gateway", "tenant"
-)
+EVENT_STREAMS = Limit(32, "entries", "streams of fine-tuning jobs' events at one gateway", "tenant")
 TENANT_RESPONSE_BYTES = Limit(
-    "tenant_response_bytes",
     64 << 20,
     "bytes",
     "stored responses and chat completions, compressed; the oldest are deleted",
@@ -363,7 +283,6 @@ TENANT_RESPONSE_BYTES = Limit(
     "RYZANSTEIN_TENANT_RESPONSE_BYTES",
 )
 TENANT_RESPONSES = Limit(
-    "tenant_responses",
     10_000,
     "entries",
     "stored responses, and as many stored chat completions; the oldest are deleted",
@@ -371,7 +290,6 @@ TENANT_RESPONSES = Limit(
     "RYZANSTEIN_TENANT_RESPONSES",
 )
 TENANT_RECORD_BYTES = Limit(
-    "tenant_record_bytes",
     128 << 20,
     "bytes",
     "requests beside the journal; the oldest are deleted, and cannot be resumed",
@@ -379,14 +297,11 @@ TENANT_RECORD_BYTES = Limit(
     "RYZANSTEIN_TENANT_RECORD_BYTES",
 )
 
-UNKNOWN_IDS = Limit(
-    "unknown_ids", 600, "per minute", "lookups at one gateway of generation ids that do not exist", "tenant"
-)
+UNKNOWN_IDS = Limit(600, "per minute", "lookups at one gateway of generation ids that do not exist", "tenant")
 
 # --- services --------------------------------------------------------------------------------------
 
 CONNECTIONS = Limit(
-    "connections",
     10_000,
     "entries",
     "connections of all ports, TLS handshakes among them, as far as the process may open files",
@@ -394,14 +309,12 @@ CONNECTIONS = Limit(
     "RYZANSTEIN_MAX_CONNECTIONS",
 )
 RESERVED_CONNECTIONS = Limit(
-    "reserved_connections",
     32,
     "entries",
     "connections beyond those, for `/health`, `/ready`, `/metrics` and `grpc.health.v1`",
     "gateway",
 )
 OWED = Limit(
-    "owed",
     512 << 20,
     "bytes",
     "answers of all ports that clients have not read; those that were left most are disconnected",
@@ -409,88 +322,49 @@ OWED = Limit(
     "RYZANSTEIN_OWED_LIMIT",
 )
 ARRIVING = Limit(
-    "arriving",
     256 << 20,
     "bytes",
     "incomplete requests of all ports; the connections with the most are closed",
     "gateway",
     "RYZANSTEIN_ARRIVING_LIMIT",
 )
-GENERATIONS = Limit(
-    "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"
-)
+GENERATIONS = Limit(4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS")
 TENANT_GENERATIONS = Limit(
-    "tenant_generations",
-    2048,
-    "entries",
-    "generations in flight of one tenant",
-    "gateway",
-    "RYZANSTEIN_MAX_TENANT_GENERATIONS",
+    2048, "entries", "generations in flight of one tenant", "gateway", "RYZANSTEIN_MAX_TENANT_GENERATIONS"
 )
 COLD_REQUESTS = Limit(
-    "cold_requests",
-    1024,
-    "entries",
-    "requests held for models that were never loaded",
-    "gateway",
-    "RYZANSTEIN_COLD_REQUESTS",
+    1024, "entries", "requests held for models that were never loaded", "gateway", "RYZANSTEIN_COLD_REQUESTS"
 )
 COLD_MODEL_REQUESTS = Limit(
-    "cold_model_requests",
-    256,
-    "entries",
-    "of those for one model",
-    "gateway",
-    "RYZANSTEIN_COLD_MODEL_REQUESTS",
+    256, "entries", "of those for one model", "gateway", "RYZANSTEIN_COLD_MODEL_REQUESTS"
 )
 COLD_BYTES = Limit(
-    "cold_bytes",
-    256 << 20,
-    "bytes",
-    "requests held for models that were never loaded",
-    "gateway",
-    "RYZANSTEIN_COLD_BYTES",
+    256 << 20, "bytes", "requests held for models that were never loaded", "gateway", "RYZANSTEIN_COLD_BYTES"
 )
 COLD_MODEL_BYTES = Limit(
-    "cold_model_bytes",
-    64 << 20,
-    "bytes",
-    "of those for one model",
-    "gateway",
-    "RYZANSTEIN_COLD_MODEL_BYTES",
+    64 << 20, "bytes", "of those for one model", "gateway", "RYZANSTEIN_COLD_MODEL_BYTES"
 )
-PREFILLS = Limit(
-    "prefills", 64, "entries", "a tenant's sessions whose next turns are prepared at a time", "gateway"
-)
-READERS = Limit("readers", 64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
-TENANT_GRAMMARS = Limit(
-    "tenant_grammars", 16, "entries", "unknown grammars that wait to be compiled in a gateway", "tenant"
-)
-GRAMMAR_SECONDS = Limit(
-    "grammar_seconds", 20, "seconds", "compiling of unknown grammars in a gateway within a minute", "tenant"
-)
-GRAMMARS_WAITING = Limit(
-    "grammars_waiting", 64, "entries", "unknown grammars that wait to be compiled", "gateway"
-)
+PREFILLS = Limit(64, "entries", "a tenant's sessions whose next turns are prepared at a time", "gateway")
+READERS = Limit(64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
+TENANT_GRAMMARS = Limit(16, "entries", "unknown grammars that wait to be compiled in a gateway", "tenant")
+GRAMMAR_SECONDS = Limit(20, "seconds", "compiling of unknown grammars in a gateway within a minute", "tenant")
+GRAMMARS_WAITING = Limit(64, "entries", "unknown grammars that wait to be compiled", "gateway")
 TEMPLATES_WAITING = Limit(
-    "templates_waiting",
     64 << 20,
     "bytes",
     "conversations for one model that wait for its chat template, a quarter for each tenant",
     "gateway",
 )
 TEXT_WAITING = Limit(
-    "text_waiting", 64 << 20, "bytes", "texts that wait to be tokenized, a quarter for each tenant", "gateway"
+    64 << 20, "bytes", "texts that wait to be tokenized, a quarter for each tenant", "gateway"
 )
 LARGE_WAITING = Limit(
-    "large_waiting",
     256 << 20,
     "bytes",
     "requests of more than 64 KiB that wait to be decoded, a quarter for each tenant",
     "gateway",
 )
 TOKENIZED_SEGMENTS = Limit(
-    "tokenized_segments",
     8 << 20,
     "bytes",
     "tokens of parts of prompts that are kept for one tokenizer, so that what begins alike is tokenized once; 512 "
@@ -498,23 +372,13 @@ TOKENIZED_SEGMENTS = Limit(
     "gateway",
 )
 TOKENIZER_INFO = Limit(
-    "tokenizer_info",
-    256 << 10,
-    "bytes",
-    "the answer of `/tokenizer_info`; larger fields are left out",
-    "gateway",
+    256 << 10, "bytes", "the answer of `/tokenizer_info`; larger fields are left out", "gateway"
 )
-TOKENIZERS = Limit("tokenizers", 16, "entries", "tokenizers that are kept", "gateway")
+TOKENIZERS = Limit(16, "entries", "tokenizers that are kept", "gateway")
 WAITING = Limit(
-    "waiting",
-    4096,
-    "entries",
-    "interactive requests for one model that wait",
-    "scheduler",
-    "RYZANSTEIN_MAX_WAITING",
+    4096, "entries", "interactive requests for one model that wait", "scheduler", "RYZANSTEIN_MAX_WAITING"
 )
 HELD_REQUESTS = Limit(
-    "held_requests",
     1024,
     "entries",
     "recovery and batch requests taken from the queue, of each lane",
@@ -522,24 +386,14 @@ HELD_REQUESTS = Limit(
     "RYZANSTEIN_HELD_REQUESTS",
 )
 
-HELD_BYTES = Limit(
-    "held_bytes", 256 << 20, "bytes", "requests taken from the queue", "scheduler", "RYZANSTEIN_HELD_BYTES"
-)
+HELD_BYTES = Limit(256 << 20, "bytes", "requests taken from the queue", "scheduler", "RYZANSTEIN_HELD_BYTES")
 KNOWN_BEGINNINGS = Limit(
-    "known_beginnings",
-    1 << 16,
-    "entries",
-    "prompt prefixes for which the last group is remembered",
-    "scheduler",
+    1 << 16, "entries", "prompt prefixes for which the last group is remembered", "scheduler"
 )
 RECENT_FRAMES = Limit(
-    "recent_frames",
-    8192,
-    "entries",
-    "recent frames kept for republication; older tokens are computed again",
-    "executor",
+    8192, "entries", "recent frames kept for republication; older tokens are computed again", "executor"
 )
-RECENT_FRAME_BYTES = Limit("recent_frame_bytes", 64 << 20, "bytes", "these frames together", "executor")
+RECENT_FRAME_BYTES = Limit(64 << 20, "bytes", "these frames together", "executor")
 
 _CITED = re.compile(r"limit ([a-z_]+): ")
 
@@ -550,6 +404,8 @@ def limit_of(refusal: str) -> "Limit | None":
     return _BY_NAME.get(cited[1]) if cited is not None else None
 
 
+_BY_NAME = {name.lower(): limit for name, limit in list(globals().items()) if isinstance(limit, Limit)}
+for _name, _limit in _BY_NAME.items():
+    msgspec.structs.force_setattr(_limit, "name", _name)
 # All of them.
-LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
-_BY_NAME = {limit.name: limit for limit in LIMITS}
+LIMITS: tuple[Limit, ...] = tuple(_BY_NAME.values())

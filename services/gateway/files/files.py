@@ -24,7 +24,7 @@ import structlog
 from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError, check_range, missing
 from services.gateway.core.settings import GatewaySettings
 from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
-from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
+from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -159,7 +159,7 @@ class Files:
             return await self.objects.write(name, parts, nuid=nuid, limit=most)
         except PayloadTooLarge:
             raise PayloadTooLarge(
-                f"The file is larger than the {most:,} bytes that there were for it ({UPLOAD_BYTES.cited(self.limit)}; "
+                f"The file is larger than the {most:,} bytes that there were for it ({UPLOAD.cited(self.limit)}; "
                 f"{TENANT_FILE_BYTES.cited(self._quota)}); split it."
             ) from None
 

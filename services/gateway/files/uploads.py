@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.files.files import UPLOAD_TIME, Files
 from shared.errors import PayloadTooLarge
-from shared.limits import UPLOAD_BYTES
+from shared.limits import UPLOAD
 from shared.messages.batches import FileRecord
 from shared.nats.kv import KvEntry
 
@@ -45,7 +45,7 @@ class Uploads:
         """Raises `PayloadTooLarge`, and what `Files.admit` raises."""
         if expected > self._files.limit:
             raise PayloadTooLarge(
-                f"The file is to have {expected:,} bytes ({UPLOAD_BYTES.cited(self._files.limit)}); split it."
+                f"The file is to have {expected:,} bytes ({UPLOAD.cited(self._files.limit)}); split it."
             )
         await self._files.admit(tenant, expected)
         upload_id = PREFIX + secrets.token_hex(12)

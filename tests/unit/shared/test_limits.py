@@ -29,8 +29,8 @@ def test_a_limit_is_what_its_setting_is_by_default(limit: Limit) -> None:
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        (Limit("a", 4096, "bytes", "b", "request"), "limit a: 4,096 bytes, fixed"),
-        (Limit("a", 1, "tokens", "b", "gateway", "X_Y"), "limit a: 1 tokens, X_Y changes it"),
+        (Limit(4096, "bytes", "b", "request", name="a"), "limit a: 4,096 bytes, fixed"),
+        (Limit(1, "tokens", "b", "gateway", "X_Y", "a"), "limit a: 1 tokens, X_Y changes it"),
     ],
 )
 def test_a_refusal_names_limit_value_and_setting(limit: Limit, words: str) -> None:

@@ -16,7 +16,7 @@ from services.gateway.core.asgi import header
 from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTimeout
 from shared.errors import PayloadTooLarge
 from shared.limits import (
-    UPLOAD_BYTES,
+    UPLOAD,
     UPLOAD_FIELD,
     UPLOAD_FIELD_NAME,
     UPLOAD_FIELDS,
@@ -126,7 +126,7 @@ class MultipartForm:
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(
             "The file, or what is sent with it, is too large "
-            f"({UPLOAD_BYTES.cited(self._limit)}; {UPLOAD_FORM.cited()}); split it."
+            f"({UPLOAD.cited(self._limit)}; {UPLOAD_FORM.cited()}); split it."
         )
 
     # --- what the parser finds -------------------------------------------------------------------

@@ -138,7 +138,7 @@ async def create(ask: RequestContext) -> dict[str, Any]:
 
 async def add(ask: RequestContext) -> dict[str, Any]:
     await ask.counted()
-    most = min(ask.parts.files.limit, limits.UPLOAD_PART_BYTES.value)
+    most = min(ask.parts.files.limit, limits.UPLOAD_PART.value)
     form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, most, name="data")
     await form.until_file()
     convert(form.fields, NoFields)

@@ -172,7 +172,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     """POST /v1/responses."""
 
     background: bool | None = None
-    context_management: Annotated[list[ContextManagement], limits.CONTEXT_EDITS.length()] | None = None
+    context_management: Annotated[list[ContextManagement], limits.CONTEXT_MANAGEMENT.length()] | None = None
     include: list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None = None
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None

@@ -143,9 +143,8 @@ async def test_its_bounds_are_told(client: openai.AsyncOpenAI, monkeypatch: pyte
     made = await client.conversations.create(items=many[:20])
     with pytest.raises(openai.BadRequestError, match="items"):
         await client.conversations.items.create(made.id, items=[])
-    monkeypatch.setattr(
-        limits, "CONVERSATION_ITEMS", limits.Limit("conversation_items", 21, "entries", "items")
-    )
+    bound = limits.Limit(21, "entries", "items", name="conversation_items")
+    monkeypatch.setattr(limits, "CONVERSATION_ITEMS", bound)
     await client.conversations.items.create(made.id, items=many[:1])
     with pytest.raises(openai.APIStatusError, match="conversation_items"):
         await client.conversations.items.create(made.id, items=many[:1])
