@@ -202,7 +202,5 @@ class Session(Generic[MessageT]):
 def check_name(name: str, param: str = "id") -> str:
     """Raises `InvalidParameter`."""
     if not 1 <= len(name) <= 64:
-        raise InvalidParameter(
-            f"Invalid '{param}': expected 1 to 64 characters.", param=param, reason="invalid_value"
-        )
+        raise InvalidParameter(f"Invalid '{param}': expected 1 to 64 characters.", param=param)
     return name

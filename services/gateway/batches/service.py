@@ -129,7 +129,6 @@ class Batches:
             raise InvalidParameter(
                 f"The file '{file.id}' has the purpose '{file.purpose}'; upload it with the purpose 'batch'.",
                 param="input_file_id",
-                reason="invalid_value",
             )
         print_ = (print_ or fingerprint(wanted)) if key else ""
         if key and (known := await self.find_by_key(principal, key, print_)) is not None:

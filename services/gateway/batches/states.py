@@ -29,7 +29,6 @@ def window_seconds(window: str, most: float) -> float:
             f"Invalid value: '{window[:32]}'. A completion window is a number of seconds, minutes, hours or days: "
             "'24h', '90m', '7d'.",
             param="completion_window",
-            reason="invalid_value",
         )
     seconds = seconds_of(window) or 0.0
     check_range("completion_window", seconds, 1, most)

@@ -346,9 +346,7 @@ def expiry(anchor: str | None, seconds: int | None, param: str) -> float:
         return 0.0
     if anchor != ANCHOR:
         raise InvalidParameter(
-            f"Invalid value for '{param}.anchor': supported values are: '{ANCHOR}'.",
-            param=f"{param}.anchor",
-            reason="invalid_value",
+            f"Invalid value for '{param}.anchor': supported values are: '{ANCHOR}'.", param=f"{param}.anchor"
         )
     if seconds is None:
         raise missing(f"{param}.seconds")

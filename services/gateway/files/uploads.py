@@ -84,7 +84,6 @@ class Uploads:
                 f"Invalid 'part_ids': these parts have {size:,} bytes, and the upload was to have "
                 f"{upload.expected:,}; name all of them.",
                 param="part_ids",
-                reason="invalid_value",
             )
         digest = hashlib.md5(usedforsecurity=False)
         async with self._files.receive(
@@ -92,9 +91,7 @@ class Uploads:
         ) as file:
             if md5 and digest.hexdigest() != md5.lower():
                 raise InvalidParameter(
-                    f"Invalid 'md5': the parts have the checksum {digest.hexdigest()}.",
-                    param="md5",
-                    reason="invalid_value",
+                    f"Invalid 'md5': the parts have the checksum {digest.hexdigest()}.", param="md5"
                 )
             now = time.time()
             expires = now + upload.expires_after if upload.expires_after else 0.0
@@ -125,9 +122,7 @@ class Uploads:
         entry = await self._files.unfinished(name, tenant) if part_id.startswith(PART) else None
         if entry is None or entry.value.upload != upload_id:
             raise InvalidParameter(
-                f"Invalid 'part_ids': '{part_id[:64]}' is no part of this upload.",
-                param="part_ids",
-                reason="invalid_value",
+                f"Invalid 'part_ids': '{part_id[:64]}' is no part of this upload.", param="part_ids"
             )
         return entry.value
 

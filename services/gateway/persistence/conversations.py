@@ -241,11 +241,7 @@ def turns_behind(
             rest = [(other, 0) for other in ordered[number + 1 :]]
             begin = ids.index(after) + 1
             return rest if begin == len(ids) else [(turn, begin), *rest]
-    raise InvalidParameter(
-        f"Invalid 'after': no item '{after[:64]}' is in this conversation.",
-        param="after",
-        reason="invalid_value",
-    )
+    raise InvalidParameter(f"Invalid 'after': no item '{after[:64]}' is in this conversation.", param="after")
 
 
 def unknown_item(item_id: str) -> RouteError:

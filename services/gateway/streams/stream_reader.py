@@ -256,13 +256,10 @@ class StreamReader:
                 "Which candidates of 'best_of' are the best is known at their end, so they cannot be streamed; "
                 "GET /v1/generations/{id} instead.",
                 param="best_of",
-                reason="invalid_value",
             )
         if self.answer.generations[0].request.pools:
             raise InvalidParameter(
-                "Embeddings and scores are not streamed; GET /v1/generations/{id} instead.",
-                param=None,
-                reason="invalid_value",
+                "Embeddings and scores are not streamed; GET /v1/generations/{id} instead.", param=None
             )
 
     def _feed_at_once(self, write: Write | None) -> None:

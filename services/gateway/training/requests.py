@@ -109,7 +109,6 @@ def method_of(wanted: FineTuningCreate) -> TrainingMethod:
         raise InvalidParameter(
             f"The method is '{method.type}', and 'method.{other}' has settings of another one; leave one out.",
             param=f"method.{other}",
-            reason="invalid_value",
         )
     return method.type
 
@@ -122,22 +121,16 @@ def hyperparameters_of(wanted: FineTuningCreate) -> Hyperparameters:
             f"Invalid suffix '{wanted.suffix}': it stands in the model's name and has letters without accents, digits, "
             "'.', '_' and '-' alone.",
             param="suffix",
-            reason="invalid_value",
         )
     lora = wanted.lora or Lora()
     if len(set(lora.target_modules)) < len(lora.target_modules):
-        raise InvalidParameter(
-            "A name stands twice in 'lora.target_modules'.",
-            param="lora.target_modules",
-            reason="invalid_value",
-        )
+        raise InvalidParameter("A name stands twice in 'lora.target_modules'.", param="lora.target_modules")
     beta = given.beta if method == "dpo" and isinstance(given, DpoHyperparameters) else None
     batch = int(_number(given.batch_size))
     if 0 < batch < wanted.replicas:
         raise InvalidParameter(
             f"{wanted.replicas} replicas cannot share a batch of {batch}; raise 'batch_size', or lower 'replicas'.",
             param="replicas",
-            reason="invalid_value",
         )
     return Hyperparameters(
         epochs=int(_number(given.n_epochs)),
@@ -168,7 +161,6 @@ def _given(wanted: FineTuningCreate) -> SupervisedHyperparameters:
         raise InvalidParameter(
             f"Hyperparameters stand in 'hyperparameters' and in 'method.{method.type}'; leave the former out.",
             param="hyperparameters",
-            reason="invalid_value",
         )
     return given or wanted.hyperparameters or SupervisedHyperparameters()
 

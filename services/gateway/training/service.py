@@ -18,12 +18,7 @@ from services.gateway.core.pagination import page
 from services.gateway.files.files import Files
 from services.gateway.jobs.leases import Jobs, fingerprint, job_id
 from services.gateway.training import states
-from services.gateway.training.objects import (
-    checkpoint_id,
-    event_id,
-    event_object,
-    published_checkpoints,
-)
+from services.gateway.training.objects import checkpoint_id, event_id, event_object, published_checkpoints
 from services.gateway.training.requests import MAX_SEED, FineTuningCreate, hyperparameters_of, method_of
 from services.gateway.training.storage import TrainingStorage
 from shared import tracing
@@ -125,7 +120,6 @@ class FineTuning:
             raise InvalidParameter(
                 f"'{name[:128]}' is an adapter itself; train one on its base, '{resolved.model}'.",
                 param="model",
-                reason="invalid_value",
             )
         card = self._catalog.known_card(resolved.model)
         if card is not None and (card.bidirectional or not card.does("generate")):
@@ -146,7 +140,6 @@ class FineTuning:
             raise InvalidParameter(
                 f"The file '{file.id}' has the purpose '{file.purpose}'; upload it with the purpose '{PURPOSE}'.",
                 param=param,
-                reason="invalid_value",
             )
         return file
 

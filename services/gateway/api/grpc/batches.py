@@ -68,7 +68,6 @@ class _BatchMethods:
                     "Invalid 'page_token': it is not the next_page_token of a page of your batches; leave it out for "
                     "the first page.",
                     param="page_token",
-                    reason="invalid_value",
                 ) from None
         page = pb.ListBatchesResponse(
             batches=[to_message(job) for job in jobs], next_page_token=jobs[-1].id if more else ""

@@ -177,7 +177,6 @@ class GrpcCall:
         return InvalidParameter(
             f"The call has {len(self._messages)} whole request messages{more}, and takes exactly one.",
             param=None,
-            reason="invalid_value",
         )
 
     def end(self, reason: BaseException) -> None:

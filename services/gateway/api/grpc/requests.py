@@ -105,7 +105,6 @@ def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
             f"Invalid 'sparse_attention.off': it cannot be combined with '{next(iter(fields))}'; leave out one of the "
             "two.",
             param="sparse_attention.off",
-            reason="invalid_value",
         )
     if "share" in fields:
         _check_number("sparse_attention.share", fields["share"])
@@ -154,9 +153,7 @@ def _check_number(name: str, value: Any) -> None:
     numbers = value.values() if name == "logit_bias" else (value,)
     if any(isinstance(number, float) and math.isnan(number) for number in numbers):
         raise InvalidParameter(
-            f"Invalid '{name}': it is not a number; leave it out for the default.",
-            param=name,
-            reason="invalid_value",
+            f"Invalid '{name}': it is not a number; leave it out for the default.", param=name
         )
 
 

@@ -63,7 +63,7 @@ def take_position(context: Context, position: str | None, name: str) -> None:
     if not position:
         return
     if not context.key:
-        raise InvalidParameter(_NEED_KEY.format(name), param=name, reason="invalid_value")
+        raise InvalidParameter(_NEED_KEY.format(name), param=name)
     context.after = cursor.parse(position, name)
 
 

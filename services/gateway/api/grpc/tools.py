@@ -75,9 +75,7 @@ def choice_of(given: pb.ToolChoice) -> str | Fields:
 
 def _mode(path: str, mode: pb.ToolMode) -> str:
     if mode not in _MODES:
-        raise InvalidParameter(
-            f"Invalid value for '{path}': {mode} is not a ToolMode.", param=path, reason="invalid_value"
-        )
+        raise InvalidParameter(f"Invalid value for '{path}': {mode} is not a ToolMode.", param=path)
     return _MODES[mode]
 
 

@@ -9,13 +9,7 @@ from services.gateway.api.management.models import Management
 from services.gateway.core.adapters import AdapterRegistry, already_loaded
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
-from shared.errors import (
-    BrokerUnavailable,
-    InternalError,
-    Unavailable,
-    UnknownModel,
-    error_from_code,
-)
+from shared.errors import BrokerUnavailable, InternalError, Unavailable, UnknownModel, error_from_code
 from shared.messages import HostReply, ModelSpec
 from shared.messages.registry import AdapterRecord, PullAdapter
 from shared.nats.adapters import read_by_first
@@ -80,16 +74,11 @@ class AdapterManagement:
 
     def _check(self, name: str, source: str) -> None:
         if wrong := wrong_name(name):
-            raise InvalidParameter(
-                f"An adapter cannot be called {name[:64]!r}: {wrong}.",
-                param="lora_name",
-                reason="invalid_value",
-            )
+            raise InvalidParameter(f"An adapter cannot be called {name[:64]!r}: {wrong}.", param="lora_name")
         if name.startswith(FINE_TUNED):
             raise InvalidParameter(
                 f"Names that begin with '{FINE_TUNED}' are reserved for fine-tuning jobs; choose another.",
                 param="lora_name",
-                reason="invalid_value",
             )
         if self._catalog.is_model(name):
             raise RouteError(
@@ -99,16 +88,14 @@ class AdapterManagement:
                 param="lora_name",
             )
         if wrong := self._management.wrong_source(source):
-            raise InvalidParameter(wrong, param="lora_path", reason="invalid_value")
+            raise InvalidParameter(wrong, param="lora_path")
 
     def _base(self, given: str | None) -> str:
         if given:
             resolved = self._catalog.resolve(given)
             if resolved.adapter:
                 raise InvalidParameter(
-                    f"'{given[:128]}' is an adapter itself; name its base, '{resolved.model}'.",
-                    param="model",
-                    reason="invalid_value",
+                    f"'{given[:128]}' is an adapter itself; name its base, '{resolved.model}'.", param="model"
                 )
             return resolved.model
         names = self._catalog.names()

@@ -61,9 +61,7 @@ class Management:
         fields = _object(fields)
         if fields.setdefault("name", name) != name:
             raise InvalidParameter(
-                f"The path names the model {name[:128]!r} and the body another; name one.",
-                param="name",
-                reason="invalid_value",
+                f"The path names the model {name[:128]!r} and the body another; name one.", param="name"
             )
         declared, found = read_partly(fields)
 
@@ -88,9 +86,7 @@ class Management:
         changes = _object(fields)
         if changes.get("name", name) != name:
             raise InvalidParameter(
-                "A model cannot be renamed; give it an alias, or add it under another name.",
-                param="name",
-                reason="invalid_value",
+                "A model cannot be renamed; give it an alias, or add it under another name.", param="name"
             )
 
         def change(known: ModelSpec) -> ModelSpec:

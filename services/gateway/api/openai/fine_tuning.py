@@ -214,13 +214,7 @@ ADAPTER = Operation(
     response_content=OCTETS,
 )
 REFUSED = tuple(
-    Operation(
-        path,
-        name,
-        "Not supported: a checkpoint belongs to its tenant alone.",
-        TAG,
-        errors=(404,),
-    )
+    Operation(path, name, "Not supported: a checkpoint belongs to its tenant alone.", TAG, errors=(404,))
     for path, name in (
         (f"GET {PERMISSIONS}", "listFineTuningCheckpointPermissions"),
         (f"POST {PERMISSIONS}", "createFineTuningCheckpointPermission"),
@@ -245,9 +239,7 @@ async def list_jobs(ask: RequestContext) -> dict[str, Any]:
         ask.scope["query_string"] = b"&".join(rest)
     wanted = ask.query(JobsQuery)
     if without and wanted.metadata:
-        raise InvalidParameter(
-            "'metadata' is null and has keys; send one of the two.", param="metadata", reason="invalid_value"
-        )
+        raise InvalidParameter("'metadata' is null and has keys; send one of the two.", param="metadata")
     await ask.counted()
     jobs, more = await ask.parts.job(FineTuning).listed(
         ask.tenant, wanted.after, wanted.limit, None if without else wanted.metadata
@@ -317,7 +309,6 @@ def _position(given: str | None) -> int:
         raise InvalidParameter(
             f"Invalid 'Last-Event-ID': '{given[:64]}' is no id of an event of this stream.",
             param="Last-Event-ID",
-            reason="invalid_value",
         )
     return int(given)
 

@@ -15,14 +15,7 @@ from python_multipart.multipart import MultipartParser
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTimeout
 from shared.errors import PayloadTooLarge
-from shared.limits import (
-    UPLOAD,
-    UPLOAD_FIELD,
-    UPLOAD_FIELD_NAME,
-    UPLOAD_FIELDS,
-    UPLOAD_FORM,
-    UPLOAD_NAME,
-)
+from shared.limits import UPLOAD, UPLOAD_FIELD, UPLOAD_FIELD_NAME, UPLOAD_FIELDS, UPLOAD_FORM, UPLOAD_NAME
 from shared.service.endpoints import Receive, Scope
 
 FORM_ROOM = UPLOAD_FORM.value
@@ -162,7 +155,7 @@ class MultipartForm:
             raise _broken(f"the name of a part is too long ({UPLOAD_FIELD_NAME.cited()})")
         if name == self._name and filename is not None:
             if self._file_seen:
-                raise InvalidParameter("Send one file at a time.", param=self._name, reason="invalid_value")
+                raise InvalidParameter("Send one file at a time.", param=self._name)
             self._file_seen = self._in_file = True
             self.filename = filename.replace("\\", "/").rpartition("/")[2][: UPLOAD_NAME.value]
         self._field = name
