@@ -36,10 +36,7 @@ FIRST_WORD = 1000  # token ids from here on stand for pieces of words in every v
 
 
 def make_engine(
-    settings: ExecutorSettings,
-    spec: RankSpec,
-    board: RingBoard,
-    announce: Callable[[Rendezvous], None],
+    settings: ExecutorSettings, spec: RankSpec, board: RingBoard, announce: Callable[[Rendezvous], None]
 ) -> Engine:
     """The leader's engine. `announce` tells the other ranks where to meet."""
     if settings.engine == "torch":

@@ -17,14 +17,7 @@ import msgspec
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store.disk import ADAPTERS, Named, make_room, mark_made
 from shared.model_store.locks import claimed
-from shared.model_store.programs import (
-    Progress,
-    WheelModel,
-    convert_gguf,
-    fetch_gguf,
-    recommend,
-    size_of,
-)
+from shared.model_store.programs import Progress, WheelModel, convert_gguf, fetch_gguf, recommend, size_of
 from shared.model_store.repository import (
     ADAPTER_FILES,
     CONFIG,

@@ -442,13 +442,7 @@ class Up:
         key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)
         try:
             async for text in answer_once(
-                url,
-                prompt,
-                max_tokens=SMOKE_TEST_TOKENS,
-                model=model,
-                api_key=key,
-                trust=trust,
-                plain=plain,
+                url, prompt, max_tokens=SMOKE_TEST_TOKENS, model=model, api_key=key, trust=trust, plain=plain
             ):
                 printer.write(text)
         finally:

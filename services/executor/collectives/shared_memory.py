@@ -99,12 +99,7 @@ class SharedMemory:
     """
 
     def __init__(
-        self,
-        area: SharedArea,
-        rank: int,
-        world_size: int,
-        lanes: int = 1,
-        timeout: float = IDLE_TIMEOUT,
+        self, area: SharedArea, rank: int, world_size: int, lanes: int = 1, timeout: float = IDLE_TIMEOUT
     ) -> None:
         """`lanes`: threads of each rank that may call the C functions together; the same on every rank, as
         is the area. `timeout`: seconds that one wait may take. Raises `RingLost` when they do not agree."""

@@ -107,11 +107,7 @@ class PromptScores(PromptRows):
         self.top = top
         super().__init__(0, tokens - 1)
         self._layout = np.dtype(
-            [
-                ("logprob", "<f4"),
-                ("rank", "<i4"),
-                ("top", [("token", "<i4"), ("logprob", "<f4")], (top,)),
-            ]
+            [("logprob", "<f4"), ("rank", "<i4"), ("top", [("token", "<i4"), ("logprob", "<f4")], (top,))]
         )
         self._parts: list[bytes] = []
         self.finite = True

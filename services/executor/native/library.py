@@ -326,10 +326,7 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
         None,
         [POINTER(RzCodes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],
     ),
-    "rz_unpack_rows": (
-        None,
-        [c_void_p, c_int, c_long, POINTER(RzFormat), c_void_p, *[c_long] * 6],
-    ),
+    "rz_unpack_rows": (None, [c_void_p, c_int, c_long, POINTER(RzFormat), c_void_p, *[c_long] * 6]),
     "rz_quantized_row": (None, [c_void_p, POINTER(RzFormat), c_void_p, c_long]),
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(RzLinear), c_void_p, c_int, c_void_p]),
     "rz_decoder_recur": (c_int, [c_void_p, POINTER(RzRecurrent), POINTER(RzStep), c_void_p, c_void_p]),

@@ -194,12 +194,7 @@ class Ring:
             local = await self._start_rank(threads, self._settings, self._forks, self._variables)
             forked = local.is_forked
             log.info(
-                "rank_started",
-                group=self._group,
-                rank=rank,
-                pid=local.pid,
-                forked=forked,
-                epoch=self.epoch,
+                "rank_started", group=self._group, rank=rank, pid=local.pid, forked=forked, epoch=self.epoch
             )
             process: LocalRank | RemoteRank = local
         else:

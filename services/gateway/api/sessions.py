@@ -78,11 +78,7 @@ async def prefill(ask: RequestContext) -> None:
     seconds = ask.query(PrefillQuery).wait
     session = check_session_id(ask.named("session"))
     context = Context(
-        ask.request_id,
-        session,
-        tenant=ask.tenant,
-        principal=ask.principal,
-        answer_headers=ask.answer_headers,
+        ask.request_id, session, tenant=ask.tenant, principal=ask.principal, answer_headers=ask.answer_headers
     )
     intake = ask.parts.intake
     begun = await intake.prefill(await ask.received(ask.settings.body_limit), context)

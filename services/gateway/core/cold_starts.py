@@ -111,11 +111,7 @@ class ColdStarts:
     # --- inside ----------------------------------------------------------------------------------
 
     async def _wait(
-        self,
-        model: str,
-        held: _Model,
-        deadline: float,
-        gone: Callable[[], Awaitable[object]] | None,
+        self, model: str, held: _Model, deadline: float, gone: Callable[[], Awaitable[object]] | None
     ) -> ModelCard:
         waiter = asyncio.get_running_loop().create_future()
         held.waiters[waiter] = None

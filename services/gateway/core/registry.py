@@ -170,8 +170,7 @@ class ModelRegistry(RegistryView):
         """Says that the model is to be loaded or unloaded; the scheduler that decides acts. Raises as `change`."""
         now = time.time()
         spec, _ = await self.change(
-            name,
-            lambda known: msgspec.structs.replace(known, action=action, action_at=now, force=force),
+            name, lambda known: msgspec.structs.replace(known, action=action, action_at=now, force=force)
         )
         return spec
 

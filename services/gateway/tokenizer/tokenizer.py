@@ -30,13 +30,7 @@ from services.gateway.tokenizer.templates import (
     tokenizer_info,
 )
 from services.gateway.tokenizer.token_bound import TokenBound, TokenizerJson
-from services.gateway.tokenizer.turns import (
-    TextSegment,
-    TrainedText,
-    TrainedTokens,
-    pieces_of,
-    weights_of,
-)
+from services.gateway.tokenizer.turns import TextSegment, TrainedText, TrainedTokens, pieces_of, weights_of
 from services.gateway.tool_calls.parsers.tagged import without_suffix
 from shared.errors import InternalError
 from shared.process import give_back

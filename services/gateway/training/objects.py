@@ -6,12 +6,7 @@ from urllib.parse import quote
 
 from services.gateway.training.states import ID
 from shared.messages.registry import AdapterRecord
-from shared.messages.training import (
-    TrainedAdapter,
-    TrainingEvent,
-    TrainingJob,
-    TrainingMetrics,
-)
+from shared.messages.training import TrainedAdapter, TrainingEvent, TrainingJob, TrainingMetrics
 
 ID_DIGITS = 12  # of a job's id, in the name of its model
 # Characters of them in a model's name: longer ones are cut, and end with a digest of the whole.

@@ -13,12 +13,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.files.files import Files
 from services.gateway.files.lines import FileLine, input_lines
 from services.gateway.intake.fine_tuning.dataset import Dataset
-from services.gateway.intake.fine_tuning.examples import (
-    check_pair,
-    conversation_of,
-    text_of_line,
-    texts_of,
-)
+from services.gateway.intake.fine_tuning.examples import check_pair, conversation_of, text_of_line, texts_of
 from services.gateway.intake.fine_tuning.faults import Faults
 from services.gateway.intake.fine_tuning.schemas import TextLine
 from services.gateway.tokenizer.templates import TemplateInput

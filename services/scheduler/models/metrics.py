@@ -28,8 +28,7 @@ class ModelLifecycleMetrics:
         self.refused = counter("refused_commands", "Commands that hosts refused or did not answer.")
         self.decides = gauge("deciding", "1 for the scheduler that decides which host loads what.")
         self.unplaced = gauge(
-            "unplaced",
-            "Requested models that no host can take; reported by the scheduler that decides.",
+            "unplaced", "Requested models that no host can take; reported by the scheduler that decides."
         )
         self.adapters = gauge(
             "adapters", "LoRA adapters that are registered; reported by the scheduler that decides."

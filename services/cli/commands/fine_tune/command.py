@@ -104,8 +104,7 @@ async def _create(
     beta: Annotated[str, typer.Option(help="With --method dpo: how close to stay to the base.")] = Auto,
     rank: Annotated[int | None, typer.Option(help="Of the adapter.", show_default="16")] = None,
     alpha: Annotated[
-        float | None,
-        typer.Option(help="Its weight is alpha / rank.", show_default="2 * rank"),
+        float | None, typer.Option(help="Its weight is alpha / rank.", show_default="2 * rank")
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Of its inputs.", show_default="0")] = None,
     target: Annotated[
@@ -117,28 +116,20 @@ async def _create(
         ),
     ] = None,
     schedule: Annotated[
-        Schedule | None,
-        typer.Option(help="Of the learning rate.", show_default="cosine"),
+        Schedule | None, typer.Option(help="Of the learning rate.", show_default="cosine")
     ] = None,
     warmup_ratio: Annotated[
-        float | None,
-        typer.Option(help="Share of the steps for warm-up.", show_default="0.03"),
+        float | None, typer.Option(help="Share of the steps for warm-up.", show_default="0.03")
     ] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(show_default="adamw")] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Of an example.", show_default="the model's context"),
+        int | None, typer.Option(help="Of an example.", show_default="the model's context")
     ] = None,
     truncate: Annotated[
-        bool,
-        typer.Option(
-            "--truncate",
-            help="Truncate longer examples; without it they are an error.",
-        ),
+        bool, typer.Option("--truncate", help="Truncate longer examples; without it they are an error.")
     ] = False,
     replicas: Annotated[
-        int | None,
-        typer.Option(help="Hosts that train it together.", show_default="1"),
+        int | None, typer.Option(help="Hosts that train it together.", show_default="1")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Follow it until it finishes.")] = False,
     json: AsJson = False,
@@ -349,8 +340,7 @@ def _export(
     ],
     output: Annotated[Path, typer.Option(help="What to make: a directory, or for gguf a .gguf file.")],
     kind: Annotated[
-        Format,
-        typer.Option("--format", help="peft: the adapter alone; the others: merged with its base."),
+        Format, typer.Option("--format", help="peft: the adapter alone; the others: merged with its base.")
     ] = "peft",
     checkpoint: Annotated[
         int,

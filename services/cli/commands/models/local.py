@@ -74,8 +74,7 @@ def models_list(
         bool, typer.Option("--supported", help="List the served architectures instead.")
     ] = False,
     cached: Annotated[
-        bool,
-        typer.Option("--cached", help="List the models in this machine's cache, even if a stack runs."),
+        bool, typer.Option("--cached", help="List the models in this machine's cache, even if a stack runs.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_yaml: Annotated[

@@ -32,13 +32,7 @@ from services.executor.supervisor.diagnostics.verdict import ProgressAge, verdic
 from services.executor.supervisor.ring import Ring
 from shared.keys import redact
 from shared.messages import RankBeat
-from shared.messages.debugging import (
-    DUMP_VERSION,
-    CollectiveDump,
-    Dump,
-    RankDump,
-    StepDump,
-)
+from shared.messages.debugging import DUMP_VERSION, CollectiveDump, Dump, RankDump, StepDump
 from shared.nats.errors import without_password
 
 LOOK = 0.02  # seconds between two looks for answers

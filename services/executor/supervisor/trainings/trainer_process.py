@@ -29,10 +29,7 @@ _events = msgspec.json.Decoder(TrainerEvent)
 
 class TrainerProcess:
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        events: asyncio.StreamReader,
-        pipe: asyncio.ReadTransport,
+        self, process: asyncio.subprocess.Process, events: asyncio.StreamReader, pipe: asyncio.ReadTransport
     ) -> None:
         self._process = process
         self._events = events

@@ -7,12 +7,7 @@ import msgspec
 
 from services.gateway.dialects.anthropic.message_reader import MessageEventReader
 from services.gateway.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.gateway.dialects.anthropic.translation import (
-    NAMES,
-    chat_request,
-    own_words,
-    reasoning_fields,
-)
+from services.gateway.dialects.anthropic.translation import NAMES, chat_request, own_words, reasoning_fields
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.endpoint import BodyEndpoint
 from services.gateway.intake.headers import IgnoredFields

@@ -218,10 +218,7 @@ def embedding_of(request: OllamaEmbedRequest | OllamaEmbeddingsRequest, model: s
     given: Any = texts if isinstance(texts, str) else [*texts]
     cut: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}
     return EmbeddingRequest(
-        model=model,
-        input=given,
-        dimensions=request.dimensions,
-        **({} if request.truncate is False else cut),
+        model=model, input=given, dimensions=request.dimensions, **({} if request.truncate is False else cut)
     )
 
 

@@ -9,14 +9,7 @@ from msgspec import Meta
 from services.gateway.core.errors import InvalidParameter, check_range
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 from services.gateway.intake.rules import NULL, OneOf, Rule, Ruled, equal, neutral
-from services.gateway.intake.schemas import (
-    Count,
-    LastTokens,
-    ModelName,
-    PositiveCount,
-    Priority,
-    User,
-)
+from services.gateway.intake.schemas import Count, LastTokens, ModelName, PositiveCount, Priority, User
 from services.gateway.intake.validation import check_fields, check_truncation
 from shared import limits
 from shared.messages import ModelCard

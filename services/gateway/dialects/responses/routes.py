@@ -11,13 +11,7 @@ from msgspec import Meta
 from starlette.routing import Route
 
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
-from services.gateway.api.generating import (
-    CompletionsRoute,
-    context_of,
-    positions_of,
-    reading,
-    stream,
-)
+from services.gateway.api.generating import CompletionsRoute, context_of, positions_of, reading, stream
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.errors import InvalidParameter
@@ -90,8 +84,7 @@ def retrieval(query: bytes) -> Retrieval:
     check_include(given.include)
     if given.starting_after is not msgspec.UNSET and not given.stream:
         raise InvalidParameter(
-            "The 'starting_after' parameter is only allowed when 'stream' is true.",
-            param="starting_after",
+            "The 'starting_after' parameter is only allowed when 'stream' is true.", param="starting_after"
         )
     return given
 

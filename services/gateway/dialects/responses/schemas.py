@@ -275,8 +275,7 @@ def _check_compaction(request: ResponseRequest) -> None:
         path = f"context_management[{index}]"
         if entry.type != "compaction":
             raise InvalidParameter(
-                f"Invalid value: '{entry.type[:64]}'. Supported value is: 'compaction'.",
-                param=f"{path}.type",
+                f"Invalid value: '{entry.type[:64]}'. Supported value is: 'compaction'.", param=f"{path}.type"
             )
         if entry.compact_threshold is not None:
             check_range(f"{path}.compact_threshold", entry.compact_threshold, 1, MAX_COUNT)

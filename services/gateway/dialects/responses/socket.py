@@ -66,8 +66,7 @@ def _creation(lane: str, fields: dict[str, msgspec.Raw]) -> ClientMessage:
     if kind != CREATE:
         detail = "send a new response with the input" if kind == STEER else f"supported is: '{CREATE}'"
         raise InvalidParameter(
-            f"Invalid value: '{kind[:64]}'. This server takes no such event; {detail}.",
-            param="type",
+            f"Invalid value: '{kind[:64]}'. This server takes no such event; {detail}.", param="type"
         )
     if not _generate(fields):
         options = msgspec.json.decode(fields.get("prompt_cache_options", b"null"))

@@ -84,13 +84,7 @@ class History:
                 await self._conversations.end(public_id, tenant, identity, turn.added)
 
     async def chain(
-        self,
-        previous: str,
-        tenant: str,
-        context_length: int,
-        budget: HistoryBudget,
-        *,
-        newest: bool = False,
+        self, previous: str, tenant: str, context_length: int, budget: HistoryBudget, *, newest: bool = False
     ) -> list[Item]:
         """All items up to the end of the response `previous`; with `newest` no more responses than a context of
         `context_length` tokens can hold. Raises `InvalidParameter` where one is missing or has not ended,
