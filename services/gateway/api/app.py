@@ -231,20 +231,16 @@ def _route_error(scope: Scope, error: HTTPException) -> RouteError:
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     sockets = [route.path for route in scope["app"].routes if isinstance(route, WebSocketRoute)]
     if scope["type"] == "websocket":
-        raise RouteError(f"WebSockets are at {' and '.join(sockets)}.", status=404, reason="unknown_url")
+        raise RouteError(f"WebSockets are at {' and '.join(sockets)}.", reason="unknown_url")
     if (why := dialects_of(scope).absent.get(scope["path"])) is not None:
-        raise RouteError(
-            f"{scope['path']} is not served here: {why}.", status=404, reason="unsupported_endpoint"
-        )
+        raise RouteError(f"{scope['path']} is not served here: {why}.", reason="unsupported_endpoint")
     hint = "see /openapi.json, or /docs in a browser, for what is here"
     if scope["path"] in sockets:
         hint = "it is a WebSocket"
     elif meant := _meant(scope):
         hint = f"it is at {meant}"
     raise RouteError(
-        f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.",
-        status=404,
-        reason="unknown_url",
+        f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.", reason="unknown_url"
     )
 
 

@@ -62,7 +62,7 @@ class BatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 def unknown_batch(batch: str) -> RouteError:
     """The error for an id of which there is no batch, or another tenant's."""
-    return RouteError(f"No batch found with id '{batch[:64]}'.", status=404, reason="not_found")
+    return RouteError(f"No batch found with id '{batch[:64]}'.")
 
 
 class Batches:

@@ -286,8 +286,5 @@ def already_loaded(name: str) -> RouteError:
 def not_found(name: str) -> RouteError:
     """vLLM's words."""
     return RouteError(
-        f"The lora adapter '{name[:128]}' cannot be found.",
-        status=404,
-        reason="adapter_not_found",
-        param="lora_name",
+        f"The lora adapter '{name[:128]}' cannot be found.", reason="adapter_not_found", param="lora_name"
     )

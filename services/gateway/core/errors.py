@@ -174,7 +174,13 @@ class RouteError(InvalidRequest):
     """The URL or method is wrong, or what it names is not there."""
 
     def __init__(
-        self, message: str, *, status: int, reason: str, allow: str = "", param: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 404,
+        reason: str = "not_found",
+        allow: str = "",
+        param: str | None = None,
     ) -> None:
         super().__init__(message, param=param)
         self.status = status

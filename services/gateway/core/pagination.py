@@ -50,10 +50,7 @@ def page(
         place = next((index for index, item in enumerate(ordered) if item.id == after), None)
         if place is None:
             raise RouteError(
-                f"No object with the id '{after[:64]}' (parameter 'after') is in the list.",
-                status=404,
-                reason="not_found",
-                param="after",
+                f"No object with the id '{after[:64]}' (parameter 'after') is in the list.", param="after"
             )
         begin = place + 1
     return ordered[begin : begin + limit], len(ordered) > begin + limit
@@ -85,10 +82,7 @@ def neighbours(items: Sequence[IdT], wanted: NeighbourQuery) -> tuple[Sequence[I
         place = next((index for index, item in enumerate(items) if item.id == given), None)
         if place is None:
             raise RouteError(
-                f"No object with the id '{given[:64]}' (parameter '{name}') is in the list.",
-                status=404,
-                reason="not_found",
-                param=name,
+                f"No object with the id '{given[:64]}' (parameter '{name}') is in the list.", param=name
             )
         begin, end = (place + 1, end) if name == "after_id" else (begin, place)
     if wanted.before_id is not None and wanted.after_id is None:

@@ -196,7 +196,6 @@ def not_registered(name: str) -> RouteError:
     """The error for a name of which the registry has no entry."""
     return RouteError(
         f"The model '{name[:128]}' is not in the registry; GET /v1/registry/models shows what is.",
-        status=404,
         reason="model_not_found",
         param="model",
     )

@@ -46,7 +46,7 @@ KNOWN_WITHIN = 5.0  # seconds that an upload waits for a gateway that has just s
 
 def unknown_file(file_id: str) -> RouteError:
     """The error for an id of which there is no file, or another tenant's."""
-    return RouteError(f"No such File object: {file_id[:64]}", status=404, reason="not_found")
+    return RouteError(f"No such File object: {file_id[:64]}")
 
 
 class Files:
@@ -232,9 +232,7 @@ class Files:
         if info is None or known is not None:
             raise RouteError(
                 f"There is no object '{object_name[:64]}' of yours in the object store {subjects.FILES_STORE}; "
-                "put it there first, or name a file by its id.",
-                status=404,
-                reason="not_found",
+                "put it there first, or name a file by its id."
             )
         text = f"{len(tenant)}:{tenant}:{info.nuid}:{object_name}"
         file_id = f"file-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"

@@ -25,7 +25,7 @@ PREFIX, PART, FILE = "upload_", "part_", "file-"
 
 
 def unknown_upload(upload_id: str) -> RouteError:
-    return RouteError(f"No such Upload object: {upload_id[:64]}", status=404, reason="not_found")
+    return RouteError(f"No such Upload object: {upload_id[:64]}")
 
 
 def expiry_of(record: FileRecord) -> float:

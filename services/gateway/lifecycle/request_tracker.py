@@ -36,7 +36,6 @@ def unknown_generation(public_id: str) -> RouteError:
     return RouteError(
         f"No generation '{public_id[:64]}' is known: the id is wrong, or older than the journal keeps; "
         "send the request again.",
-        status=404,
         reason="generation_not_found",
     )
 

@@ -157,7 +157,6 @@ def not_found(public_id: str) -> RouteError:
     return RouteError(
         f"Chat completion with id '{public_id[:64]}' not found: the id is wrong, it was made without store true, has "
         "not ended or has been deleted, or it is older than answers are kept.",
-        status=404,
         reason="chat_completion_not_found",
     )
 

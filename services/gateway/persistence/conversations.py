@@ -37,9 +37,7 @@ FORGOTTEN = 60.0  # seconds after which a response that began and is not known h
 
 def unknown(public_id: str) -> RouteError:
     """The error for an id of which there is no conversation, or another tenant's."""
-    return RouteError(
-        f"Conversation with id '{public_id[:64]}' not found.", status=404, reason="conversation_not_found"
-    )
+    return RouteError(f"Conversation with id '{public_id[:64]}' not found.", reason="conversation_not_found")
 
 
 class Conversations:
@@ -246,7 +244,7 @@ def turns_behind(
 
 def unknown_item(item_id: str) -> RouteError:
     return RouteError(
-        f"Item with id '{item_id[:64]}' not found in the conversation.", status=404, reason="item_not_found"
+        f"Item with id '{item_id[:64]}' not found in the conversation.", reason="item_not_found"
     )
 
 

@@ -44,7 +44,6 @@ def not_found(public_id: str) -> RouteError:
     return RouteError(
         f"Response with id '{public_id[:64]}' not found: the id is wrong, it was made with store false or has been "
         "deleted, or it is older than responses are kept.",
-        status=404,
         reason="response_not_found",
     )
 

@@ -69,7 +69,6 @@ class Presentations:
         if (made := self._views.get(record.endpoint)) is None:
             raise RouteError(
                 f"The generation was begun over an API that is not served here ('{record.endpoint}').",
-                status=404,
                 reason="unsupported_endpoint",
             )
         if record.endpoint in self._numbered:

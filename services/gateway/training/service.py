@@ -48,7 +48,7 @@ class ListedEvent(msgspec.Struct, frozen=True):
 
 def unknown_job(job: str) -> RouteError:
     """The error for an id of which there is no job, or another tenant's."""
-    return RouteError(f"No fine-tuning job found with id '{job[:64]}'.", status=404, reason="not_found")
+    return RouteError(f"No fine-tuning job found with id '{job[:64]}'.")
 
 
 class FineTuning:
@@ -135,7 +135,7 @@ class FineTuning:
         try:
             file = await self._files.get(file_id, tenant)
         except RouteError as error:
-            raise RouteError(error.message, status=404, reason="not_found", param=param) from None
+            raise RouteError(error.message, param=param) from None
         if file.purpose != PURPOSE:
             raise InvalidParameter(
                 f"The file '{file.id}' has the purpose '{file.purpose}'; upload it with the purpose '{PURPOSE}'.",
@@ -265,9 +265,7 @@ class FineTuning:
         checkpoint; None: of its result."""
         if file not in ADAPTER_FILES:
             raise RouteError(
-                f"An adapter has no file '{file[:64]}'; its files are {' and '.join(ADAPTER_FILES)}.",
-                status=404,
-                reason="not_found",
+                f"An adapter has no file '{file[:64]}'; its files are {' and '.join(ADAPTER_FILES)}."
             )
         known = await self.get(job, tenant)
         made = [*known.adapters, *([known.result] if known.result else [])]
@@ -278,17 +276,13 @@ class FineTuning:
             what = "no result yet" if step is None else f"no checkpoint at step {step:,}"
             raise RouteError(
                 f"The fine-tuning job '{job}' has {what}; its checkpoints are at the steps: {steps}.",
-                status=404,
-                reason="not_found",
                 param="checkpoint" if step is not None else None,
             )
         try:
             return await self._adapters.file(wanted.digest, file)
         except MissingObject:
             raise RouteError(
-                f"The files of the fine-tuning job '{job}' at step {wanted.step:,} were deleted with its model.",
-                status=404,
-                reason="not_found",
+                f"The files of the fine-tuning job '{job}' at step {wanted.step:,} were deleted with its model."
             ) from None
 
 

@@ -44,7 +44,6 @@ class HealthService:
         if asked not in self._known:
             raise RouteError(
                 f"Unknown service '{asked[:128]}'; use the empty name for the server itself.",
-                status=404,
                 reason="unknown_service",
             )
         await call.send(_Response(status=self._status()).SerializeToString())

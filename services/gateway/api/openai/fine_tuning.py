@@ -334,7 +334,6 @@ async def refused(ask: RequestContext) -> None:
     raise RouteError(
         "Permissions of checkpoints are not supported here: a checkpoint belongs to its tenant alone, and every key "
         "of the tenant may use it.",
-        status=404,
         reason="unsupported_endpoint",
     )
 

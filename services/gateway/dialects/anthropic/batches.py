@@ -243,9 +243,7 @@ async def results(ask: RequestContext) -> None:
     if needs_work(job):
         raise RouteError(
             f"The message batch '{public_id(job)}' has no results yet; ask again once its processing_status is "
-            "'ended'.",
-            status=404,
-            reason="not_found",
+            "'ended'."
         )
     await send_parts(ask.send, _results(ask, job), JSON_LINES)
 
@@ -257,7 +255,7 @@ async def _job(ask: RequestContext) -> BatchJob:
         job = await ask.parts.job(Batches).get(job_id(named), ask.tenant)
         if job.endpoint == MESSAGES:
             return job
-    raise RouteError(f"No message batch found with id '{named[:64]}'.", status=404, reason="not_found")
+    raise RouteError(f"No message batch found with id '{named[:64]}'.")
 
 
 async def _results(ask: RequestContext, job: BatchJob) -> AsyncGenerator[bytes, None]:

@@ -280,7 +280,7 @@ async def blob(ask: RequestContext) -> None:
 
 
 def _refused(path: str, why: str) -> RouteError:
-    return RouteError(f"{path} is not supported here: {why}.", status=404, reason="unsupported_endpoint")
+    return RouteError(f"{path} is not supported here: {why}.", reason="unsupported_endpoint")
 
 
 async def _name_it(ask: RequestContext, source: str, wanted: str) -> None:

@@ -200,7 +200,7 @@ def thinking_of(think: bool | str, model: str, traits: Traits, *, reasons: bool)
 
 def not_found(given: str) -> RouteError:
     """In the words that Ollama's clients look for."""
-    return RouteError(f"model '{given[:128]}' not found", status=404, reason="model_not_found", param="model")
+    return RouteError(f"model '{given[:128]}' not found", reason="model_not_found", param="model")
 
 
 def _quoted(name: str) -> str:
