@@ -118,10 +118,8 @@ class StreamPoll:
         try:
             answer = await self._bus.client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=ANSWER_WITHIN)
             info = _decoder.decode(answer.data)
-        except (
-            *BROKER_ERRORS,
-            msgspec.DecodeError,
-        ) as error:  # the latter: it answers that it has no such stream
+        # The latter: it answers that it has no such stream.
+        except (*BROKER_ERRORS, msgspec.DecodeError) as error:
             log.debug("stream_info_failed", stream=stream, reason=reason_of(error))
             for gauge in gauges:
                 gauge.remove(stream)

@@ -393,9 +393,8 @@ async def _read(bus: Bus, ledger: Ledger, period: Interval, progress: Callable[[
             at = _stamp(message)
             if at >= period.end:
                 return
-            with contextlib.suppress(
-                msgspec.DecodeError
-            ):  # of another version: no reason to say nothing of the rest
+            # Of another version: no reason to say nothing of the rest.
+            with contextlib.suppress(msgspec.DecodeError):
                 if message.subject.startswith(_TOKENS):
                     ledger.on_frame(at, _frames.decode(message.data))
                 else:

@@ -223,9 +223,8 @@ def _verdict(indicator: Indicator, target: float, scopes: Sequence[ReportScope])
 
 
 def _value(indicator: Indicator, scope: ReportScope) -> float | None:
-    if (
-        indicator == "mttr"
-    ):  # without outages nothing had to be repaired; one that goes on has not been so far
+    # Without outages nothing had to be repaired; one that goes on has not been so far.
+    if indicator == "mttr":
         return max((scope.mttr or 0.0, *(one.end - one.begin for one in scope.outages if one.ongoing)))
     found: Percentiles | float | None = getattr(scope, indicator.removesuffix("_p95"))
     if isinstance(found, Percentiles):

@@ -282,9 +282,8 @@ class EventStream:
         written."""
         body = b""
         for chunk in chunks:
-            if (
-                chunk.comment
-            ):  # without an empty line: clients take one for an event, be it that it has no data
+            # Without an empty line: clients take one for an event, be it that it has no data.
+            if chunk.comment:
                 body += b": %b\n" % chunk.comment
                 continue
             if chunk.event:

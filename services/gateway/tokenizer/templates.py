@@ -98,9 +98,8 @@ def templates_of(files: Mapping[str, bytes]) -> Templates | None:
     source, with_tools = _source(files, config), _source(files, config, "tool_use")
     if not source:
         return None
-    if (
-        "added_tokens_decoder" not in config
-    ):  # the map is of versions that did not write that, as transformers has it
+    # The map is of versions that did not write that, as transformers has it.
+    if "added_tokens_decoder" not in config:
         config |= _read(files, "special_tokens_map.json")
     return Templates(source, with_tools or source, _special_tokens(config))
 
