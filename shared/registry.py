@@ -8,7 +8,7 @@ All that is wrong is told, not only the first of it: each problem names the fiel
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -289,13 +289,15 @@ def _clashes(spec: ModelSpec, beside: list[ModelSpec], adapters: Collection[str]
         seen.add(alias)
 
 
-def check_all(specs: Iterable[ModelSpec], adapters: Collection[str] = ()) -> list[str]:
-    """Everything that is wrong with a whole registry."""
-    every = list(specs)
+def check_all(
+    specs: Sequence[ModelSpec], beside: Iterable[ModelSpec] = (), adapters: Collection[str] = ()
+) -> list[str]:
+    """Everything that is wrong with models that are to be written together, beside others and adapters that stay."""
+    stay = list(beside)
     found: list[str] = []
-    for position, spec in enumerate(every):
-        found += check(spec, every[:position], adapters)
-        if any(earlier.name == spec.name for earlier in every[:position]):
+    for position, spec in enumerate(specs):
+        found += check(spec, [*stay, *specs[:position]], adapters)
+        if any(earlier.name == spec.name for earlier in specs[:position]):
             found.append(f"The model {_short(spec.name)} is declared twice.")
     return found
 

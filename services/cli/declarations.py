@@ -23,7 +23,7 @@ from shared.model_store.catalog import BUILT_IN, is_ready
 from shared.models import here
 from shared.nats.adapters import AdapterRefused, unregister, want
 from shared.nats.kv import KvEntry
-from shared.registry import DeclaredAdapter, adapter_problems, check, of_hub
+from shared.registry import DeclaredAdapter, adapter_problems, check_all, of_hub
 
 if TYPE_CHECKING:  # it needs YAML, which those alone import who read such a file
     from shared.models_file import Declaration
@@ -134,17 +134,11 @@ def _problems(
     """All that is wrong with what is declared: among itself, and beside what stays."""
     names = {adapter.name for adapter in adapters}
     others = set(staying) - names
-    found: list[str] = []
-    for position, spec in enumerate(models):
-        found += check(spec, [*beside, *models[:position]], others)
-    every = [*beside, *models]
+    found = check_all(models, beside, others)
     for adapter in adapters:
-        found += [problem.text for problem in adapter_problems(adapter, every)]
-    for kind, listed in (
-        ("model", [one.name for one in models]),
-        ("adapter", [one.name for one in adapters]),
-    ):
-        found += [f"The {kind} {name!r} is declared twice." for name, n in Counter(listed).items() if n > 1]
+        found += [problem.text for problem in adapter_problems(adapter, [*beside, *models])]
+    twice = (name for name, count in Counter(one.name for one in adapters).items() if count > 1)
+    found += [f"The adapter {name!r} is declared twice." for name in twice]
     if len(names | others) > MAX_ADAPTERS:
         found.append(f"The registry holds {MAX_ADAPTERS:,} adapters at most.")
     return found
