@@ -89,11 +89,11 @@ class TenantBucket(Generic[T]):
 
     async def change(self, tenant: str, name: str, made: Callable[[T], T], what: str) -> T | None:
         """Has the entry hold what `made` makes of it, called again where others were first; None where there is none.
-        Writes nothing where nothing changes. `what` it is, as an error calls it."""
+        Writes nothing where `made` returns what it was given. `what` it is, as an error calls it."""
         contention = Contention(what)
         while (entry := await self.get(tenant, name)) is not None:
             changed = made(entry.value)
-            if changed == entry.value or await self.update(entry.key, changed, entry.revision) is not None:
+            if changed is entry.value or await self.update(entry.key, changed, entry.revision) is not None:
                 return changed
             contention.lost()
         return None

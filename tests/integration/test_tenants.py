@@ -43,6 +43,32 @@ async def test_a_tenant_has_its_own_entries_alone(bus: Bus) -> None:
     assert await names(bucket, "nobody") == []
 
 
+async def test_a_change_that_others_overtake_is_made_of_what_they_wrote(bus: Bus) -> None:
+    bucket = await opened(bus)
+    await bucket.create("acme", "one", record("acme", "one"))
+    entry = await bucket.get("acme", "one")
+    assert entry is not None
+    others = [record("acme", "one", "theirs")]
+
+    async def change(key: str, value: FileRecord, revision: int) -> int | None:
+        if others:
+            await bucket.put("acme", "one", others.pop())
+        return await update(key, value, revision)
+
+    update, bucket.update = bucket.update, change  # type: ignore[method-assign]
+    renamed = await bucket.change(
+        "acme", "one", lambda known: record("acme", "one", f"{known.filename}, renamed"), "it"
+    )
+    assert renamed is not None
+    assert renamed.filename == "theirs, renamed"
+    same = await bucket.change("acme", "one", lambda known: known, "it")
+    assert same == renamed
+    after = await bucket.get("acme", "one")
+    assert after is not None
+    assert after.revision == entry.revision + 2, "what changes nothing is not written"
+    assert await bucket.change("acme", "two", lambda known: known, "it") is None
+
+
 async def test_more_entries_than_a_page_are_all_read(bus: Bus) -> None:
     bucket = await opened(bus)
     wanted = [f"file-{number:04}" for number in range(2 * PAGE + 3)]

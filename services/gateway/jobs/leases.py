@@ -141,7 +141,12 @@ class Jobs(Generic[JobT]):
 
     async def change(self, job: str, tenant: str, change: Callable[[JobT], JobT]) -> JobT | None:
         """Applies `change` to whatever the job is now; None when there is none."""
-        return await self.bucket.change(tenant, job, change, f"the {self.traits.word} {job}")
+
+        def made(known: JobT) -> JobT:
+            changed = change(known)
+            return known if changed == known else changed
+
+        return await self.bucket.change(tenant, job, made, f"the {self.traits.word} {job}")
 
     async def follow(self, *told: Callable[[str, JobT | None, int], object]) -> None:
         """Tells each of every job there is and will be, by its key, with its revision. Runs until it is cancelled."""
