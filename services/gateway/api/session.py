@@ -128,9 +128,9 @@ class Session(Generic[MessageT]):
     def begin(self, name: str, message: MessageT) -> None:
         """Raises `InvalidParameter`, `QueueFull`."""
         if name in self._turns:
-            raise InvalidSessionMessage(
-                f"Invalid 'id': '{name}' is the id of a generation that has not ended; choose another.",
-                param="id",
+            raise InvalidSessionMessage.at(
+                "id",
+                f"'{name}' is the id of a generation that has not ended; choose another.",
                 reason="duplicate_id",
             )
         if len(self._turns) >= self._settings.max_generations_per_socket:
@@ -144,9 +144,7 @@ class Session(Generic[MessageT]):
     def cancel(self, name: str) -> None:
         """Raises `InvalidSessionMessage`."""
         if name not in self._turns:
-            raise InvalidSessionMessage(
-                f"Invalid 'id': no generation '{name}' is under way.", param="id", reason="unknown_id"
-            )
+            raise InvalidSessionMessage.at("id", f"no generation '{name}' is under way.", reason="unknown_id")
         self._turns[name].end(GenerationCancelled())
 
     def end(self, reason: BaseException) -> None:
@@ -202,5 +200,5 @@ class Session(Generic[MessageT]):
 def check_name(name: str, param: str = "id") -> str:
     """Raises `InvalidParameter`."""
     if not 1 <= len(name) <= 64:
-        raise InvalidParameter(f"Invalid '{param}': expected 1 to 64 characters.", param=param)
+        raise InvalidParameter.at(param, "expected 1 to 64 characters.")
     return name

@@ -207,16 +207,14 @@ class WebSocketSession(Session[ClientMessage]):
             after=after,
         )
         if after is not None and not context.key:
-            raise InvalidParameter(
-                "Invalid 'position': a new generation has none; attach to resume one, or send its idempotency_key.",
-                param="position",
+            raise InvalidParameter.at(
+                "position",
+                "a new generation has none; attach to resume one, or send its idempotency_key.",
                 reason="invalid_position",
             )
         intake = self._backend.parts.intake
         if not intake.serves(message.endpoint):
-            raise InvalidParameter(
-                f"Invalid 'endpoint': {message.endpoint!r} is not served here.", param="endpoint"
-            )
+            raise InvalidParameter.at("endpoint", f"{message.endpoint!r} is not served here.")
         return await intake.prepare(message.endpoint, message.request, context, always_streamed=True)
 
     @contextlib.contextmanager

@@ -239,7 +239,7 @@ def turns_behind(
             rest = [(other, 0) for other in ordered[number + 1 :]]
             begin = ids.index(after) + 1
             return rest if begin == len(ids) else [(turn, begin), *rest]
-    raise InvalidParameter(f"Invalid 'after': no item '{after[:64]}' is in this conversation.", param="after")
+    raise InvalidParameter.at("after", f"no item '{after[:64]}' is in this conversation.")
 
 
 def unknown_item(item_id: str) -> RouteError:

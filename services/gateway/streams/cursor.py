@@ -31,10 +31,9 @@ def show(positions: Sequence[int]) -> bytes:
 def parse(given: str, param: str = "Last-Event-ID") -> list[int]:
     """The positions in an event id. Raises `InvalidParameter`."""
     if len(given) > 2048 or not _POSITIONS.fullmatch(given):
-        raise InvalidParameter(
-            f"Invalid '{param}': expected the id of an event of this generation, such as 12, or 12,7 with two "
-            "choices.",
-            param=param,
+        raise InvalidParameter.at(
+            param,
+            "expected the id of an event of this generation, such as 12, or 12,7 with two choices.",
             reason="invalid_position",
         )
     return [int(position) for position in given.split(",")]
@@ -43,17 +42,17 @@ def parse(given: str, param: str = "Last-Event-ID") -> list[int]:
 def check(positions: Sequence[int], limits: Sequence[int], param: str = "Last-Event-ID") -> None:
     """Raises `InvalidParameter` unless there is a position for each choice, within its `limits` in tokens."""
     if len(positions) != len(limits):
-        raise InvalidParameter(
-            f"Invalid '{param}': it has {len(positions)} positions and the generation {len(limits)} choices; "
+        raise InvalidParameter.at(
+            param,
+            f"it has {len(positions)} positions and the generation {len(limits)} choices; "
             "send the id of one of its events.",
-            param=param,
             reason="invalid_position",
         )
     for position, limit in zip(positions, limits, strict=True):
         if position > limit + END_OF_CHOICE:
-            raise InvalidParameter(
-                f"Invalid '{param}': position {position} is beyond the end of the generation, "
+            raise InvalidParameter.at(
+                param,
+                f"position {position} is beyond the end of the generation, "
                 f"which has at most {limit} tokens; send the id of one of its events.",
-                param=param,
                 reason="invalid_position",
             )

@@ -89,10 +89,10 @@ class NumberedReader(StreamReader):
     def _check_known(self) -> None:
         """Once the last event is known: a position behind it is one of another answer. Raises `InvalidParameter`."""
         if self._known >= (count := self._events.count):
-            raise InvalidParameter(
-                f"Invalid '{self.resumed_by}': event {self._known} is beyond the end of the answer, which has "
+            raise InvalidParameter.at(
+                self.resumed_by,
+                f"event {self._known} is beyond the end of the answer, which has "
                 f"{count} events; send the number of one of them.",
-                param=self.resumed_by,
                 reason="invalid_position",
             )
 

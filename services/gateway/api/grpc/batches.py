@@ -64,10 +64,10 @@ class _BatchMethods:
             try:
                 jobs, more = await batches.listed(call.principal.tenant, given.page_token or None, size)
             except RouteError:
-                raise InvalidParameter(
-                    "Invalid 'page_token': it is not the next_page_token of a page of your batches; leave it out for "
+                raise InvalidParameter.at(
+                    "page_token",
+                    "it is not the next_page_token of a page of your batches; leave it out for "
                     "the first page.",
-                    param="page_token",
                 ) from None
         page = pb.ListBatchesResponse(
             batches=[to_message(job) for job in jobs], next_page_token=jobs[-1].id if more else ""

@@ -101,10 +101,9 @@ def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
     fields = {descriptor.name: value for descriptor, value in choice.ListFields()}
     off = fields.pop("off", False)
     if off and fields:
-        raise InvalidParameter(
-            f"Invalid 'sparse_attention.off': it cannot be combined with '{next(iter(fields))}'; leave out one of the "
-            "two.",
-            param="sparse_attention.off",
+        raise InvalidParameter.at(
+            "sparse_attention.off",
+            f"it cannot be combined with '{next(iter(fields))}'; leave out one of the two.",
         )
     if "share" in fields:
         _check_number("sparse_attention.share", fields["share"])
@@ -152,9 +151,7 @@ def _check_number(name: str, value: Any) -> None:
     """JSON has no NaN, so the checks that follow do not look for it."""
     numbers = value.values() if name == "logit_bias" else (value,)
     if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-        raise InvalidParameter(
-            f"Invalid '{name}': it is not a number; leave it out for the default.", param=name
-        )
+        raise InvalidParameter.at(name, "it is not a number; leave it out for the default.")
 
 
 def _delivery(output: pb.OutputOptions) -> dict[str, Any]:

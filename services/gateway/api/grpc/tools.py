@@ -23,10 +23,8 @@ def object_in(text: str, name: str, wanted: str) -> dict[str, Any]:
         return _object.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidParameter(
-            f"Invalid '{name}': it is not a JSON object ({why}); send {wanted} as JSON text.",
-            param=name,
-            reason="invalid_json",
+        raise InvalidParameter.at(
+            name, f"it is not a JSON object ({why}); send {wanted} as JSON text.", reason="invalid_json"
         ) from None
 
 

@@ -306,10 +306,7 @@ def _position(given: str | None) -> int:
     if not given:
         return 0
     if not (given.isascii() and given.isdigit() and len(given) <= POSITION):
-        raise InvalidParameter(
-            f"Invalid 'Last-Event-ID': '{given[:64]}' is no id of an event of this stream.",
-            param="Last-Event-ID",
-        )
+        raise InvalidParameter.at("Last-Event-ID", f"'{given[:64]}' is no id of an event of this stream.")
     return int(given)
 
 

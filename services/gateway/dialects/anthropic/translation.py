@@ -257,7 +257,7 @@ def _unanswered(calls: dict[str, str]) -> InvalidParameter:
 
 
 def _wrong(path: str, what: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid '{path}': {what}", param=path)
+    return InvalidParameter.at(path, f"{what}")
 
 
 # --- errors --------------------------------------------------------------------------------------

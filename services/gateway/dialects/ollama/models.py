@@ -256,9 +256,8 @@ async def _creation(
         yield Progress("writing manifest")
         return
     if len(adapters) > 1:
-        raise InvalidParameter(
-            f"Invalid 'adapters': there are {len(adapters)}, and a model has one adapter; create a model for each.",
-            param="adapters",
+        raise InvalidParameter.at(
+            "adapters", f"there are {len(adapters)}, and a model has one adapter; create a model for each."
         )
     (source,) = adapters.values()
     if source.startswith("sha256:"):

@@ -176,10 +176,10 @@ def _answered(index: int, message: OllamaMessage, open_calls: list[tuple[str, st
             del open_calls[at]
             return identity
     called = message.tool_call_id or message.tool_name or "any function"
-    raise InvalidParameter(
-        f"Invalid 'messages[{index}]': a result of {called[:64]!r} needs a call before it that has no result yet; send "
+    raise InvalidParameter.at(
+        f"messages[{index}]",
+        f"a result of {called[:64]!r} needs a call before it that has no result yet; send "
         "the assistant's message with its tool_calls too.",
-        param=f"messages[{index}]",
     )
 
 

@@ -221,11 +221,7 @@ class _Maker:
 
     def _no_instruction(self, why: str) -> InvalidParameter:
         shown = why.format(self._card.model)
-        return InvalidParameter(
-            f"Invalid 'instruction': {shown}; leave it out.",
-            param="instruction",
-            reason="unsupported_parameter",
-        )
+        return InvalidParameter.at("instruction", f"{shown}; leave it out.", reason="unsupported_parameter")
 
     @property
     def _cuts(self) -> bool:
@@ -256,12 +252,11 @@ class _Maker:
         """`left`: tokens of the document."""
         name = self._pairs.named(index)
         if self._cut_to and left < 1:
-            raise InvalidParameter(
-                f"Invalid 'truncate_prompt_tokens': {self._cut_to} leave no room for '{name}' behind its query.",
-                param="truncate_prompt_tokens",
+            raise InvalidParameter.at(
+                "truncate_prompt_tokens", f"{self._cut_to} leave no room for '{name}' behind its query."
             )
         check_length(name, tokens, self._card, self._prompt_limit, f"'{name}' with its query")
 
 
 def _unfit(card: ModelCard, why: str) -> InvalidParameter:
-    return InvalidParameter(f"Invalid 'model': {card.model} {why}.", param="model", reason="unsupported_task")
+    return InvalidParameter.at("model", f"{card.model} {why}.", reason="unsupported_task")

@@ -156,10 +156,10 @@ def check_characters(pairs: Pairs, characters: int) -> None:
     """Raises `InvalidParameter` where the prompts of all pairs together have too many `characters`."""
     most = limits.SCORED_CHARACTERS
     if characters > most.value:
-        raise InvalidParameter(
-            f"Invalid '{pairs.document_field}': with the query, the instruction and the model's template around each "
+        raise InvalidParameter.at(
+            pairs.document_field,
+            f"with the query, the instruction and the model's template around each "
             f"of them they have {characters:,} characters; send fewer at a time ({most.cited()}).",
-            param=pairs.document_field,
             reason="string_above_max_length",
         )
 
@@ -175,10 +175,10 @@ def _scored(request: ScoreRequest) -> Pairs:
     given = (getattr(request, name) for name in names)
     queries, documents = ([one] if isinstance(one, str) else one for one in given)
     if len(queries) not in (1, len(documents)):
-        raise InvalidParameter(
-            f"Invalid '{names[0]}': {len(queries)} texts cannot be paired with {len(documents)}; send one, or as many "
+        raise InvalidParameter.at(
+            names[0],
+            f"{len(queries)} texts cannot be paired with {len(documents)}; send one, or as many "
             f"as in '{names[1]}'.",
-            param=names[0],
         )
     return Pairs(queries, documents, *names)
 

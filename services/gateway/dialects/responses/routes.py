@@ -103,9 +103,8 @@ def page_of(
     if wanted.after:
         ids = [item.id for item in ordered]
         if wanted.after not in ids:
-            raise InvalidParameter(
-                f"Invalid 'after': no item '{wanted.after[:64]}' is among the input items of this response.",
-                param="after",
+            raise InvalidParameter.at(
+                "after", f"no item '{wanted.after[:64]}' is among the input items of this response."
             )
         ordered = ordered[ids.index(wanted.after) + 1 :]
     data: list[StoredItem] = []

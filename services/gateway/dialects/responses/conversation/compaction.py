@@ -50,10 +50,9 @@ def summary_of(item: Item, path: str) -> str:
     try:
         return _decoder.decode(base64.b64decode(item["encrypted_content"], validate=True)).summary
     except (binascii.Error, ValueError, msgspec.DecodeError):
-        raise InvalidParameter(
-            f"Invalid '{path}.encrypted_content': it was not made by this server's /v1/responses/compact; send the "
-            "items that it stands for.",
-            param=f"{path}.encrypted_content",
+        raise InvalidParameter.at(
+            f"{path}.encrypted_content",
+            "it was not made by this server's /v1/responses/compact; send the items that it stands for.",
         ) from None
 
 
@@ -82,9 +81,8 @@ def is_wanted(items: Sequence[Item]) -> bool:
     """Whether they end with a trigger. Raises `InvalidParameter` where there is nothing before it."""
     wanted = bool(items) and items[-1]["type"] == TRIGGER
     if wanted and len(items) == 1:
-        raise InvalidParameter(
-            f"Invalid 'input': there is nothing before the '{TRIGGER}' that could be summarized.",
-            param="input",
+        raise InvalidParameter.at(
+            "input", f"there is nothing before the '{TRIGGER}' that could be summarized."
         )
     return wanted
 

@@ -94,10 +94,10 @@ class History:
         room, cited = _room(context_length, budget.items)
         while identity:
             if len(turns) >= limits.RESPONSE_CHAIN.value:
-                raise InvalidParameter(
-                    "Invalid 'previous_response_id': the conversation has too many responses; begin a new one with "
+                raise InvalidParameter.at(
+                    "previous_response_id",
+                    "the conversation has too many responses; begin a new one with "
                     f"its items as 'input' ({limits.RESPONSE_CHAIN.cited()}).",
-                    param="previous_response_id",
                 )
             found = await self._find(identity, tenant, budget.reads)
             response = found.record.response
@@ -112,10 +112,9 @@ class History:
                 )
             turn = await self._lookup.turn(found)
             if not turn.is_over:
-                raise InvalidParameter(
-                    f"Invalid 'previous_response_id': the response '{turn.id}' is {turn.status}; wait until "
-                    "it has ended, or cancel it.",
-                    param="previous_response_id",
+                raise InvalidParameter.at(
+                    "previous_response_id",
+                    f"the response '{turn.id}' is {turn.status}; wait until it has ended, or cancel it.",
                     reason="response_not_ended",
                 )
             room -= size_of(turn.items)
@@ -175,10 +174,10 @@ def _identities(ids: Iterable[str], param: str) -> list[str]:
     """The responses to whose items `ids` belong. Raises `InvalidParameter` where there are too many."""
     identities = [*dict.fromkeys(identity for one in ids if (identity := identity_in(one)))]
     if len(identities) > limits.RESPONSE_CHAIN.value:
-        raise InvalidParameter(
-            f"Invalid '{param}': its references are to items of {len(identities):,} responses; send the items "
+        raise InvalidParameter.at(
+            param,
+            f"its references are to items of {len(identities):,} responses; send the items "
             f"themselves, or use 'previous_response_id' ({limits.RESPONSE_CHAIN.cited()}).",
-            param=param,
         )
     return identities
 

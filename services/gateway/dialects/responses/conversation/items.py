@@ -71,10 +71,9 @@ def read_input(
     for index, item in enumerate(items):
         last = param == "input" and index == len(items) - 1
         if not last and isinstance(item, dict) and item["type"] == compaction.TRIGGER:
-            raise InvalidParameter(
-                f"Invalid '{param}[{index}].type': a '{compaction.TRIGGER}' must be the last item of a response's "
-                "'input'.",
-                param=f"{param}[{index}].type",
+            raise InvalidParameter.at(
+                f"{param}[{index}].type",
+                f"a '{compaction.TRIGGER}' must be the last item of a response's 'input'.",
             )
     return items
 
