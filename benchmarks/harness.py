@@ -28,8 +28,7 @@ from rich.table import Table
 from benchmarks.errors import told_in_a_sentence, write_json
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-PIPED_WIDTH = 200
-"""Columns where there is no terminal to fit a table to: no cell is folded."""
+PIPED_WIDTH = 200  # columns where there is no terminal to fit a table to: no cell is folded
 _PACKAGES = ("ryzanstein", "uvloop", "httptools", "torch", "transformers")
 
 T, K = TypeVar("T"), TypeVar("K")
@@ -203,10 +202,8 @@ class Sheet:
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
     title: str = ""
-    left: Sequence[str] = ()
-    """Columns beside the first one whose cells are words."""
-    styles: Sequence[str | None] = ()
-    """Of the rows, on a terminal."""
+    left: Sequence[str] = ()  # columns beside the first one whose cells are words
+    styles: Sequence[str | None] = ()  # of the rows, on a terminal
 
     def table(self) -> Table:
         made = Table(title=self.title or None, box=box.SIMPLE_HEAD, pad_edge=False)

@@ -62,8 +62,8 @@ def status_bytes(pid: int | str, file: str, key: str) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:")), 0)
 
 
+# In a clock's number: of a process's CPU time (clock_getcpuclockid in glibc, CPUCLOCK_SCHED in Linux).
 _SCHEDULED = 2
-"""In a clock's number: of a process's CPU time (clock_getcpuclockid in glibc, CPUCLOCK_SCHED in Linux)."""
 
 
 def cpu_seconds(processes: Mapping[str, Iterable[int]]) -> dict[str, float]:

@@ -22,8 +22,7 @@ from benchmarks.harness import run
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 
-DEVIATION = 0.02
-"""Of the weights."""
+DEVIATION = 0.02  # of the weights
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,12 @@ SHAPES = {
     "13b": LlamaShape(5120, 40, 40, 13824, 40, 32000),  # Llama 2 13B
     "tiny": LlamaShape(64, 2, 1, 128, 2, 256),
 }
+# Files that a server needs beside weights, where the tokenizer has them.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that a server needs beside weights, where the tokenizer has them."""
-NUMBERS = 1 << 25
-"""Random ones."""
-STRIDE = 1_000_003 * 8
-"""Numbers between the places that two tensors begin at."""
+NUMBERS = 1 << 25  # random ones
+STRIDE = 1_000_003 * 8  # numbers between the places that two tensors begin at
 LAYERS_PER_FILE = 2
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of tensors by name."""
+Shapes = dict[str, tuple[int, ...]]  # shapes of tensors by name
 
 
 def bytes_of(shape: LlamaShape) -> int:

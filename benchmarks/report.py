@@ -38,10 +38,8 @@ class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything of a run; written as it is by `--json`."""
 
     setting: Setting
-    summaries: list[Summary]
-    """One per workload: medians over the rounds."""
-    rounds: list[list[Summary]]
-    """The same, round by round."""
+    summaries: list[Summary]  # one per workload: medians over the rounds
+    rounds: list[list[Summary]]  # the same, round by round
 
 
 def cells(summary: Summary) -> tuple[str, ...]:

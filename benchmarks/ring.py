@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 READY_TIMEOUT = 300.0
 WARM_UP = 3
-_FIGURES = 2
-"""Of a rank, in seconds so far: in collectives, and waiting there."""
+_FIGURES = 2  # of a rank, in seconds so far: in collectives, and waiting there
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -65,11 +64,9 @@ class Share(msgspec.Struct, frozen=True):
 class Timing(msgspec.Struct, frozen=True):
     """Of one kind of step on one ring."""
 
-    milliseconds: float
-    """Median."""
+    milliseconds: float  # median
     tokens_per_second: float
-    shares: list[Share]
-    """One per rank."""
+    shares: list[Share]  # one per rank
 
 
 class BenchRing:

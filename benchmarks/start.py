@@ -38,8 +38,7 @@ from shared.models import gguf_parts
 PATIENCE = 600.0
 LOOK = 0.005
 
-Line = dict[str, Any]
-"""One of a log."""
+Line = dict[str, Any]  # one of a log
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -52,14 +51,12 @@ class Round(msgspec.Struct, frozen=True):
 
 class StartReport(Report, frozen=True, kw_only=True):
     model: str
-    model_bytes: int
-    """Of its files of weights."""
-    kv_bytes: int
-    """Of the last stack's ranks, which touch them as they are used."""
+    model_bytes: int  # of its files of weights
+    kv_bytes: int  # of the last stack's ranks, which touch them as they are used
     rounds: list[Round]
+    # Proportional and unique bytes (PSS, USS) of each process of the last stack, and the most that it had resident
+    # (peak RSS), by its name.
     memory: dict[str, list[int]]
-    """Proportional and unique bytes (PSS, USS) of each process of the last stack, and the most that it had resident
-    (peak RSS), by its name."""
 
 
 @dataclass
@@ -132,6 +129,7 @@ def _ring_phases(
     }
 
 
+# Of a rank's loading, and what they are called.
 _PARTS = {
     "kernels": "kernels proven",
     "weights": "weights",
@@ -140,7 +138,6 @@ _PARTS = {
     "warm_up": "kernels, first step",
     "others": "other ranks",
 }
-"""Of a rank's loading, and what they are called."""
 
 
 def phases_of(rounds: Sequence[Round]) -> dict[str, list[float]]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
+# Where it is set, coverage measures each process that starts (its patch "subprocess").
 CONFIG = "COVERAGE_PROCESS_CONFIG"
-"""Where it is set, coverage measures each process that starts (its patch "subprocess")."""
+# Names the part; `turn`: the one whose turn it is, by the number of commits; empty: all fast tests are traced.
 CHOSEN = "COVERED_PART"
-"""Names the part; `turn`: the one whose turn it is, by the number of commits; empty: all fast tests are traced."""
 
 
 class Part(NamedTuple):

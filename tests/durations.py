@@ -17,8 +17,7 @@ KEPT = Path(__file__).parents[1] / "build" / "durations.json"
 SLOWEST = 30
 FAST, SLOW, NIGHTLY = LANES = ("fast", "slow", "nightly")
 
-Seconds = Mapping[str, float]
-"""Of each test, by its name."""
+Seconds = Mapping[str, float]  # of each test, by its name
 
 
 class Durations:

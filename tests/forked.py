@@ -32,8 +32,7 @@ MODULES = [
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, *MODULES])
-_with_ranks = forkserver.ForkServer()
-"""Of executors with a model that computes: it takes longer to start."""
+_with_ranks = forkserver.ForkServer()  # of executors with a model that computes: it takes longer to start
 _with_ranks.set_forkserver_preload(["tests.rank_imports", __name__, *MODULES])
 _one_at_a_time = threading.Lock()
 

@@ -21,8 +21,8 @@ _E4M3 = (
     .numpy()
     .view(np.uint16)
 )
+# float16 of all e4m3, whose NaNs become the one without a sign.
 _HALVES = np.where(np.arange(256) & 0x7F == 0x7F, np.uint16(0x7FFF), _E4M3).astype(np.uint32)
-"""float16 of all e4m3, whose NaNs become the one without a sign."""
 
 
 def run(text: str, inputs: Sequence[Words], outputs: int) -> list[Words]:

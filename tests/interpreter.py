@@ -175,8 +175,7 @@ _initialize = interpreter.GridExecutor.__init__ if interpreter is not None else 
 _patch = getattr(interpreter, "_patch_lang", None)
 _find_type = getattr(interpreter, "_get_np_dtype", None)
 _types: dict[str, np.dtype[Any]] = {}
-_patched: set[int] = set()
-"""Modules of kernels, by their names' dictionaries."""
+_patched: set[int] = set()  # modules of kernels, by their names' dictionaries
 
 
 def _patch_once(function: Any) -> _Kept:

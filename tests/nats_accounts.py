@@ -19,15 +19,13 @@ from shared.config import CommonSettings
 from shared.nats import subjects
 from shared.process import die_with_parent
 
+# Of a server. Then another one is started, so that streams which nobody uses any more do not add up.
 ACCOUNTS = 40
-"""Of a server. Then another one is started, so that streams which nobody uses any more do not add up."""
-ROOM = "100TB"
-"""Streams reserve the bytes that they may hold, those of all accounts together."""
+ROOM = "100TB"  # streams reserve the bytes that they may hold, those of all accounts together
+# Where stores lie if there is room for them: a server waits for its disk at every stream that it makes, of which a
+# gateway has dozens, so that one on a disk needs twice the time and the CPU.
 MEMORY = Path("/dev/shm")
-"""Where stores lie if there is room for them: a server waits for its disk at every stream that it makes, of which a
-gateway has dozens, so that one on a disk needs twice the time and the CPU."""
-STORE_BYTES = 1 << 30
-"""More than a server's accounts have ever held."""
+STORE_BYTES = 1 << 30  # more than a server's accounts have ever held
 
 
 class NatsAccounts:

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 import pytest
 
+# Seconds after which a test that may take as long is stopped, at least: its marker `timeout` says so.
 LONG = 600.0
-"""Seconds after which a test that may take as long is stopped, at least: its marker `timeout` says so."""
-STACKS = frozenset({"two_groups", "one_ring_of_two"})
-"""Fixtures of `tests/e2e` that take 20 s to begin."""
+STACKS = frozenset({"two_groups", "one_ring_of_two"})  # fixtures of `tests/e2e` that take 20 s to begin
 Test = TypeVar("Test")
 
 

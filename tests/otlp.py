@@ -87,8 +87,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
-        self.answering = threading.Event()
-        """Cleared: whoever sends waits."""
+        self.answering = threading.Event()  # cleared: whoever sends waits
         self.answering.set()
         self._news = threading.Condition()
         self.url = ""

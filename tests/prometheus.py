@@ -14,8 +14,7 @@ import yaml
 from benchmarks.peers.servers import free_port
 from shared.process import die_with_parent
 
-PROMETHEUS = shutil.which("prometheus")
-"""Its program; None: there is none here."""
+PROMETHEUS = shutil.which("prometheus")  # its program; None: there is none here
 START_TIMEOUT = 60.0
 POLL = 0.05
 

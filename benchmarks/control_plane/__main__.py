@@ -33,17 +33,14 @@ from benchmarks.harness import run as run_program
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for."""
 
-    work: Path
-    """Where Dynamo's environment is kept."""
+    work: Path  # where Dynamo's environment is kept
     model: Path | None = None
     tokens: int = 16
     connections: int = 64
     seconds: float = 5.0
     rounds: int = 3
-    limit_ms: float = 50.0
-    """Most that p99 may be in the open loop; 0: not measured."""
-    step_ms: float = 20.0
-    """Length of a step for the added latencies; 0: not measured."""
+    limit_ms: float = 50.0  # most that p99 may be in the open loop; 0: not measured
+    step_ms: float = 20.0  # length of a step for the added latencies; 0: not measured
     dynamo: bool = False
     dynamo_base: str = ""
     idle_seconds: float = 5.0

@@ -36,11 +36,11 @@ _FAULTS = (
     "not answered in time",
     "not connected",
 )
+# Requests/s: at the first, in an open loop, the 99th percentile must keep the limit wherever a closed loop reaches the
+# second.
 MARK_RATE, MARK_CLOSED = 1000.0, 2000.0
-"""Requests/s: at the first, in an open loop, the 99th percentile must keep the limit wherever a closed loop reaches the
-second."""
+# What the client replaces with the number of the request, so that no two prompts are alike.
 MARK = "############"
-"""What the client replaces with the number of the request, so that no two prompts are alike."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,18 +48,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     port: int
-    request: bytes
-    """The whole HTTP request."""
+    request: bytes  # the whole HTTP request
     tokens: int
-    text: str = ""
-    """What each response must say; empty: anything."""
-    connections: int = 64
-    """Of a closed loop; of an open loop the most there may be."""
-    rate: float = 0.0
-    """Requests per second, at Poisson arrivals; 0: a closed loop."""
+    text: str = ""  # what each response must say; empty: anything
+    connections: int = 64  # of a closed loop; of an open loop the most there may be
+    rate: float = 0.0  # requests per second, at Poisson arrivals; 0: a closed loop
     seconds: float = 5.0
-    seed: int = 1
-    """Of the arrivals; also tells the prompts of one run from those of another."""
+    seed: int = 1  # of the arrivals; also tells the prompts of one run from those of another
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -82,8 +77,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     events_per_second: float
     whole_ms: Spread | None
     first_ms: Spread | None
+    # Per token after the first: the time from first to last event over the tokens between.
     token_ms: Spread | None
-    """Per token after the first: the time from first to last event over the tokens between."""
     client_cpu_seconds: float
 
     @property
@@ -162,8 +157,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     system: str
     figures: Figures
-    cpu_ms: dict[str, float]
-    """CPU milliseconds per right request, by process; the client's too."""
+    cpu_ms: dict[str, float]  # CPU milliseconds per right request, by process; the client's too
 
     @property
     def cpu_total(self) -> float:
@@ -174,29 +168,23 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     """What comes on top of the engine's own time at a set speed."""
 
     step_ms: float
-    streams: float
-    """Open at once, in the mean."""
+    streams: float  # open at once, in the mean
+    # Time to the first token, less one step and the half step that is under way at an arrival.
     first_token_ms: Spread
-    """Time to the first token, less one step and the half step that is under way at an arrival."""
-    token_ms: Spread
-    """Time per later token, less one step; a request counts once, with its mean."""
-    cpu_us_per_token: dict[str, float]
-    """By process; the client's too."""
+    token_ms: Spread  # time per later token, less one step; a request counts once, with its mean
+    cpu_us_per_token: dict[str, float]  # by process; the client's too
 
 
 class Outcome(Report, frozen=True, kw_only=True):
     limit_ms: float
     tokens: int
     connections: int
-    closed: dict[str, list[Measured]]
-    """By system, round by round."""
-    at_mark: Measured | None = None
-    """The open loop at `MARK_RATE`."""
+    closed: dict[str, list[Measured]]  # by system, round by round
+    at_mark: Measured | None = None  # the open loop at `MARK_RATE`
     added: Added | None = None
+    # CPU milliseconds a second by process, of a stack that nobody asks anything.
     idle_ms: dict[str, float] = {}
-    """CPU milliseconds a second by process, of a stack that nobody asks anything."""
-    left_out: dict[str, str] = {}
-    """Why a system was not measured."""
+    left_out: dict[str, str] = {}  # why a system was not measured
 
     @property
     def clean(self) -> bool:

@@ -213,8 +213,7 @@ def dynamo_python(work: Path, base: str, report: Callable[[str], None]) -> Path:
 
 
 System = Ours | Dynamo
-_EXACTLY = {"ignore_eos": True}
-"""What Dynamo needs to give as many tokens as are asked for."""
+_EXACTLY = {"ignore_eos": True}  # what Dynamo needs to give as many tokens as are asked for
 
 
 async def _wait_answered(port: int, content: bytes, check: Callable[[], None] = lambda: None) -> None:

@@ -19,10 +19,8 @@ from benchmarks.harness import CORES, Dtype, ModelDirectory, Rounds, Sheet, Thre
 from services.executor.core.step_plan import StepPlan
 from shared.messages import SamplingParams
 
-DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))
-"""(sequences, tokens in each one's context)"""
-PREFILLS = (64, 256, 512)
-"""Tokens of one prompt."""
+DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))  # (sequences, tokens in each one's context)
+PREFILLS = (64, 256, 512)  # tokens of one prompt
 BLOCKS = 4096
 
 
@@ -31,8 +29,8 @@ class Stepper:
     """Runs one step: forward and greedy sampling."""
 
     step: Callable[[StepPlan], object]
+    # Seconds that the native kernels have spent on each part so far; None: PyTorch computes.
     spent: Callable[[], dict[str, float]] | None
-    """Seconds that the native kernels have spent on each part so far; None: PyTorch computes."""
 
     def prepare(self, steps: Steps) -> None:
         """Computes what the measured step reads."""

@@ -35,8 +35,7 @@ class Case:
     requests: int
     prompt_tokens: int
     output_tokens: int
-    step_ms: float
-    """What a step of this workload takes with SmolLM2-135M on two cores."""
+    step_ms: float  # what a step of this workload takes with SmolLM2-135M on two cores
 
 
 CASES = (Case("W2", 16, 48, 256, 128, 20.0), Case("W3", 64, 128, 64, 64, 40.0))

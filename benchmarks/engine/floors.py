@@ -27,17 +27,14 @@ from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, one_of, 
 from services.executor.core.step_plan import StepPlan
 
 DEVIATION = 0.02
-NUMBERS = 1 << 25
-"""Random ones, which all tensors take from."""
+NUMBERS = 1 << 25  # random ones, which all tensors take from
 BLOCKS = 1024
-DECODES = ((1, 128), (8, 128), (16, 320))
-"""(sequences, tokens in each one's context)"""
+DECODES = ((1, 128), (8, 128), (16, 320))  # (sequences, tokens in each one's context)
 PREFILLS = (256, 512)
-_RUNS = 3
-"""Of llama.cpp's benchmark, of which the best counts."""
+_RUNS = 3  # of llama.cpp's benchmark, of which the best counts
 
+# Configurations by what they are shaped like.
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_bytes())
-"""Configurations by what they are shaped like."""
 
 
 def write_random(directory: Path, settings: dict[str, Any]) -> None:
@@ -91,10 +88,8 @@ class Floor(NamedTuple):
 
 
 class Rates(NamedTuple):
-    memory: float
-    """Bytes a second"""
-    products: float
-    """Operations a second, of bf16"""
+    memory: float  # bytes a second
+    products: float  # operations a second, of bf16
 
 
 class Machine:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from services.executor.core.settings import ExecutorSettings
     from services.executor.worker.engine import RingEngine
 
-Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
-"""Computes and samples one step."""
+Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]  # computes and samples one step
 
 
 def set_threads(threads: int) -> None:

@@ -26,11 +26,10 @@ from shared.data_types import BlockDType
 from shared.messages import SparseAttention
 
 KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")
-SHAPES = ((1, 1024), (8, 128), (8, 1024), (16, 320), (8, 4096))
-"""(sequences, tokens in each one's context)"""
+SHAPES = ((1, 1024), (8, 128), (8, 1024), (16, 320), (8, 4096))  # (sequences, tokens in each one's context)
 LENGTHS = "8192,16384,32768,65536,131072"
+# Whose int8 keys and values of 64k tokens take as many bytes as the weights that a step reads.
 SHAPE = "1024,16,4,3968,16,32000"
-"""Whose int8 keys and values of 64k tokens take as many bytes as the weights that a step reads."""
 _MB = 1e6
 
 

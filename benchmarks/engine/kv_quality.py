@@ -41,8 +41,8 @@ from services.executor.worker.backends.base import RunnerRequest
 from services.executor.worker.runner import ModelRunner
 from shared.data_types import BlockDType
 
+# What is compared with the first: default and layers that differ from it.
 CODECS = ("bf16", "fp8", "int8", "fp8 0=bf16,-1=bf16", "int8 0=bf16,-1=bf16")
-"""What is compared with the first: default and layers that differ from it."""
 CPU = torch.device("cpu")
 Tokens = NDArray[np.int64]
 
@@ -55,8 +55,7 @@ class Model:
     num_layers: int
     layout: ShardLayout
     dtype: torch.dtype
-    weights: RowsCodec | None = None
-    """What quantizes them; none: they are as the files have them."""
+    weights: RowsCodec | None = None  # what quantizes them; none: they are as the files have them
 
     def runner(self, store: KvStore) -> ModelRunner:
         """What serves it: the native kernels where they can, which take the weights, hence loaded each time."""
@@ -139,12 +138,9 @@ class Feed:
 class Reading:
     """What one codec, or way to compute, made of the text."""
 
-    loss: float
-    """Sum of -log p over all tokens but the windows' first, and those that were skipped."""
-    best: Tokens
-    """Most likely next token at each position [windows, context]."""
-    divergence: float = 0.0
-    """Mean over all positions, in nats."""
+    loss: float  # sum of -log p over all tokens but the windows' first, and those that were skipped
+    best: Tokens  # most likely next token at each position [windows, context]
+    divergence: float = 0.0  # mean over all positions, in nats
 
 
 def read_text(model: Model, codec: str, windows: Tokens, chunk: int, batch: int) -> Reading:

@@ -23,8 +23,7 @@ from benchmarks.random_model import TOKENIZER
 _CONVERTER, _BENCH = "convert_hf_to_gguf.py", "build/bin/llama-batched-bench"
 _SPECULATIVE = "build/bin/llama-speculative-simple"
 _SPEED = re.compile(r"decoded\s+\d+ tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+) t/s")
-_TOKENS = 16
-"""That are generated for the time of a decode step."""
+_TOKENS = 16  # that are generated for the time of a decode step
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,9 @@ from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.store import KvStore
 from services.executor.scheduler.batcher import Scheduler
 
-QUIET_STEPS = 200
-"""Steps of the streams alone; the first tenth is not counted."""
+QUIET_STEPS = 200  # steps of the streams alone; the first tenth is not counted
 STREAM_TOKENS = 200
-COUNTS = (1, 4, 8, 16)
-"""Prompt tokens in a step."""
+COUNTS = (1, 4, 8, 16)  # prompt tokens in a step
 ROUNDS = 15
 
 
@@ -36,8 +34,7 @@ class Gaps(msgspec.Struct, frozen=True):
     """Seconds between two tokens of every stream."""
 
     alone: list[float]
-    beside: list[float]
-    """While the prompt was computed."""
+    beside: list[float]  # while the prompt was computed
     prompt_tokens: int
 
     def row(self, name: str) -> list[str]:

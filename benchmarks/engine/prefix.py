@@ -22,8 +22,7 @@ from shared.messages import GenerationRequest, SamplingParams
 
 VOCABULARY = 50_000
 BLOCK = 16
-TEMPLATE_TOKENS = 20
-"""A system prompt that all sessions begin with."""
+TEMPLATE_TOKENS = 20  # a system prompt that all sessions begin with
 
 
 @dataclass
@@ -104,13 +103,13 @@ class Load:
         return [self._rng.randrange(VOCABULARY) for _ in range(count)]
 
 
+# (sessions, what the cache holds): a session needs 41 blocks by its end.
 CASES: dict[str, tuple[int, EngineSpec]] = {
     "8 sessions, room for all": (8, EngineSpec(BLOCK, 1024, 8192, VOCABULARY)),
     "64 sessions, room for 9, nowhere to spill": (64, EngineSpec(BLOCK, 384, 8192, VOCABULARY)),
     "64 sessions, room for 9, host memory": (64, EngineSpec(BLOCK, 384, 8192, VOCABULARY, num_host=3072)),
     "64 sessions, room for 9, disk": (64, EngineSpec(BLOCK, 384, 8192, VOCABULARY, num_disk=3072)),
 }
-"""(sessions, what the cache holds): a session needs 41 blocks by its end."""
 
 
 def main() -> None:

@@ -24,11 +24,9 @@ from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Weight
 from services.executor.native.library import RzModel, load_library
 
-OUTPUTS, INPUTS = 11264, 2048
-"""Gate and up of a model of 1.1B parameters."""
+OUTPUTS, INPUTS = 11264, 2048  # gate and up of a model of 1.1B parameters
 ROWS = (1, 2, 4, 16, 64, 256)
-COPIES_OF = 160 << 20
-"""Bytes of each format that take turns at few rows: more than the caches hold."""
+COPIES_OF = 160 << 20  # bytes of each format that take turns at few rows: more than the caches hold
 
 
 def formats() -> Iterator[tuple[str, Weight]]:

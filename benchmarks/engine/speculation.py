@@ -45,8 +45,7 @@ from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from shared.messages import GenerationRequest, SamplingParams
 
 CONTEXT = 2048
-KV_MEMORY = 3 << 30
-"""Of a model and its draft model."""
+KV_MEMORY = 3 << 30  # of a model and its draft model
 _PROMPT = "The history of the lighthouse begins with"
 OUTPUT = 128
 _TEXT = (
@@ -72,10 +71,9 @@ class Run:
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
+    # Of `seconds`, in steps that have computed no prompt, their rounds of drafts included.
     decoding: float = 0.0
-    """Of `seconds`, in steps that have computed no prompt, their rounds of drafts included."""
-    decoded: int = 0
-    """Tokens of these steps."""
+    decoded: int = 0  # tokens of these steps
     steps: int = 0
     drafted: int = 0
     accepted: int = 0

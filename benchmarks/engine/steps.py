@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 BLOCK = 16
-SLOTS = 65
-"""Of recurrent state: of so many sequences at once, the first for prompts."""
+SLOTS = 65  # of recurrent state: of so many sequences at once, the first for prompts
 
 
 def load_one_rank(
@@ -74,8 +73,7 @@ def load_one_rank(
     ), store
 
 
-_TOKENS = 100
-"""Ids are drawn below this: every vocabulary has as many."""
+_TOKENS = 100  # ids are drawn below this: every vocabulary has as many
 
 Ints = NDArray[np.int64]
 
@@ -85,10 +83,8 @@ class Row(NamedTuple):
 
     context: int
     width: int
-    table: "Ints | Sequence[int]"
-    """Its blocks, as they are read."""
-    written: "Ints | None" = None
-    """Where its tokens are written to; None: to the same blocks."""
+    table: "Ints | Sequence[int]"  # its blocks, as they are read
+    written: "Ints | None" = None  # where its tokens are written to; None: to the same blocks
 
 
 def step_plan(rows: Sequence[Row], block: int = BLOCK, **others: Any) -> StepPlan:
@@ -125,8 +121,7 @@ def decode_plan(sequences: int, context: int) -> StepPlan:
 class Steps:
     """A kind of step over a store."""
 
-    before: list[StepPlan]
-    """Run once."""
+    before: list[StepPlan]  # run once
     measured: StepPlan
 
 

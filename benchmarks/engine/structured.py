@@ -28,8 +28,7 @@ from services.executor.structured_output import GrammarCompiler, GrammarWork, Vo
 from shared.messages import GenerationRequest, Grammar, SamplingParams
 
 BLOCKS, CONTEXT = 2048, 2048
-PROMPT = 64
-"""Tokens of each prompt."""
+PROMPT = 64  # tokens of each prompt
 
 
 def record(properties: int) -> dict[str, Any]:

@@ -60,10 +60,8 @@ class Way:
 
     name: str
     codec: WeightCodec | GgufDtype | None = None
-    activations: Callable[[Tensor], Tensor] | None = None
-    """What rounds the rows that go into a layer"""
-    served: bool = False
-    """By the executor itself."""
+    activations: Callable[[Tensor], Tensor] | None = None  # what rounds the rows that go into a layer
+    served: bool = False  # by the executor itself
 
 
 def widened(rows: Tensor, codec: Codec) -> Tensor:
@@ -81,6 +79,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 _GROUP = 32
+# What is compared with the first. The last is not served: it shows what `torch._int_mm` would cost.
 WAYS = (
     Way("plain"),
     Way("as it is, activations too", activations=rounded),
@@ -105,7 +104,6 @@ WAYS = (
     Way("int8 on GPUs", INT8),
     Way("int8 on GPUs, activations too", INT8, partial(widened, codec=INT8)),
 )
-"""What is compared with the first. The last is not served: it shows what `torch._int_mm` would cost."""
 
 
 def linears_of(model: Any, way: Way) -> Iterator[tuple[nn.Module, WeightCodec | Type]]:
@@ -170,8 +168,7 @@ def _requantized(weight: Tensor, codec: WeightCodec | Type) -> Tensor:
     return codec.decode(*stored).to(weight.dtype)
 
 
-Compute = Callable[[Tensor], Tensor]
-"""Logits [n, context, vocab] of tokens [n, context]."""
+Compute = Callable[[Tensor], Tensor]  # logits [n, context, vocab] of tokens [n, context]
 
 
 def by_transformers(model: Any) -> Compute:

@@ -43,10 +43,8 @@ from shared.service.http_server import HttpServer
 from shared.service.listener import bind
 from shared.service.logs import configure_logging
 
-FRAME = 3
-"""Tokens of an answer that come at a time."""
-STEP = 0.001
-"""Seconds between two frames, when there is time."""
+FRAME = 3  # tokens of an answer that come at a time
+STEP = 0.001  # seconds between two frames, when there is time
 
 
 class _Answers:

@@ -29,8 +29,8 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.server.http2.frames import PREFACE
 from services.gateway.server.http2.hpack import literal
 
+# A request for so many tokens, streamed or not; returns the characters or tokens that came.
 Ask = Callable[[int, bool], Awaitable[int]]
-"""A request for so many tokens, streamed or not; returns the characters or tokens that came."""
 
 Served = Ours | Edge
 Connect = Callable[[Served, int], AbstractAsyncContextManager[Ask]]

@@ -39,12 +39,9 @@ class Held(msgspec.Struct, frozen=True):
     """MiB at one point of the run."""
 
     when: str
-    gateway: float
-    """Resident memory of the gateway's process, shared pages of libraries among it."""
-    anonymous: float
-    """Of it what is its own."""
-    templates: float
-    """Of the process that renders chat templates."""
+    gateway: float  # resident memory of the gateway's process, shared pages of libraries among it
+    anonymous: float  # of it what is its own
+    templates: float  # of the process that renders chat templates
 
 
 def model_directory(directory: Path, vocabulary: int) -> None:

@@ -35,27 +35,24 @@ from shared.keys import new_key
 from shared.nats.bus import Bus
 
 MODEL, VOCABULARY = "stub", 49_152
-LIMIT_MS = 500.0
-"""Longer than this nobody's request may wait because of another tenant's."""
-CONNECTIONS = 8
-"""Of the tenant that is a burden."""
-LARGE = 3_900_000
-"""Bytes of a large text, which fits into a body."""
+LIMIT_MS = 500.0  # longer than this nobody's request may wait because of another tenant's
+CONNECTIONS = 8  # of the tenant that is a burden
+LARGE = 3_900_000  # bytes of a large text, which fits into a body
 
 
 class Waits(msgspec.Struct, frozen=True):
     """Of the other tenant's requests, in milliseconds."""
 
     beside: str
+    # Of the tenant that is a burden, by status; `closed` for connections that were ended.
     answers: dict[str, int]
-    """Of the tenant that is a burden, by status; `closed` for connections that were ended."""
     requests: int
     median_ms: float
     longest_ms: float
 
 
+# Repeats itself at a port, with a key, until it is told to end; counts what comes back.
 Send = Callable[[int, str, threading.Event, Counter[str]], None]
-"""Repeats itself at a port, with a key, until it is told to end; counts what comes back."""
 
 
 def post(path: str, *bodies: object, method: str = "POST") -> Send:

@@ -28,8 +28,7 @@ from benchmarks.loading.rank import serve, write_random
 class Figures:
     """What one ring size measured; rates in bytes per second, over all ranks."""
 
-    share: int
-    """Bytes of the largest share."""
+    share: int  # bytes of the largest share
     copy: dict[str, float]
     read: float
     load_seconds: float

@@ -23,8 +23,7 @@ class Shape(NamedTuple):
     outputs: tuple[int, int, int]
 
 
-LLAMA = Shape(4096, (4096, 1024, 1024))
-"""A layer of Llama 3 8B."""
+LLAMA = Shape(4096, (4096, 1024, 1024))  # a layer of Llama 3 8B
 TINY = Shape(64, (64, 32, 32))
 
 

@@ -19,27 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 
-FORMAT = 1
-"""Of the JSON file."""
+FORMAT = 1  # of the JSON file
 Status = Literal["done", "failed", "timed out", "skipped", "not run"]
 
 
 class Row(msgspec.Struct, frozen=True):
     """One measurement, or why there is none."""
 
-    key: str
-    """Names it for good, with slashes, like "decode/8b/bf16/kv-bf16/1k/1"."""
+    key: str  # names it for good, with slashes, like "decode/8b/bf16/kv-bf16/1k/1"
     what: str
-    figure: float | None
-    """None: it was not measured; `note` says why."""
+    figure: float | None  # None: it was not measured; `note` says why
     unit: str = ""
-    limit: float | None = None
-    """What the machine would allow, in the same unit; None: no limit is known."""
-    share: float | None = None
-    """How near to the limit: 1 is at it."""
+    limit: float | None = None  # what the machine would allow, in the same unit; None: no limit is known
+    share: float | None = None  # how near to the limit: 1 is at it
     note: str = ""
-    ok: bool = True
-    """False: what was computed is wrong."""
+    ok: bool = True  # False: what was computed is wrong
 
 
 def rate(
@@ -67,8 +61,7 @@ def checked(key: str, what: str, found: "torch.Tensor", expected: "torch.Tensor"
 
 
 SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
-ROUNDED = 0.02
-"""Largest error of what is rounded to bf16 in between."""
+ROUNDED = 0.02  # largest error of what is rounded to bf16 in between
 
 
 class SectionResult(msgspec.Struct):
@@ -78,8 +71,8 @@ class SectionResult(msgspec.Struct):
     status: Status = "not run"
     seconds: float = 0.0
     limit_s: float = 0.0
+    # The last lines that its process has written to standard error; of a skipped one, why.
     error: list[str] = []
-    """The last lines that its process has written to standard error; of a skipped one, why."""
     rows: list[Row] = []
 
 
@@ -152,10 +145,8 @@ DATA_SHEET = {
     "L4": (3.0e11, 1.21e14, 2.42e14),
 }
 ROOT = Path(__file__).parents[2]
-PLACES = 4
-"""Lines of the project's code that an error is told with."""
-COPY, BF16, FP8 = "machine/copy", "machine/bf16", "machine/fp8"
-"""Keys of the rows that limits are taken from."""
+PLACES = 4  # lines of the project's code that an error is told with
+COPY, BF16, FP8 = "machine/copy", "machine/bf16", "machine/fp8"  # keys of the rows that limits are taken from
 
 
 @dataclass
@@ -163,13 +154,10 @@ class Bench:
     """One section's run."""
 
     device: "torch.device"
-    tiny: bool
-    """Tiny shapes, for a dry run on a CPU."""
+    tiny: bool  # tiny shapes, for a dry run on a CPU
     rows: Path
-    deadline: float
-    """Of `clock`: after it no new case is begun."""
-    known: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the sections before, by key."""
+    deadline: float  # of `clock`: after it no new case is begun
+    known: Mapping[str, float] = field(default_factory=dict)  # figures of the sections before, by key
     clock: Callable[[], float] = time.monotonic
 
     def left(self) -> float:

@@ -29,16 +29,13 @@ from services.executor.collectives.symmetric_memory import (
 from services.executor.collectives.torch_distributed import TorchDistributed
 
 RINGS = (1, 2, 4, 8)
+# Bytes: 8 KiB (one token of a hidden size of 4096 in bf16) to 32 MiB.
 SIZES = tuple(8192 << shift for shift in range(0, 13, 2))
-"""Bytes: 8 KiB (one token of a hidden size of 4096 in bf16) to 32 MiB."""
 TINY_SIZES = (8192, 65536)
-IN_GRAPH = 64
-"""Sums of one graph: as many as a step of an 8B model makes."""
+IN_GRAPH = 64  # sums of one graph: as many as a step of an 8B model makes
 REPLAYS = 20
-NOTHING = 1e-8
-"""Seconds below which a sum has launched nothing, as NCCL's over one rank in place."""
-LIMIT = 30.0
-"""Seconds for one ring, its start included."""
+NOTHING = 1e-8  # seconds below which a sum has launched nothing, as NCCL's over one rank in place
+LIMIT = 30.0  # seconds for one ring, its start included
 
 
 def run(bench: Bench, sizes: tuple[int, ...] = SIZES) -> list[Row]:

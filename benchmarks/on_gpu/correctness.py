@@ -27,16 +27,15 @@ from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
 from services.executor.core.step_plan import StepPlan, to_bytes
 from shared.messages import SamplingParams
 
+# Largest error of logits in fp32, in parts of their standard deviation. TF32 would be off by 1e-3.
 LOGITS = 1e-4
-"""Largest error of logits in fp32, in parts of their standard deviation. TF32 would be off by 1e-3."""
+# By how much the share of equal top-1 tokens may be below that of transformers' own bf16: of 2,048 positions of which
+# nine in ten are equal, chance alone takes 0.01.
 TOP_1 = 0.04
-"""By how much the share of equal top-1 tokens may be below that of transformers' own bf16: of 2,048 positions of which
-nine in ten are equal, chance alone takes 0.01."""
+# How many times as large as transformers' own the bf16 error of logits may be, as a root mean square: kernels that cut
+# numbers off instead of rounding them have 1.5.
 ERROR = 1.25
-"""How many times as large as transformers' own the bf16 error of logits may be, as a root mean square: kernels that cut
-numbers off instead of rounding them have 1.5."""
-INTERPRETED = 2.5
-"""The same in Triton's interpreter, which does cut them off."""
+INTERPRETED = 2.5  # the same in Triton's interpreter, which does cut them off
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -58,8 +57,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
 }
 PROMPT, DECODED = 37, 5
-SHARDS = 14
-"""Processes that check attention's kernels."""
+SHARDS = 14  # processes that check attention's kernels
 
 
 def models(bench: Bench) -> None:

@@ -25,8 +25,7 @@ class Shape(NamedTuple):
     inner: int
 
 
-QWEN = Shape(128, 8, 2048, 768)
-"""A layer of Qwen 3 30B-A3B."""
+QWEN = Shape(128, 8, 2048, 768)  # a layer of Qwen 3 30B-A3B
 TINY = Shape(6, 2, 64, 32)
 
 

@@ -23,40 +23,36 @@ from services.executor.kv_cache.store import KvStore  # noqa: E402
 from services.executor.kv_cache.store_shape import StoreShape  # noqa: E402
 from shared.data_types import BlockDType  # noqa: E402
 
+# What an error may be, in parts of the number itself or of its row's root mean square, whichever is larger: weights
+# and results are rounded to the model's numbers, as everywhere. An absolute error would let long contexts pass, whose
+# means are small: a block too few of 3,000 tokens changes them by 0.0013, a fourteenth of their size.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""What an error may be, in parts of the number itself or of its row's root mean square, whichever is larger: weights
-and results are rounded to the model's numbers, as everywhere. An absolute error would let long contexts pass, whose
-means are small: a block too few of 3,000 tokens changes them by 0.0013, a fourteenth of their size."""
-LAYER = 1
-"""Of two: a kernel that reads the wrong one is seen."""
+LAYER = 1  # of two: a kernel that reads the wrong one is seen
 
 
 @dataclass(frozen=True)
 class Case:
     """Sequences over blocks that lie in disorder."""
 
-    query: tuple[int, ...] = (1, 1, 5, 37)
-    """Tokens of this step, decodes first."""
+    query: tuple[int, ...] = (1, 1, 5, 37)  # tokens of this step, decodes first
+    # Tokens of each sequence with those; 0: it only fills up a graph's batch.
     context: tuple[int, ...] = (70, 3, 5, 50)
-    """Tokens of each sequence with those; 0: it only fills up a graph's batch."""
     kv_heads: int = 2
     group: int = 3
     width: int = 20
     block: int = 16
     dtype: torch.dtype = torch.float32
-    quantized: BlockDType = "int8"
-    """Of quantized blocks; bf16: as they are."""
+    quantized: BlockDType = "int8"  # of quantized blocks; bf16: as they are
+    # `aged`: blocks are quantized but the last; `writable`: there are no quantized ones; `mixed`: by chance, in any
+    # order.
     order: str = "aged"
-    """`aged`: blocks are quantized but the last; `writable`: there are no quantized ones; `mixed`: by chance, in any
-    order."""
     window: int | None = None
-    first: int = 0
-    """Keys at positions before it are seen by their own rows alone, as by a draft head's."""
+    first: int = 0  # keys at positions before it are seen by their own rows alone, as by a draft head's
     softcap: float | None = None
     sinks: bool = False
     slopes: bool = False
+    # Parts of each tile's keys, as a graph has captured them; None: as many as the step's lengths ask for.
     splits: int | None = None
-    """Parts of each tile's keys, as a graph has captured them; None: as many as the step's lengths ask for."""
     seed: int = 7
 
     def __str__(self) -> str:
@@ -107,8 +103,8 @@ class Problem:
         for layer in self.store.writable_layers():
             layer.normal_(generator=generator)
         ids = torch.randperm(blocks + 2, generator=torch.Generator().manual_seed(case.seed))[:blocks]
+        # The writable block that each block of the tables was written to: as it is read from within.
         self.written = ids
-        """The writable block that each block of the tables was written to: as it is read from within."""
         self.tables = ids.clone()
         pairs = [(int(ids[at]), self.store.num_writable + place) for place, at in enumerate(quantized)]
         if pairs:

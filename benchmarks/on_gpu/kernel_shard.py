@@ -19,17 +19,14 @@ if TYPE_CHECKING:
     from benchmarks.on_gpu.kernel_cases import Case
 
 TINY_CASES = 3
-LAST_WAIT = 5.0
-"""Seconds in which a part ends that has been asked to begin no new case; then it is killed."""
+LAST_WAIT = 5.0  # seconds in which a part ends that has been asked to begin no new case; then it is killed
 
 
 class Found(NamedTuple):
     """By all parts."""
 
-    checked: list[Row]
-    """Of each case its error, in parts of what is allowed, and why it is wrong where it is."""
-    ended: list[str]
-    """Of parts that have not come to the end of their cases, why."""
+    checked: list[Row]  # of each case its error, in parts of what is allowed, and why it is wrong where it is
+    ended: list[str]  # of parts that have not come to the end of their cases, why
 
 
 def run_shards(parts: int, tiny: bool, seconds: float) -> Found:

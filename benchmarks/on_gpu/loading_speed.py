@@ -23,10 +23,8 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.codecs import FP8, Codec
 from services.executor.model.loading.loader import load_config, load_model
 
-BUFFER = 256 << 20
-"""Bytes of the plain copy's buffer."""
-ROUNDS = 3
-"""The best of so many counts: the first also makes the files' pages warm."""
+BUFFER = 256 << 20  # bytes of the plain copy's buffer
+ROUNDS = 3  # the best of so many counts: the first also makes the files' pages warm
 
 
 def run(bench: Bench) -> Iterator[Row]:

@@ -20,8 +20,7 @@ from benchmarks.on_gpu.bench import BF16, COPY, FP8, Bench, data_sheet
 class Took(NamedTuple):
     """Seconds of one call, medians."""
 
-    device: float
-    """Between events around it, so with what the device waits for the host in between."""
+    device: float  # between events around it, so with what the device waits for the host in between
     wall: float
 
 

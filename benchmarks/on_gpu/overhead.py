@@ -71,8 +71,8 @@ def _prompts(bench: Bench, batch: int) -> list[list[int]]:
     return [[draw.randrange(3, 250) for _ in range(_lengths(bench)[0])] for _ in range(batch)]
 
 
+# Drawn from all tokens: random weights leave no two logits far apart, and any difference shows soon.
 FROM_ALL = SamplingParams(temperature=1.0, seed=3)
-"""Drawn from all tokens: random weights leave no two logits far apart, and any difference shows soon."""
 
 
 def invariance(bench: Bench) -> None:

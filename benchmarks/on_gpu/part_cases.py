@@ -31,18 +31,15 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, quantize
 
+# Largest root mean square of a product's errors, in parts of its own: bf16 rounds by up to 0.004, half of it in the
+# mean.
 ROUNDED = 0.01
-"""Largest root mean square of a product's errors, in parts of its own: bf16 rounds by up to 0.004, half of it in the
-mean."""
-FAST_SUMS = 0.02
-"""The same for e4m3 by e4m3, which the library adds up in 14 bits."""
-WEIGHT = (6144, 4096)
-"""[out, in]: the query, key and value product of an 8B model."""
+FAST_SUMS = 0.02  # the same for e4m3 by e4m3, which the library adds up in 14 bits
+WEIGHT = (6144, 4096)  # [out, in]: the query, key and value product of an 8B model
+# `--weight-dtype`s whose products are checked: zero points, minimums, two levels of scales, 4, 6 and 8 bits.
 GROUPED = ("int4", "q4_k", "q6_k", "q8_0")
-"""`--weight-dtype`s whose products are checked: zero points, minimums, two levels of scales, 4, 6 and 8 bits."""
 ROWS = (1, 2, 8, 32, 33, 128, 129, 512)
-MODEL = LlamaShape(1024, 8, 2, 3584, 8, 32000)
-"""0.3 GB: more than one buffer of the loader's."""
+MODEL = LlamaShape(1024, 8, 2, 3584, 8, 32000)  # 0.3 GB: more than one buffer of the loader's
 
 
 def run(bench: Bench) -> None:

@@ -18,12 +18,11 @@ from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import quantize
 
+# (outputs, inputs) of the widest layer of Llama 3 8B, and of a dry run's.
 GATE_UP, TINY = (28672, 4096), (32, 64)
-"""(outputs, inputs) of the widest layer of Llama 3 8B, and of a dry run's."""
 ROWS, TINY_ROWS = (1, 256, 4096), (1, 3, 17)
 GROUPED = ("int4", "q4_k", "q6_k", "q8_0")
-COLD = 512 << 20
-"""Bytes of weights to go round in, so that none of them are in the processor's cache."""
+COLD = 512 << 20  # bytes of weights to go round in, so that none of them are in the processor's cache
 
 
 def run(bench: Bench) -> Iterator[Row]:

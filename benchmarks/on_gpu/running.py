@@ -30,14 +30,12 @@ from benchmarks.on_gpu.sections import Section, allot, section_of, soft_limit, t
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the page cache itself, on purpose
 ERROR_LINES = 25
-LAST_WAIT = 5.0
-"""Seconds for a killed process to be gone; one that hangs in the driver is left behind."""
+LAST_WAIT = 5.0  # seconds for a killed process to be gone; one that hangs in the driver is left behind
 
-LOGGED = 400_000
-"""Bytes of a section's standard error that the log keeps, the last ones."""
+LOGGED = 400_000  # bytes of a section's standard error that the log keeps, the last ones
 
+# What to run for a section that appends its rows to a file, and is ended after so many seconds.
 Command = Callable[[Section, Path, float], list[str]]
-"""What to run for a section that appends its rows to a file, and is ended after so many seconds."""
 
 
 @dataclass
@@ -45,8 +43,7 @@ class Runner:
     """Runs sections into a report."""
 
     report: Report
-    path: Path
-    """Of the JSON."""
+    path: Path  # of the JSON
     command: Command
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -171,8 +168,7 @@ def _no_words(code: int | None) -> str:
     return f"ended with {code}, without a word"
 
 
-BEFORE_END = 2.0
-"""Seconds before its limit at which a section that still runs says where it stands."""
+BEFORE_END = 2.0  # seconds before its limit at which a section that still runs says where it stands
 
 
 def command_of(section: Section, rows: Path, limit: float, report: Report) -> list[str]:

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-END = 6.0
-"""Seconds kept for ending processes, and for the table."""
+END = 6.0  # seconds kept for ending processes, and for the table
 
 
 @dataclass(frozen=True)
@@ -21,14 +20,10 @@ class Section:
 
     name: str
     title: str
-    most: float
-    """Seconds after which it is ended."""
-    least: float
-    """Seconds without which it is not worth starting: imports, compilation and a first figure."""
-    code: str = ""
-    """`module:function`, given a `Bench`."""
-    beside: bool = False
-    """It measures no time: it may run while its neighbours do that measure none either."""
+    most: float  # seconds after which it is ended
+    least: float  # seconds without which it is not worth starting: imports, compilation and a first figure
+    code: str = ""  # `module:function`, given a `Bench`
+    beside: bool = False  # it measures no time: it may run while its neighbours do that measure none either
 
 
 def together(sections: Iterable[Section]) -> list[list[Section]]:
@@ -70,6 +65,8 @@ CORRECTNESS = (
     Section("parts", "whether each other part is right", 100, 40, f"{HERE}.part_cases:run", beside=True),
 )
 PRODUCTS = Section("products", "products with quantized weights", 50, 25, f"{HERE}.product_speed:run")
+# What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its
+# own.
 SECTIONS = (
     MACHINE,
     *CORRECTNESS,
@@ -91,13 +88,11 @@ SECTIONS = (
     ),
     Section("collectives", "sums over ranks", 40, 25, f"{HERE}.collective_speed:run"),
 )
-"""What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its
-own."""
 HEADLINE = Section(
     "headline", "two figures of decode and one of prefill", 70, 25, f"{HERE}.throughput:headline"
 )
+# A first look at a machine, in some three minutes: whether everything is right, and the figures that matter most.
 QUICK = (MACHINE, *CORRECTNESS, HEADLINE, PRODUCTS)
-"""A first look at a machine, in some three minutes: whether everything is right, and the figures that matter most."""
 
 
 def section_of(name: str) -> Section:

@@ -362,8 +362,8 @@ class Run:
     """Requests from the first to the last token."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    # Seconds of each step, from the end of the one before it.
     steps: list[float] = field(default_factory=list)
-    """Seconds of each step, from the end of the one before it."""
     seconds: float = 0.0
 
 

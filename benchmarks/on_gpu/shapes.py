@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 KvDType = Literal["bf16", "fp8", "int8"]
 WeightDType = Literal["bf16", "fp8", "int8", "int4", "q4_k"]
+# Of a weight of the layers, scales included, and of one of the embedding and the head.
 BITS: dict[WeightDType, tuple[float, float]] = {
     "bf16": (16, 16),
     "fp8": (8, 16),
@@ -17,9 +18,7 @@ BITS: dict[WeightDType, tuple[float, float]] = {
     "int4": (4.375, 6.5625),
     "q4_k": (4.625, 6.5625),
 }
-"""Of a weight of the layers, scales included, and of one of the embedding and the head."""
-BLOCK = 16
-"""Tokens of a KV block."""
+BLOCK = 16  # tokens of a KV block
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,12 @@ class Shape:
         )
 
 
-LLAMA_8B = Shape("8B", 4096, 14336, 32, 32, 8, 128256)
-"""Llama 3 8B."""
+LLAMA_8B = Shape("8B", 4096, 14336, 32, 32, 8, 128256)  # Llama 3 8B
+# Llama 2 13B, its context made longer.
 LLAMA_13B = Shape("13B", 5120, 13824, 40, 40, 40, 32000, theta=10000.0)
-"""Llama 2 13B, its context made longer."""
-LLAMA_7B = Shape("7B", 4096, 11008, 32, 32, 32, 32000, theta=10000.0)
-"""Llama 2 7B, its context made longer."""
-TINY = Shape("tiny", 64, 128, 2, 2, 1, 256, theta=10000.0, context=512)
-"""For dry runs."""
-MIDDLE = Shape("1B", 2048, 8192, 16, 32, 8, 32000)
-"""Large enough for bf16 to be judged as it is used."""
+LLAMA_7B = Shape("7B", 4096, 11008, 32, 32, 32, 32000, theta=10000.0)  # Llama 2 7B, its context made longer
+TINY = Shape("tiny", 64, 128, 2, 2, 1, 256, theta=10000.0, context=512)  # for dry runs
+MIDDLE = Shape("1B", 2048, 8192, 16, 32, 8, 32000)  # large enough for bf16 to be judged as it is used
 
 
 def at_most(batch: int, context: int, shape: Shape, weights: WeightDType, kv: KvDType, memory: float) -> str:

@@ -27,8 +27,7 @@ from services.executor.model.attention import attend
 from services.executor.model.step_context import ScoreRule, StepContext
 from shared.messages import SparseAttention
 
-CACHE = 256 << 20
-"""Bytes of keys and values that steps go through in turns."""
+CACHE = 256 << 20  # bytes of keys and values that steps go through in turns
 LAYERS = 32
 
 
@@ -41,8 +40,7 @@ class Shape(NamedTuple):
     choice: SparseAttention
 
 
-LLAMA = Shape(8, 4, 128, 16, (32_768, 131_072), SparseAttention())
-"""A layer of Llama 3 8B."""
+LLAMA = Shape(8, 4, 128, 16, (32_768, 131_072), SparseAttention())  # a layer of Llama 3 8B
 QUICK = LLAMA._replace(contexts=(16_384,))
 TINY = Shape(2, 2, 32, 4, (90,), SparseAttention(threshold=18, sinks=3, recent=6, budget=8, share=0.3))
 

@@ -88,9 +88,9 @@ def _below(what: str, row: Row | None, limit: float) -> Aim:
     return Aim(what, "met" if row.figure < limit else "not met", f"{shown(row.figure)} {row.unit}")
 
 
+# Between them stand the predictions, in a table whose first cells begin with the rows' keys, and what `--markdown`
+# makes.
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-"""Between them stand the predictions, in a table whose first cells begin with the rows' keys, and what `--markdown`
-makes."""
 
 
 def parts(report: Report) -> Iterator[Sheet | str]:

@@ -17,8 +17,7 @@ from benchmarks.on_gpu.served import BackToBack, Served, decode_plan, greedy, pr
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, LLAMA_13B, TINY, KvDType, Shape, WeightDType, at_most
 
 SHORT, LONG = 1024, 8192
-CHUNK = 512
-"""Tokens of a step at most."""
+CHUNK = 512  # tokens of a step at most
 
 
 class Case(NamedTuple):
@@ -152,8 +151,7 @@ def _measure(bench: Bench, ring: Served, shape: Shape, case: Case) -> None:
 
 
 PROMPTS = (2048, 8192)
-CHUNKS = (512, 2048, 8192)
-"""512 is the default of --max-batch-tokens."""
+CHUNKS = (512, 2048, 8192)  # 512 is the default of --max-batch-tokens
 
 
 def prefill(bench: Bench) -> None:

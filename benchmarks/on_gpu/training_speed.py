@@ -32,10 +32,8 @@ class Work:
     """What one job does."""
 
     shape: Shape
-    length: int
-    """Tokens of an example; the second half of them is learnt."""
-    batch: int
-    """Examples of a step."""
+    length: int  # tokens of an example; the second half of them is learnt
+    batch: int  # examples of a step
     rank: int = 16
     codec: str = "q4_k"
 

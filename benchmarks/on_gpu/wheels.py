@@ -17,16 +17,16 @@ NEEDED = {name: name for name in _SAME.split()} | {
     "huggingface_hub": "huggingface-hub",
 }
 BASE = {"torch": "torch", "numpy": "numpy"}
+# Beginnings of distributions that are never brought along: hundreds of megabytes, and bound to the driver.
 LEFT_OUT = ("torch", "triton", "numpy", "nvidia-", "cuda-")
-"""Beginnings of distributions that are never brought along: hundreds of megabytes, and bound to the driver."""
+# What runs where glibc is 2.39 or newer, as in Ubuntu 24.04.
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "manylinux2014_x86_64")
-"""What runs where glibc is 2.39 or newer, as in Ubuntu 24.04."""
 
+# What makes them importable there, without touching what is installed there.
 INSTALL = (
     "python3 -m pip install --no-index --no-deps --target /tmp/site {directory}/*.whl "
     "&& export PYTHONPATH=/tmp/site"
 )
-"""What makes them importable there, without touching what is installed there."""
 
 
 def missing(needed: dict[str, str]) -> list[str]:

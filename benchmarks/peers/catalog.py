@@ -28,8 +28,8 @@ from benchmarks.errors import BenchError
 from shared.process import die_with_parent
 
 _REPOSITORY = Path(__file__).parents[2]
+# The release of our own environment; it goes first, so that no range brings another build.
 _TORCH = "torch==2.13.0"
-"""The release of our own environment; it goes first, so that no range brings another build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +38,23 @@ class Environment:
 
     name: str
     steps: tuple[tuple[str, ...], ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment that the steps run in."""
-    python: str = ""
-    """The interpreter that makes it; empty: this one."""
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment that the steps run in
+    python: str = ""  # the interpreter that makes it; empty: this one
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a server is to run."""
 
-    model: Path
-    """A directory as transformers reads it."""
-    weights: Path | None
-    """The GGUF file, for peers that need one."""
-    venv: Path | None
-    """None: the environment that runs the benchmark."""
-    state: Path
-    """An empty folder of the server's own."""
+    model: Path  # a directory as transformers reads it
+    weights: Path | None  # the GGUF file, for peers that need one
+    venv: Path | None  # None: the environment that runs the benchmark
+    state: Path  # an empty folder of the server's own
     port: int
     threads: int
-    slots: int
-    """Requests at once."""
-    kept: Path
-    """A folder for what a server keeps from one start to the next."""
-    preload: tuple[Path, ...] = ()
-    """Libraries that were found to be loaded before all others."""
+    slots: int  # requests at once
+    kept: Path  # a folder for what a server keeps from one start to the next
+    preload: tuple[Path, ...] = ()  # libraries that were found to be loaded before all others
 
     @property
     def python(self) -> str:
@@ -85,27 +76,19 @@ class Peer:
     name: str
     title: str
     dtype: str
-    environment: Environment | None
-    """None: this environment."""
-    packages: tuple[str, ...]
-    """Those whose versions the report names."""
+    environment: Environment | None  # None: this environment
+    packages: tuple[str, ...]  # those whose versions the report names
     launch: Callable[[Place], Launch]
-    weights: str = ""
-    """The format of the GGUF file that it reads; empty: none."""
-    preloads: bool = False
-    """Whether tcmalloc and libiomp are to be loaded first."""
+    weights: str = ""  # the format of the GGUF file that it reads; empty: none
+    preloads: bool = False  # whether tcmalloc and libiomp are to be loaded first
+    # Numbers of requests at once that the server is started for; the smallest that suffices is taken.
     slots: tuple[int, ...] = (64,)
-    """Numbers of requests at once that the server is started for; the smallest that suffices is taken."""
+    # Fields of every request that this server needs to do the same as the others; None takes one out.
     extra: Mapping[str, object] = field(default_factory=dict)
-    """Fields of every request that this server needs to do the same as the others; None takes one out."""
-    named_by_path: bool = False
-    """Whether requests name the model by its directory."""
-    keeps_connections: bool = True
-    """Whether a connection can take another request once a stream has ended."""
-    sends_done: bool = True
-    """Whether its streams end with [DONE], as OpenAI's protocol has it."""
-    against: tuple[str, ...] = ()
-    """Of ours: peers that it is compared with."""
+    named_by_path: bool = False  # whether requests name the model by its directory
+    keeps_connections: bool = True  # whether a connection can take another request once a stream has ended
+    sends_done: bool = True  # whether its streams end with [DONE], as OpenAI's protocol has it
+    against: tuple[str, ...] = ()  # of ours: peers that it is compared with
 
     def slots_for(self, clients: int) -> int:
         """How many requests at once the server is started for under a load of `clients`."""
@@ -122,8 +105,8 @@ def openmp(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)}
 
 
+# Of every server: nothing is fetched or reported while it is measured.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-"""Of every server: nothing is fetched or reported while it is measured."""
 
 
 def _vllm(place: Place) -> Launch:
@@ -195,8 +178,8 @@ def _also(launch: Callable[[Place], Launch], **variables: str) -> Callable[[Plac
     return launched
 
 
+# Without speculation and compression: what the kernels do by themselves.
 _ryzanstein_plain = _also(_ryzanstein, RYZANSTEIN_SPECULATION="off", RYZANSTEIN_KV_DTYPE="bf16")
-"""Without speculation and compression: what the kernels do by themselves."""
 
 
 def _venv(place: Place) -> Path:

@@ -28,8 +28,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers.decoders import DecodeStream
 
+# KV cache: some 80,000 tokens of the model that is compared, many times what the workloads hold at once.
 _CACHE_GB = 1
-"""KV cache: some 80,000 tokens of the model that is compared, many times what the workloads hold at once."""
 
 
 @dataclass

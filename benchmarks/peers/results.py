@@ -19,17 +19,12 @@ class PeerResult(msgspec.Struct, kw_only=True):
     title: str
     dtype: str
     versions: dict[str, str] = {}
-    rounds: dict[str, list[Summary]] = {}
-    """By workload: a summary of each round."""
-    ready_seconds: list[float] = []
-    """Of every start."""
-    memory: list[Memory] = []
-    """After every workload of every start."""
+    rounds: dict[str, list[Summary]] = {}  # by workload: a summary of each round
+    ready_seconds: list[float] = []  # of every start
+    memory: list[Memory] = []  # after every workload of every start
     remarks: list[str] = []
-    left_out: str | None = None
-    """Why it was measured no further."""
-    against: tuple[str, ...] = ()
-    """Of ours: peers that it is compared with."""
+    left_out: str | None = None  # why it was measured no further
+    against: tuple[str, ...] = ()  # of ours: peers that it is compared with
 
     def summaries(self) -> dict[str, Summary]:
         """By workload: medians over the rounds."""
@@ -47,12 +42,9 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
     ours: str
     peer: str
-    tokens_per_second: dict[str, float]
-    """By workload: ours divided by theirs."""
-    first_token: dict[str, float]
-    """By workload, medians over requests: theirs divided by ours."""
-    first_token_by_turn: dict[str, list[float]]
-    """The same for each turn, for workloads that have several."""
+    tokens_per_second: dict[str, float]  # by workload: ours divided by theirs
+    first_token: dict[str, float]  # by workload, medians over requests: theirs divided by ours
+    first_token_by_turn: dict[str, list[float]]  # the same for each turn, for workloads that have several
 
 
 class Setting(Report, frozen=True, kw_only=True):
@@ -69,8 +61,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     setting: Setting
     peers: list[PeerResult]
-    medians: dict[str, dict[str, Summary]]
-    """By peer and workload."""
+    medians: dict[str, dict[str, Summary]]  # by peer and workload
     ratios: list[Ratio]
 
 

@@ -69,8 +69,7 @@ class Contest:
     rounds: int
     threads: int
     seed: int
-    work: Path
-    """Environments, GGUF files and logs are kept here."""
+    work: Path  # environments, GGUF files and logs are kept here
     vocabulary: Vocabulary
     ready_timeout: float = 300.0
     request_timeout: float = 600.0

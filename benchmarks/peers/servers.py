@@ -26,10 +26,8 @@ _GRACE_SECONDS = 30.0
 class Memory(msgspec.Struct, frozen=True):
     """Of a server's whole process tree, in bytes."""
 
-    peak_rss: int
-    """The sum of every process's own peak. Pages that processes share count in each of them."""
-    pss: int
-    """At the end of the load; shared pages count once."""
+    peak_rss: int  # the sum of every process's own peak. Pages that processes share count in each of them
+    pss: int  # at the end of the load; shared pages count once
 
 
 class Server:
@@ -41,8 +39,7 @@ class Server:
         self._log = log
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self.started = 0.0
-        """`time.perf_counter` of the start."""
+        self.started = 0.0  # `time.perf_counter` of the start
 
     def __enter__(self) -> "Server":
         inherited = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}

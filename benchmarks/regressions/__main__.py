@@ -39,13 +39,11 @@ FAMILIES: dict[str, Callable[[Path, int, int], Rounds]] = {
     "served": served,
     "services": services,
 }
-REGRESSION = 2
-"""Exit code."""
+REGRESSION = 2  # exit code
+# Times that all is measured for a record: one process differs from the next by more than its rounds do among
+# themselves (where its memory lies, which cores it got), and that is noise as well.
 RECORDED_RUNS = 3
-"""Times that all is measured for a record: one process differs from the next by more than its rounds do among
-themselves (where its memory lies, which cores it got), and that is noise as well."""
-TIME_LIMIT = 300.0
-"""Seconds for a family, on a machine that is slow: only so that nothing hangs for ever."""
+TIME_LIMIT = 300.0  # seconds for a family, on a machine that is slow: only so that nothing hangs for ever
 
 
 def measure(family: str, model: Path, rounds: int, effort: int) -> Rounds:

@@ -57,11 +57,10 @@ from shared.service.logs import configure_logging
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks/recorded/counts.json"
+# By how much a count may grow, by its unit (the last word of its name): calls of a request may grow by a few, as a
+# field is added; bytes and messages on the wire may not.
 ALLOWED = {"bytes": 0.0, "calls": 0.03, "messages": 0.0}
-"""By how much a count may grow, by its unit (the last word of its name): calls of a request may grow by a few, as a
-field is added; bytes and messages on the wire may not."""
-AT_ONCE = 64
-"""Sequences of a full batch."""
+AT_ONCE = 64  # sequences of a full batch
 
 _OURS = (f"{ROOT}/services/", f"{ROOT}/shared/")
 
@@ -170,12 +169,12 @@ def shared_frames(generations: int, frames: int) -> int:
 
 
 _ASKED: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "x"}]}
+# What answers the same in each API: its path, and what its body has beside model and messages for so many tokens.
 APIS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "chat": ("/v1/chat/completions", lambda tokens: {"max_tokens": tokens, "seed": 7}),
     "Ollama's chat": ("/api/chat", lambda tokens: {"options": {"num_predict": tokens, "seed": 7}}),
     "Anthropic's message": ("/v1/messages", lambda tokens: {"max_tokens": tokens}),
 }
-"""What answers the same in each API: its path, and what its body has beside model and messages for so many tokens."""
 
 
 def answered(tokens: int, *, stream: bool, api: str = "chat") -> int:

@@ -29,12 +29,9 @@ from benchmarks.harness import CORES, timed
 from benchmarks.processes import cpu_seconds
 from benchmarks.serve.workloads import Workload
 
-MARGIN = 0.05
-"""Of a ratio: a change that is smaller is not worth an alarm."""
-ERRORS = 3.0
-"""Standard errors that noise may make; of five measures in a thousand runs one is so far off."""
-MIN_ROUNDS = 3
-"""Rounds without which nothing is judged."""
+MARGIN = 0.05  # of a ratio: a change that is smaller is not worth an alarm
+ERRORS = 3.0  # standard errors that noise may make; of five measures in a thousand runs one is so far off
+MIN_ROUNDS = 3  # rounds without which nothing is judged
 
 Better = Literal["more", "less"]
 Verdict = Literal["equal", "better", "worse", "not recorded"]
@@ -44,8 +41,8 @@ class Ratio(msgspec.Struct, frozen=True):
     """A ratio as it was measured in several rounds."""
 
     median: float
+    # Standard deviation of one round, by the median absolute deviation: one disturbed round changes nothing.
     spread: float
-    """Standard deviation of one round, by the median absolute deviation: one disturbed round changes nothing."""
     rounds: int
 
     @classmethod
@@ -70,8 +67,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
     commit: str
     date: str
-    machine: str
-    """Ratios of another kind of machine are told, and decide nothing."""
+    machine: str  # ratios of another kind of machine are told, and decide nothing
     ratios: dict[str, Ratio]
 
 
@@ -81,8 +77,7 @@ class Finding(msgspec.Struct, frozen=True):
     name: str
     now: Ratio
     before: Ratio | None
-    limit: float | None
-    """Beyond this it is worse."""
+    limit: float | None  # beyond this it is worse
     verdict: Verdict
 
 
@@ -108,20 +103,19 @@ def left_out(now: Mapping[str, Ratio], before: Mapping[str, Ratio]) -> list[str]
     return sorted(set(before) - set(now))
 
 
-Rounds = dict[str, list[float]]
-"""A ratio's value in each round."""
+Rounds = dict[str, list[float]]  # a ratio's value in each round
 
 
 class Pair(NamedTuple):
     """Two ways; what each returns is its cost (seconds, of whatever kind) for the same work."""
 
     name: str
-    better: Better
-    """Whether more of (cost of the second) / (cost of the first) is good."""
+    better: Better  # whether more of (cost of the second) / (cost of the first) is good
     first: Callable[[], float]
     second: Callable[[], float]
 
 
+# Every ratio, and whether more of it is good.
 BETTER: dict[str, Better] = {
     "native kernels, speed of a decode step against PyTorch": "more",
     "native kernels, speed of a prefill against PyTorch": "more",
@@ -134,7 +128,6 @@ BETTER: dict[str, Better] = {
     "gateway, CPU of a token against the executor's": "less",
     "gRPC, CPU of a streamed answer against REST": "less",
 }
-"""Every ratio, and whether more of it is good."""
 
 
 def ratios(pairs: list[Pair], rounds: int) -> Rounds:
@@ -242,8 +235,7 @@ def ring(model: Path, rounds: int, effort: int) -> Rounds:
 
 
 ONE = Workload("one", clients=1, requests=2, prompt_tokens=128, output_tokens=64)
-STREAMS = 160
-"""Answers of each turn that CPU time is taken of."""
+STREAMS = 160  # answers of each turn that CPU time is taken of
 MANY = Workload("many", clients=32, requests=64, prompt_tokens=64, output_tokens=32)
 
 

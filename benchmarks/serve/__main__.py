@@ -30,8 +30,7 @@ from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, Summary, median_round
 from benchmarks.serve.workloads import WORKLOADS, PromptSource, Vocabulary, Workload, calibrate, sessions
 
-_REQUESTS = 64
-"""Of a loop of the user's own without --requests."""
+_REQUESTS = 64  # of a loop of the user's own without --requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,10 +163,8 @@ async def _closed_loop(play: "_Player", clients: int, sessions: Sequence[Session
 class Between:
     """What a session's user does between two turns."""
 
-    think: float
-    """Seconds for which the next message is written."""
-    prefill: bool
-    """Whether the conversation is computed ahead meanwhile (`/v1/sessions/{id}/prefill`)."""
+    think: float  # seconds for which the next message is written
+    prefill: bool  # whether the conversation is computed ahead meanwhile (`/v1/sessions/{id}/prefill`)
 
 
 class _Player:

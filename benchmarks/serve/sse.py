@@ -73,17 +73,14 @@ class Answer:
     finished: float = 0.0
     status: int = 0
     content_type: str = ""
-    body: bytearray = field(default_factory=bytearray)
-    """The whole body of an answer that is no event stream."""
+    body: bytearray = field(default_factory=bytearray)  # the whole body of an answer that is no event stream
+    # When text arrived: one time per read from the socket that held any.
     arrivals: list[float] = field(default_factory=list)
-    """When text arrived: one time per read from the socket that held any."""
-    deltas: list[int] = field(default_factory=list)
-    """Events with text in each of those reads."""
+    deltas: list[int] = field(default_factory=list)  # events with text in each of those reads
     text: list[str] = field(default_factory=list)
     usage: Usage | None = None
     finish_reason: str | None = None
-    done: bool = False
-    """Whether [DONE] has come, which ends a stream of OpenAI's protocol."""
+    done: bool = False  # whether [DONE] has come, which ends a stream of OpenAI's protocol
     needs_done: bool = True
     error: str | None = None
 

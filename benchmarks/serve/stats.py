@@ -23,8 +23,7 @@ import msgspec
 from benchmarks.harness import median
 from benchmarks.serve.workloads import Workload
 
-_BUNDLED = 1.1
-"""Tokens per event above which the report says so."""
+_BUNDLED = 1.1  # tokens per event above which the report says so
 _BUSY = 0.7
 
 
@@ -68,11 +67,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one workload. None where no request succeeded."""
 
     workload: str
-    requests: int
-    """Requests of one round."""
+    requests: int  # requests of one round
     rounds: int
-    errors: int
-    """Failed requests of all rounds."""
+    errors: int  # failed requests of all rounds
     error_messages: dict[str, int]
     seconds: float
     output_tokens: float
@@ -83,10 +80,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     interval_ms: Spread | None
     request_ms: Spread | None
     tokens_per_event: float | None
-    turns: list[Turn]
-    """Empty for workloads of one turn."""
-    client_cpu: float
-    """Share of one core that the load client used."""
+    turns: list[Turn]  # empty for workloads of one turn
+    client_cpu: float  # share of one core that the load client used
     warnings: list[str]
 
 

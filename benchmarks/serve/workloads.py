@@ -44,14 +44,10 @@ _ENOUGH_WORDS = 96
 class Vocabulary:
     """What calibration finds out about a tokenizer and its chat template."""
 
-    starts: tuple[str, ...]
-    """One token each where a message begins."""
-    words: tuple[str, ...]
-    """One token each after a space."""
-    overhead: int
-    """Tokens that the template puts around a single user message."""
-    turn_overhead: int
-    """Tokens that the template adds around an answer and the next user message."""
+    starts: tuple[str, ...]  # one token each where a message begins
+    words: tuple[str, ...]  # one token each after a space
+    overhead: int  # tokens that the template puts around a single user message
+    turn_overhead: int  # tokens that the template adds around an answer and the next user message
 
 
 class PromptSource:
@@ -143,8 +139,7 @@ class Workload:
     name: str
     clients: int
     requests: int
-    prompt_tokens: int
-    """Tokens that each turn adds: the whole rendered prompt in a first turn."""
+    prompt_tokens: int  # tokens that each turn adds: the whole rendered prompt in a first turn
     output_tokens: int
     turns: int = 1
 
@@ -162,8 +157,7 @@ class Workload:
 class Session:
     """User messages to be sent in order, each after the answer to the one before."""
 
-    session_id: str | None
-    """Sent as X-Session-ID; None for a session of one turn."""
+    session_id: str | None  # sent as X-Session-ID; None for a session of one turn
     messages: tuple[str, ...]
 
 

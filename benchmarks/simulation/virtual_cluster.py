@@ -23,22 +23,14 @@ from services.scheduler.placement import Placement, PlacementDecision
 from services.scheduler.request import WaitingRequest, cost
 from shared.messages import GroupEvent, GroupLoad, GroupRecord, SessionPin
 
-STEP = 0.02
-"""Seconds of a step."""
-SPEED = 8000.0
-"""Prompt tokens per second."""
-OUTPUT = (32, 224)
-"""Output tokens of a request, evenly distributed."""
-TURN = (20, 180)
-"""Prompt tokens that each turn adds."""
-CONTEXT = 4096
-"""Tokens after which a session begins anew."""
-FAILOVER = 0.1
-"""Seconds from a ring's loss until its requests come again."""
-REPAIR = 30.0
-"""Seconds from a ring's loss until it is back."""
-BEAT = 1.0
-"""Seconds between two reports of a ring's load to everybody."""
+STEP = 0.02  # seconds of a step
+SPEED = 8000.0  # prompt tokens per second
+OUTPUT = (32, 224)  # output tokens of a request, evenly distributed
+TURN = (20, 180)  # prompt tokens that each turn adds
+CONTEXT = 4096  # tokens after which a session begins anew
+FAILOVER = 0.1  # seconds from a ring's loss until its requests come again
+REPAIR = 30.0  # seconds from a ring's loss until it is back
+BEAT = 1.0  # seconds between two reports of a ring's load to everybody
 
 
 @dataclass(frozen=True)
@@ -51,10 +43,8 @@ class Scale:
     schedulers: int = 2
     tenants: int = 1000
     slots: int = 32
-    load: float = 0.7
-    """Of all places, on average."""
-    skew: float = 0.5
-    """Exponent of Zipf's law, for the activity of sessions and of tenants."""
+    load: float = 0.7  # of all places, on average
+    skew: float = 0.5  # exponent of Zipf's law, for the activity of sessions and of tenants
     failures: int = 20
 
     @property
@@ -72,8 +62,7 @@ class Session:
     tenant: int
     tokens: int = 0
     ring: int = -1
-    epoch: int = 0
-    """The ring that has computed its last turn, and that ring's life; -1: none has."""
+    epoch: int = 0  # the ring that has computed its last turn, and that ring's life; -1: none has
     in_flight: bool = False
 
 
@@ -141,16 +130,12 @@ class Measured:
     """What a run has shown."""
 
     first_token: list[float] = field(default_factory=list)
-    followed: int = 0
-    """Turns of sessions that had one before."""
-    hits: int = 0
-    """Of these, how many found their session's cache."""
+    followed: int = 0  # turns of sessions that had one before
+    hits: int = 0  # of these, how many found their session's cache
+    # Imbalance of each window: coefficient of variation, over the groups, of their mean sequences in it.
     windows: list[float] = field(default_factory=list)
-    """Imbalance of each window: coefficient of variation, over the groups, of their mean sequences in it."""
-    moments: list[float] = field(default_factory=list)
-    """The same of the sequences at a moment."""
-    occupied: list[float] = field(default_factory=list)
-    """Share of the places that were taken, in each window."""
+    moments: list[float] = field(default_factory=list)  # the same of the sequences at a moment
+    occupied: list[float] = field(default_factory=list)  # share of the places that were taken, in each window
     failovers: int = 0
     ended: int = 0
 
@@ -325,8 +310,7 @@ def variation(values: list[float] | list[int]) -> float:
 
 
 MODEL = "model"
-ROUND_TRIP = 0.002
-"""Seconds of a dispatch."""
+ROUND_TRIP = 0.002  # seconds of a dispatch
 
 
 class _Settled:

@@ -16,8 +16,7 @@ import yaml
 from tests.alerts.rules import Document
 from tests.prometheus import serving
 
-POLL = 0.1
-"""Seconds between two looks at what a condition waits for."""
+POLL = 0.1  # seconds between two looks at what a condition waits for
 JOBS = ("ryzanstein-gateway", "ryzanstein-scheduler", "ryzanstein-health-monitor", "ryzanstein-executor")
 
 

@@ -12,9 +12,9 @@ MONITORING = Path(__file__).parents[2] / "monitoring"
 RULES = MONITORING / "rules" / "ryzanstein.yml"
 TESTS = MONITORING / "rules" / "tests"
 
+# Metrics that the rules read and no service tells yet. Once they are told it must be empty, and their alerts are
+# fired like the others.
 PENDING: set[str] = set()
-"""Metrics that the rules read and no service tells yet. Once they are told it must be empty, and their alerts are
-fired like the others."""
 
 _MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+)(ms|[smhd])")

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from tests.alerts.rules import MONITORING
 
 RUNBOOKS = MONITORING.parent / "docs" / "runbooks"
-RUN = ("", "drains", "keys")
-"""Kinds of blocks that are run, in this order."""
+RUN = ("", "drains", "keys")  # kinds of blocks that are run, in this order
 NOT_RUN = ("kubernetes", "compose")
 
 _FENCE = re.compile(r"^```(\w+) ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

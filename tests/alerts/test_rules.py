@@ -15,8 +15,8 @@ from tests.alerts.prometheus import need
 
 DOCUMENT = rules.load()
 ALERTS = rules.alerts(DOCUMENT)
+# Milliseconds that a page waits at most: with a scrape and an evaluation it comes within two minutes.
 LONGEST = 60_000
-"""Milliseconds that a page waits at most: with a scrape and an evaluation it comes within two minutes."""
 
 
 @pytest.fixture(params=ALERTS, ids=lambda alert: alert["alert"])

@@ -21,8 +21,8 @@ from tests.alerts import rules, runbooks
 from tests.alerts.test_rules import run_promtool
 from tests.e2e.stack import Stack
 
+# Prometheus' own, and what only a gateway with TLS tells (tests/integration/gateway/server/test_tls.py).
 ELSEWHERE = {"up", "ryzanstein_gateway_certificate_expiry_timestamp_seconds"}
-"""Prometheus' own, and what only a gateway with TLS tells (tests/integration/gateway/server/test_tls.py)."""
 SERVICES = {"gateway", "scheduler", "health-monitor", "executor"}
 SUFFIXES = ("", "_total", "_bucket", "_count", "_sum")
 

@@ -22,16 +22,15 @@ from tests.chaos.expected import stub_tasks
 from tests.chaos.load import Load
 
 LIMIT = 180.0
-QUIET = 75.0
-"""Seconds after a harmless event: a page waits for a minute at most."""
+QUIET = 75.0  # seconds after a harmless event: a page waits for a minute at most
+# A service that does not reach NATS is not ready.
 NOT_READY = [f"Ryzanstein{what}" for what in ("NoGateway", "NoScheduler", "NoHealthMonitor", "InstanceDown")]
-"""A service that does not reach NATS is not ready."""
+# What is true as well while there is no such service.
 UNSEEN = {
     "gateway": [],
     "scheduler": ["RyzansteinRequestsFailing", "RyzansteinErrorBudgetBurn", "RyzansteinFirstTokenBudgetBurn"],
     "health-monitor": [],
 }
-"""What is true as well while there is no such service."""
 HUNG = ("--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "20", "--hung-after", "3600")
 
 Act = Callable[[], Awaitable[object]]

@@ -39,14 +39,11 @@ class Plan:
     executors: int = 2
     tp: int = 2
     step_ms: float = 20.0
-    executor_arguments: Sequence[str] = ()
-    """In place of the stub engine's."""
-    cuttable: Sequence[str] = ()
-    """Instances whose way to NATS can be cut."""
+    executor_arguments: Sequence[str] = ()  # in place of the stub engine's
+    cuttable: Sequence[str] = ()  # instances whose way to NATS can be cut
+    # What changes the broker's messages to an instance.
     mischief: dict[str, Pass] = field(default_factory=dict)
-    """What changes the broker's messages to an instance."""
-    store: str = ""
-    """Of NATS: `tmpfs` for one that can be filled, `quota` for one that NATS itself limits."""
+    store: str = ""  # of NATS: `tmpfs` for one that can be filled, `quota` for one that NATS itself limits
     environment: dict[str, str] = field(default_factory=dict)
 
     def count(self, service: str) -> int:
@@ -129,14 +126,12 @@ class House:
         self.plan = plan or Plan()
         self.members: dict[str, Member] = {}
         self.disk = SmallDisk(directory / "nats")
-        self.cut_with = ""
-        """How links are cut: `namespace` or `proxy`."""
+        self.cut_with = ""  # how links are cut: `namespace` or `proxy`
         self._broker: Broker | None = None
         self._bus: Bus | None = None
         self._watch: Watch | None = None
         self._environment: dict[str, str] = {}
-        self._addresses: dict[str, str] = {}
-        """Of gateways, as they were heard last."""
+        self._addresses: dict[str, str] = {}  # of gateways, as they were heard last
 
     @property
     def broker(self) -> Broker:

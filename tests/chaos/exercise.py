@@ -13,21 +13,15 @@ class Row:
     """What a fault cost. Seconds, unless said otherwise; None: does not apply."""
 
     fault: str
-    detected: float | None
-    """From the fault to the news of it."""
-    streaming: float
-    """From the fault until the longest wait of every stream that was under way was over."""
-    whole: float
-    """From the fault until everything was as before, restarts by the supervisor included."""
+    detected: float | None  # from the fault to the news of it
+    streaming: float  # from the fault until the longest wait of every stream that was under way was over
+    whole: float  # from the fault until everything was as before, restarts by the supervisor included
+    # Milliseconds from the detection to the next token, median of the streams that changed their ring.
     gap_ms: float | None
-    """Milliseconds from the detection to the next token, median of the streams that changed their ring."""
-    moved: int
-    """Streams that changed their ring."""
-    stall: float
-    """The longest wait for a token, the first one included, of any stream."""
+    moved: int  # streams that changed their ring
+    stall: float  # the longest wait for a token, the first one included, of any stream
     requests: int
-    again: int
-    """Requests that clients sent again, because their connection broke or they were told to."""
+    again: int  # requests that clients sent again, because their connection broke or they were told to
 
 
 async def exercise(house: House, fault: Fault, load: Load) -> Row:

@@ -18,8 +18,7 @@ class Task:
     text: str
     tokens: int
     finish: str = "length"
-    logprobs: tuple[Any, ...] = ()
-    """Of each token, as the API has them, where they were asked for."""
+    logprobs: tuple[Any, ...] = ()  # of each token, as the API has them, where they were asked for
 
 
 def stub_text(seed: int, tokens: int) -> str:

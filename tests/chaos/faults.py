@@ -11,13 +11,10 @@ from typing import Protocol
 
 from tests.chaos.cluster_fixture import House
 
-HOLD = 4.0
-"""Seconds that NATS stands still."""
+HOLD = 4.0  # seconds that NATS stands still
 
-SAY = 2.0
-"""Seconds that a ring which wakes gets to say something."""
-UNWATCHED = 1.0
-"""Seconds without a health monitor."""
+SAY = 2.0  # seconds that a ring which wakes gets to say something
+UNWATCHED = 1.0  # seconds without a health monitor
 NATS, ALL_MONITORS = "nats", "all monitors"
 
 
@@ -25,10 +22,8 @@ class Fault(Protocol):
     """One thing that goes wrong. Times are seconds of `time.monotonic`."""
 
     name: str
-    target: str
-    """The instance that is hit, or `NATS`, or `ALL_MONITORS`."""
-    may_refuse: bool
-    """Whether new requests may be told to come again meanwhile."""
+    target: str  # the instance that is hit, or `NATS`, or `ALL_MONITORS`
+    may_refuse: bool  # whether new requests may be told to come again meanwhile
 
     async def inject(self, house: House) -> None: ...
 
@@ -308,5 +303,4 @@ def all_faults(number: int = 1) -> dict[str, Callable[[], Fault]]:
     }
 
 
-CUTTABLE = ("executor-0", "gateway-0", "scheduler-0")
-"""What `all_faults` cuts off."""
+CUTTABLE = ("executor-0", "gateway-0", "scheduler-0")  # what `all_faults` cuts off

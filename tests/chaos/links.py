@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 ATTACH_TIMEOUT = 10.0
+# Environment variable: `proxy` keeps to the proxy where namespaces would be permitted.
 FORCE = "RYZANSTEIN_CHAOS_PARTITION"
-"""Environment variable: `proxy` keeps to the proxy where namespaces would be permitted."""
 
 _numbers = itertools.count()
 
@@ -100,10 +100,8 @@ class Forwarder:
 class Link(Protocol):
     """One service's way to NATS."""
 
-    prefix: list[str]
-    """Words before the service's command."""
-    host: str
-    """Where the service is to listen."""
+    prefix: list[str]  # words before the service's command
+    host: str  # where the service is to listen
 
     async def prepare(self, nats_port: int) -> str:
         """Before the service starts; returns the address of NATS for it."""

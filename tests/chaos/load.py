@@ -23,10 +23,8 @@ from tests.chaos.expected import Task
 from tests.chaos.streams import Answer, Lost, Refused
 
 CHAT = "/v1/chat/completions"
-PAUSE = 0.1
-"""Seconds before a client that nobody serves tries again."""
-WARM = 5
-"""Pieces of text after which a stream counts as flowing."""
+PAUSE = 0.1  # seconds before a client that nobody serves tries again
+WARM = 5  # pieces of text after which a stream counts as flowing
 KINDS = ("sse", "websocket", "sse", "plain")
 
 
@@ -38,20 +36,15 @@ class Record:
     task: Task
     started: float
     text: str = ""
-    position: object = ""
-    """Id of the last event, or position of the last chunk: where a reader may resume."""
-    identity: str = ""
-    """The answer's id."""
+    position: object = ""  # id of the last event, or position of the last chunk: where a reader may resume
+    identity: str = ""  # the answer's id
     key: str = field(default_factory=lambda: secrets.token_hex(12))
     finish_reason: str | None = None
     logprobs: list[Any] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    """When text came."""
+    arrivals: list[float] = field(default_factory=list)  # when text came
     ended: float = 0.0
-    broken: list[float] = field(default_factory=list)
-    """When its connection was lost."""
-    refused: list[str] = field(default_factory=list)
-    """Codes of the errors after which it was sent again."""
+    broken: list[float] = field(default_factory=list)  # when its connection was lost
+    refused: list[str] = field(default_factory=list)  # codes of the errors after which it was sent again
     resumed: int = 0
     fault: str = ""
 

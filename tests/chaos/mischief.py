@@ -15,8 +15,7 @@ from nats.aio.msg import Msg
 from shared.nats import subjects
 from shared.nats.bus import Bus
 
-DROPPED, REPEATED, KEPT_BACK = 0.02, 0.10, 0.15
-"""Shares of the token messages that this happens to."""
+DROPPED, REPEATED, KEPT_BACK = 0.02, 0.10, 0.15  # shares of the token messages that this happens to
 MOST_KEPT = 8
 REMEMBERED = 200
 

@@ -12,8 +12,8 @@ import json
 from tests.chaos.streams import Answer, Lost
 
 BACKGROUND = 60.0
+# What a request says to be kept alive while nobody reads it: clients here look for another gateway at leisure.
 HEADERS = {"X-Ryzanstein-Background": f"{BACKGROUND:g}"}
-"""What a request says to be kept alive while nobody reads it: clients here look for another gateway at leisure."""
 
 
 def headers(key: str) -> dict[str, str]:

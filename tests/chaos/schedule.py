@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from tests.chaos.faults import ALL_MONITORS, NATS, all_faults
 
-LONGEST_PAUSE = 3.0
-"""Seconds between two rounds, at most."""
-LONGEST_OVERLAP = 2.0
-"""Seconds after which a second fault joins the first one, at most."""
-TWO_AT_ONCE = 0.4
-"""Share of the rounds with a second fault before the first is over."""
+LONGEST_PAUSE = 3.0  # seconds between two rounds, at most
+LONGEST_OVERLAP = 2.0  # seconds after which a second fault joins the first one, at most
+TWO_AT_ONCE = 0.4  # share of the rounds with a second fault before the first is over
 
 
 @dataclass(frozen=True)

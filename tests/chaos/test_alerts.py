@@ -35,8 +35,7 @@ from tests.chaos.mischief import DeafToBatches
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600), pytest.mark.slow]
 STUB = ["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms"]
-BUSY = 40.0
-"""Seconds of load in which nothing may be alerted: 8 minutes of an operator's time."""
+BUSY = 40.0  # seconds of load in which nothing may be alerted: 8 minutes of an operator's time
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 SLOW_CLIENTS = 8
 SLOW_BUFFER = 4096
-CHUNK = 200
-"""Bytes of a chunk of one token, at least."""
+CHUNK = 200  # bytes of a chunk of one token, at least
+# Bytes that the gateway may keep for a token that its client has not read: the entry itself, no text of it.
 PER_TOKEN = 400
-"""Bytes that the gateway may keep for a token that its client has not read: the entry itself, no text of it."""
 
 
 def _slow_tokens() -> int:

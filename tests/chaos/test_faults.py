@@ -11,8 +11,8 @@ from tests.chaos.faults import all_faults
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
+# The few that `make test-slow` runs; the rest needs `make chaos`.
 ALWAYS = ("kill-rank-0", "kill-gateway", "kill-scheduler", "kill-nats")
-"""The few that `make test-slow` runs; the rest needs `make chaos`."""
 
 
 @pytest.mark.parametrize(

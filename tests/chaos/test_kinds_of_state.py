@@ -33,10 +33,9 @@ CONTEXT = 1024
 TOKENS = 500
 PROMPTS = 12
 CLIENTS = 6
-TIE = 1e-4
-"""Log probabilities that differ by less may change places."""
+TIE = 1e-4  # log probabilities that differ by less may change places
+# Tokens that a text has at least: one that only repeats itself would be the same whatever is lost.
 DISTINCT = 6
-"""Tokens that a text has at least: one that only repeats itself would be the same whatever is lost."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

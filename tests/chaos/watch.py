@@ -19,14 +19,12 @@ class Watch:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.events: list[tuple[float, GroupEvent]] = []
-        self.beats: dict[str, Heartbeat] = {}
-        """The last one of each instance."""
-        self.states: list[tuple[float, ServiceRecord]] = []
-        """Each change of a service's record."""
+        self.beats: dict[str, Heartbeat] = {}  # the last one of each instance
+        self.states: list[tuple[float, ServiceRecord]] = []  # each change of a service's record
+        # Generations that another attempt than the first has continued: when its first tokens came.
         self.moved: dict[str, float] = {}
-        """Generations that another attempt than the first has continued: when its first tokens came."""
+        # Entries, and tokens in them, of an attempt that another one had taken the place of.
         self.late = self.late_tokens = 0
-        """Entries, and tokens in them, of an attempt that another one had taken the place of."""
         self._attempts: dict[str, int] = {}
         self._news = asyncio.Event()
         self._following: asyncio.Task[None] | None = None

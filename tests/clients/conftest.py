@@ -17,10 +17,9 @@ from tests.integration.gateway.fake_ring import FakeRing, say, stub_card
 
 HERE = Path(__file__).parent
 MODEL = "stub"
+# Tokens, which are bytes here: agents begin with some 100,000 of instructions and tools.
 AGENTS_CONTEXT = 1 << 20
-"""Tokens, which are bytes here: agents begin with some 100,000 of instructions and tools."""
-Turn = tuple[str, str]
-"""What a prompt has in it, and what is answered then."""
+Turn = tuple[str, str]  # what a prompt has in it, and what is answered then
 
 
 def calling(name: str, arguments: Mapping[str, Any]) -> str:
@@ -33,8 +32,7 @@ class Script:
 
     def __init__(self, ring: FakeRing) -> None:
         self.turns: Sequence[Turn] = ()
-        self.prompts: list[str] = []
-        """Of the requests that were answered by a turn."""
+        self.prompts: list[str] = []  # of the requests that were answered by a turn
         ring.behave = self._say
 
     async def _say(self, ring: FakeRing, request: GenerationRequest) -> None:

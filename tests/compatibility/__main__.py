@@ -22,18 +22,17 @@ from tests.e2e.stack import Stack
 PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
 TABLES = PAGE.with_name("openai-parameters.md")
 STUB = ("--engine", "stub", "--no-smoke-test")
-REASONING = (*STUB, "--reasoning-parser", "think")
-"""It reasons where the prompt ends so."""
+REASONING = (*STUB, "--reasoning-parser", "think")  # it reasons where the prompt ends so
+# It fails on `operations.FAULT`, and has streams under way when it ends.
 FAILING: dict[str, Any] = {
     "RYZANSTEIN_STUB_FAULT": "error",
     "RYZANSTEIN_STUB_STEP_MS": "20",
     "RYZANSTEIN_DRAIN_TIMEOUT": "0.1",
 }
-"""It fails on `operations.FAULT`, and has streams under way when it ends."""
 
 
+# A fine-tuning job for each parameter that is tried out.
 MANY_JOBS = {"RYZANSTEIN_TENANT_TRAINING_JOBS": "1000"}
-"""A fine-tuning job for each parameter that is tried out."""
 
 
 async def found_at(

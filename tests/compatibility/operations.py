@@ -54,42 +54,28 @@ from openai.types.uploads import UploadPart
 from services.executor.worker.stub import FAULT_TOKEN
 
 HELLO = [{"role": "user", "content": "Hi"}]
-FAULT = chr(FAULT_TOKEN)
-"""A prompt on which a stub engine with a fault fails: a token is a byte."""
+FAULT = chr(FAULT_TOKEN)  # a prompt on which a stub engine with a fault fails: a token is a byte
 
 
 class Operation(NamedTuple):
     """A method of the package."""
 
-    name: str
-    """As in `client.chat.completions.create`."""
+    name: str  # as in `client.chat.completions.create`
     method: str
-    path: str
-    """`{...}`: an id that the set-up has made."""
-    kinds: tuple[Any, ...] = ()
-    """The types of its parameters."""
-    base: dict[str, Any] = {}
-    """The least that it takes."""
-    form: str = ""
-    """The name of its file, where it is sent as a form."""
-    answers: Any = None
-    """The type of its answer."""
-    chunks: Any = None
-    """The type of a chunk of its stream."""
-    events: Any = None
-    """The union of its stream's events."""
+    path: str  # `{...}`: an id that the set-up has made
+    kinds: tuple[Any, ...] = ()  # the types of its parameters
+    base: dict[str, Any] = {}  # the least that it takes
+    form: str = ""  # the name of its file, where it is sent as a form
+    answers: Any = None  # the type of its answer
+    chunks: Any = None  # the type of a chunk of its stream
+    events: Any = None  # the union of its stream's events
+    # Changes of the least, whose answers show fields and events that no single parameter brings about.
     also: tuple[dict[str, Any], ...] = ()
-    """Changes of the least, whose answers show fields and events that no single parameter brings about."""
-    reasoning: tuple[dict[str, Any], ...] = ()
-    """The same for a model that reasons."""
-    failing: tuple[dict[str, Any], ...] = ()
-    """The same for a server whose engine fails on `FAULT`."""
-    cut: tuple[dict[str, Any], ...] = ()
-    """The same, streamed, for a server that ends in the middle."""
-    in_query: tuple[str, ...] = ()
-    """Parameters that are sent in the query although there is a body."""
-    anew: str = ""
-    """What of the set-up is made again just before it."""
+    reasoning: tuple[dict[str, Any], ...] = ()  # the same for a model that reasons
+    failing: tuple[dict[str, Any], ...] = ()  # the same for a server whose engine fails on `FAULT`
+    cut: tuple[dict[str, Any], ...] = ()  # the same, streamed, for a server that ends in the middle
+    in_query: tuple[str, ...] = ()  # parameters that are sent in the query although there is a body
+    anew: str = ""  # what of the set-up is made again just before it
 
 
 CHAT_TOOL = {
@@ -102,12 +88,12 @@ RESPONSE_TOOL = {
     "strict": None,
     "parameters": {"type": "object", "properties": {}},
 }
+# Its input is never empty, as a text's might be.
 CUSTOM_TOOL = {
     "type": "custom",
     "name": "x",
     "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]{4}"},
 }
-"""Its input is never empty, as a text's might be."""
 BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 UPLOAD = {"bytes": 10, "filename": "x.txt", "mime_type": "text/plain", "purpose": "user_data"}
 TUNING = {"model": "stub", "training_file": "{training_file}"}
@@ -328,8 +314,9 @@ BATCH_FILE = (
     b'{"custom_id":"1","method":"POST","url":"/v1/chat/completions",'
     b'"body":{"model":"stub","messages":[{"role":"user","content":"Hi"}],"max_tokens":4}}\n'
 )
+# Of a batch that is under way for a while.
 LONG_FILE = b"".join(BATCH_FILE.replace(b'"1"', b'"%d"' % number) for number in range(2000))
-"""Of a batch that is under way for a while."""
+# (name, method, path, body): whose ids stand in paths and bodies, made in this order.
 SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("registered", "PUT", "/registry/models/registered", {"source": "org/a-model"}),
     (
@@ -362,16 +349,16 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ),
     ("waiting", "POST", "/fine_tuning/jobs", TUNING),
 )
-"""(name, method, path, body): whose ids stand in paths and bodies, made in this order."""
 
-IN_PATH = ("conversation_id",)
-"""Parameters that stand in a path, which some types list too."""
-REASONS = r"(^|\.)(reasoning_effort|effort|verbosity)$"
-"""Parameters of models whose chat template knows them."""
+IN_PATH = ("conversation_id",)  # parameters that stand in a path, which some types list too
+REASONS = r"(^|\.)(reasoning_effort|effort|verbosity)$"  # parameters of models whose chat template knows them
 _BUILT_IN = (
     "additional_tools|apply_patch|code_interpreter|computer|configuration_update|file_search|image_generation|"
     "local_shell|mcp|program|programmatic_tool_calling|shell|tool_search|web_search"
 )
+# (pattern of "operation path", why it has no meaning here). Tried out all the same: they must not be ignored.
+#
+# What this server merely does not do is not among them, and counts against it: see `REFUSED`.
 EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"image", "images: the models that are served read and write text"),
     (r"audio|voice", "audio: the models that are served read and write text"),
@@ -395,10 +382,7 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
         "programmes and templates that are kept at OpenAI",
     ),
 )
-"""(pattern of "operation path", why it has no meaning here). Tried out all the same: they must not be ignored.
-
-What this server merely does not do is not among them, and counts against it: see `REFUSED`.
-"""
+# (pattern of "operation path", why it is not taken) for each that has a meaning and is refused, wholly or in part.
 REFUSED: tuple[tuple[str, str], ...] = (
     (
         r"file_url",
@@ -432,7 +416,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "a server that sends what it trains to another service; events and result files have a job's metrics",
     ),
 )
-"""(pattern of "operation path", why it is not taken) for each that has a meaning and is refused, wholly or in part."""
 
 
 def why_excluded(operation: str, path: str) -> str:

@@ -34,19 +34,18 @@ from tests.compatibility.walk import Parameter, event_types, parameters, respons
 
 AT_ONCE = 8
 NONSENSE = "\x00 no such thing"
+# Codes of errors about what is not there.
 NOWHERE = ("unknown_url", "method_not_allowed", "unknown_parameter")
-"""Codes of errors about what is not there."""
 FILES = {"long_file": LONG_FILE, "training_file": TRAINING_FILE}
+# By name: the list whose first entry has that id.
 FIRST_OF = {
     "input_item": "/responses/{response}/input_items",
     "conversation_item": "/conversations/{conversation}/items",
     "tuning_event": "/fine_tuning/jobs/{tuned}/events",
     "checkpoint": "/fine_tuning/jobs/{tuned}/checkpoints",
 }
-"""By name: the list whose first entry has that id."""
 UNFINISHED = ("validating_files", "queued", "running")
-TRAINED_WITHIN = 300.0
-"""Seconds, on a machine that has other work."""
+TRAINED_WITHIN = 300.0  # seconds, on a machine that has other work
 Verdict = Literal["honoured", "partly", "refused", "missing"]
 
 
@@ -55,10 +54,8 @@ class Row(NamedTuple):
 
     path: str
     verdict: Verdict
-    excluded: str
-    """Why it has no meaning here; empty where it has."""
-    not_taken: tuple[str, ...] = ()
-    """Values that are refused where others are taken."""
+    excluded: str  # why it has no meaning here; empty where it has
+    not_taken: tuple[str, ...] = ()  # values that are refused where others are taken
 
 
 class Found(NamedTuple):
@@ -67,8 +64,7 @@ class Found(NamedTuple):
     operation: Operation
     there: bool
     parameters: list[Row]
-    fields: list[Row]
-    """Of the answer and of its stream's chunks."""
+    fields: list[Row]  # of the answer and of its stream's chunks
     events: list[Row]
 
 

@@ -19,6 +19,7 @@ from tests.compatibility.walk import (
 )
 
 SUMMARY = base64.b64encode(b'{"summary":"x"}').decode()
+# By path: what to send where a value that fits the type alone would not do.
 VALUES: dict[str, Any] = {
     r"(^|\.)model$": "stub",
     r"(^|\.)stop$": ["\n\n"],
@@ -53,23 +54,22 @@ VALUES: dict[str, Any] = {
     r"^bytes$": 10,
     r"^(filename|mime_type)$": "text/plain",
 }
-"""By path: what to send where a value that fits the type alone would not do."""
 
+# By member of a union: what it needs although its type does not say so.
 MINIMAL: dict[str, dict[str, Any]] = {
     "role=assistant": {"role": "assistant", "content": "x"},
     "role=function": {"role": "function", "name": "x", "content": "x"},
     "type=compaction": {"type": "compaction", "encrypted_content": SUMMARY},
     "type=input_file": {"type": "input_file", "file_data": "data:text/plain;base64,SGk="},
 }
-"""By member of a union: what it needs although its type does not say so."""
 
+# By name of a TypedDict: what it needs although its type does not say so.
 ALSO: dict[str, dict[str, Any]] = {
     "JSONSchema": {"schema": {"type": "object", "properties": {}, "additionalProperties": False}},
     "FunctionCallOutput": {"call_id": "x"},
     "ContextManagement": {"type": "compaction"},
     "FileFile": {"file_data": "data:text/plain;base64,SGk="},
 }
-"""By name of a TypedDict: what it needs although its type does not say so."""
 
 _CALL = {
     "role": "assistant",
@@ -81,6 +81,7 @@ _OUTPUT = {"type": "function_call_output", "call_id": "x", "output": "x"}
 _CUSTOM_ITEM = {"type": "custom_tool_call", "call_id": "x", "name": "x", "input": "x"}
 _CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "x", "output": "x"}
 _SAID = {"role": "user", "content": "Hi"}
+# (pattern, what comes before, what comes after) in a conversation where a message alone would make no sense.
 AROUND: tuple[tuple[str, list[dict[str, Any]], list[dict[str, Any]]], ...] = (
     (r"^messages\[role=assistant\]\.tool_calls", [_SAID], [_RESULT]),
     (r"^messages\[role=tool\]", [_SAID, _CALL], []),
@@ -91,8 +92,8 @@ AROUND: tuple[tuple[str, list[dict[str, Any]], list[dict[str, Any]]], ...] = (
     (r"^(input|items)\[type=reasoning\]", [_SAID], [_SAID]),
     (r"^(input|items)\[type=compaction_trigger\]", [_SAID], []),
 )
-"""(pattern, what comes before, what comes after) in a conversation where a message alone would make no sense."""
 
+# By operation: what stands beside a parameter that is of no use alone.
 BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "chat.completions.create": [
         (r"^stream_options", {"stream": True}),
@@ -117,9 +118,9 @@ BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (r"^top_logprobs", {"include": ["message.output_text.logprobs"]}),
     ],
 }
-"""By operation: what stands beside a parameter that is of no use alone."""
 
 
+# By operation and field of its query: what makes sense there.
 QUERIES: dict[tuple[str, str], Any] = {
     ("batches.list", "after"): "{batch}",
     ("files.list", "after"): "{file}",
@@ -133,11 +134,10 @@ QUERIES: dict[tuple[str, str], Any] = {
     ("fine_tuning.jobs.list_events", "after"): "{tuning_event}",
     ("fine_tuning.jobs.checkpoints.list", "after"): "{checkpoint}",
 }
-"""By operation and field of its query: what makes sense there."""
+# By the same: what stands beside one that is of no use alone.
 QUERY_BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("responses.retrieve", "starting_after"): {"stream": "true"}
 }
-"""By the same: what stands beside one that is of no use alone."""
 
 
 def sample(path: str, kind: Any, depth: int = 0) -> Any:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pydantic
 import typing_extensions
 
+# Fields that tell the members of a union apart, the likeliest first.
 KINDS = ("type", "role", "object", "mode", "anchor")
-"""Fields that tell the members of a union apart, the likeliest first."""
 DEPTH = 7
 _WRAPPERS = (typing.Required, typing.NotRequired, typing_extensions.Required, typing_extensions.NotRequired)
 
@@ -25,11 +25,9 @@ class Parameter(NamedTuple):
     """A field somewhere in a request."""
 
     path: str
-    parents: tuple["Step", ...]
-    """How one gets to the object that has it."""
+    parents: tuple["Step", ...]  # how one gets to the object that has it
     name: str
-    kind: Any
-    """The annotation, without wrappers."""
+    kind: Any  # the annotation, without wrappers
 
     @property
     def names_its_member(self) -> bool:
@@ -47,8 +45,7 @@ class Step(NamedTuple):
 
     name: str
     is_list: bool
-    member: Any
-    """The TypedDict."""
+    member: Any  # the TypedDict
 
 
 def bare(kind: Any) -> Any:

@@ -17,6 +17,7 @@ from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
 
+# Title, introduction, class, and the class whose settings stand in a section of their own.
 _SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | None], ...] = (
     ("Every service", "", CommonSettings, None),
     ("Gateway", "`ryzanstein serve gateway`", GatewayService.settings_type(), CommonSettings),
@@ -31,8 +32,8 @@ _SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | No
         LocalSettings,
     ),
 )
-"""Title, introduction, class, and the class whose settings stand in a section of their own."""
 
+# Variables that are read beside the settings classes.
 OTHERS = {
     "RYZANSTEIN_CONFIG": "Path of the settings file (TOML).",
     "RYZANSTEIN_SECRETS_DIR": "Directory of secret files.",
@@ -45,7 +46,6 @@ OTHERS = {
     "RYZANSTEIN_PROMETHEUS_BASIC_AUTH_FILE": "`ryzanstein sla`: file with user and password for it.",
     "RYZANSTEIN_PROMETHEUS_CA": "`ryzanstein sla`: PEM file of the authorities by which its certificate is checked.",
 }
-"""Variables that are read beside the settings classes."""
 
 
 def tables() -> str:

@@ -6,8 +6,7 @@ from services.executor.families.registry import DECODERS, ENCODERS
 from services.executor.model.catalogue import REFUSED, TEXT_ALONE, refusal_of
 
 PROVEN_RANKS = (1, 2, 3)
-PROVEN_ERROR = 1e-4
-"""Largest absolute difference of any logit from transformers', float32."""
+PROVEN_ERROR = 1e-4  # largest absolute difference of any logit from transformers', float32
 
 
 def served() -> str:

@@ -9,11 +9,9 @@ import pytest
 from tests.docs.pages import ROOT, all_paths, links, modules_named, pages, paths_named, prose
 
 WIDTH = 120
-GENERATED = {"openai-parameters.md"}
-"""By a command that wraps nothing."""
+GENERATED = {"openai-parameters.md"}  # by a command that wraps nothing
 
-MADE = {"build/sbom/", "dist/", "wheels/"}
-"""By commands on the pages."""
+MADE = {"build/sbom/", "dist/", "wheels/"}  # by commands on the pages
 PATHS = all_paths()
 
 

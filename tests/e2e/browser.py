@@ -44,14 +44,11 @@ class Tab:
         self._socket = socket
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.requests: list[str] = []
-        """URLs that it has asked for."""
-        self.errors: list[str] = []
-        """What it wrote to the console as an error, and what it did not catch."""
-        self.sent: list[dict[str, Any]] = []
-        """Its requests: url, method, headers, postData."""
+        self.requests: list[str] = []  # URLs that it has asked for
+        self.errors: list[str] = []  # what it wrote to the console as an error, and what it did not catch
+        self.sent: list[dict[str, Any]] = []  # its requests: url, method, headers, postData
+        # File fields (their backend node ids) that asked for a file since `choose_files`.
         self.choosers: list[int] = []
-        """File fields (their backend node ids) that asked for a file since `choose_files`."""
 
     async def listen(self) -> None:
         """Runs until the connection ends."""

@@ -12,15 +12,15 @@ from typing import Any
 from testcontainers.compose import DockerCompose
 
 FOLDER = Path(__file__).parents[2] / "compose"
+# Names a file of variables for the stack, such as bases that were imported and where torch comes from.
 MORE_SETTINGS = "RYZANSTEIN_TEST_COMPOSE_ENV"
-"""Names a file of variables for the stack, such as bases that were imported and where torch comes from."""
+# Kills what the container's first process has started: the service, as a fault of its own would.
 CRASH = (
     "import os, pathlib, signal\n"
     "for stat in pathlib.Path('/proc').glob('[0-9]*/stat'):\n"
     "    if stat.read_text().rpartition(')')[2].split()[1] == '1':\n"
     "        os.kill(int(stat.parent.name), signal.SIGKILL)\n"
 )
-"""Kills what the container's first process has started: the service, as a fault of its own would."""
 
 
 def why_no_engine() -> str:

@@ -34,15 +34,13 @@ from shared.messages import GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 SEEDS = range(1, 4)
-TOKENS = 24
-"""Of an answer; a right one comes at its beginning."""
+TOKENS = 24  # of an answer; a right one comes at its beginning
 QUESTIONS = Path(__file__).with_suffix(".jsonl")
 
 
 class Question(msgspec.Struct, frozen=True):
     question: str
-    answers: list[str]
-    """Words or numbers, any of which makes a text right."""
+    answers: list[str]  # words or numbers, any of which makes a text right
 
     def is_answered(self, text: str) -> bool:
         return any(
@@ -71,8 +69,7 @@ class Right:
     """Of each question whether it is answered."""
 
     greedy: list[bool]
-    sampled: list[bool]
-    """In most of its texts."""
+    sampled: list[bool]  # in most of its texts
 
     def behind(self, first: "Right") -> tuple[int, int]:
         """Questions, greedily and sampled, that are answered in the first and not here."""
@@ -148,8 +145,7 @@ def by_transformers(asked: Asked, model: Any) -> Texts:
     cache.batch_repeat_interleave(ways)
     mask = mask.repeat_interleave(ways, dim=0)
     said: list[list[int]] = [[] for _ in range(count * ways)]
-    active = [*range(count * ways)]
-    """Rows whose texts have not ended: of each question one for each way."""
+    active = [*range(count * ways)]  # rows whose texts have not ended: of each question one for each way
     for _ in range(TOKENS):
         states = [SamplingState(asked.ways[row % ways], [], said[row]) for row in active]
         drawn = [one.token for one in Sampler().sample(logits, states)]

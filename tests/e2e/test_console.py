@@ -26,6 +26,7 @@ ANSWER = "document.querySelector('#transcript > li:last-child[data-role=assistan
 TEXT = f"({ANSWER}?.querySelector('.body').textContent ?? '').trim()"
 FIGURES = f"({ANSWER}?.querySelector('.figures')?.textContent ?? '')"
 IDLE = "document.getElementById('stop').hidden"
+# What the browser keeps of conversations.
 STORED = """new Promise((resolve) => {
   const opening = indexedDB.open('ryzanstein');
   opening.onsuccess = () => {
@@ -33,9 +34,8 @@ STORED = """new Promise((resolve) => {
     asked.onsuccess = () => { opening.result.close(); resolve(asked.result); };
   };
 })"""
-"""What the browser keeps of conversations."""
+# The id of the generation that is being read.
 PENDING = f"{STORED}.then(all => all.flatMap(one => Object.values(one.nodes)).find(one => one.pending?.id)?.pending.id)"
-"""The id of the generation that is being read."""
 
 
 @pytest.fixture(scope="module")

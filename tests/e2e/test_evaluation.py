@@ -19,14 +19,12 @@ from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TOLERANCE = 1e-3
-"""Of a sum over some tokens."""
+TOLERANCE = 1e-3  # of a sum over some tokens
 CONTEXTS = {
     "The capital of France is": [" Paris", " Berlin", " London, of course"],
     "Question: what do bees make?\nAnswer:": [" honey", " bread", " steel and glass"],
 }
-PASSAGE = "Once upon a time there was a river. " * 40
-"""More tokens than a step computes of a prompt."""
+PASSAGE = "Once upon a time there was a river. " * 40  # more tokens than a step computes of a prompt
 
 
 @pytest.fixture(

@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md")
-TIMES = 10
-"""That the quick start's question is asked."""
+TIMES = 10  # that the quick start's question is asked
 
 
 @pytest.mark.nightly

@@ -28,8 +28,7 @@ models:
     sparse_attention: {threshold: 128, sinks: 16, recent: 64, budget: 32, share: 0, dense_layers: 0}
   - {name: endless, source: HERE/endless, least: 1, settings: {dtype: bf16, kv_memory: 67108864}}
 """
-POSITIONS = 128 << 10
-"""Of the second model: of one small layer, that it takes a minute."""
+POSITIONS = 128 << 10  # of the second model: of one small layer, that it takes a minute
 NARROW = {
     "num_hidden_layers": 1,
     "num_attention_heads": 1,

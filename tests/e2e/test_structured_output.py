@@ -20,8 +20,8 @@ from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.e2e
 
+# Kills a compiler by its stack.
 CHAIN = 'start: "x" r0\n' + "".join(f'r{at}: "x" r{at + 1}\n' for at in range(12_000)) + 'r12000: "a"'
-"""Kills a compiler by its stack."""
 LONG = "[a-z ]{120}"
 
 

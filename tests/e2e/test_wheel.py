@@ -30,10 +30,9 @@ LIBRARY = f"ryzanstein__mypyc{SUFFIX}"
 COMPILED = {name.removesuffix(".py") + SUFFIX for name in PROJECT["tool"]["ryzanstein"]["compiled"]} | {
     LIBRARY
 }
-BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-"""What a build needs beside the packages."""
+BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")  # what a build needs beside the packages
+# Of the environment of what is installed: without the tests' own way to the tree.
 WITHOUT_TREE = {"PYTHONPATH": ""}
-"""Of the environment of what is installed: without the tests' own way to the tree."""
 
 
 def sources() -> set[str]:

@@ -28,6 +28,7 @@ ATTACKERS: tuple[User, ...] = tuple(user for user in USERS if user != "operator"
 KEY = new_key("acme", 1.0)
 FORGED = encode(new_key("acme", 2.0).record)
 OF_KEYS = f"KV_{subjects.KEYS_BUCKET}"
+# What others hear, and an attacker may not say; and each one's inbox, whose name it has no way to know.
 LISTENERS: dict[User, tuple[str, ...]] = {
     "executor": ("groups.g.control", "groups.g.dispatch", "hosts.h.control", "groups.g.debug"),
     "gateway": ("services.gateway.g", "health.events", "tokens.g", "batches.submit"),
@@ -35,7 +36,6 @@ LISTENERS: dict[User, tuple[str, ...]] = {
     "health-monitor": ("services.health-monitor.m", "health.beats.>"),
     "operator": ("health.events", "health.beats.>"),
 }
-"""What others hear, and an attacker may not say; and each one's inbox, whose name it has no way to know."""
 TARGETS = (
     f"$KV.{subjects.KEYS_BUCKET}.forged",
     f"$KV.{subjects.KEYS_BUCKET}.{KEY.identity}",
@@ -49,8 +49,8 @@ TARGETS = (
     "intake.interactive.m",
     *sorted({heard.replace(">", "executor.e") for several in LISTENERS.values() for heard in several}),
 )
+# Streams whose messages change what a group or a host is asked to do.
 UNWRITTEN = ("KV_groups", "KV_registry", "INTAKE")
-"""Streams whose messages change what a group or a host is asked to do."""
 
 
 class Attack:

@@ -33,8 +33,7 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 class Entry(NamedTuple):
     """A metric as Prometheus shows it."""
 
-    name: str
-    """Of a counter with `_total`."""
+    name: str  # of a counter with `_total`
     type: str
     labels: tuple[str, ...]
     meaning: str

@@ -32,8 +32,7 @@ class Panel(NamedTuple):
     unit: str
     stacked: bool
     maximum: float | None
-    place: Mapping[str, int]
-    """x, y, w and h, in Grafana's grid of 24 columns."""
+    place: Mapping[str, int]  # x, y, w and h, in Grafana's grid of 24 columns
     queries: list[Query]
     row: str
 
@@ -42,8 +41,7 @@ class Variable(NamedTuple):
     """One whose values Prometheus is asked for: `label_values(metric, label)`."""
 
     name: str
-    metric: str
-    """With a selector, perhaps."""
+    metric: str  # with a selector, perhaps
     label: str
 
 

@@ -30,8 +30,7 @@ from matplotlib.figure import Figure
 
 SCRAPE = scrape_interval()
 STEP = 5.0
-COLUMN, ROW = 0.5, 0.3
-"""Inches of Grafana's grid."""
+COLUMN, ROW = 0.5, 0.3  # inches of Grafana's grid
 COLORS = ("#7eb26d", "#eab839", "#6ed0e0", "#ef843c", "#e24d42", "#1f78c1", "#ba43a9", "#705da0", "#508642")
 INK, LINE, PAPER = "#24292e", "#d8dade", "#ffffff"
 

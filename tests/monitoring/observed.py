@@ -30,8 +30,7 @@ MODEL = "stub"
 
 class Observed(NamedTuple):
     stack: Stack
-    targets: dict[str, list[str]]
-    """Addresses by job."""
+    targets: dict[str, list[str]]  # addresses by job
     prometheus: Prometheus | None
 
     def metrics(self, job: str) -> list[str]:

@@ -47,8 +47,8 @@ def test_the_rules_find_what_breaks_them() -> None:
     ]
 
 
+# How names of metrics begin that are of an executor, and of none of its groups.
 OF_THE_HOST = ("groups", "host_", "model_load", "models_sleeping", "training")
-"""How names of metrics begin that are of an executor, and of none of its groups."""
 
 
 def test_every_metric_of_a_group_names_it_and_its_model() -> None:

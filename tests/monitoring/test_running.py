@@ -18,10 +18,8 @@ from tests.monitoring.prometheus import Prometheus, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-INTERVAL = "4s"
-"""Of a rate: four scrapes."""
-MAY_BE_EMPTY = "GPUs (where there are any)"
-"""The row of what this machine need not have."""
+INTERVAL = "4s"  # of a rate: four scrapes
+MAY_BE_EMPTY = "GPUs (where there are any)"  # the row of what this machine need not have
 BOARDS = {board.name: board for board in dashboards()}
 
 

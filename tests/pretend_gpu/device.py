@@ -29,8 +29,7 @@ from tests.pretend_gpu.streams import HOST, Event, Host, Stream
 from tests.pretend_gpu.tensors import DeviceTensor, Placing, held
 
 prepare()
-MEMORY = 1 << 30
-"""Bytes of the device."""
+MEMORY = 1 << 30  # bytes of the device
 
 
 @contextmanager

@@ -15,10 +15,8 @@ from tests.pretend_gpu.streams import HOST, Stream
 
 
 class Entry(NamedTuple):
-    call: Callable[[], Any]
-    """Returns as many tensors as `made`, or nothing."""
-    made: list[Tensor]
-    """In memory of their own."""
+    call: Callable[[], Any]  # returns as many tensors as `made`, or nothing
+    made: list[Tensor]  # in memory of their own
 
 
 class Graph:

@@ -79,10 +79,8 @@ class _Copy(NamedTuple):
     stream: Stream
     number: int
     arrive: Callable[[], None]
-    source: int
-    """The pinned memory that it reads; 0: it writes some."""
-    into: tuple[int, int]
-    """The pinned bytes [first, end) that it writes."""
+    source: int  # the pinned memory that it reads; 0: it writes some
+    into: tuple[int, int]  # the pinned bytes [first, end) that it writes
 
 
 class _Use(NamedTuple):
@@ -104,14 +102,14 @@ class Host:
     def reset(self) -> None:
         self._thread = threading.local()
         self._lock = threading.RLock()
+        # What the host has waited for comes before all that is given later, to any stream.
         self._done: Clock = {}
-        """What the host has waited for comes before all that is given later, to any stream."""
         self.default = Stream()
         self._copies: list[_Copy] = []
         self._uses: dict[int, list[_Use]] = {}
         self._pinned: dict[int, Tensor] = {}
+        # What the host has waited for the device with, events excepted, since this was emptied last.
         self.waits: list[str] = []
-        """What the host has waited for the device with, events excepted, since this was emptied last."""
 
     # --- of the calling thread -------------------------------------------------------------------
 

@@ -23,28 +23,27 @@ ABOUT = {
     "shape", "dtype", "ndim", "layout", "is_leaf", "requires_grad", "grad", "grad_fn", "names", "is_sparse", "is_meta",
     "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "retains_grad", "output_nr",
 }  # fmt: skip
+# Of these nothing is launched.
 METADATA = {
     "size", "stride", "dim", "numel", "nelement", "is_contiguous", "element_size", "storage_offset", "data_ptr",
     "untyped_storage", "is_floating_point", "is_complex", "is_signed", "__len__", "is_inference", "is_same_size",
     "ndimension", "__hash__", "is_shared", "_is_view", "storage",
 }  # fmt: skip
-"""Of these nothing is launched."""
+# Of these no memory is read, or only by a copy.
 VIEWS = {
     "view", "reshape", "__getitem__", "unsqueeze", "squeeze", "transpose", "t", "permute", "flatten", "expand", "split",
     "unbind", "chunk", "narrow", "select", "view_as", "unflatten", "detach", "as_strided", "contiguous", "swapaxes",
     "movedim", "T", "mT", "data", "diagonal", "tensor_split", "unfold", "expand_as",
 }  # fmt: skip
-"""Of these no memory is read, or only by a copy."""
+# What the host has of the device's numbers, or a shape that depends on them.
 ANSWERS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose", "nonzero",
     "masked_select", "unique", "unique_consecutive", "__contains__", "argwhere", "bincount", "__format__",
 }  # fmt: skip
-"""What the host has of the device's numbers, or a shape that depends on them."""
 
 
 class DeviceTensor(Tensor):
-    held: Tensor
-    """Its numbers, in the host's memory."""
+    held: Tensor  # its numbers, in the host's memory
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "DeviceTensor":

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# All that name an image which is not ours.
 FILES = (
     "Dockerfile",
     "compose/.env",
     "k8s/base/nats/statefulset.yaml",
     "k8s/components/monitoring/nats-exporter.yaml",
 )
-"""All that name an image which is not ours."""
 _NAMED = re.compile(
     r"^(?P<before>(?:ARG )?\w+_IMAGE=|\s+image: )(?P<name>[\w./-]+:[\w.-]+)(?P<digest>@sha256:[0-9a-f]{64})?$",
     re.MULTILINE,

@@ -18,8 +18,8 @@ HEADER = """\
 # with the SHA-256 of its files. `make lock` makes it; the supported ranges stand in pyproject.toml.
 --only-binary :all:
 """
+# The same versions of torch as PyPI's, without CUDA: other files, whose hashes uv does not find there.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""The same versions of torch as PyPI's, without CUDA: other files, whose hashes uv does not find there."""
 _PIN = re.compile(r"^([\w.-]+)==[^\\\n]+(?:\\\n +--hash=sha256:[0-9a-f]{64} ?)*$", re.MULTILINE)
 
 

@@ -32,8 +32,7 @@ from tests.release.lock import CONSTRAINTS, pins
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VENDORED = ROOT / "services/gateway/api/console/static/vendor/vendored.json"
-NOT_SERVING = {"dev", "docs", "clients", "training"}
-"""Extras that no service needs."""
+NOT_SERVING = {"dev", "docs", "clients", "training"}  # extras that no service needs
 EMPTY: dict[str, Any] = {"python": {}, "libraries": {}, "debian": []}
 _licenses = LicenseFactory()
 

@@ -15,8 +15,8 @@ from tests.docs.pictures.failover import record
 from tests.e2e.browser import find_chromium
 from tests.e2e.stack import Stack
 
+# Milliseconds of a frame, least and most, and at the end.
 STYLE = ("-m", "120", "-M", "2000", "-D", "6000", "-t", "window_frame")
-"""Milliseconds of a frame, least and most, and at the end."""
 IMAGES = ROOT / "docs" / "images"
 
 

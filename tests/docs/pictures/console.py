@@ -14,13 +14,10 @@ import httpx
 from tests.e2e.browser import Browser, Tab, run_browser
 
 EXAMPLE = Path(__file__).with_name("example.json")
-QUESTION = "Give me three tips for a good night's sleep."
-"""What a small model answers well enough."""
+QUESTION = "Give me three tips for a good night's sleep."  # what a small model answers well enough
 LINES = 12
-WAVES = 8
-"""Of requests, for the charts."""
-WAVE = 8.0
-"""Seconds from one to the next."""
+WAVES = 8  # of requests, for the charts
+WAVE = 8.0  # seconds from one to the next
 COLOURS = {
     "apple": "red",
     "banana": "yellow",
@@ -35,8 +32,7 @@ QUESTIONS = (
     "A {} is which colour?",
     "Tell me a {}'s colour.",
 )
-TRAINED = 1800.0
-"""Seconds in which the job must be done."""
+TRAINED = 1800.0  # seconds in which the job must be done
 
 
 async def photograph(chromium: str, url: str, into: Path) -> None:

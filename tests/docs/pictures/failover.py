@@ -14,8 +14,7 @@ from tests.e2e.stack import CLI, Stack
 QUESTION = "Why is the sky blue, and why is it red in the evening?"
 ASK = ("chat", QUESTION, "--temperature", "0", "--max-tokens", "170")
 CHAT = " ".join(("ryzanstein", "chat", f'"{QUESTION}"', *ASK[2:]))
-SEEN = 250
-"""Characters of the answer after which its ring is killed; there must be more after it."""
+SEEN = 250  # characters of the answer after which its ring is killed; there must be more after it
 
 
 def record(stack: Stack, directory: Path) -> Path:

@@ -22,12 +22,11 @@ EXAMPLES = ROOT / "docs" / "clients"
 CLIENT = ROOT / "clients" / "python" / "src"
 TYPESCRIPT = ROOT / "clients" / "typescript"
 RUST = ROOT / "clients" / "rust"
+# Kept between runs: what is built is built once.
 BUILT = Path(tempfile.gettempdir()) / f"ryzanstein-examples-{os.getuid()}"
-"""Kept between runs: what is built is built once."""
 CARGO_TARGET = BUILT / "cargo"
 LINTER = "oxlint@1.94.0"
-NODE_WITH_WEBSOCKET = 22
-"""The first major version whose WebSocket needs no flag."""
+NODE_WITH_WEBSOCKET = 22  # the first major version whose WebSocket needs no flag
 
 Command = list[str]
 

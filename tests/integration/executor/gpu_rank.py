@@ -22,8 +22,7 @@ from services.executor.worker.stub import StubEngine
 
 FAULTS = Path(os.environ["RYZANSTEIN_TEST_GPU"])
 spec: RankSpec
-told = False
-"""Whether the leader knows of the fault."""
+told = False  # whether the leader knows of the fault
 attach, compute, read_spec = RingBoard.rank, StubEngine.execute, rank_process.read_spec
 
 

@@ -35,8 +35,7 @@ from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 BLOCK = 4
 CONTEXT = 1024
-VOCABULARY = 258
-"""As many tokens as the tiny tokenizer has."""
+VOCABULARY = 258  # as many tokens as the tiny tokenizer has
 MODEL = "tiny"
 RING = (
     "--device",

@@ -37,8 +37,7 @@ from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.supervisor.test_parts import TOKENIZER
 
 PATIENT = ("--hung-after", "60")
-executor = functools.partial(some_executor, forked=False)
-"""What is looked into is as a user starts it."""
+executor = functools.partial(some_executor, forked=False)  # what is looked into is as a user starts it
 
 
 async def dump_when(settings: CommonSettings, condition: Callable[[Dump], bool]) -> Dump:

@@ -20,10 +20,9 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import MODEL, Rings, Session, make_served_model, rings
 
-DAMAGED = 20_580
-"""Offset of the byte that is flipped, in the bytes of the second connection."""
+DAMAGED = 20_580  # offset of the byte that is flipped, in the bytes of the second connection
+# (connection, position of the first byte, bytes) to the bytes that go on; None: the connection is cut.
 Change = Callable[[int, int, bytes], bytes | None]
-"""(connection, position of the first byte, bytes) to the bytes that go on; None: the connection is cut."""
 
 
 class Between:
@@ -37,8 +36,7 @@ class Between:
         self._servers: list[asyncio.Server] = []
         self._writers: list[asyncio.StreamWriter] = []
         self.connections = 0
-        self.passed = asyncio.Event()
-        """Something has gone through."""
+        self.passed = asyncio.Event()  # something has gone through
         self.silent = False
 
     async def answer(self, message: HandoverMessage) -> HandoverReply | None:

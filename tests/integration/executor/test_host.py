@@ -49,8 +49,7 @@ from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targe
 
 INSTANCE = "host"
 KV = 1 << 20
-MEMORY = 3 * (RANK_OVERHEAD + KV)
-"""Of three groups of the stub."""
+MEMORY = 3 * (RANK_OVERHEAD + KV)  # of three groups of the stub
 
 
 class Host:

@@ -18,8 +18,7 @@ from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 PAGES = SparseAttention(threshold=64, sinks=8, recent=16, budget=32, share=0.0, dense_layers=1)
-MEMORY = {"file": "2097152", "memory": "0"}
-"""Bytes of the file, by group."""
+MEMORY = {"file": "2097152", "memory": "0"}  # bytes of the file, by group
 
 
 def requests_of(group: str, first: int = 0) -> list[GenerationRequest]:

@@ -16,8 +16,7 @@ from tests.unit.executor.model.lanes import in_lanes
 
 GROUP = "g"
 TP = 2
-MEMORY = 1 << 20
-"""Of each rank's blocks: the longest text fits, and not two of them."""
+MEMORY = 1 << 20  # of each rank's blocks: the longest text fits, and not two of them
 
 
 def options(directory: Path) -> tuple[str, ...]:

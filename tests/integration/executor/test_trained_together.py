@@ -17,8 +17,7 @@ from shared.nats.bus import Bus
 from tests.integration.executor.rings import CONTEXT, MODEL, make_served_model
 from tests.integration.executor.training_cluster import EAGER_EXECUTOR, Cluster
 
-STEPS = 64
-"""Many more than there are before the last kill: two epochs of batches of two."""
+STEPS = 64  # many more than there are before the last kill: two epochs of batches of two
 
 
 @pytest.mark.nightly

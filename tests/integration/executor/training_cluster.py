@@ -26,8 +26,7 @@ from tests.processes import ServiceProcess, service_process
 
 TENANT = "acme"
 EAGER_EXECUTOR = "tests.integration.executor.eager_training"
-SOON = 180.0
-"""Seconds in which what is to happen happens, on a machine that has other work."""
+SOON = 180.0  # seconds in which what is to happen happens, on a machine that has other work
 
 
 def data_of(examples: int, tokens: int = 4, vocabulary: int = 250) -> TrainingData:

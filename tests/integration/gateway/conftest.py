@@ -113,6 +113,7 @@ def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "EXPOSITION_SECONDS", 0.0)
 
 
+# Seconds between two looks, of which nobody hears but by waiting for the next one.
 POLLS = (
     "api.grpc.server.SWEEP",
     "api.models.routes.LOOK",
@@ -126,7 +127,6 @@ POLLS = (
     "training.service.LOOK",
     "training.tokenization.BUSY_PAUSE",
 )
-"""Seconds between two looks, of which nobody hears but by waiting for the next one."""
 
 
 @pytest.fixture(autouse=True)

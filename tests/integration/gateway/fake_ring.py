@@ -79,10 +79,8 @@ class FakeRing:
         self.cancelled: set[str] = set()
         self.commanded: set[str] = set()
         self.commands: list[Cancel] = []
-        self.claimed: dict[str, int] = {}
-        """By generation: the claim under which a gateway has taken it over."""
-        self.taking = asyncio.Event()
-        """Cleared: it takes no more than one further request of the queue."""
+        self.claimed: dict[str, int] = {}  # by generation: the claim under which a gateway has taken it over
+        self.taking = asyncio.Event()  # cleared: it takes no more than one further request of the queue
         self.taking.set()
         self._step = 0
         self._tasks: set[asyncio.Task[None]] = set()

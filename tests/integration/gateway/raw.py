@@ -11,8 +11,7 @@ from typing import Any
 
 from tests.integration.gateway.conftest import RunningGateway
 
-ENDED = 20.0
-"""Seconds within which a connection ends, where it should."""
+ENDED = 20.0  # seconds within which a connection ends, where it should
 
 
 class Raw:

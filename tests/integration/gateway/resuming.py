@@ -9,8 +9,7 @@ import httpx
 from shared.messages import GenerationRequest
 from tests.integration.gateway.fake_ring import FakeRing
 
-Event = tuple[str, str]
-"""Data and id."""
+Event = tuple[str, str]  # data and id
 
 
 async def read_events(response: httpx.Response, characters: int | None = None) -> list[Event]:

@@ -33,8 +33,7 @@ async def check_training_file(client: openai.AsyncOpenAI) -> None:
     await training.until_status(client, job.id, "queued")
 
 
-WORKS = {BatchRuntime: run_batch, TrainingRuntime: check_training_file}
-"""What shows of each that it does."""
+WORKS = {BatchRuntime: run_batch, TrainingRuntime: check_training_file}  # what shows of each that it does
 
 
 def paths_of(kind: JobKind) -> set[tuple[str, str]]:

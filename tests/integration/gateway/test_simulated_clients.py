@@ -17,8 +17,7 @@ from tests.simulation.clients.crowd import KINDS, Crowd
 from tests.simulation.core.asgi import AsgiServer
 
 SHORT = Plan(requests=2, pause=(0.0, 0.01), tokens=(1, 30), prompt=(5, 20), size=(1, 4), wait=(0.0, 0.1))
-NEED_MORE = ("training", "models", "flooding")
-"""Whose work a ring alone does not do, or one of 2,048 tokens."""
+NEED_MORE = ("training", "models", "flooding")  # whose work a ring alone does not do, or one of 2,048 tokens
 
 
 async def stub(ring: FakeRing, request: GenerationRequest) -> None:

@@ -17,8 +17,7 @@ from shared.nats.bus import Bus
 from tests.integration.health_monitor.test_service import Seen
 from tests.processes import ServiceProcess, service_process
 
-DEAF = ("--gone-after", "600", "--hung-after", "600")
-"""For a monitor that learns nothing from silence."""
+DEAF = ("--gone-after", "600", "--hung-after", "600")  # for a monitor that learns nothing from silence
 
 
 @pytest.fixture

@@ -80,8 +80,7 @@ class Seen:
 
     def __init__(self, bus: Bus) -> None:
         self.events: list[tuple[str, int, str]] = []
-        self.times: list[float] = []
-        """Of the events: when each was so, as it says."""
+        self.times: list[float] = []  # of the events: when each was so, as it says
         self.groups: dict[str, GroupRecord] = {}
         self.services: dict[str, ServiceRecord] = {}
         self._bus = bus

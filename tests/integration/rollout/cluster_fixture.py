@@ -21,10 +21,9 @@ from shared.messages import GroupBeat
 from shared.nats.bus import Bus
 from tests.processes import ServiceProcess, service_process
 
-TOKENS = 24
-"""Of each answer."""
+TOKENS = 24  # of each answer
+# Steps of 10 ms and a short grace: what runs is mostly handed over.
 STUB = ("--engine", "stub", "--stub-step-ms", "10", "--drain-grace", "0.1", "--hung-after", "2")
-"""Steps of 10 ms and a short grace: what runs is mostly handed over."""
 
 
 class House:
@@ -119,10 +118,8 @@ class Load:
         self._stopping = False
         self._progress = asyncio.Event()
         self.answers = 0
-        self.moves = 0
-        """Times that a client went to another gateway."""
-        self.refusals = 0
-        """Answers with 503, of patient clients."""
+        self.moves = 0  # times that a client went to another gateway
+        self.refusals = 0  # answers with 503, of patient clients
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Load"]:

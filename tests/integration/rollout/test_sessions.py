@@ -18,10 +18,8 @@ from tests.integration.rollout.cluster_fixture import House
 
 pytestmark = pytest.mark.timeout(400)
 
-LONGEST = 500
-"""Tokens of a prompt, after which a talker begins a new session."""
-PAUSE = 0.5
-"""Seconds that a talker thinks."""
+LONGEST = 500  # tokens of a prompt, after which a talker begins a new session
+PAUSE = 0.5  # seconds that a talker thinks
 SERVICES = ("monitor", "scheduler", "gateway", "executor")
 
 
@@ -34,8 +32,8 @@ class Client:
         self._random = random.Random(name)
         self._gateways = itertools.cycle(urls)
         self.prompt: list[int] = []
+        # Of all turns but the first: tokens found in the cache, and tokens that might have been.
         self.cached = self.reusable = 0
-        """Of all turns but the first: tokens found in the cache, and tokens that might have been."""
 
     async def turn(self) -> None:
         reusable = len(self.prompt) // BLOCK * BLOCK

@@ -56,8 +56,7 @@ class Leader:
         self.batches: list[int] = []
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
-        self.withdrawn: list[tuple[str, int]] = []
-        """Cancelled up to an attempt."""
+        self.withdrawn: list[tuple[str, int]] = []  # cancelled up to an attempt
         self.refuse: Callable[[GenerationRequest], Refusal | None] = lambda _request: None
         self.silent = False
         self.lost_replies = 0

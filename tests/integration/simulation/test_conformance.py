@@ -14,6 +14,7 @@ from tests.simulation.conformance.runner import compare, operations
 from tests.simulation.conformance.scripts import CORPUS
 from tests.simulation.conformance.servers import Model, Server
 
+# How scripts begin that take seconds: a server's own times pass in them.
 WAITING = (
     "one that is being worked on",
     "a reading that nobody",
@@ -22,7 +23,6 @@ WAITING = (
     "pulls that wait",
     "what was given out and not",
 )
-"""How scripts begin that take seconds: a server's own times pass in them."""
 
 
 class Pairs:

@@ -12,8 +12,7 @@ from services.cli.sla.periods import Interval
 from services.cli.sla.prometheus import queries
 
 PROMTOOL = shutil.which("promtool")
-SAMPLES = 31
-"""Of the last 300 seconds, one each 10."""
+SAMPLES = 31  # of the last 300 seconds, one each 10
 
 ROUTE = 'route="/v1/completions",model="m"'
 SERIES = {

@@ -19,12 +19,9 @@ from tests.integration.rollout.cluster_fixture import House, until_answered
 from tests.prometheus import PROMETHEUS, scraping, serving
 
 TOKENS = 12
-SCRAPE = 1.0
-"""Seconds between two samples of Prometheus here."""
-DETECTION = 5.0
-"""Seconds from a death to its being known, and some for a busy machine."""
-SILENCE = "3s"
-"""More than a busy machine takes over a token, and less than gateways wait for one."""
+SCRAPE = 1.0  # seconds between two samples of Prometheus here
+DETECTION = 5.0  # seconds from a death to its being known, and some for a busy machine
+SILENCE = "3s"  # more than a busy machine takes over a token, and less than gateways wait for one
 TOKEN_TIMEOUT = "5"
 
 

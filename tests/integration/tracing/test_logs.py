@@ -22,8 +22,7 @@ from tests.otlp import Collector
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-MARK = "mellifluous93"
-"""Stands in every prompt here, and must stand nowhere else."""
+MARK = "mellifluous93"  # stands in every prompt here, and must stand nowhere else
 FUNCTION = {
     "type": "function",
     "function": {

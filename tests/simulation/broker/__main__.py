@@ -22,8 +22,7 @@ from tests.simulation.broker.disk import Disk
 from tests.simulation.broker.jetstream import STORE, JetStream
 from tests.simulation.broker.server import MAX_PAYLOAD, Server
 
-WRITE_INTERVAL = 0.02
-"""Seconds between two writings of what has changed."""
+WRITE_INTERVAL = 0.02  # seconds between two writings of what has changed
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|#[^\n]*|[{}\[\]]|[^\s{}\[\],:="]+(?::[^\s{}\[\],="]+)*|[:=,]')
 
 

@@ -25,17 +25,12 @@ from tests.simulation.broker.server import Server
 from tests.simulation.broker.streams import Stream
 from tests.simulation.broker.subjects import MOST_CACHED
 
-ELECTION = (4.0, 9.0)
-"""Seconds until the others have missed a leader and chosen another one, from and to."""
-FIRST_ELECTION = (0.2, 1.5)
-"""The same for one that never had a leader."""
-LOOK = 0.5
-"""Seconds between two looks at who is there."""
-LEADERLESS = 0.5
-"""Seconds until somebody else answers that there is no leader."""
+ELECTION = (4.0, 9.0)  # seconds until the others have missed a leader and chosen another one, from and to
+FIRST_ELECTION = (0.2, 1.5)  # the same for one that never had a leader
+LOOK = 0.5  # seconds between two looks at who is there
+LEADERLESS = 0.5  # seconds until somebody else answers that there is no leader
 RECONNECT = 1.0
-META = ""
-"""In place of a stream's name: who decides of streams."""
+META = ""  # in place of a stream's name: who decides of streams
 _ADVISORY = "STREAM.LEADER_ELECTED"
 _OF_STREAMS = ("STREAM.CREATE", "STREAM.NAMES", "STREAM.LIST", "INFO")
 
@@ -43,8 +38,7 @@ _OF_STREAMS = ("STREAM.CREATE", "STREAM.NAMES", "STREAM.LIST", "INFO")
 class Frame(msgspec.Struct, array_like=True):
     """What a server tells another one."""
 
-    kind: str
-    """hello, message, jetstream, listened"""
+    kind: str  # hello, message, jetstream, listened
     subject: str
     reply: str = ""
     header: bytes = b""
@@ -63,8 +57,7 @@ class Route(asyncio.Protocol):
         self._member, self._lost = member, lost
         self._transport: Any = None
         self._rest = b""
-        self.peer = ""
-        """Whose it is; nothing before it has said so."""
+        self.peer = ""  # whose it is; nothing before it has said so
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -259,17 +252,13 @@ class Cluster:
         """`servers`: their names. `reaches`: whether bytes pass from one to another, and somebody reads them."""
         self.name, self.names, self._draw = name, servers, draw
         self.members: dict[str, Member] = {}
-        self.addresses: dict[str, tuple[str, int]] = {}
-        """Of routes."""
+        self.addresses: dict[str, tuple[str, int]] = {}  # of routes
         self.streams: dict[str, Stream] = {}
         self.leaders: dict[str, Member | None] = {META: None}
         self.elections = 0
-        self._homes: dict[str, str] = {}
-        """Of streams that one server keeps alone."""
-        self._where: dict[str, str | None] = {}
-        """By subject: the stream that takes it."""
-        self._due: dict[str, float] = {}
-        """When those that have no leader get one."""
+        self._homes: dict[str, str] = {}  # of streams that one server keeps alone
+        self._where: dict[str, str | None] = {}  # by subject: the stream that takes it
+        self._due: dict[str, float] = {}  # when those that have no leader get one
         self._reaches = reaches if reaches is not None else lambda one, other: one.up and other.up
         self._timer: asyncio.TimerHandle | None = None
 

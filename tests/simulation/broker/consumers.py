@@ -16,8 +16,7 @@ from tests.simulation.broker.configs import SECOND, ConsumerConfig, time_of
 from tests.simulation.broker.streams import Message, Stream, Watcher
 from tests.simulation.broker.subjects import Filter
 
-Interested = Callable[[str], bool]
-"""Whether anybody listens on a subject."""
+Interested = Callable[[str], bool]  # whether anybody listens on a subject
 
 
 @dataclass(eq=False)
@@ -36,18 +35,14 @@ class Pull:
 
 class Delivery(NamedTuple):
     to: str
-    message: Message | None
-    """None: a status."""
+    message: Message | None  # None: a status
     reply: str = ""
-    header: bytes = b""
-    """Of a status."""
+    header: bytes = b""  # of a status
 
 
 class Pending(NamedTuple):
-    number: int
-    """In the order of this consumer's deliveries."""
-    due: float
-    """When it is delivered again."""
+    number: int  # in the order of this consumer's deliveries
+    due: float  # when it is delivered again
 
 
 def status(code: int, text: str, **headers: object) -> bytes:
@@ -64,32 +59,25 @@ class Consumer(Watcher):
         self.config, self.stream, self.created = config, stream, created
         self.name = config.name or ""
         self.taken = Filter(config.filters)
-        self.delivered = 0
-        """Deliveries so far."""
-        self.floor = (0, 0)
-        """Up to where everything is acknowledged: deliveries, number in the stream."""
-        self.pending: OrderedDict[int, Pending] = OrderedDict()
-        """By number in the stream; in their order."""
-        self.redelivered: dict[int, int] = {}
-        """How often each was delivered again."""
+        self.delivered = 0  # deliveries so far
+        self.floor = (0, 0)  # up to where everything is acknowledged: deliveries, number in the stream
+        self.pending: OrderedDict[int, Pending] = OrderedDict()  # by number in the stream; in their order
+        self.redelivered: dict[int, int] = {}  # how often each was delivered again
         self.waiting: deque[Pull] = deque()
+        # Given up after so many deliveries, and not told yet: number in the stream, deliveries.
         self.exceeded: list[tuple[int, int]] = []
-        """Given up after so many deliveries, and not told yet: number in the stream, deliveries."""
+        # Unix nanoseconds of the last delivery and acknowledgement; 0: none.
         self.active_at = self.acked_at = 0
-        """Unix nanoseconds of the last delivery and acknowledgement; 0: none."""
-        self.idle_since = now
-        """Seconds; of one that is deleted when nobody uses it."""
-        self.awake = True
-        """Whether there may be something to deliver."""
+        self.idle_since = now  # seconds; of one that is deleted when nobody uses it
+        self.awake = True  # whether there may be something to deliver
         self._again: deque[int] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._beat_at = now + config.idle_heartbeat / SECOND
         self._skip: deque[int] = deque()
         self._skip_end = 0
-        self.next = self._begin(config)
-        """The number from which the stream is looked through."""
+        self.next = self._begin(config)  # the number from which the stream is looked through
+        # Messages that were never delivered.
         self.left = len(self._skip) + stream.pending(max(self.next, self._skip_end + 1), self.taken)
-        """Messages that were never delivered."""
         self.floor = (0, self.next - 1)
         self._acked = config.ack_policy != "none"
         self._wait = config.ack_wait / SECOND

@@ -11,16 +11,14 @@ from tests.simulation.broker.configs import SECOND
 from tests.simulation.broker.consumers import Consumer
 from tests.simulation.broker.streams import Stream
 
-SYNC_INTERVAL = 120.0
-"""Seconds, as nats-server's `sync_interval`; 0: always."""
+SYNC_INTERVAL = 120.0  # seconds, as nats-server's `sync_interval`; 0: always
 
 
 class Disk:
     """Of one server; hand it to the next one that is started in its place."""
 
     def __init__(self, *, sync_interval: float = SYNC_INTERVAL) -> None:
-        self.full = False
-        """Whether no byte can be written."""
+        self.full = False  # whether no byte can be written
         self.dirty = False
         self._interval = int(sync_interval * SECOND)
         self._streams: dict[str, Stream] = {}

@@ -30,10 +30,8 @@ from tests.simulation.broker.subjects import MOST_CACHED
 if TYPE_CHECKING:
     from tests.simulation.broker.disk import Disk
 
-STORE = 64 << 30
-"""Bytes that streams may set aside together."""
-EXPIRY = 0.25
-"""Seconds between two looks at what is too old."""
+STORE = 64 << 30  # bytes that streams may set aside together
+EXPIRY = 0.25  # seconds between two looks at what is too old
 _ADVISORY = "$JS.EVENT.ADVISORY"
 
 
@@ -59,16 +57,12 @@ class JetStream:
         self.clients, self.draw, self.store, self.disk = clients, draw, store, disk
         self.streams: dict[str, Stream] = {}
         self.enabled = True
-        self.full = ""
-        """The name of a stream whose quota is reached; empty: none is."""
-        self.lost_acks = 0.0
-        """The share of acknowledgements that do not arrive."""
-        self.cluster: Any = None
-        """Who keeps streams with others; None: it is alone."""
+        self.full = ""  # the name of a stream whose quota is reached; empty: none is
+        self.lost_acks = 0.0  # the share of acknowledgements that do not arrive
+        self.cluster: Any = None  # who keeps streams with others; None: it is alone
         self._by_subject: dict[str, Stream | None] = {}
         self._timers: dict[tuple[str, str], tuple[float, asyncio.TimerHandle]] = {}
-        self._pushes: dict[str, list[Consumer]] = {}
-        """By the subject that they deliver to."""
+        self._pushes: dict[str, list[Consumer]] = {}  # by the subject that they deliver to
         self._fresh: list[Consumer] = []
         if disk is not None:
             self._recover(disk)

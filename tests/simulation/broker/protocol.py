@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MOST_LINE = 4096
-WRITE_DEADLINE = 10.0
-"""Seconds that a client may leave what is sent to it unread once the way to it is full."""
+WRITE_DEADLINE = 10.0  # seconds that a client may leave what is sent to it unread once the way to it is full
 PING_INTERVAL = 120.0
 MOST_PINGS = 2
 
 
-LEAST_PARTS = {b"PUB": 2, b"HPUB": 3, b"SUB": 2, b"UNSUB": 1}
-"""What follows a verb."""
+LEAST_PARTS = {b"PUB": 2, b"HPUB": 3, b"SUB": 2, b"UNSUB": 1}  # what follows a verb
 
 
 class Malformed(Exception):
@@ -37,8 +35,7 @@ class Subscription:
 
     def __init__(self, connection: "Connection", subject: str, queue: str, sid: bytes) -> None:
         self.connection, self.subject, self.queue, self.sid = connection, subject, queue, sid
-        self.left: int | None = None
-        """How many messages it still takes; None: any number."""
+        self.left: int | None = None  # how many messages it still takes; None: any number
 
 
 class Connection(asyncio.Protocol):
@@ -51,8 +48,7 @@ class Connection(asyncio.Protocol):
         self.subscriptions: dict[bytes, Subscription] = {}
         self._transport: Any = None
         self._rest = b""
-        self._known = not server.users
-        """Whether it may speak."""
+        self._known = not server.users  # whether it may speak
         self._connected = False
         self._out: list[bytes] = []
         self._size = 0

@@ -20,8 +20,7 @@ from tests.simulation.broker.subjects import Sublist
 ACCOUNT = "RYZANSTEIN"
 VERSION = "2.15.1"
 MAX_PAYLOAD = 8 << 20
-MAX_PENDING = 64 << 20
-"""Bytes that may wait for a client before it is cut off as a slow consumer."""
+MAX_PENDING = 64 << 20  # bytes that may wait for a client before it is cut off as a slow consumer
 
 
 class Peer(Protocol):
@@ -44,8 +43,7 @@ class Stored(Protocol):
     def stop(self) -> None: ...
 
 
-Users = Mapping[str, tuple[str, Permissions]]
-"""Password and rights of each."""
+Users = Mapping[str, tuple[str, Permissions]]  # password and rights of each
 
 
 class Server:
@@ -65,14 +63,11 @@ class Server:
         """No `users`: anybody may do anything. `jetstream` makes another one than its own, on no disk; or none."""
         self.name, self.users, self.max_payload, self.max_pending = name, users, max_payload, max_pending
         self.cluster = cluster
-        self.connect_urls: list[str] = []
-        """Of all servers of its cluster."""
+        self.connect_urls: list[str] = []  # of all servers of its cluster
         self.draw = draw
         self.connections: dict[Connection, None] = {}
-        self.dirty: dict[Connection, None] = {}
-        """With something to be sent."""
-        self.peers: list[Peer] = []
-        """Other servers of its cluster."""
+        self.dirty: dict[Connection, None] = {}  # with something to be sent
+        self.peers: list[Peer] = []  # other servers of its cluster
         self._subscribers: Sublist[Subscription] = Sublist()
         self._number = 0
         self._listening: Any = None

@@ -14,15 +14,14 @@ from tests.simulation.broker.configs import SECOND, Refused, StreamConfig
 from tests.simulation.broker.subjects import Filter, is_literal, matches
 
 Headers = dict[str, str]
+# Bytes that a message takes in a file store beside its subject, headers and data.
 OVERHEAD, HEADER_OVERHEAD = 30, 34
-"""Bytes that a message takes in a file store beside its subject, headers and data."""
 
 
 class Message(NamedTuple):
     sequence: int
     subject: str
-    header: bytes
-    """As it came: `NATS/1.0`, lines, an empty line; nothing where it had none."""
+    header: bytes  # as it came: `NATS/1.0`, lines, an empty line; nothing where it had none
     data: bytes
     time: int
 
@@ -106,14 +105,12 @@ class Stream:
         self.last_sequence = max(0, config.first_seq - 1)
         self.last_time = 0
         self.bytes = 0
-        self.watchers: dict[str, Watcher] = {}
-        """Consumers, by name."""
+        self.watchers: dict[str, Watcher] = {}  # consumers, by name
         self._numbers = _Numbers(self.messages)
         self._subjects: dict[str, _Numbers] = {}
+        # By `Nats-Msg-Id`: the number and the time.
         self._ids: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """By `Nats-Msg-Id`: the number and the time."""
-        self._expiring: list[tuple[int, int]] = []
-        """When messages with a time to live go, and which."""
+        self._expiring: list[tuple[int, int]] = []  # when messages with a time to live go, and which
 
     # --- in ----------------------------------------------------------------------------------------
 

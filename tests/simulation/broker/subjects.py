@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-MOST_CACHED = 8192
-"""Subjects whose subscribers are remembered: most are inboxes, which are asked for once."""
+MOST_CACHED = 8192  # subjects whose subscribers are remembered: most are inboxes, which are asked for once
 
 
 def is_valid(subject: str, *, wildcards: bool) -> bool:
@@ -58,8 +57,8 @@ class Filter:
 
     def __init__(self, patterns: list[str]) -> None:
         self.patterns = [] if ">" in patterns else patterns
+        # The only subject that it takes; None: it takes others too.
         self.literal = patterns[0] if len(patterns) == 1 and is_literal(patterns[0]) else None
-        """The only subject that it takes; None: it takes others too."""
         self._known: dict[str, bool] = {}
 
     def takes(self, subject: str) -> bool:

@@ -7,16 +7,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Bug:
     name: str
-    about: str
-    """What was wrong, in a sentence."""
-    put_back: Callable[[], None]
-    """In the process of a run, before anything is built."""
-    scenario: str
-    """Where it is to be found."""
-    breaks: str
-    """The promise that it breaks there."""
+    about: str  # what was wrong, in a sentence
+    put_back: Callable[[], None]  # in the process of a run, before anything is built
+    scenario: str  # where it is to be found
+    breaks: str  # the promise that it breaks there
+    # Drawn schedules that find it. Several, for the order of messages changes with the services' code.
     seeds: tuple[int, ...]
-    """Drawn schedules that find it. Several, for the order of messages changes with the services' code."""
 
 
 def _toy() -> None:

@@ -14,17 +14,13 @@ from typing import Any
 from tests.simulation.clients.history import History
 from tests.simulation.core.asgi import Event, Exchange, Lost
 
+# Seconds without a byte after which a client takes its connection for lost: a read time-out, as client libraries
+# have it. Nobody tells it that its line is cut.
 SILENCE = 30.0
-"""Seconds without a byte after which a client takes its connection for lost: a read time-out, as client libraries
-have it. Nobody tells it that its line is cut."""
-PAUSE = (0.1, 1.0)
-"""Seconds before a client that nobody served tries again, from and to."""
-AGAIN = (408, 409, 429, 500, 502, 503, 504, 507)
-"""Statuses after which OpenAI's own client tries again."""
-QUOTA = "quota_exceeded"
-"""The code of an error about what a tenant keeps: waiting does not help."""
-NO_KEY = ("invalid_api_key", "16")
-"""Codes of an error about a key: the API's, and gRPC's UNAUTHENTICATED."""
+PAUSE = (0.1, 1.0)  # seconds before a client that nobody served tries again, from and to
+AGAIN = (408, 409, 429, 500, 502, 503, 504, 507)  # statuses after which OpenAI's own client tries again
+QUOTA = "quota_exceeded"  # the code of an error about what a tenant keeps: waiting does not help
+NO_KEY = ("invalid_api_key", "16")  # codes of an error about a key: the API's, and gRPC's UNAUTHENTICATED
 
 __all__ = ["AGAIN", "PAUSE", "SILENCE", "Lost", "Refused", "Reply", "Surroundings", "events_of", "exchange"]
 
@@ -54,17 +50,14 @@ class Reply:
 class Surroundings:
     """What a client has around it."""
 
+    # Addresses of those that it may try; in the order of the load balancer.
     gateways: Callable[[], Sequence[str]]
-    """Addresses of those that it may try; in the order of the load balancer."""
     history: History
-    draw: random.Random
-    """The client's own."""
+    draw: random.Random  # the client's own
     model: str = "stub"
     tenant: str = ""
-    token: str = ""
-    """Its API key; empty: none."""
-    stopping: Callable[[], bool] = lambda: False
-    """Whether it is to begin nothing new."""
+    token: str = ""  # its API key; empty: none
+    stopping: Callable[[], bool] = lambda: False  # whether it is to begin nothing new
     _turn: int = field(default=0)
 
     def turn(self, number: int) -> None:

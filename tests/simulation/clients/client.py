@@ -15,31 +15,27 @@ from tests.chaos.expected import stub_text
 from tests.simulation.clients.ask import Lost, Refused, Surroundings, refusal
 from tests.simulation.clients.history import Request, Try, Wanted
 
+# Seconds for which a generation is asked to go on while nobody reads it: clients look for another gateway at leisure.
+# More than a fault lasts.
 BACKGROUND = 600.0
-"""Seconds for which a generation is asked to go on while nobody reads it: clients look for another gateway at leisure.
-More than a fault lasts."""
 HEADERS = {"X-Ryzanstein-Background": f"{BACKGROUND:g}"}
 
+# Code of the end of a generation whose rings were lost more often than it is tried again: to resume it would show that
+# end once more, so it is asked for anew.
 LOST_TOO_OFTEN = "ring_lost"
-"""Code of the end of a generation whose rings were lost more often than it is tried again: to resume it would show that
-end once more, so it is asked for anew."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a client behaves; what is drawn, is drawn between two numbers."""
 
-    requests: int = 0
-    """So many, then it is done; 0: until it is told to stop."""
-    pause: tuple[float, float] = (0.0, 10.0)
-    """Seconds between two of its requests."""
-    tokens: tuple[int, int] = (1, 60)
-    """Of an answer."""
-    prompt: tuple[int, int] = (5, 200)
-    """Characters of a request."""
+    requests: int = 0  # so many, then it is done; 0: until it is told to stop
+    pause: tuple[float, float] = (0.0, 10.0)  # seconds between two of its requests
+    tokens: tuple[int, int] = (1, 60)  # of an answer
+    prompt: tuple[int, int] = (5, 200)  # characters of a request
+    # Lines of a batch, examples of a training job, turns of a conversation, generations of a session.
     size: tuple[int, int] = (1, 20)
-    """Lines of a batch, examples of a training job, turns of a conversation, generations of a session."""
+    # Seconds between two looks at what takes long; before a slow client reads on, or a turn follows another.
     wait: tuple[float, float] = (5.0, 20.0)
-    """Seconds between two looks at what takes long; before a slow client reads on, or a turn follows another."""
 
 
 class Client:

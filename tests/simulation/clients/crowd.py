@@ -12,6 +12,7 @@ from tests.simulation.clients.ask import Refused, Surroundings
 from tests.simulation.clients.client import Client, Plan
 from tests.simulation.clients.history import Acknowledged, History
 
+# Clients as scenarios name them.
 KINDS: dict[str, type[Client]] = {
     one.kind: one
     for one in (
@@ -38,9 +39,8 @@ KINDS: dict[str, type[Client]] = {
         tenants.Filling,
     )
 }
-"""Clients as scenarios name them."""
+# Runs the main of a client, whose name it is, in a process of its own.
 Starter = Callable[[str, Callable[[], Any]], object]
-"""Runs the main of a client, whose name it is, in a process of its own."""
 
 
 class Crowd:

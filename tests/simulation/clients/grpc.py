@@ -18,8 +18,7 @@ from tests.simulation.clients.sessions import Session
 from tests.simulation.core.asgi import MORE, Event, Write
 
 _FINISH = {1: "stop", 2: "length", 3: "tool_calls", 4: "function_call"}
-_AGAIN = (4, 8, 14)
-"""gRPC's codes that say to try again: DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE."""
+_AGAIN = (4, 8, 14)  # gRPC's codes that say to try again: DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE
 
 
 class GrpcClient(Session):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# `refused`: for good, with an error that says that it makes no sense to try again. `left`: its client has gone.
 Outcome = Literal["open", "answered", "refused", "cancelled", "left"]
-"""`refused`: for good, with an error that says that it makes no sense to try again. `left`: its client has gone."""
 Ending = Literal["lost", "refused", "ended", "left"]
 
 
@@ -14,15 +14,11 @@ Ending = Literal["lost", "refused", "ended", "left"]
 class Wanted:
     """What the only right answer to a request is."""
 
-    text: str | None
-    """None: its seed is drawn by the gateway, and stands in the generation's record."""
-    tokens: int
-    """-1: not known."""
+    text: str | None  # None: its seed is drawn by the gateway, and stands in the generation's record
+    tokens: int  # -1: not known
     finish: str = "length"
-    logprobs: bool = False
-    """Whether they were asked for."""
-    refusal: str = ""
-    """The code of the error that is the only right answer; empty: there is another one."""
+    logprobs: bool = False  # whether they were asked for
+    refusal: str = ""  # the code of the error that is the only right answer; empty: there is another one
 
 
 @dataclass(eq=False)
@@ -35,10 +31,9 @@ class Try:
     until: float = -1.0
     ending: Ending | None = None
     status: int = 0
-    code: str = ""
-    """Of the error, where it was refused."""
+    code: str = ""  # of the error, where it was refused
+    # Whether it was refused with a key that its client had meanwhile changed for another.
     replaced: bool = False
-    """Whether it was refused with a key that its client had meanwhile changed for another."""
 
 
 @dataclass(eq=False)
@@ -46,35 +41,28 @@ class Request:
     """One request of one client, however often it was sent."""
 
     client: str
-    kind: str
-    """Of the client: chat, websocket, keyed ..."""
-    number: int
-    """Of the client's requests."""
+    kind: str  # of the client: chat, websocket, keyed ...
+    number: int  # of the client's requests
     body: dict[str, Any]
     wanted: Wanted
     started: float
     tenant: str = ""
-    key: str = ""
-    """Its idempotency key; empty: none."""
-    identity: str = ""
-    """As its answer names it."""
+    key: str = ""  # its idempotency key; empty: none
+    identity: str = ""  # as its answer names it
     text: str = ""
-    position: Any = ""
-    """Where its reader stands: the last event's id, or a position."""
-    logprobs: list[Any] = field(default_factory=list)
-    """Of each token: the API's objects."""
+    position: Any = ""  # where its reader stands: the last event's id, or a position
+    logprobs: list[Any] = field(default_factory=list)  # of each token: the API's objects
     usage: dict[str, Any] | None = None
     finish: str = ""
-    arrivals: int = 0
-    """Pieces of text."""
+    arrivals: int = 0  # pieces of text
     last_arrival: float = -1.0
     tries: list[Try] = field(default_factory=list)
     ended: float = -1.0
     outcome: Outcome = "open"
+    # What its client found wrong: an event that does not belong there, an answer that is none.
     fault: str = ""
-    """What its client found wrong: an event that does not belong there, an answer that is none."""
+    # All that it was ever called, where it came under one idempotency key.
     identities: set[str] = field(default_factory=set)
-    """All that it was ever called, where it came under one idempotency key."""
     cancel_asked: bool = False
 
     @property
@@ -104,10 +92,8 @@ class Acknowledged:
     tenant: str
     token: str
     gateway: str
-    gone_at: float = -1.0
-    """When the API has said that it is gone; -1: it is not."""
-    found: int = 0
-    """The status with which a look at the end was answered; 0: nobody has looked."""
+    gone_at: float = -1.0  # when the API has said that it is gone; -1: it is not
+    found: int = 0  # the status with which a look at the end was answered; 0: nobody has looked
 
 
 @dataclass(eq=False)
@@ -115,21 +101,17 @@ class BatchSeen:
     client: str
     identity: str
     tenant: str
-    wanted: dict[str, str]
-    """Text of each line's answer by its custom_id."""
+    wanted: dict[str, str]  # text of each line's answer by its custom_id
     started: float = 0.0
     ended: float = -1.0
     status: str = ""
-    statuses: list[str] = field(default_factory=list)
-    """One after the other, as they were seen."""
+    statuses: list[str] = field(default_factory=list)  # one after the other, as they were seen
     counts: dict[str, int] = field(default_factory=dict)
     output: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     cancel_asked: bool = False
-    ends: tuple[str, ...] = ("completed",)
-    """How it may end, unless it is cancelled."""
-    fatal: str = ""
-    """The custom_id of a line that ends every gateway that computes it; empty: there is none."""
+    ends: tuple[str, ...] = ("completed",)  # how it may end, unless it is cancelled
+    fatal: str = ""  # the custom_id of a line that ends every gateway that computes it; empty: there is none
 
 
 @dataclass(eq=False)
@@ -140,26 +122,21 @@ class JobSeen:
     identity: str
     tenant: str
     seed: int
+    # Says what its examples are: jobs that have the same, and the same seed, have the same adapter.
     examples: int
-    """Says what its examples are: jobs that have the same, and the same seed, have the same adapter."""
     started: float = 0.0
     ended: float = -1.0
     status: str = ""
     statuses: list[str] = field(default_factory=list)
-    model: str = ""
-    """The fine-tuned one."""
-    results: list[str] = field(default_factory=list)
-    """Result files."""
-    digest: str = ""
-    """Of its adapter."""
-    wanted_digest: str = ""
-    """As of the undisturbed job; empty: not known."""
+    model: str = ""  # the fine-tuned one
+    results: list[str] = field(default_factory=list)  # result files
+    digest: str = ""  # of its adapter
+    wanted_digest: str = ""  # as of the undisturbed job; empty: not known
     events: list[str] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    """Of its step events, in order."""
+    steps: list[int] = field(default_factory=list)  # of its step events, in order
     cancel_asked: bool = False
+    # All adapters at the end that say that the job has made them.
     names_of_adapters: list[str] = field(default_factory=list)
-    """All adapters at the end that say that the job has made them."""
 
 
 @dataclass(eq=False)
@@ -169,11 +146,9 @@ class Filled:
     client: str
     tenant: str
     what: Literal["files", "jobs"]
-    most: int
-    """That it may have."""
+    most: int  # that it may have
     since: float
-    made: int = 0
-    """Beside what others of the tenant had made."""
+    made: int = 0  # beside what others of the tenant had made
     refused: bool = False
 
 
@@ -184,8 +159,8 @@ class KeySeen:
     identity: str
     revoked_at: float
     tenant: str
+    # When requests that were sent after that were taken all the same, and by which gateway.
     accepted: list[tuple[float, str]] = field(default_factory=list)
-    """When requests that were sent after that were taken all the same, and by which gateway."""
     refused: list[tuple[float, str]] = field(default_factory=list)
 
 
@@ -199,12 +174,10 @@ class History:
         self.jobs: list[JobSeen] = []
         self.keys: list[KeySeen] = []
         self.filled: list[Filled] = []
+        # When which tenant was refused for what it keeps, and in which words.
         self.quotas: list[tuple[float, str, str]] = []
-        """When which tenant was refused for what it keeps, and in which words."""
-        self.poisoned: Counter[str] = Counter()
-        """Gateways that a line has ended, by its batch."""
-        self.faults: list[tuple[float, str]] = []
-        """What clients of other things than requests found wrong."""
+        self.poisoned: Counter[str] = Counter()  # gateways that a line has ended, by its batch
+        self.faults: list[tuple[float, str]] = []  # what clients of other things than requests found wrong
         self.observers: list[Callable[[Request], None]] = []
 
     def began(self, request: Request) -> Request:

@@ -18,11 +18,11 @@ from tests.simulation.clients.history import Acknowledged, BatchSeen, JobSeen, W
 
 FILES, BATCHES, JOBS = "/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"
 ADAPTERS = "/v1/loras"
+# Seconds after which a gateway that was cut off lists what others have made (docs/reliability.md).
 LISTED_WITHIN = 5.0
-"""Seconds after which a gateway that was cut off lists what others have made (docs/reliability.md)."""
 OVER = ("completed", "failed", "expired", "cancelled", "succeeded")
+# Of batches, the shares of those with a line that is no request, and of those that may run out of time.
 WRONG, HURRIED = 0.1, 0.15
-"""Of batches, the shares of those with a line that is no request, and of those that may run out of time."""
 _BOUNDARY = "simulated-form"
 
 

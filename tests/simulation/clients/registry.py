@@ -22,8 +22,8 @@ from tests.simulation.clients.client import Client, take_whole
 from tests.simulation.clients.history import Acknowledged, History, KeySeen, Request, Try, Wanted
 
 REGISTRY = "/v1/registry/models"
+# Codes with which a model that has to load first may be refused for now.
 LOADING = ("model_load_failed", "model_loading", "no_group_available", "deadline_exceeded", "queue_full")
-"""Codes with which a model that has to load first may be refused for now."""
 
 
 class Models(Client):

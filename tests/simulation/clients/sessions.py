@@ -18,8 +18,7 @@ class Session(Client):
 
     scope: ClassVar[str]
     path: ClassVar[str]
-    _token = ""
-    """The key of its connection."""
+    _token = ""  # the key of its connection
 
     async def once(self) -> None:
         count = self.draw.randint(1, min(8, self.plan.size[1]))

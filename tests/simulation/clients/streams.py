@@ -129,8 +129,7 @@ class Cancelling(Stream):
     """Cancels in the middle, at any gateway, and reads what still comes."""
 
     kind: ClassVar[str] = "cancelling"
-    _after = 0
-    """Pieces of text that it reads before."""
+    _after = 0  # pieces of text that it reads before
 
     async def once(self) -> None:
         request, self._after = self.request(*self.made()), self.draw.randint(0, 10)

@@ -17,14 +17,10 @@ from tests.simulation.clients.history import Filled
 from tests.simulation.clients.jobs import FILES, JOBS, Batches, Long, examples, form
 from tests.simulation.clients.whole import Whole
 
-LARGE = 4_500
-"""Characters of each prompt of a flood: more tokens than a tenant's turn at the scheduler has."""
-POISON = b"poison"
-"""In the prompt of such a line."""
-BEYOND = 2
-"""What two gateways may admit beyond a quota within the moment that news take."""
-HELD = (5.0, 20.0)
-"""Seconds for which quotas stay filled, from and to."""
+LARGE = 4_500  # characters of each prompt of a flood: more tokens than a tenant's turn at the scheduler has
+POISON = b"poison"  # in the prompt of such a line
+BEYOND = 2  # what two gateways may admit beyond a quota within the moment that news take
+HELD = (5.0, 20.0)  # seconds for which quotas stay filled, from and to
 
 
 class Flooding(Whole):

@@ -17,8 +17,7 @@ class Buckets:
         self._js = bus.jetstream()
         self._stores: dict[str, KeyValue] = {}
         self.watchers: dict[str, KeyValue.KeyWatcher] = {}
-        self._shown: dict[str, int] = {}
-        """The last revision that each has shown."""
+        self._shown: dict[str, int] = {}  # the last revision that each has shown
 
     async def create_kv(self, bucket: str, **config: Any) -> None:
         self._stores[bucket] = await self._js.create_key_value(KeyValueConfig(bucket=bucket, **config))

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tests.simulation.conformance.operations import Script, Step, do
 
-LONGEST = 40
-"""Steps of a script, without those that begin and end it."""
+LONGEST = 40  # steps of a script, without those that begin and end it
 _NUMBERS = st.integers(1, 8)
 _SUBJECTS = st.sampled_from(("s.a", "s.b", "s.c.d"))
 _FILTERS = st.sampled_from(("s.a", "s.b", "s.*", "s.>", "s.c.d", ">", "t"))
@@ -27,8 +26,7 @@ _NAMES = st.sampled_from(("one", "two", "three"))
 def messages(draw: st.DrawFn) -> Script:
     """Subscriptions by patterns, some for so many messages, on two connections."""
     steps: list[Step] = []
-    boxes: dict[str, str] = {}
-    """Subscriptions by name, and whose they are."""
+    boxes: dict[str, str] = {}  # subscriptions by name, and whose they are
     for _ in range(draw(st.integers(1, LONGEST))):
         kind = draw(st.sampled_from(("publish", "publish", "subscribe", "unsubscribe", "received")))
         if kind == "publish":
@@ -150,6 +148,7 @@ def streams() -> st.SearchStrategy[Script]:
 # --- buckets -------------------------------------------------------------------------------------------
 
 _VALUES = st.sampled_from(("", "1", "two"))
+# What a watcher shows of one write is waited for: of two that follow at once it may leave out the first.
 _WRITTEN = st.one_of(
     st.builds(lambda key, value: do("kv_put", bucket="B", key=key, value=value), _KEYS, _VALUES),
     st.builds(lambda key, value: do("kv_create", bucket="B", key=key, value=value), _KEYS, _VALUES),
@@ -166,7 +165,6 @@ _WRITTEN = st.one_of(
     ),
     st.builds(lambda key: do("kv_purge", bucket="B", key=key), _KEYS),
 ).map(lambda step: (step, do("kv_caught_up", name="w", bucket="B")))
-"""What a watcher shows of one write is waited for: of two that follow at once it may leave out the first."""
 _SEEN = st.one_of(
     st.builds(
         lambda key, revision: do("kv_get", bucket="B", key=key, revision=revision),

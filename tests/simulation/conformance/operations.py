@@ -10,8 +10,7 @@ class Step:
     """One operation: the name of a method of `plain.Plain`, `buckets.Buckets`, `services.Services` or `runner.Run`."""
 
     name: str
-    by: str = "a"
-    """Whose connection does it; it is opened when it is first named."""
+    by: str = "a"  # whose connection does it; it is opened when it is first named
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -26,13 +25,10 @@ def do(name: str, by: str = "a", /, **args: Any) -> Step:
 @dataclass(frozen=True)
 class Script:
     name: str
-    needed_by: str
-    """The modules that depend on what it asks."""
+    needed_by: str  # the modules that depend on what it asks
     steps: tuple[Step, ...]
-    room: int = 0
-    """Bytes that the server has for its streams; 0: as much as it likes."""
-    users: bool = False
-    """A user for each service, with its rights; connections are named after them."""
+    room: int = 0  # bytes that the server has for its streams; 0: as much as it likes
+    users: bool = False  # a user for each service, with its rights; connections are named after them
 
 
 def script(name: str, needed_by: str, *steps: Step, **more: Any) -> Script:

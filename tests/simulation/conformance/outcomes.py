@@ -25,8 +25,7 @@ _CONSUMER_STATE = ("num_ack_pending", "num_redelivered", "num_waiting", "num_pen
 _NO_JSON = "invalid JSON"
 _ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 _INBOX = re.compile(r"^_INBOX[A-Za-z_-]*\..*|^_inbox\..*")
-_TIME_HEADER = "Nats-Time-Stamp"
-"""Of which only the presence counts."""
+_TIME_HEADER = "Nats-Time-Stamp"  # of which only the presence counts
 
 
 def of_error(error: BaseException) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from shared.nats.accounts import API, MAPPED
 from shared.nats.bus import Bus
 from tests.simulation.conformance import outcomes
 
+# Seconds for what must come. It is waited for whole only where a server does not do what the other does.
 PATIENCE = 30.0
-"""Seconds for what must come. It is waited for whole only where a server does not do what the other does."""
 
+# Of the server itself: whoever hears everything is spared them, for nothing says when they come.
 _NEWS = (subjects.CONNECTION_OPENED, subjects.CONNECTION_CLOSED)
-"""Of the server itself: whoever hears everything is spared them, for nothing says when they come."""
 
 
 class Mailbox:

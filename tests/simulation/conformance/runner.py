@@ -20,10 +20,10 @@ from tests.simulation.conformance.plain import PATIENCE, Plain
 from tests.simulation.conformance.servers import Server
 from tests.simulation.conformance.services import Services
 
+# Of a script that differs: a machine that stood still misses times, and what differs once only is not the model's.
 TRIES = 3
-"""Of a script that differs: a machine that stood still misses times, and what differs once only is not the model's."""
+# What an operation may raise: its outcome too. Anything else is a fault of the script.
 EXPECTED = (nats.errors.Error, RyzansteinError, MissingObject, TimeoutError, ConnectionError, ValueError)
-"""What an operation may raise: its outcome too. Anything else is a fault of the script."""
 
 
 class Connected:
@@ -143,8 +143,7 @@ async def _delete_streams(bus: Bus) -> None:
 @dataclass(frozen=True)
 class Difference:
     script: Script
-    place: int
-    """Of the step."""
+    place: int  # of the step
     real: Any
     model: Any
 

@@ -28,8 +28,7 @@ class Services:
         self._stores: dict[str, Objects] = {}
         self._watches: dict[str, AsyncIterator[tuple[str, SessionPin | None, int] | None]] = {}
         self._frames: dict[str, asyncio.Queue[TokenFrame]] = {}
-        self.gaps = 0
-        """How often a subscription was told that it may have missed something."""
+        self.gaps = 0  # how often a subscription was told that it may have missed something
 
     # --- bus ---------------------------------------------------------------------------------------
 

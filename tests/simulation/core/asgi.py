@@ -24,12 +24,12 @@ from services.gateway.core.asgi import CONNECTION, WEBSOCKET
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Event = dict[str, Any]
+# Seconds for which requests are still read from connections without one, once there are no new connections.
 SETTLE = 0.1
-"""Seconds for which requests are still read from connections without one, once there are no new connections."""
 Write = Callable[[Event], bool]
+# Who serves scopes of further types than HTTP and WebSocket, in the terms of a WebSocket, beside an application: from
+# scope, receive, send, and what sends an event at once (False: it would wait).
 MORE: dict[str, Callable[[App, Any, Any, Any, Write], Awaitable[None]]] = {}
-"""Who serves scopes of further types than HTTP and WebSocket, in the terms of a WebSocket, beside an application: from
-scope, receive, send, and what sends an event at once (False: it would wait)."""
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.decode
 
@@ -41,8 +41,7 @@ class _Frames(asyncio.Protocol):
         self.transport: Any = None
         self.lost = False
         self.arrived: deque[Event] = deque()
-        self.news = asyncio.Event()
-        """Set by what has arrived, and by the end of the connection."""
+        self.news = asyncio.Event()  # set by what has arrived, and by the end of the connection
         self._buffer = b""
         self._room = asyncio.Event()
         self._room.set()
@@ -105,8 +104,7 @@ class _Served(_Frames):
         self.task: asyncio.Task[None] | None = None
         self.begun = self.answered = False
         self.gone: Callable[[], None] | None = None
-        self.closing = 0
-        """The code with which a WebSocket is closed from this side."""
+        self.closing = 0  # the code with which a WebSocket is closed from this side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

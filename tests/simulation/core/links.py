@@ -8,31 +8,24 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-LATENCY = (0.00005, 0.0005)
-"""Seconds that bytes take between two hosts, from and to."""
-HERE = (0.00001, 0.00006)
-"""The same within a host."""
+LATENCY = (0.00005, 0.0005)  # seconds that bytes take between two hosts, from and to
+HERE = (0.00001, 0.00006)  # the same within a host
+# At most so many seconds for this share of segments: somebody else's burst in a switch, a scheduler's slice.
 LONG, LONG_SHARE = 0.04, 1 / 500
-"""At most so many seconds for this share of segments: somebody else's burst in a switch, a scheduler's slice."""
-LOST_SHARE = 1 / 20_000
-"""Of segments are lost on a line that is well."""
-RESEND_AFTER = 0.2
-"""TCP's first time-out for sending a segment again; each further one is twice as long."""
+LOST_SHARE = 1 / 20_000  # of segments are lost on a line that is well
+RESEND_AFTER = 0.2  # TCP's first time-out for sending a segment again; each further one is twice as long
+# A line that is whole again is noticed at the latest after so long, for time-outs have grown while it was cut.
 RESEND_MOST = 30.0
-"""A line that is whole again is noticed at the latest after so long, for time-outs have grown while it was cut."""
 
 
 @dataclass(eq=False)
 class Link:
     """One direction between two hosts."""
 
-    near: bool = False
-    """Within a host."""
+    near: bool = False  # within a host
     cut: bool = False
-    slow: float = 0.0
-    """Seconds that everything takes longer, one half more or less."""
-    loss: float = 0.0
-    """The share of segments that are lost, besides the usual one."""
+    slow: float = 0.0  # seconds that everything takes longer, one half more or less
+    loss: float = 0.0  # the share of segments that are lost, besides the usual one
 
     def delay(self, draw: random.Random) -> float:
         """Seconds until a segment arrives, what is sent again after losses included."""
@@ -60,8 +53,8 @@ class Links:
 
     def __init__(self) -> None:
         self._links: dict[tuple[str, str], Link] = {}
+        # Hosts that nobody reaches, and that reach nobody: isolated, or without power.
         self._apart: set[str] = set()
-        """Hosts that nobody reaches, and that reach nobody: isolated, or without power."""
 
     def between(self, one: str, other: str) -> Link:
         """From one to the other. It stays the same object."""

@@ -20,14 +20,11 @@ from typing import Any, NamedTuple
 
 from tests.simulation.core.processes import CURRENT, NEVER, OUTSIDE, NotSimulated, Process
 
-TURNS_AT_ONE_TIME = 1_000_000
-"""Turns after which the clock must have moved: else something spins."""
+TURNS_AT_ONE_TIME = 1_000_000  # turns after which the clock must have moved: else something spins
+# Turns between two collections of garbage: by turns and not by allocations, so that a seed's are always the same.
 COLLECT_EVERY = 2_000
-"""Turns between two collections of garbage: by turns and not by allocations, so that a seed's are always the same."""
-KEPT_CANCELLED = 100
-"""Cancelled timers that may lie in the heap however few others there are."""
-THREAD_DELAY = 0.001
-"""At most so many seconds does a thread's work take, what it sleeps aside."""
+KEPT_CANCELLED = 100  # cancelled timers that may lie in the heap however few others there are
+THREAD_DELAY = 0.001  # at most so many seconds does a thread's work take, what it sleeps aside
 
 
 class Stuck(Exception):
@@ -81,26 +78,21 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._now = 0.0
         self._draw = draw
-        self._busy: list[Process] = []
-        """With something to run, and neither dead nor paused."""
+        self._busy: list[Process] = []  # with something to run, and neither dead nor paused
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._cancelled_timers = 0
-        self._turns = 0
-        """All that there were."""
-        self._spins = 0
-        """Since the clock moved."""
+        self._turns = 0  # all that there were
+        self._spins = 0  # since the clock moved
         self._generators: weakref.WeakKeyDictionary[Any, Process] = weakref.WeakKeyDictionary()
+        # Seconds that a thread's work has slept so far; None: the loop's own code runs.
         self.slept: float | None = None
-        """Seconds that a thread's work has slept so far; None: the loop's own code runs."""
         self.failures: list[Failure] = []
         self.on_failure: Callable[[Failure], None] = self.failures.append
+        # Called for a process whose code raises SystemExit.
         self.on_exit: Callable[[Process, int], None] = lambda process, code: None
-        """Called for a process whose code raises SystemExit."""
-        self.ended = False
-        """The run is over: what is destroyed from now on is nobody's failure."""
-        self.network: Any = None
-        """Set by the world: where connections and servers are made."""
+        self.ended = False  # the run is over: what is destroyed from now on is nobody's failure
+        self.network: Any = None  # set by the world: where connections and servers are made
 
     def time(self) -> float:
         return self._now

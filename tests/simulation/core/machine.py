@@ -29,10 +29,9 @@ from typing import Any
 from tests.simulation.core.loop import settle
 from tests.simulation.core.processes import CURRENT, OUTSIDE, NotSimulated, Process
 
+# The time of day at which every simulation begins, in seconds since 1970. Files of the machine's own are younger.
 EPOCH = 1_700_000_000.0
-"""The time of day at which every simulation begins, in seconds since 1970. Files of the machine's own are younger."""
-CORES = {0, 1}
-"""Of every host."""
+CORES = {0, 1}  # of every host
 _real = {name: getattr(time, name) for name in ("time", "monotonic", "perf_counter", "sleep")}
 
 
@@ -43,8 +42,8 @@ class _Ambient:
     allowed = 0
 
 
+# Generators that modules made for themselves when they were imported: each run begins with the same ones.
 _unseeded: "list[weakref.ref[random.Random]]" = []
-"""Generators that modules made for themselves when they were imported: each run begins with the same ones."""
 
 
 def enter(loop: Any, seed: int, signal: Callable[[int, int], None] | None = None) -> None:

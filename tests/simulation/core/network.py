@@ -20,14 +20,13 @@ from tests.simulation.core.processes import CURRENT, OUTSIDE, Host, Process
 from tests.simulation.core.trace import Trace
 from tests.simulation.core.transport import Segment, Transport
 
-SPLIT_SHARE = 1 / 64
-"""Of segments arrive in two parts."""
+SPLIT_SHARE = 1 / 64  # of segments arrive in two parts
+# Of connections of a killed process whose peers get all that was written, and then the end.
 ORDERLY_SHARE = 0.6
-"""Of connections of a killed process whose peers get all that was written, and then the end."""
+# Seconds that TCP waits for an answer to each of its attempts to connect; then ETIMEDOUT.
 CONNECT_TRIES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Seconds that TCP waits for an answer to each of its attempts to connect; then ETIMEDOUT."""
+# Seconds without an acknowledgement after which TCP gives a connection up: Linux's default of 15 retries.
 GIVE_UP = 924.6
-"""Seconds without an acknowledgement after which TCP gives a connection up: Linux's default of 15 retries."""
 FIRST_PORT = 40_000
 Factory = Callable[[], Any]
 
@@ -71,12 +70,10 @@ class Network:
     def __init__(self, loop: SimulatedLoop, draw: random.Random, trace: Trace) -> None:
         self.loop, self._draw, self._trace = loop, draw, trace
         self.servers: dict[tuple[str, int], Server] = {}
-        self.hosts: dict[str, Host] = {}
-        """Whose names can be resolved: the world's."""
+        self.hosts: dict[str, Host] = {}  # whose names can be resolved: the world's
         self._links = Links()
         self._ends: dict[Transport, None] = {}
-        self._stuck: dict[Transport, None] = {}
-        """Whose bytes wait for a line to become whole."""
+        self._stuck: dict[Transport, None] = {}  # whose bytes wait for a line to become whole
         self._ports = FIRST_PORT
         self._numbers = 0
         self._context = OUTSIDE.context()

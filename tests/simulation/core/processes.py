@@ -23,15 +23,12 @@ class Host:
     """A machine: a clock, an address and a disk."""
 
     name: str
-    skew: float = 0.0
-    """Seconds that its clock of the day is ahead."""
-    drift: float = 0.0
-    """Seconds that it gains in each second."""
+    skew: float = 0.0  # seconds that its clock of the day is ahead
+    drift: float = 0.0  # seconds that it gains in each second
     powered: bool = True
-    power_losses: int = 0
-    """How often it lost its power: what was written and not synced before may be gone."""
+    power_losses: int = 0  # how often it lost its power: what was written and not synced before may be gone
+    # What survives its processes, by whatever name they give to it.
     disk: dict[Any, Any] = field(default_factory=dict)
-    """What survives its processes, by whatever name they give to it."""
 
     def ahead(self, now: float) -> float:
         """Seconds that its clock of the day is ahead at virtual time `now`."""
@@ -43,40 +40,30 @@ class Process:
     name: str
     host: Host
     pid: int = 1
-    life: int = 1
-    """The first of its name has 1."""
+    life: int = 1  # the first of its name has 1
     alive: bool = True
+    # Nothing of it runs for now: it is stopped, halted, or its cores are somebody else's.
     paused: bool = False
-    """Nothing of it runs for now: it is stopped, halted, or its cores are somebody else's."""
-    stopped: bool = False
-    """By SIGSTOP."""
-    halted: bool = False
-    """Between two steps, for somebody who waits for just this moment."""
-    starved: float = 0.0
-    """At most so many seconds does it wait for a core after each of its turns."""
-    waits: bool = False
-    """For a core."""
+    stopped: bool = False  # by SIGSTOP
+    halted: bool = False  # between two steps, for somebody who waits for just this moment
+    starved: float = 0.0  # at most so many seconds does it wait for a core after each of its turns
+    waits: bool = False  # for a core
+    # As `subprocess` has it: negative for the signal that ended it. None while it lives.
     exit_code: int | None = None
-    """As `subprocess` has it: negative for the signal that ended it. None while it lives."""
+    # What it is to run next, in this order: as in an event loop of its own.
     ready: deque[asyncio.Handle] = field(default_factory=deque)
-    """What it is to run next, in this order: as in an event loop of its own."""
-    busy: bool = False
-    """It is among those that the loop draws from."""
-    steps: int = 0
-    """Callbacks of it that have run."""
-    halt_at: int = NEVER
-    """After so many steps, and before the next one, the loop calls `on_halt`."""
+    busy: bool = False  # it is among those that the loop draws from
+    steps: int = 0  # callbacks of it that have run
+    halt_at: int = NEVER  # after so many steps, and before the next one, the loop calls `on_halt`
     on_halt: Callable[[], object] | None = None
+    # Its handlers of signals: what to call with which arguments.
     signals: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=dict)
-    """Its handlers of signals: what to call with which arguments."""
-    exception_handler: Callable[..., Any] | None = None
-    """What it has set as its loop's."""
-    draw: random.Random | None = None
-    """Where its os.urandom comes from; made when it first asks."""
+    exception_handler: Callable[..., Any] | None = None  # what it has set as its loop's
+    draw: random.Random | None = None  # where its os.urandom comes from; made when it first asks
+    # Its tasks when it died. They are kept to the end: no destructor runs code of it.
     held: list[asyncio.Task[Any]] = field(default_factory=list)
-    """Its tasks when it died. They are kept to the end: no destructor runs code of it."""
+    # Called, outside of all processes, when it has died: as a parent hears of its child.
     on_end: Callable[[], object] | None = None
-    """Called, outside of all processes, when it has died: as a parent hears of its child."""
 
     def context(self) -> contextvars.Context:
         """A fresh context in which everything is this process's."""
@@ -96,11 +83,10 @@ class Process:
         return f"<process {self.name} on {self.host.name}>"
 
 
-OUTSIDE = Process("simulator", Host("simulator"))
-"""What runs the simulation, and is never disturbed."""
+OUTSIDE = Process("simulator", Host("simulator"))  # what runs the simulation, and is never disturbed
 
+# Whose code runs.
 CURRENT: contextvars.ContextVar[Process] = contextvars.ContextVar("process", default=OUTSIDE)
-"""Whose code runs."""
 
 
 class NotSimulated(RuntimeError):

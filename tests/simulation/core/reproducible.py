@@ -9,11 +9,9 @@ import ctypes
 import os
 import sys
 
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "TZ": "UTC"}
-"""Of processes that simulate."""
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "TZ": "UTC"}  # of processes that simulate
 _TRIED = "RYZANSTEIN_SIMULATION_STARTED_AGAIN"
-_NO_RANDOMIZE = 0x0040000
-"""ADDR_NO_RANDOMIZE of personality(2)."""
+_NO_RANDOMIZE = 0x0040000  # ADDR_NO_RANDOMIZE of personality(2)
 _ASK = 0xFFFFFFFF
 
 

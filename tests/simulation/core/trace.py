@@ -9,22 +9,17 @@ import hashlib
 import struct
 from typing import NamedTuple
 
-EVERY = 4096
-"""Entries from one mark to the next."""
+EVERY = 4096  # entries from one mark to the next
 _HEAD = struct.Struct("<dII").pack
 
 
 class Event(NamedTuple):
-    at: float
-    """Virtual seconds since the beginning."""
-    process: str
-    """Whose doing, or to whom it happened; a host's name for what happens to a host."""
+    at: float  # virtual seconds since the beginning
+    process: str  # whose doing, or to whom it happened; a host's name for what happens to a host
+    # start, kill, exit, pause, resume, signal, power, connect, message, lost, failure, log, or a fault's name
     kind: str
-    """start, kill, exit, pause, resume, signal, power, connect, message, lost, failure, log, or a fault's name"""
-    detail: str | bytes
-    """Of a message: its bytes, as many as were written in one go."""
-    other: str = ""
-    """Of a connection or message: the process on the other side."""
+    detail: str | bytes  # of a message: its bytes, as many as were written in one go
+    other: str = ""  # of a connection or message: the process on the other side
 
 
 class Mark(NamedTuple):
@@ -35,8 +30,7 @@ class Mark(NamedTuple):
 
 class Trace:
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        """Empty unless they are kept."""
+        self.events: list[Event] = []  # empty unless they are kept
         self._keep = False
         self.marks: list[Mark] = []
         self.count = 0

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 from tests.simulation.core.processes import Process
 
-KERNEL = 1 << 18
-"""Bytes that the kernels of both sides keep in a direction, whoever reads them."""
+KERNEL = 1 << 18  # bytes that the kernels of both sides keep in a direction, whoever reads them
+# Bytes in the writer's own buffer beyond which it is asked to wait, and below which it may go on: asyncio's.
 HIGH, LOW = 1 << 16, 1 << 14
-"""Bytes in the writer's own buffer beyond which it is asked to wait, and below which it may go on: asyncio's."""
 
 
 class Segment:
@@ -27,8 +26,7 @@ class Segment:
         self.chunks: list[bytes] = []
         self.size = 0
         self.end = end
-        self.split = 0.0
-        """Not 0: it arrives in two parts, and this share of it first."""
+        self.split = 0.0  # not 0: it arrives in two parts, and this share of it first
 
     def parts(self) -> list[bytes]:
         data = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
@@ -69,29 +67,21 @@ class Transport(asyncio.Transport):
     ) -> None:
         super().__init__({"peername": there, "sockname": here})
         self._wire, self.process, self._protocol, self.context = wire, process, protocol, context
-        self.number = number
-        """Of the connection: the same for both ends."""
+        self.number = number  # of the connection: the same for both ends
         self.peer: Transport | None = None
-        self.lost = False
-        """Nothing is read from it or written to it any more."""
+        self.lost = False  # nothing is read from it or written to it any more
         self._closing = False
-        self._arrived: deque[bytes | None] = deque()
-        """Bytes that its process has not read yet; None: the end."""
+        self._arrived: deque[bytes | None] = deque()  # bytes that its process has not read yet; None: the end
         self._reading = True
-        self._handing = False
-        """The next of what has arrived is to be handed over in a moment."""
+        self._handing = False  # the next of what has arrived is to be handed over in a moment
         self._high, self._low = HIGH, LOW
         self._full = False
         # What the network knows of the direction that leads away from here:
-        self.under_way: deque[Segment] = deque()
-        """Sent, and not arrived yet."""
-        self.stuck: deque[Segment] = deque()
-        """Sent while nothing passed."""
+        self.under_way: deque[Segment] = deque()  # sent, and not arrived yet
+        self.stuck: deque[Segment] = deque()  # sent while nothing passed
         self.stuck_since = 0.0
-        self.next_at = 0.0
-        """No earlier do the next bytes arrive."""
-        self.owed = 0
-        """Bytes that the other side has not read yet."""
+        self.next_at = 0.0  # no earlier do the next bytes arrive
+        self.owed = 0  # bytes that the other side has not read yet
 
     # --- as its process sees it --------------------------------------------------------------------
 

@@ -36,8 +36,7 @@ class World:
         self.loop.on_failure, self.loop.on_exit = self._failed, self._exited
         self.network = self.loop.network = Network(self.loop, random.Random(f"{seed} network"), self.trace)
         self.hosts: dict[str, Host] = self.network.hosts
-        self.processes: list[Process] = []
-        """In the order of their starts, dead ones too."""
+        self.processes: list[Process] = []  # in the order of their starts, dead ones too
         self._pids = itertools.count(FIRST_PID)
         self._lives: Counter[str] = Counter()
 

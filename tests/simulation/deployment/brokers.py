@@ -25,10 +25,8 @@ class BrokerSettings:
     """What services are given too, as far as a broker needs it."""
 
     instance: str = ""
-    nats_url: str = ""
-    """Of all brokers: where it names several they are a cluster."""
-    sync_interval: float = 120.0
-    """Seconds between two writings that a loss of power leaves."""
+    nats_url: str = ""  # of all brokers: where it names several they are a cluster
+    sync_interval: float = 120.0  # seconds between two writings that a loss of power leaves
 
 
 class Broker:

@@ -72,16 +72,13 @@ class Child:
         self.returncode: int | None = None
         self._gone = asyncio.Event()
         self._above = CURRENT.get().context()
-        self.events = asyncio.StreamReader(LONGEST_LINE)
-        """The parent's end."""
-        self.stderr = asyncio.StreamReader()
-        """The parent's end too; only its end ever comes."""
+        self.events = asyncio.StreamReader(LONGEST_LINE)  # the parent's end
+        self.stderr = asyncio.StreamReader()  # the parent's end too; only its end ever comes
         self.process = family.world.start(name, CURRENT.get().host, self._run)
         self.process.on_end = self._on_end
         versions.inherit(CURRENT.get(), self.process)
         self.pid = self.process.pid
-        self.commands = asyncio.StreamReader(LONGEST_LINE)
-        """The child's end."""
+        self.commands = asyncio.StreamReader(LONGEST_LINE)  # the child's end
         self.stdin = Pipe(self._world.loop, self.commands, self.process.context())
         self._told = Pipe(self._world.loop, self.events, self._above)
         self._family = family
@@ -129,8 +126,8 @@ class Child:
         self._gone.set()
 
 
+# What a child does, in its own process; returns its exit code.
 Main = Callable[[Child], Coroutine[Any, Any, int]]
-"""What a child does, in its own process; returns its exit code."""
 
 
 _known: weakref.WeakValueDictionary[int, Child] = weakref.WeakValueDictionary()
@@ -148,8 +145,7 @@ class Family:
     def __init__(self, world: World) -> None:
         """In the parent's process."""
         self.world = world
-        self._children: dict[int, Child] = {}
-        """Those that live, by pid."""
+        self._children: dict[int, Child] = {}  # those that live, by pid
         parent = CURRENT.get()
         before = parent.on_end
 

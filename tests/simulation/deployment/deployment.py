@@ -19,10 +19,9 @@ from tests.simulation.deployment import services, settings, versions
 from tests.simulation.deployment.brokers import PORT
 from tests.simulation.deployment.services import ROLES
 
+# Seconds that a dead service is away, from and to: a supervisor's pause, or a pod on another node.
 RESTART = (0.1, 10.0)
-"""Seconds that a dead service is away, from and to: a supervisor's pause, or a pod on another node."""
-START_WITHIN = 120.0
-"""Seconds in which a service starts while nothing is wrong."""
+START_WITHIN = 120.0  # seconds in which a service starts while nothing is wrong
 END_WITHIN = 120.0
 
 
@@ -33,15 +32,11 @@ class Member:
         self.name, self.role, self.host = name, role, host
         self.settings = dict(given)
         self.version = version
-        self.process: Process | None = None
-        """None: it has never run."""
-        self.service: Service | None = None
-        """Of the last life; None before its settings are read."""
+        self.process: Process | None = None  # None: it has never run
+        self.service: Service | None = None  # of the last life; None before its settings are read
         self.lives = 0
-        self.wanted = False
-        """Whether the supervisor starts it again."""
-        self.errors: list[BaseException] = []
-        """What lives have ended with."""
+        self.wanted = False  # whether the supervisor starts it again
+        self.errors: list[BaseException] = []  # what lives have ended with
         self.changed = asyncio.Event()
 
     @property

@@ -15,10 +15,8 @@ import structlog
 
 from tests.simulation.core.processes import CURRENT
 
-FRAMES = 4
-"""Of an error's traceback that are told."""
-Sink = Callable[[str, str, str, dict[str, Any]], None]
-"""Is called with process, level, event and its fields."""
+FRAMES = 4  # of an error's traceback that are told
+Sink = Callable[[str, str, str, dict[str, Any]], None]  # is called with process, level, event and its fields
 
 
 class _To:

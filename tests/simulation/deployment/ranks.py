@@ -36,12 +36,9 @@ from tests.simulation.core.processes import CURRENT, Host
 from tests.simulation.core.world import World
 from tests.simulation.deployment.children import Child, Ended, Family, is_stopped
 
-START = (0.3, 5.0)
-"""Seconds until a rank has loaded its model, from and to."""
-HANGS = 1e9
-"""Seconds of a step that never ends."""
-CRASH, EXIT = -11, 3
-"""Codes with which `stub_fault` ends a rank: SIGSEGV, and an exit without a word."""
+START = (0.3, 5.0)  # seconds until a rank has loaded its model, from and to
+HANGS = 1e9  # seconds of a step that never ends
+CRASH, EXIT = -11, 3  # codes with which `stub_fault` ends a rank: SIGSEGV, and an exit without a word
 
 
 def stand_in() -> None:

@@ -89,10 +89,10 @@ class Role(NamedTuple):
     """A kind of service."""
 
     settings: type[Any]
-    make: Callable[[Any], Any]
-    """From its settings, in its process."""
+    make: Callable[[Any], Any]  # from its settings, in its process
 
 
+# In the order in which they are started. Who has another kind of service adds it.
 ROLES: dict[str, Role] = {
     "broker": Role(BrokerSettings, Broker),
     "health-monitor": Role(HealthMonitorSettings, HealthMonitor),
@@ -100,4 +100,3 @@ ROLES: dict[str, Role] = {
     "executor": Role(ExecutorService.settings_type(), Executor),
     "gateway": Role(GatewayService.settings_type(), Gateway),
 }
-"""In the order in which they are started. Who has another kind of service adds it."""

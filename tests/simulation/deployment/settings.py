@@ -9,8 +9,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-SLOWER = 5.0
-"""Times as long as in production, unless a scenario says otherwise."""
+SLOWER = 5.0  # times as long as in production, unless a scenario says otherwise
 
 COMMON: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -43,13 +42,13 @@ BY_ROLE: dict[str, dict[str, Any]] = {
 }
 
 
+# Production's seconds of what comes as many times as rarely; under no role what all have.
 SLOWED: dict[str, dict[str, float]] = {
     "": {"beat_interval": 1.0},
     "scheduler": {"model_lease": 4.0, "ack_wait": 2.0},
     "health-monitor": {"hung_after": 2.5, "gone_after": 4.0, "forget_after": 60.0, "load_interval": 1.0},
     "executor": {"hung_after": 3.0},
 }
-"""Production's seconds of what comes as many times as rarely; under no role what all have."""
 
 
 def of(role: str, slower: float = SLOWER, /, **changes: Any) -> dict[str, Any]:
@@ -60,6 +59,7 @@ def of(role: str, slower: float = SLOWER, /, **changes: Any) -> dict[str, Any]:
     return COMMON | slowed | BY_ROLE.get(role, {}) | changes
 
 
+# Role, setting, and the setting of which it stays as many times as in production.
 RATIOS = (
     ("health-monitor", "gone_after", "beat_interval"),
     ("health-monitor", "hung_after", "beat_interval"),
@@ -69,7 +69,6 @@ RATIOS = (
     ("scheduler", "ack_wait", "beat_interval"),
     ("executor", "hung_after", "beat_interval"),
 )
-"""Role, setting, and the setting of which it stays as many times as in production."""
 
 
 class Pace(NamedTuple):
@@ -77,8 +76,7 @@ class Pace(NamedTuple):
 
     module: str
     name: str
-    share: float
-    """In simulations: seconds, for each time that they are slower."""
+    share: float  # in simulations: seconds, for each time that they are slower
     why: str
 
 

@@ -17,6 +17,8 @@ from tests.simulation.core.processes import CURRENT, Process
 
 CURRENT_RELEASE, PREVIOUS_RELEASE = "current", "previous"
 
+# By struct: the first field that the previous release does not have; it has none of those behind it either, and all
+# have a default.
 NEW_FIELDS: dict[str, str] = {
     "shared.messages.generations.GenerationRequest": "cache_ttl",
     "shared.messages.generations.TokenEntry": "fingerprint",
@@ -26,8 +28,6 @@ NEW_FIELDS: dict[str, str] = {
     "shared.messages.registry.ModelPlacement": "waiting",
     "shared.messages.registry.ModelSpec": "pinned_by_request",
 }
-"""By struct: the first field that the previous release does not have; it has none of those behind it either, and all
-have a default."""
 
 
 def check() -> None:
@@ -58,10 +58,8 @@ def _struct(name: str) -> type[msgspec.Struct]:
 
 
 class _Spoken:
-    old: set[Process] = set()
-    """Processes of the previous release."""
-    new_fields: dict[type, dict[str, Any]] = {}
-    """By struct: its newest fields, and their defaults."""
+    old: set[Process] = set()  # processes of the previous release
+    new_fields: dict[type, dict[str, Any]] = {}  # by struct: its newest fields, and their defaults
 
 
 def speak(process: Process, version: str) -> None:

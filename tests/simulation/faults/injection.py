@@ -10,10 +10,8 @@ from tests.simulation.faults.kinds import kind_of
 from tests.simulation.faults.schedule import Fault
 from tests.simulation.faults.system import System
 
-STEPS_IN = 1.0
-"""Virtual seconds in which a target must have run its steps; then the fault happens anyway."""
-AFTERMATH = 3.0
-"""Virtual seconds in which what is seen counts as seen under a fault that is over."""
+STEPS_IN = 1.0  # virtual seconds in which a target must have run its steps; then the fault happens anyway
+AFTERMATH = 3.0  # virtual seconds in which what is seen counts as seen under a fault that is over
 
 
 @dataclass

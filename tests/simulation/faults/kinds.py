@@ -20,28 +20,23 @@ from tests.simulation.faults.system import System
 
 Act = Callable[[System, Fault], Awaitable[None]]
 Range = tuple[float, float]
+# What a service that it befalls may refuse for now: whatever it is asked, what is beyond a limit (429), nothing.
 Refuses = Literal["anything", "limits", "nothing"]
-"""What a service that it befalls may refuse for now: whatever it is asked, what is beyond a limit (429), nothing."""
 SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
 
 
 @dataclass(frozen=True)
 class Kind:
     name: str
-    story: str
-    """What has happened, of a target."""
-    roles: tuple[str, ...]
-    """Whose instances it may befall; empty: the deployment's as a whole."""
+    story: str  # what has happened, of a target
+    roles: tuple[str, ...]  # whose instances it may befall; empty: the deployment's as a whole
     act: Act
     undo: Act | None = None
+    # Virtual seconds, from and to, unless the scenario says otherwise; zero: it is not undone.
     lasts: Range = (0.0, 0.0)
-    """Virtual seconds, from and to, unless the scenario says otherwise; zero: it is not undone."""
-    parameters: dict[str, Range] = field(default_factory=dict)
-    """Numbers that are drawn: names, from and to."""
-    others: tuple[str, ...] = ()
-    """Roles of the instance at the other end of a link: the parameter `other`."""
-    between_awaits: bool = False
-    """Whether it may be timed by the target's own steps."""
+    parameters: dict[str, Range] = field(default_factory=dict)  # numbers that are drawn: names, from and to
+    others: tuple[str, ...] = ()  # roles of the instance at the other end of a link: the parameter `other`
+    between_awaits: bool = False  # whether it may be timed by the target's own steps
     refuses: Refuses = "anything"
 
 

@@ -20,16 +20,12 @@ class Unusable(Exception):
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One thing that goes wrong."""
 
-    fault: str
-    """Its kind (`kinds.py`)."""
-    target: str = ""
-    """An instance such as `gateway-1`; empty: the deployment."""
-    at: Seconds = 0.0
-    """Virtual seconds after the deployment was ready."""
+    fault: str  # its kind (`kinds.py`)
+    target: str = ""  # an instance such as `gateway-1`; empty: the deployment
+    at: Seconds = 0.0  # virtual seconds after the deployment was ready
+    # Callbacks that the target runs after `at` before it happens: so it falls between two awaits.
     steps: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Callbacks that the target runs after `at` before it happens: so it falls between two awaits."""
-    lasts: Seconds = 0.0
-    """Virtual seconds until it is undone, of kinds that can be."""
+    lasts: Seconds = 0.0  # virtual seconds until it is undone, of kinds that can be
     parameters: dict[str, Parameter] = {}
 
     def __str__(self) -> str:
@@ -43,32 +39,24 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 class ClientPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What one client wants."""
 
-    client: str
-    """Its kind (`tests/simulation/clients`)."""
+    client: str  # its kind (`tests/simulation/clients`)
     name: str
-    at: Seconds = 0.0
-    """Virtual seconds after the deployment was ready at which it begins."""
+    at: Seconds = 0.0  # virtual seconds after the deployment was ready at which it begins
     requests: Annotated[int, msgspec.Meta(ge=1)] = 1
+    # Of all else that it draws. Its own, so that it does the same when other clients are taken away.
     seed: int = 0
-    """Of all else that it draws. Its own, so that it does the same when other clients are taken away."""
-    parameters: dict[str, tuple[float, float]] = {}
-    """What is drawn between two numbers (`PLANS`)."""
+    parameters: dict[str, tuple[float, float]] = {}  # what is drawn between two numbers (`PLANS`)
 
 
 class Schedule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     scenario: str
-    seed: int
-    """Of the order of processes, the network and all randomness of the services."""
-    duration: Seconds
-    """Virtual seconds in which faults happen and clients begin; then everything must settle."""
+    seed: int  # of the order of processes, the network and all randomness of the services
+    duration: Seconds  # virtual seconds in which faults happen and clients begin; then everything must settle
     faults: list[Fault] = []
     clients: list[ClientPlan] = []
-    bugs: list[str] = []
-    """Mended bugs that are put back (`tests/simulation/bugs`)."""
-    breaks: str = ""
-    """Of a schedule that was found: the promise that it broke."""
-    told: str = ""
-    """And what it was, in a sentence."""
+    bugs: list[str] = []  # mended bugs that are put back (`tests/simulation/bugs`)
+    breaks: str = ""  # of a schedule that was found: the promise that it broke
+    told: str = ""  # and what it was, in a sentence
 
     def ends(self) -> float:
         """When the last fault is over, in virtual seconds."""

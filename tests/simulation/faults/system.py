@@ -6,8 +6,9 @@ from typing import Protocol
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
 
+# What an instance may be. Its name is its role and a number from 1: `gateway-1`.
 ROLES = ("gateway", "scheduler", "health-monitor", "executor", "broker")
-"""What an instance may be. Its name is its role and a number from 1: `gateway-1`."""
+# Kinds of clients of the deployment (`tests/simulation/clients`), as a test holds them against.
 CLIENTS = (
     "stream",
     "completion",
@@ -31,9 +32,7 @@ CLIENTS = (
     "poison",
     "filling",
 )
-"""Kinds of clients of the deployment (`tests/simulation/clients`), as a test holds them against."""
-PLANS = ("pause", "tokens", "prompt", "size", "wait")
-"""What is drawn of each between two numbers."""
+PLANS = ("pause", "tokens", "prompt", "size", "wait")  # what is drawn of each between two numbers
 
 
 class System(Protocol):

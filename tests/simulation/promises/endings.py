@@ -9,25 +9,20 @@ from tests.simulation.clients.history import Request, Try
 from tests.simulation.promises.evidence import Evidence
 from tests.simulation.promises.promise import Finding, Promise
 
+# Virtual seconds after the last fault in which a request has an end: recovery, an answer, its client's pauses.
 REQUEST_WITHIN = 180.0
-"""Virtual seconds after the last fault in which a request has an end: recovery, an answer, its client's pauses."""
 BATCH_WITHIN = 1800.0
 JOB_WITHIN = 3600.0
+# Seconds after a fault in which a gateway that has only just started, or has lost its broker, may refuse.
 AFTERMATH = 30.0
-"""Seconds after a fault in which a gateway that has only just started, or has lost its broker, may refuse."""
-WINDOW = 60.0
-"""Seconds that a limit which was lowered is felt by what was asked before it was raised again."""
-NEVER = ("internal_error",)
-"""Codes that no page allows."""
-FATAL = "fatal_request"
-"""Of one that seems to end the rings that compute it."""
+WINDOW = 60.0  # seconds that a limit which was lowered is felt by what was asked before it was raised again
+NEVER = ("internal_error",)  # codes that no page allows
+FATAL = "fatal_request"  # of one that seems to end the rings that compute it
 ATTEMPTS: int = GatewaySettings.model_fields["recovery_attempts"].default
+# Codes of what is beyond the limits of a key or tenant; the second is gRPC's RESOURCE_EXHAUSTED.
 LIMITED = ("rate_limit_exceeded", "8")
-"""Codes of what is beyond the limits of a key or tenant; the second is gRPC's RESOURCE_EXHAUSTED."""
-FULL = ("queue_full", "8")
-"""And beyond the places of a gateway."""
-AT_THEIR_OWN_PACE = ("slow", "limited")
-"""Kinds of clients that make themselves wait."""
+FULL = ("queue_full", "8")  # and beyond the places of a gateway
+AT_THEIR_OWN_PACE = ("slow", "limited")  # kinds of clients that make themselves wait
 
 
 class EveryEnd(Promise):

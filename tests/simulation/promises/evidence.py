@@ -26,10 +26,9 @@ class Fault(NamedTuple):
     name: str
     target: str
     begun: float
-    ended: float
-    """When it was undone; what is not undone, such as a death, ends when its process is back."""
+    ended: float  # when it was undone; what is not undone, such as a death, ends when its process is back
+    # What its target may refuse for now: `limits` is what is beyond one, `nothing` is nothing.
     refuses: str = "anything"
-    """What its target may refuse for now: `limits` is what is beyond one, `nothing` is nothing."""
 
     def concerns(self, host: str) -> bool:
         """Whether what is asked there may be refused: it befalls that host, a broker, or the deployment."""
@@ -127,10 +126,8 @@ class Reading(NamedTuple):
     service: str
     what: str
     count: float
-    most: float = 0.0
-    """That it may be at the end, when nothing is asked any more."""
-    always: bool = False
-    """Whether `most` is a bound at all times: of a table that lives long."""
+    most: float = 0.0  # that it may be at the end, when nothing is asked any more
+    always: bool = False  # whether `most` is a bound at all times: of a table that lives long
 
 
 @dataclass
@@ -141,12 +138,11 @@ class Evidence:
     store: StoreLog = field(default_factory=StoreLog)
     holdings: Holdings = field(default_factory=Holdings)
     readings: list[Reading] = field(default_factory=list)
+    # Whether clients came to their ends and what must become free had its time; else nothing is said of that.
     ended: bool = True
-    """Whether clients came to their ends and what must become free had its time; else nothing is said of that."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """`model_lease`: of schedulers, in seconds."""
+    settings: dict[str, Any] = field(default_factory=dict)  # `model_lease`: of schedulers, in seconds
+    # How many times longer everything may take than usual, since services look more rarely.
     patience: float = 1.0
-    """How many times longer everything may take than usual, since services look more rarely."""
 
     @property
     def quiet_since(self) -> float:

@@ -8,11 +8,11 @@ from tests.simulation.clients.history import Request
 from tests.simulation.promises.evidence import Evidence, finished
 from tests.simulation.promises.promise import Finding, Promise
 
+# Virtual seconds in which every gateway that is reached by the broker knows of a revoked key.
 REVOKED_WITHIN = 5.0
-"""Virtual seconds in which every gateway that is reached by the broker knows of a revoked key."""
+# And in which one that was not reached, or that has just started, is reached again: silence of a line is noticed by
+# beats, and TCP sends again after up to half a minute.
 RECONNECTED = 60.0
-"""And in which one that was not reached, or that has just started, is reached again: silence of a line is noticed by
-beats, and TCP sends again after up to half a minute."""
 
 
 class OneAnswerPerKey(Promise):

@@ -12,10 +12,9 @@ from shared.nats import subjects
 from tests.simulation.promises.evidence import Evidence
 from tests.simulation.promises.promise import Finding, Promise
 
+# Virtual seconds for which two that reach the broker may believe to own the same: news have to arrive.
 TOGETHER = 15.0
-"""Virtual seconds for which two that reach the broker may believe to own the same: news have to arrive."""
-EARLY = 0.01
-"""Seconds by which a lease may be taken before its time: bytes travel."""
+EARLY = 0.01  # seconds by which a lease may be taken before its time: bytes travel
 
 
 class OneOwner(Promise):

@@ -13,14 +13,11 @@ from tests.simulation.promises.evidence import Evidence
 
 class Broken(NamedTuple):
     promise: str
-    told: str
-    """Who, what, where: one sentence."""
-    subject: str = ""
-    """The id of the request, batch, job or file that it is about."""
+    told: str  # who, what, where: one sentence
+    subject: str = ""  # the id of the request, batch, job or file that it is about
 
 
-Finding = tuple[str, str]
-"""The sentence, and its subject."""
+Finding = tuple[str, str]  # the sentence, and its subject
 
 
 class Promise:

@@ -57,12 +57,12 @@ def of_broker(name: str, broker: Any) -> Iterator[Reading]:
     yield Reading(name, "requests in INTAKE", len(intake.messages) if intake is not None else 0)
 
 
+# From the name and the object of a ready service.
 BY_ROLE: dict[str, Callable[[str, Any], Iterator[Reading]]] = {
     "gateway": of_gateway,
     "scheduler": of_scheduler,
     "broker": of_broker,
 }
-"""From the name and the object of a ready service."""
 
 
 def held(services: Iterable[tuple[str, str, Any]]) -> dict[str, frozenset[str]]:

@@ -7,12 +7,10 @@ from tests.simulation.clients.history import BatchSeen, Request
 from tests.simulation.promises.evidence import Evidence
 from tests.simulation.promises.promise import Finding, Promise
 
+# Virtual seconds within which others are answered beside a flood: their answer, and the steps that they share.
 SERVED_WITHIN = 20.0
-"""Virtual seconds within which others are answered beside a flood: their answer, and the steps that they share."""
-MOST_GATEWAYS = 3
-"""That a line may end before it is struck."""
-BEYOND = 2
-"""What two gateways may admit beyond a quota within the moment that news take."""
+MOST_GATEWAYS = 3  # that a line may end before it is struck
+BEYOND = 2  # what two gateways may admit beyond a quota within the moment that news take
 FLOOD = ("flood",)
 AT_THEIR_OWN_PACE = ("slow", "limited", "flooding")
 

@@ -16,8 +16,7 @@ class RightTokens(Promise):
     name: ClassVar[str] = "right_tokens"
 
     def __init__(self) -> None:
-        self._checked: dict[Request, int] = {}
-        """Characters of each open request that were compared."""
+        self._checked: dict[Request, int] = {}  # characters of each open request that were compared
 
     def saw(self, request: Request) -> Iterator[Finding]:
         wanted, text = request.wanted.text, request.text

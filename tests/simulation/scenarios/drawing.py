@@ -11,8 +11,7 @@ from tests.simulation.faults.kinds import Kind, kind_of
 from tests.simulation.faults.schedule import ClientPlan, Fault, Parameter, Schedule
 from tests.simulation.scenarios.scenario import FaultRate, Scenario
 
-MOST_STEPS = 400
-"""Of a target, before a fault that is timed by them: some requests' worth."""
+MOST_STEPS = 400  # of a target, before a fault that is timed by them: some requests' worth
 
 
 def draw(scenario: Scenario, seed: int) -> Schedule:

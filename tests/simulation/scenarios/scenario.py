@@ -12,8 +12,8 @@ from tests.simulation.faults.schedule import Parameter, Schedule, Unusable
 from tests.simulation.faults.system import CLIENTS, PLANS, ROLES
 
 HERE = Path(__file__).parent
+# What may run, and the kinds of client that it has.
 SYSTEMS: dict[str, tuple[str, ...]] = {"deployment": CLIENTS, "counter": ("adder",)}
-"""What may run, and the kinds of client that it has."""
 MOST_INSTANCES = 64
 MOST_REQUESTS = 100_000
 MOST_SECONDS = 86_400.0
@@ -25,12 +25,9 @@ Span = tuple[Annotated[float, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta
 class FaultRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often a kind of fault comes, and to whom."""
 
-    per_hour: Annotated[float, msgspec.Meta(ge=0, le=36_000)]
-    """On average, on the deployment together."""
-    lasts: Span | None = None
-    """Virtual seconds, from and to; None: as the kind has it."""
-    roles: list[str] = []
-    """Whom it may befall; empty: all that the kind may."""
+    per_hour: Annotated[float, msgspec.Meta(ge=0, le=36_000)]  # on average, on the deployment together
+    lasts: Span | None = None  # virtual seconds, from and to; None: as the kind has it
+    roles: list[str] = []  # whom it may befall; empty: all that the kind may
     parameters: dict[str, tuple[float, float]] = {}
 
 
@@ -38,35 +35,30 @@ class ClientRate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Clients of one kind."""
 
     count: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
-    requests: tuple[int, int] = (1, 3)
-    """Of each, from and to."""
-    parameters: dict[str, Span] = {}
-    """Of its plan (`PLANS`)."""
+    requests: tuple[int, int] = (1, 3)  # of each, from and to
+    parameters: dict[str, Span] = {}  # of its plan (`PLANS`)
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
-    about: str
-    """What it is for, in a sentence."""
+    about: str  # what it is for, in a sentence
+    # Virtual seconds in which clients begin and faults happen.
     duration: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 120.0
-    """Virtual seconds in which clients begin and faults happen."""
+    # Virtual seconds after the last fault in which everything must have ended.
     settle: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 120.0
-    """Virtual seconds after the last fault in which everything must have ended."""
+    # What runs: the deployment, or a toy that shows how the search works (`systems/`).
     system: str = "deployment"
-    """What runs: the deployment, or a toy that shows how the search works (`systems/`)."""
-    services: dict[str, Annotated[int, msgspec.Meta(ge=0, le=MOST_INSTANCES)]] = {}
-    """How many of each role."""
+    services: dict[str, Annotated[int, msgspec.Meta(ge=0, le=MOST_INSTANCES)]] = {}  # how many of each role
+    # By role: of its services, what is not as simulations have it anyway (`deployment/settings.py`).
     settings: dict[str, dict[str, Parameter]] = {}
-    """By role: of its services, what is not as simulations have it anyway (`deployment/settings.py`)."""
+    # How many times rarer beats, leases and looks at the clock are than in production, and what waits for them longer:
+    # a day in which little happens is then soon over.
     slower: Annotated[float, msgspec.Meta(ge=1, le=15)] = 5.0
-    """How many times rarer beats, leases and looks at the clock are than in production, and what waits for them longer:
-    a day in which little happens is then soon over."""
+    # With an API key each, which clients share in turn; 0: nobody needs a key.
     tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
-    """With an API key each, which clients share in turn; 0: nobody needs a key."""
     clients: dict[str, ClientRate] = {}
     faults: dict[str, FaultRate] = {}
-    between_awaits: Share = 0.3
-    """Of the faults that can be timed by their target's steps, how many are."""
+    between_awaits: Share = 0.3  # of the faults that can be timed by their target's steps, how many are
 
     def instances(self) -> dict[str, list[str]]:
         return {role: [f"{role}-{n + 1}" for n in range(count)] for role, count in self.services.items()}

@@ -14,8 +14,7 @@ from tests.simulation.faults.schedule import ClientPlan, Fault, Schedule
 
 Fails = Callable[[Schedule], bool]
 T = TypeVar("T")
-SHORTEST = 0.05
-"""Seconds, and other numbers of a fault, that are not halved any more."""
+SHORTEST = 0.05  # seconds, and other numbers of a fault, that are not halved any more
 
 
 class OutOfRuns(Exception):

@@ -25,15 +25,13 @@ from tests.simulation.systems.outcome import Broken, Outcome
 
 ROOT = Path(__file__).parents[3]
 READY = b"ready\n"
-START_TIMEOUT = 120.0
-"""Real seconds in which a worker must have imported the services."""
+START_TIMEOUT = 120.0  # real seconds in which a worker must have imported the services
 
 
 class Order(msgspec.Struct, frozen=True):
     scenario: Scenario
     schedule: Schedule
-    story: str = ""
-    """The file that the run is told in; empty: none."""
+    story: str = ""  # the file that the run is told in; empty: none
 
 
 class RunFailed(Exception):
@@ -44,11 +42,9 @@ class Worker:
     """For one thread. Use it as a context."""
 
     def __init__(self, timeout: float = 600.0) -> None:
-        self._timeout = timeout
-        """Real seconds that a run may take."""
+        self._timeout = timeout  # real seconds that a run may take
         self._process: subprocess.Popen[bytes] | None = None
-        self._system = ""
-        """What it has imported."""
+        self._system = ""  # what it has imported
 
     def __enter__(self) -> Self:
         return self

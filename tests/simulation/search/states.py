@@ -10,10 +10,9 @@ NEW = ""
 
 @dataclass(frozen=True)
 class Machine:
-    states: str
-    """Module and name of the Literal type of its states."""
+    states: str  # module and name of the Literal type of its states
+    # From each state, those that may follow. What is not kept any more has no state: nothing follows.
     transitions: Mapping[str, tuple[str, ...]]
-    """From each state, those that may follow. What is not kept any more has no state: nothing follows."""
 
     def all_states(self) -> set[str]:
         return {state for state in (*self.transitions, *sum(self.transitions.values(), ())) if state}

@@ -12,8 +12,8 @@ from tests.simulation.search import wire
 from tests.simulation.systems.outcome import Outcome
 
 MOST_LINES = 400
+# Kinds of records that every story has, beside the faults' own.
 LIFE = frozenset(("fault", "kill", "exit", "pause", "resume", "power", "failure"))
-"""Kinds of records that every story has, beside the faults' own."""
 
 
 def tell(world: World, outcome: Outcome) -> str:

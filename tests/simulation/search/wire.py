@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-MOST = 160
-"""Characters of a payload."""
+MOST = 160  # characters of a payload
 _HEAD = re.compile(rb"(H?PUB|H?MSG) ([^\r\n]*)\r\n")
 _VERBS = {"PUB": "publish", "HPUB": "publish", "MSG": "deliver", "HMSG": "deliver"}
 

@@ -33,18 +33,14 @@ from tests.simulation.systems.operations import Operations
 from tests.simulation.systems.outcome import Broken
 from tests.simulation.systems.transitions import Transitions
 
+# By role. A single broker that loses power keeps what it has acknowledged only where it syncs always.
 DEFAULTS: dict[str, dict[str, Any]] = {"broker": {"sync_interval": 0.0}}
-"""By role. A single broker that loses power keeps what it has acknowledged only where it syncs always."""
-QUIET = 60.0
-"""Virtual seconds after everything has ended, in which what was held must become free."""
-SERVED_WITHIN = 300.0
-"""Virtual seconds in which an undisturbed deployment serves its model."""
-LOOK = 5.0
-"""Virtual seconds between two looks at who has what."""
+QUIET = 60.0  # virtual seconds after everything has ended, in which what was held must become free
+SERVED_WITHIN = 300.0  # virtual seconds in which an undisturbed deployment serves its model
+LOOK = 5.0  # virtual seconds between two looks at who has what
+# Gateways that one line ends: more than it may, and few enough for a run in which nobody strikes it to end.
 MOST_POISONED = 6
-"""Gateways that one line ends: more than it may, and few enough for a run in which nobody strikes it to end."""
-SECONDS = ("pause", "wait")
-"""Of plans: what may have fractions."""
+SECONDS = ("pause", "wait")  # of plans: what may have fractions
 
 
 class ControlPlane:

@@ -52,8 +52,7 @@ class Counter:
         self._transitions = transitions
         self._server: Process | None = None
         self._clients: dict[str, Process] = {}
-        self._done: list[str] = []
-        """On the disk of the server's host."""
+        self._done: list[str] = []  # on the disk of the server's host
         self._acknowledged: set[str] = set()
         self._forgets = "counter_forgets_ids" in schedule.bugs
         self.requests = 0

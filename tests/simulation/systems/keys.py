@@ -17,14 +17,12 @@ from tests.simulation.clients.registry import Operator
 from tests.simulation.deployment.deployment import Deployment, Member
 from tests.simulation.faults.schedule import ClientPlan
 
+# Of the keys of clients that ask for more than they may.
 LIMITS = KeyLimits(requests_per_minute=600, concurrent=4)
-"""Of the keys of clients that ask for more than they may."""
-NEWS = 2.0
-"""Virtual seconds between two looks whether every gateway has heard of a new key."""
-REVOKED_AFTER = 20.0
-"""Virtual seconds that the key of a client is good that probes whether it still is."""
+NEWS = 2.0  # virtual seconds between two looks whether every gateway has heard of a new key
+REVOKED_AFTER = 20.0  # virtual seconds that the key of a client is good that probes whether it still is
+# With a key that was replaced: for so long every gateway is asked whether it still takes it.
 PROBES = Plan(requests=10, pause=(0.0, 8.0))
-"""With a key that was replaced: for so long every gateway is asked whether it still takes it."""
 T = TypeVar("T")
 
 
@@ -32,8 +30,7 @@ class Keys:
     def __init__(self, crowd: Crowd, deployment: Deployment, start: Starter) -> None:
         """`start`: runs the main of a client or operator in a process of its own."""
         self._crowd, self._deployment, self._start = crowd, deployment, start
-        self._shared: list[tuple[str, NewKey]] = []
-        """By tenant: what its clients have."""
+        self._shared: list[tuple[str, NewKey]] = []  # by tenant: what its clients have
         self._changing = asyncio.Lock()
         self._made = 0
 

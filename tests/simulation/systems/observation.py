@@ -21,8 +21,7 @@ from tests.simulation.core.processes import CURRENT
 from tests.simulation.systems.transitions import Transitions
 
 _PREFIX = "$KV."
-_STATE = Generation.state
-"""The slot itself, of whatever replaces it."""
+_STATE = Generation.state  # the slot itself, of whatever replaces it
 
 
 class Records:
@@ -30,8 +29,7 @@ class Records:
 
     def __init__(self, transitions: Transitions) -> None:
         self._transitions = transitions
-        self._models: dict[str, set[str]] = {}
-        """By host: those of which it has said something."""
+        self._models: dict[str, set[str]] = {}  # by host: those of which it has said something
         self._readers: Mapping[str, tuple[msgspec.msgpack.Decoder[Any], Callable[[str, Any], None]]] = {
             subjects.BATCHES_BUCKET: (msgspec.msgpack.Decoder(BatchJob), self._batch),
             subjects.TRAINING_BUCKET: (msgspec.msgpack.Decoder(TrainingJob), self._job),

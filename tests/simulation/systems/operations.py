@@ -21,11 +21,9 @@ from tests.simulation.deployment.brokers import disk_of
 from tests.simulation.deployment.deployment import Deployment
 from tests.simulation.systems.keys import Keys
 
-FLOODING_TOKENS = (60, 120)
-"""Of each answer of a flood."""
+FLOODING_TOKENS = (60, 120)  # of each answer of a flood
 Parameters = Mapping[str, Any]
-Wrong = Callable[[str], None]
-"""Is told, in a sentence, of an operation that did not come to its end."""
+Wrong = Callable[[str], None]  # is told, in a sentence, of an operation that did not come to its end
 
 
 class Operations:

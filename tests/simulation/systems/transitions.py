@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 
 from tests.simulation.systems.outcome import Seen
 
-NONE = ""
-"""Before the first state; and no fault."""
+NONE = ""  # before the first state; and no fault
 
 
 class Transitions:

@@ -49,20 +49,15 @@ class FakeServer:
     models: list[str] = field(default_factory=lambda: ["small", "large"])
     long_words: frozenset[str] = frozenset()
     stream: list[bytes] | None = None
-    tokens: int | None = None
-    """How many tokens to answer with, whatever was asked."""
+    tokens: int | None = None  # how many tokens to answer with, whatever was asked
     per_event: int = 1
     status: int = 200
     error_body: bytes = b""
     raw: bytes | None = None
-    cut: bool = False
-    """Close the connection in the middle of the stream's body."""
-    silent: bool = False
-    """Never answer a streamed request."""
-    lacks: str = ""
-    """What is asked without a stream below a path with this in it gets 404."""
-    fail_after: int | None = None
-    """Answer this many streamed requests; then 503."""
+    cut: bool = False  # close the connection in the middle of the stream's body
+    silent: bool = False  # never answer a streamed request
+    lacks: str = ""  # what is asked without a stream below a path with this in it gets 404
+    fail_after: int | None = None  # answer this many streamed requests; then 503
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
     url: str = ""

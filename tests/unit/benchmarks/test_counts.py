@@ -32,8 +32,7 @@ def test_more_work_is_a_larger_number() -> None:
     assert 1.9 * few < many <= 2 * few, "a generation's first token may cost more than its next ones"
 
 
-TRANSLATION = 40
-"""Calls at most that it takes to translate a request of another API into a chat."""
+TRANSLATION = 40  # calls at most that it takes to translate a request of another API into a chat
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])

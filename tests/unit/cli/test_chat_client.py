@@ -22,8 +22,7 @@ class Handler(BaseHTTPRequestHandler):
     body: ClassVar[str] = ""
     models: ClassVar[str] = '{"data":[{"id":"m"}]}'
     asked: ClassVar[list[bytes]] = []
-    chats: ClassVar[bool] = True
-    """Whether the model has a chat template."""
+    chats: ClassVar[bool] = True  # whether the model has a chat template
 
     def do_GET(self) -> None:
         self._send(200, self.models)

@@ -32,6 +32,7 @@ SETTINGS: dict[str, type[CommonSettings]] = {
     "cli": LocalSettings,
 }
 USERS_OF = {**{name: name for name in SETTINGS}, "cli": "operator"}
+# Services that become one of ours, and as which.
 OURS = {
     name: target
     for name, service in SERVICES.items()
@@ -39,7 +40,6 @@ OURS = {
     and (target := found[1]) in SETTINGS
     and "entrypoint" not in service
 }
-"""Services that become one of ours, and as which."""
 
 
 def env_file() -> dict[str, str]:

@@ -7,8 +7,7 @@ import pytest
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Resource, selects
 
-Edge = tuple[str, str, int]
-"""From a component, or a namespace in brackets, to another's port."""
+Edge = tuple[str, str, int]  # from a component, or a namespace in brackets, to another's port
 
 SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
 BASE: set[Edge] = {

@@ -12,8 +12,8 @@ from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Pod, Resource, name_of, selects
 
 EXTERNAL_SECRETS = {"ryzanstein-nats", "ryzanstein-nats-tls", "ryzanstein-hub", "ryzanstein-ring"}
+# Variables that LeaderWorkerSet puts before all others.
 LEADER_WORKER = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
-"""Variables that LeaderWorkerSet puts before all others."""
 """Secrets that are made by hand or by a secret store; docs/kubernetes.md says how."""
 
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}

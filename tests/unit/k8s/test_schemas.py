@@ -12,21 +12,21 @@ from pydantic import ValidationError
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Resource
 
+# The oldest that the manifests are meant for (docs/kubernetes.md), and the newest known.
 VERSIONS = ("1.31", "1.37")
-"""The oldest that the manifests are meant for (docs/kubernetes.md), and the newest known."""
 
+# Modules of classes that were made from the operators' own definitions. They take seconds to import: only when a
+# test needs them.
 MODELS = {
     "ScaledObject": "cloudcoil.models.keda.v1alpha1",
     "ServiceMonitor": "cloudcoil.models.prometheus_operator.v1",
     "PrometheusRule": "cloudcoil.models.prometheus_operator.v1",
 }
-"""Modules of classes that were made from the operators' own definitions. They take seconds to import: only when a
-test needs them."""
 
+# No package brings its definition either; `test_a_ring_over_several_nodes` looks at it.
 LEADER_WORKER_SET = "LeaderWorkerSet"
-"""No package brings its definition either; `test_a_ring_over_several_nodes` looks at it."""
+# Of the Gateway API, which no package brings; `test_routes` looks at them.
 ROUTES = ("HTTPRoute", "GRPCRoute")
-"""Of the Gateway API, which no package brings; `test_routes` looks at them."""
 
 
 def unknown(given: Any, understood: Any, path: str = "") -> list[str]:

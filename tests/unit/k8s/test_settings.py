@@ -20,6 +20,7 @@ SETTINGS: dict[str, type[CommonSettings]] = {
     "health-monitor": HealthMonitorSettings,
     "executor": ExecutorSettings,
 }
+# Of OpenTelemetry's specification, what is of use here.
 OPEN_TELEMETRY = {
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_PROTOCOL",
@@ -28,11 +29,10 @@ OPEN_TELEMETRY = {
     "OTEL_TRACES_SAMPLER",
     "OTEL_TRACES_SAMPLER_ARG",
 }
-"""Of OpenTelemetry's specification, what is of use here."""
 OTHERS = {"HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "HOME", "NCCL_DEBUG"}
 
+# Seconds that each takes at most beside what is set (docs/operations.md, SIGTERM).
 SHUTDOWN = {"gateway": 7.0, "scheduler": 10.0, "health-monitor": 2.0, "executor": 10.0}
-"""Seconds that each takes at most beside what is set (docs/operations.md, SIGTERM)."""
 
 builds = pytest.mark.parametrize("name", manifests.BUILDS)
 

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 COMPILED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ryzanstein"]["compiled"]
+# Of what is imported: `make test-compiled` runs the first, and a tree has nothing that would hide a source.
 SUFFIX = ".so" if os.environ.get("RYZANSTEIN_COMPILE") == "1" else ".py"
-"""Of what is imported: `make test-compiled` runs the first, and a tree has nothing that would hide a source."""
 
 
 @pytest.mark.parametrize("name", COMPILED)

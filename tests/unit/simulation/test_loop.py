@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.simulation.core.loop import SimulatedLoop
 from tests.simulation.core.processes import OUTSIDE, Host, Process
 
-DELAYS = st.sampled_from([None, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0])
-"""None: soon, and not by a timer."""
+DELAYS = st.sampled_from([None, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0])  # None: soon, and not by a timer
 PLANS = st.lists(st.lists(st.tuples(DELAYS, st.booleans()), max_size=12), min_size=1, max_size=4)
 
 

@@ -28,8 +28,7 @@ from tests.simulation.core.transport import HIGH, KERNEL
 from tests.simulation.core.world import World
 
 Main = Callable[[], Coroutine[Any, Any, Any]]
-AT_IMPORT: list[random.Random] = []
-"""As modules make one when they are imported."""
+AT_IMPORT: list[random.Random] = []  # as modules make one when they are imported
 
 
 def started(world: World, name: str, main: Main) -> Process:

@@ -14,10 +14,10 @@ from typing import Any
 import schemathesis
 from schemathesis import Case, GenerationMode, HookContext, Response
 
-FILE = os.environ.get("RYZANSTEIN_FUZZED_FILE", "")
-"""The input of a batch."""
+FILE = os.environ.get("RYZANSTEIN_FUZZED_FILE", "")  # the input of a batch
 MODEL = os.environ.get("RYZANSTEIN_FUZZED_MODEL", "stub")
 VOCABULARY = 256
+# Fields whose values have a language of their own.
 DEEP = (
     *(
         "tools",
@@ -39,13 +39,13 @@ DEEP = (
     *("chat_template_kwargs", "text", "reasoning", "service_tier", "verbosity"),
     *("format", "think", "raw", "instruction", "sparse_attention"),
 )
-"""Fields whose values have a language of their own."""
+# Paths whose requests need not name the model where one is served.
 NAMELESS = (
     *("/v1/chat/completions", "/v1/classify", "/v1/completions", "/v1/embeddings", "/v1/messages"),
     *("/v1/rerank", "/v1/responses", "/v1/score"),
 )
-"""Paths whose requests need not name the model where one is served."""
 _ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|msg_|msgbatch_|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')
+# How the ids begin that a part of a path may be.
 KINDS = {
     "generation": ("chatcmpl-", "cmpl-", "msg_"),
     "response": ("resp_",),
@@ -53,7 +53,6 @@ KINDS = {
     "batch": ("batch_",),
     "message_batch": ("msgbatch_",),
 }
-"""How the ids begin that a part of a path may be."""
 _count = itertools.count()
 _seen: list[str] = []
 

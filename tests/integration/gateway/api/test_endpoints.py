@@ -29,13 +29,10 @@ WHOLE: dict[str, Any] = {"stream": False, "options": {"num_predict": 8}}
 class Endpoint(NamedTuple):
     path: str
     body: dict[str, Any]
-    other: dict[str, Any]
-    """Fields of another request."""
-    named: str = "id"
-    """Where the answer has the generation's id: a field, or a header."""
+    other: dict[str, Any]  # fields of another request
+    named: str = "id"  # where the answer has the generation's id: a field, or a header
 
-    prompts: int = 1
-    """Requests at the ring."""
+    prompts: int = 1  # requests at the ring
 
     @property
     def model(self) -> str:

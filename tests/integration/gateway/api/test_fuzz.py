@@ -34,12 +34,12 @@ LINE = {
 }
 
 
+# Bad requests may be refused as too large, too; and two methods that a path does not have say what all of them do.
 CONFIGURATION = """[checks]
 negative_data_rejection.expected-statuses = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429, "5xx"]
 [phases.coverage]
 unexpected-methods = ["DELETE", "PUT"]
 """
-"""Bad requests may be refused as too large, too; and two methods that a path does not have say what all of them do."""
 
 
 async def say_or_embed(ring: FakeRing, request: GenerationRequest) -> None:

@@ -32,8 +32,7 @@ class Reader:
         self.asked: list[PullAdapter] = []
         self.reply: HostReply | None = None
         self.hold: asyncio.Event | None = None
-        self.deaths = 0
-        """Times that it ends before it has answered, and begins anew."""
+        self.deaths = 0  # times that it ends before it has answered, and begins anew
         self.version = 1
 
     def digest(self, source: str) -> str:

@@ -16,8 +16,7 @@ from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_proces
 from tests.integration.gateway.raw import Raw, connect
 
 CROWD = 1000
-PER_ONE = 64 * 1024
-"""Bytes that one of them may cost the gateway; measured: 19 KiB."""
+PER_ONE = 64 * 1024  # bytes that one of them may cost the gateway; measured: 19 KiB
 IDLE = {"model": MODEL, "prompt": "wait", "stream": True}
 
 

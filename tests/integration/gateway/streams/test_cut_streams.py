@@ -12,13 +12,13 @@ from tests.integration.gateway.resuming import Paced
 
 TEXT = "A stream is a log; \u00e9 has two bytes."
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+# Their bodies, and what ends an event or a line.
 APIS = {
     "/v1/messages": (BODY | {"max_tokens": 100}, b"\n\n"),
     "/v1/responses": ({"model": MODEL, "input": "Hi", "stream": True}, b"\n\n"),
     "/api/chat": (BODY, b"\n"),
     "/api/generate": ({"model": MODEL, "prompt": "Hi"}, b"\n"),
 }
-"""Their bodies, and what ends an event or a line."""
 
 
 def whole(path: str, data: bytes) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ TURNS = (
     "{{ message.content }}<|end|>\n{% endfor %}"
 )
 OFF = "<|start|>assistant\n<think>\n\n</think>\n\n"
+# One whose reasoning is turned on and off, and one that always reasons, as long as it is told to.
 TEMPLATES = {
     SWITCHED: TURNS + "{% if add_generation_prompt %}<|start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
@@ -34,7 +35,6 @@ TEMPLATES = {
     + TURNS
     + "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
 }
-"""One whose reasoning is turned on and off, and one that always reasons, as long as it is told to."""
 
 
 class Thinkers:

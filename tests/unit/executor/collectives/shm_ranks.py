@@ -15,8 +15,8 @@ from shared.errors import RingLost
 
 MEETING = 60.0
 LANES = 2
+# Elements; the last ones are more than one piece of float32, or of both.
 SIZES = (1, 15, 17, 576, 16 * 576, 32768, 32769, 70001)
-"""Elements; the last ones are more than one piece of float32, or of both."""
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 Work = Callable[[SharedMemory], None]
 

@@ -41,12 +41,9 @@ from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenLogprobs
 
 CPU = torch.device("cpu")
-SLOTS = 40
-"""Spill slots in host memory."""
-STATES = 6
-"""Slots of recurrent state, where the model keeps any: of three sequences and some snapshots."""
-DRAFT_STATES = 48
-"""Further ones, for states behind drafts."""
+SLOTS = 40  # spill slots in host memory
+STATES = 6  # slots of recurrent state, where the model keeps any: of three sequences and some snapshots
+DRAFT_STATES = 48  # further ones, for states behind drafts
 
 
 def needs_disk(directory: Path) -> None:
@@ -59,8 +56,7 @@ class Said(NamedTuple):
     """What a ring has said at one position of one answer."""
 
     token: int
-    logits: str
-    """A digest of all of them."""
+    logits: str  # a digest of all of them
     logprobs: TokenLogprobs | None
 
 
@@ -74,8 +70,8 @@ class Cuts(NamedTuple):
     lookahead: bool
     spills: bool
     session_ttl: float
+    # Of all else: how long drafts are and whether they are right, who is preempted, which step fails.
     seed: int
-    """Of all else: how long drafts are and whether they are right, who is preempted, which step fails."""
 
 
 class Ranks:

@@ -22,8 +22,7 @@ class Shape(NamedTuple):
     key_dim: int
     taps: int
     bias: bool
-    norm: str
-    """`head`, `group` (behind the gate), or none."""
+    norm: str  # `head`, `group` (behind the gate), or none
 
     @property
     def inner(self) -> int:
@@ -57,8 +56,7 @@ class Piece(NamedTuple):
 
     slot: int
     position: int
-    rows: Tensor
-    """float32 [rows, projected], values of bf16"""
+    rows: Tensor  # float32 [rows, projected], values of bf16
 
 
 class Layer:

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_n
 
 Weights = Mapping[str, LowRank]
 LENGTHS = [47, 25, 14, 7]
+# Chunked prefill, decodes and both at once.
 STEPS: list[dict[int, int]] = [
     {0: 16, 2: 11},
     {2: 1, 0: 16, 1: 7},
@@ -45,11 +46,8 @@ STEPS: list[dict[int, int]] = [
     {2: 1, 0: 1, 1: 1, 3: 6},
     {3: 1, 2: 1, 0: 1, 1: 1},
 ]
-"""Chunked prefill, decodes and both at once."""
-SLOTS = {0: 0, 1: -1, 2: 5, 3: 0}
-"""Of each sequence."""
-Results = list[tuple[int, int, Tensor]]
-"""(sequence, position, its logits)"""
+SLOTS = {0: 0, 1: -1, 2: 5, 3: 0}  # of each sequence
+Results = list[tuple[int, int, Tensor]]  # (sequence, position, its logits)
 
 
 def decoder_of(runner: ModelRunner) -> NativeDecoder:
@@ -136,13 +134,13 @@ def expected_of(directory: Path, adapters: Mapping[int, Weights], slots: Mapping
     return [by_slot[slots[sequence]][sequence] for sequence in range(len(sequences))], by_slot[-1]
 
 
+# Of few experts, rounding to bf16 would choose others.
 CHANGES = {"mixtral": ALL_EXPERTS, "qwen2_moe": ALL_EXPERTS, "deepseek_v2": ALL_EXPERTS}
-"""Of few experts, rounding to bf16 would choose others."""
 
 
+# Of what is drawn. Trained adapters are nearer to the latter: they change a fraction of what their base computes, and
+# where that is a tenth of it, a hundredth more error is what bf16 itself rounds.
 STRENGTH = {"bf16": 0.3, "int8": 0.03}
-"""Of what is drawn. Trained adapters are nearer to the latter: they change a fraction of what their base computes, and
-where that is a tenth of it, a hundredth more error is what bf16 itself rounds."""
 CASES = [
     *((name, 1, 16, "", "bf16") for name in ("llama", "qwen2_moe", "qwen3_5_text", "deepseek_v2")),
     ("mixtral", 1, 16, "q8_0", "bf16"),

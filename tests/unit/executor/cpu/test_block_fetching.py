@@ -35,8 +35,8 @@ from tests.unit.executor.worker.drafting_ring import Generated, ring_of
 
 LENGTH, BLOCKS = 900, 300
 PAGES = SparseAttention(threshold=100, sinks=8, recent=32, budget=64, share=0.0, dense_layers=1)
+# Blocks that the last token reads: it is the last one of its own.
 READ = (PAGES.sinks + PAGES.budget + PAGES.recent) // BLOCK_SIZE
-"""Blocks that the last token reads: it is the last one of its own."""
 
 
 def test_steps_ask_while_something_is_read() -> None:

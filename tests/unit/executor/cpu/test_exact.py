@@ -18,8 +18,8 @@ from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
+# One after the other, each prompt in one piece, no drafts, and room for all.
 ALONE = Cuts(400, 4096, 1, 0, lookahead=False, spills=False, session_ttl=0.0, seed=0)
-"""One after the other, each prompt in one piece, no drafts, and room for all."""
 
 
 class Case(NamedTuple):
@@ -30,15 +30,14 @@ class Case(NamedTuple):
     world_size: int
     prompts: tuple[int, ...]
     outputs: int
-    sparse: SparseAttention | None = None
-    """What most of its requests ask for."""
-    mapped: bool = False
-    """Full blocks lie in files, which leave memory now and then."""
+    sparse: SparseAttention | None = None  # what most of its requests ask for
+    mapped: bool = False  # full blocks lie in files, which leave memory now and then
 
 
 PAGES = SparseAttention(threshold=12, sinks=5, recent=7, budget=8, share=0.25, dense_layers=1)
 WINDOW = SparseAttention("window", threshold=12, sinks=5, recent=7, dense_layers=0)
 SMALL = {"head_dim": 32}
+# Whose snapshots take a block or two.
 RECURRENT = {
     **SMALL,
     "linear_num_key_heads": 1,
@@ -47,7 +46,6 @@ RECURRENT = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-"""Whose snapshots take a block or two."""
 STATE_SPACE = {
     **SMALL,
     "hidden_size": 32,
@@ -125,8 +123,8 @@ class Ring:
     said: dict[str, list[Said]]
 
 
+# What `make test` has: all codecs, most kinds of state, sparse attention over mapped blocks, on one rank.
 FAST = {"mixed", "recurrent", "state space", "sparse and mapped"}
-"""What `make test` has: all codecs, most kinds of state, sparse attention over mapped blocks, on one rank."""
 SLOW = {"latent", "keys of other layers", "sinks", "sparse over parts", "sparse on three ranks"}
 SLOW |= {"windows", "sparse and mapped as written on two ranks"}
 """What CI has: each kind of state, and rings of two and three."""

@@ -29,14 +29,14 @@ OPTIONS = [
     "-Wno-builtin-macro-redefined",
     "-pthread",
 ]
+# Of what AVX512-BF16 computes, by its SHA-256: it stays what it is, to the bit, or `ARITHMETIC` is raised.
 RECORDED = "be91994fe36c5135ccba3a13d6ac704c71047e06fc4f2215c02199c318051a74"
-"""Of what AVX512-BF16 computes, by its SHA-256: it stays what it is, to the bit, or `ARITHMETIC` is raised."""
+# Of a sum, as a share of the largest of its line: sums of products of bf16, in another order.
 TOLERANCE = 1e-6
-"""Of a sum, as a share of the largest of its line: sums of products of bf16, in another order."""
+# The same behind tens of thousands of sums that are rounded to bf16, some of which fall the other way.
 ROUNDED = 4e-3
-"""The same behind tens of thousands of sums that are rounded to bf16, some of which fall the other way."""
+# Of what is rounded between two products: adapters' columns go through all of a layer's, to 8 bits as codes.
 TOLERANCES = {"latents": ROUNDED, "adapted": 1e-2, "coded": 3e-2}
-"""Of what is rounded between two products: adapters' columns go through all of a layer's, to 8 bits as codes."""
 
 
 PROGRAMS = tempfile.TemporaryDirectory()
@@ -47,11 +47,9 @@ EMULATOR = ("qemu-aarch64", "-cpu", "max")
 
 class Level(NamedTuple):
     source: Path
-    needs: str
-    """A level that this processor must have, to run without an emulator."""
+    needs: str  # a level that this processor must have, to run without an emulator
     is_arm: bool = False
-    emulator: str = ""
-    """A source beside `check.c` that carries out what the processor lacks."""
+    emulator: str = ""  # a source beside `check.c` that carries out what the processor lacks
 
 
 LEVELS = {
@@ -64,8 +62,8 @@ LEVELS = {
     "neonbf16": Level(NATIVE / "levels/neonbf16.c", "neonbf16", is_arm=True),
 }
 PLAINEST = "neon" if ARM else "avx2"
+# What CI compares in full: those take longest, and CI has AMX' tiles alone.
 COMPARED = LEVELS.keys() - {"amx", "avxvnni", "avx512vnni"}
-"""What CI compares in full: those take longest, and CI has AMX' tiles alone."""
 
 
 def build(

@@ -94,8 +94,7 @@ def said(*command: str) -> str:
 
 class Function(NamedTuple):
     name: str
-    file: str
-    """That has it; "" where others can call it."""
+    file: str  # that has it; "" where others can call it
     body: str
 
 

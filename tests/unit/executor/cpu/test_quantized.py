@@ -19,8 +19,8 @@ from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 COLUMNS, OUTPUTS, ROWS = 640, 70, 13
+# 320 is no group of the kernels, and becomes one that is; 640 is the row.
 GROUPS = (16, 32, 64, 128, 320, 640)
-"""320 is no group of the kernels, and becomes one that is; 640 is the row."""
 
 
 class Kernels:

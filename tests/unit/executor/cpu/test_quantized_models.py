@@ -17,8 +17,8 @@ from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
+# Of inner widths that two and three ranks do not share equally.
 WIDE = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 5}
-"""Of inner widths that two and three ranks do not share equally."""
 
 
 def model_of(directory: Path, model_type: str) -> Path:

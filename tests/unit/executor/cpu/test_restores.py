@@ -33,8 +33,7 @@ class Spilled(SpillStore):
         super().__init__(0, 64, runner._store.shape.bytes_per_spilled_block, directory, beside=True)
         parts = runner._store.parts_of_pages()
         self._page = {offset: page for page, found in enumerate(parts) for offset, _ in found}
-        self.progress: ProgressCounter | None = None
-        """Of the step that is waited for; None: nothing is."""
+        self.progress: ProgressCounter | None = None  # of the step that is waited for; None: nothing is
 
     def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         page, pause = self._page[offset], threading.Event()

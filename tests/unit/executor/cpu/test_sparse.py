@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_n
 
 LENGTH, BLOCKS = 901, 300
 PAGES = SparseAttention(threshold=100, sinks=6, recent=30, budget=64, share=0.2, dense_layers=0)
+# Five query heads to a KV head: four that are scored together, and one.
 SHAPE = {
     "head_dim": 32,
     "num_attention_heads": 10,
@@ -38,7 +39,6 @@ SHAPE = {
     "hidden_size": 160,
     "max_position_embeddings": 4200,
 }
-"""Five query heads to a KV head: four that are scored together, and one."""
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,7 @@ from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS
 
 natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 PAGE = os.sysconf("SC_PAGE_SIZE")
-AROUND = 16 * PAGE
-"""What Linux maps with a page that is asked for, of those that are in its cache."""
+AROUND = 16 * PAGE  # what Linux maps with a page that is asked for, of those that are in its cache
 LAYERS = st.lists(
     st.builds(
         lambda dense, routed, chosen: LayerExtents([Extent(0, dense)], [Extent(0, routed)], chosen),

@@ -23,6 +23,7 @@ from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, 
 from tests.unit.executor.model.tiny import VARIANTS, make_model
 
 Result = TypeVar("Result")
+# One KV head: two ranks have a copy each. Interpreted attention costs most.
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -31,7 +32,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
-"""One KV head: two ranks have a copy each. Interpreted attention costs most."""
+# Of other numbers than `SMALL`.
 HEADS: dict[str, dict[str, Any]] = {
     # Three KV heads: two ranks share one of them.
     "llama": {
@@ -44,12 +45,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "gemma": {"num_attention_heads": 4},
     "mellum": {"num_hidden_layers": 3},
 }
-"""Of other numbers than `SMALL`."""
+# Prefill, in chunks, and a decode beside them; few tokens, for interpreted kernels take a second for some thousands
+# of programs.
 STEPS = ({0: 4, 1: 2}, {1: 1, 0: 2, 2: 1})
-"""Prefill, in chunks, and a decode beside them; few tokens, for interpreted kernels take a second for some thousands
-of programs."""
-RING_STEPS = ({0: 3, 1: 1},)
-"""A chunk and a decode: every rank interprets as many programs as one alone."""
+RING_STEPS = ({0: 3, 1: 1},)  # a chunk and a decode: every rank interprets as many programs as one alone
 
 
 def small_model(directory: Path, model_type: str, **changes: Any) -> Path:

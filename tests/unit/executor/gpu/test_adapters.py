@@ -20,8 +20,7 @@ from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, runner_of, small_mo
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.model.tiny import logits_of
 
-SLOTS = (1, -1, 0)
-"""Of each sequence of `small_script`."""
+SLOTS = (1, -1, 0)  # of each sequence of `small_script`
 STEPS = ({0: 3, 1: 2}, {1: 1, 0: 1, 2: 1})
 
 

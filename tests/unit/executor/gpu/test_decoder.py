@@ -34,19 +34,19 @@ from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.lanes import LOWERED
 from tests.unit.executor.model.tiny import build, reference_logits
 
+# Families that CPUs alone have a decoder for.
 NATIVE = {
     *("axk1", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "gpt_oss"),
     *("hunyuan_v1_moe", "minicpm3", "minimax_m2", "mistral4", "olmoe", "youtu"),
     *("gemma4_text", "gemma4_unified_text"),
     *("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
-"""Families that CPUs alone have a decoder for."""
 OTHERS = sorted(set(LOWERED) - NATIVE)
+# Families that every run of the tests computes on two ranks: with caps, with a KV head that both have, with one tensor
+# for queries, keys and values, with experts. The others' ranks share all of their code with these.
 SHARDED = ("gemma2", "llama", "phi3", "qwen2_moe")
-"""Families that every run of the tests computes on two ranks: with caps, with a KV head that both have, with one tensor
-for queries, keys and values, with experts. The others' ranks share all of their code with these."""
+# And on one: with windows and norms of heads, with experts chosen by groups, with scales.
 ALONE = ("gemma3_text", "glm4_moe", "granite")
-"""And on one: with windows and norms of heads, with experts chosen by groups, with scales."""
 
 
 def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dict[int, int]]) -> float:

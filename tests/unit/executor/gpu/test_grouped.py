@@ -18,8 +18,7 @@ from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 
 DEVICE = torch.device("cuda", 0)
-ULP = 2**-8 * 1.01
-"""What bf16 rounds, and not a hundredth of it more."""
+ULP = 2**-8 * 1.01  # what bf16 rounds, and not a hundredth of it more
 pytestmark = pytest.mark.usefixtures("cuda")
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 

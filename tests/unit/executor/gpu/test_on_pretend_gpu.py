@@ -54,8 +54,8 @@ from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 GPU = torch.device("cuda", 0)
 LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
 NEW = 4
+# Tokens of each sequence, and how all of them are sampled.
 STEPS = (({0: 4}, GREEDY), ({0: 1, 1: 3}, GREEDY), ({0: 1, 1: 1}, GREEDY), ({1: 1, 0: 1}, DRAWN))
-"""Tokens of each sequence, and how all of them are sampled."""
 
 
 # --- steps ---------------------------------------------------------------------------------------

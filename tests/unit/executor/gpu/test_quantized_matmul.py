@@ -23,8 +23,7 @@ from services.executor.model.weight_formats import Quantized, quantize
 
 DEVICE = torch.device("cuda", 0)
 NAN = float("nan")
-BF16_TOLERANCE = 2**-8 * 1.01
-"""Of a row's largest: what rounding takes."""
+BF16_TOLERANCE = 2**-8 * 1.01  # of a row's largest: what rounding takes
 pytestmark = pytest.mark.usefixtures("cuda")
 CODECS = pytest.mark.parametrize("codec", [FP8, INT8], ids=lambda codec: codec.name)
 

@@ -15,8 +15,7 @@ from shared.messages import GenerationRequest, SamplingParams
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_k=7, top_p=0.9, seed=5)
 
-ONE_LAYER = replace(TINY, layers=1)
-"""Interpreted kernels take most of the time."""
+ONE_LAYER = replace(TINY, layers=1)  # interpreted kernels take most of the time
 
 Launch = Callable[[StepPlan, Sequence[SamplingState]], Launched]
 

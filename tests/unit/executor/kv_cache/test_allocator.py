@@ -391,6 +391,6 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
+# A failure is made small before it is shown, and that takes a while.
 TestAllocatorMachine.pytestmark = pytest.mark.timeout(400)
-"""A failure is made small before it is shown, and that takes a while."""
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -24,8 +24,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import CPU, on_ring
 
-HEADS = HeadCounts(q_heads=9, kv_heads=3, head_dim=64)
-"""Three KV heads for two ranks: each holds two."""
+HEADS = HeadCounts(q_heads=9, kv_heads=3, head_dim=64)  # three KV heads for two ranks: each holds two
 
 
 def plan(

@@ -39,8 +39,7 @@ ROWS = stn.arrays(
         st.sampled_from([0.0, -0.0, 1e-45, 1e-38, 448.0, -127.0]),
     ),
 )
-ROUNDING = 1 + 2.0**-20
-"""What float32's own rounding may add to a bound."""
+ROUNDING = 1 + 2.0**-20  # what float32's own rounding may add to a bound
 
 
 def bound(codec: Codec, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

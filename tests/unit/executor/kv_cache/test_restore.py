@@ -41,8 +41,7 @@ class Fake:
 
     def __init__(self, contents: dict[int, bytes], on_disk: set[int]) -> None:
         self._contents, self._on_disk = contents, on_disk
-        self.gate = threading.Semaphore(0)
-        """Released once for each read that may happen."""
+        self.gate = threading.Semaphore(0)  # released once for each read that may happen
         self.broken: set[int] = set()
         self.damaged: set[int] = set()
         self.expected: list[tuple[int, int, int]] = []

@@ -17,8 +17,7 @@ from shared.errors import ConfigurationError
 
 PLAIN = StoreShape.uniform(2, 4, 3, 8, torch.bfloat16)
 MIXED = StoreShape.uniform(2, 4, 3, 8, torch.bfloat16, (INT8, None))
-LAYER = 2 * 3 * 4 * 8
-"""Values of a block in one layer."""
+LAYER = 2 * 3 * 4 * 8  # values of a block in one layer
 
 
 def test_budget_in_blocks() -> None:

@@ -13,8 +13,7 @@ CPU = torch.device("cpu")
 CODECS = (INT8, None, FP8)
 SHAPE = StoreShape.uniform(3, 4, 2, 8, torch.bfloat16, CODECS)
 WRITABLE, QUANTIZED = 6, 5
-VALUES = (2, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)
-"""A block of one layer."""
+VALUES = (2, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)  # a block of one layer
 
 
 def filled(shape: StoreShape = SHAPE, seed: int = 0) -> KvStore:

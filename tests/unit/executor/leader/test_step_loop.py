@@ -38,12 +38,10 @@ class NotedEngine:
         self.fake = FakeEngine(spec)
         self._launches = Launches(self._execute)
         self.noted: list[tuple[str, int]] = []
-        self.bad: dict[int, set[int]] = {}
-        """Rows that are no numbers, by step."""
+        self.bad: dict[int, set[int]] = {}  # rows that are no numbers, by step
         self.lost_at = 0
         self.model = FakeDraftModel(self.fake, random.Random(5), right=1.0)
-        self.bad_round = 0
-        """The step whose round is no numbers."""
+        self.bad_round = 0  # the step whose round is no numbers
 
     def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
         self.noted.append(("draft", plan.plan.step))

@@ -21,6 +21,8 @@ from tests.unit.executor.model.common_settings import (
 from tests.unit.executor.model.recurrent_architectures import RECURRENT
 from tests.unit.executor.model.tiny import VARIANTS, WINDOWS, YARN
 
+# Texts are longer than the tokens that are chosen. With so many heads no scores tie (at 0, where all are
+# negative): which of those that tie is chosen transformers leaves to its operator.
 INDEXED = {
     **SHARED_EXPERTS,
     **LATENT,
@@ -30,8 +32,7 @@ INDEXED = {
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "num_hidden_layers": 3,
 }
-"""Texts are longer than the tokens that are chosen. With so many heads no scores tie (at 0, where all are
-negative): which of those that tie is chosen transformers leaves to its operator."""
+# For heads of 12; frequencies change beyond 40 tokens, and no sequence of the tests is longer.
 LONGROPE = {
     "original_max_position_embeddings": 40,
     "rope_parameters": {
@@ -44,7 +45,6 @@ LONGROPE = {
         "original_max_position_embeddings": 40,
     },
 }
-"""For heads of 12; frequencies change beyond 40 tokens, and no sequence of the tests is longer."""
 
 _GPT2 = {"hidden_size": 60, "n_head": 5}
 COMPASS: dict[str, Any] = {
@@ -56,6 +56,7 @@ COMPASS: dict[str, Any] = {
     "logit_scale": 0.7,
 }
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}}
+# Of vision models.
 _PATCHES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -64,7 +65,7 @@ _PATCHES = {
     "patch_size": 4,
     "out_hidden_size": 48,
 }
-"""Of vision models."""
+# Its blocks end where those of the KV cache do not; of a text some are not attended to.
 _MINIMAX_M3 = {
     **EXPERTS,
     "layer_types": ["minimax_m3_sparse", "full_attention"],
@@ -79,7 +80,6 @@ _MINIMAX_M3 = {
     "rotary_dim": 4,
     "swiglu_limit": 1.0,
 }
-"""Its blocks end where those of the KV cache do not; of a text some are not attended to."""
 _FALCON = {"num_attention_heads": 6}
 
 _SHARED_KEYS = {
@@ -125,6 +125,7 @@ _DOTS3 = {
     "swa_v_head_dim": 10,
 }
 
+# Architectures whose configuration does not know the common names of head counts.
 OWN_NAMES = frozenset(
     {
         "bloom",
@@ -146,7 +147,6 @@ OWN_NAMES = frozenset(
         "xlstm",
     }
 )
-"""Architectures whose configuration does not know the common names of head counts."""
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     **RECURRENT,
@@ -530,6 +530,7 @@ def settings_of(name: str) -> dict[str, Any]:
     return {**base, **own}
 
 
+# Of each kind of state an architecture.
 KINDS = {
     "full": "qwen3",
     "sliding": "mistral",
@@ -541,4 +542,3 @@ KINDS = {
     "hybrid": "zaya",
     "compressed": "deepseek_v4",
 }
-"""Of each kind of state an architecture."""

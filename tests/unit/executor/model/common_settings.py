@@ -2,11 +2,11 @@
 
 from typing import Any
 
+# Two query heads for each KV head; two ranks share a KV head.
 GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
-"""Two query heads for each KV head; two ranks share a KV head."""
 
+# Fewer KV heads than ranks: each rank holds the one.
 ONE_KV_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12}
-"""Fewer KV heads than ranks: each rank holds the one."""
 
 FIVE_HEADS = {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12}
 
@@ -28,6 +28,7 @@ SHARED_EXPERTS = {
     "topk_group": 1,
 }
 
+# Five heads, and a latent twice as wide as they are: chunks of fewer than 32 rows attend to lines as they are.
 LATENT = {
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
@@ -39,10 +40,9 @@ LATENT = {
     "v_head_dim": 10,
     "hidden_size": 40,
 }
-"""Five heads, and a latent twice as wide as they are: chunks of fewer than 32 rows attend to lines as they are."""
 
+# So narrow that chunks of any length make keys and values of lines.
 NARROW_LATENT = {**LATENT, "kv_lora_rank": 8}
-"""So narrow that chunks of any length make keys and values of lines."""
 
 GRANITE_SCALES = {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0}
 

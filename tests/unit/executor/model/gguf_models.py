@@ -19,17 +19,16 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "phi3": "phi3",
 }
+# Those that transformers does not read.
 OWN = {
     **{name: name for name in ("gemma", "granite", "smollm3", "seed_oss")},
     **{name: name for name in ("arcee", "ernie4_5", "exaone4", "olmo2")},
     "mixtral": "llama",
     "olmo3": "olmo2",
 }
-"""Those that transformers does not read."""
-ALL = ARCHITECTURES | OWN
-"""Model type -> as GGUF calls it."""
+ALL = ARCHITECTURES | OWN  # model type -> as GGUF calls it
+# Types that `gguf` writes; of others any codes are a weight.
 _QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F32", "F16", "BF16", "TQ2_0")
-"""Types that `gguf` writes; of others any codes are a weight."""
 
 
 def write_gguf(

@@ -11,8 +11,7 @@ _ALIGNMENT = 32
 
 class Key(NamedTuple):
     name: str
-    value: bytes
-    """With its type"""
+    value: bytes  # with its type
 
 
 class Stored(NamedTuple):

@@ -18,18 +18,17 @@ from transformers import LlamaConfig
 
 TOKENS = 40
 HIDDEN, HEAD = 128, 64
+# Where the residual stream has the token, the one before it, the one that is to come (each a unit vector), and 1.
 _SELF, _BEFORE, _NEXT, _ONE = 0, TOKENS, 2 * TOKENS, 3 * TOKENS
-"""Where the residual stream has the token, the one before it, the one that is to come (each a unit vector), and 1."""
+# So many pairs of a head's values turn fast enough to tell positions apart; the others do not turn at all, in texts of
+# some thousand tokens.
 _THETA, _FAST = 1e12, HEAD // 2 - TOKENS // 2
-"""So many pairs of a head's values turn fast enough to tell positions apart; the others do not turn at all, in texts of
-some thousand tokens."""
+# How sharply each layer looks: the first one's query and key, and the second one's.
 _NEAR, _ALIKE = 12.0, 20.0
-"""How sharply each layer looks: the first one's query and key, and the second one's."""
-_SURE = 8.0
-"""How much the token that is to come stands out."""
+_SURE = 8.0  # how much the token that is to come stands out
 
+# Tokens of which noise has none. The last token of all ends a text.
 PASSAGE = tuple(range(TOKENS - 10, TOKENS - 1))
-"""Tokens of which noise has none. The last token of all ends a text."""
 END = TOKENS - 1
 
 
@@ -79,8 +78,8 @@ def _outside() -> dict[str, Tensor]:
     return {"model.embed_tokens.weight": embed, "lm_head.weight": head}
 
 
+# Query, key and value of the residual stream, and what is added to it.
 Head = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Query, key and value of the residual stream, and what is added to it."""
 
 
 def _reads_before() -> Head:

@@ -42,6 +42,7 @@ _KIMI_DELTA = {
     "routed_scaling_factor": 1.5,
 }
 
+# Two ranks share a group of heads.
 _MAMBA = {
     "mamba_n_heads": 6,
     "mamba_n_groups": 3,
@@ -50,10 +51,9 @@ _MAMBA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_hidden_layers": 3,
 }
-"""Two ranks share a group of heads."""
 
+# Norms of the gated outputs span the ranks.
 _ONE_GROUP = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_conv": 3}
-"""Norms of the gated outputs span the ranks."""
 
 _NEMOTRON_H = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
@@ -72,6 +72,7 @@ _NEMOTRON_H = {
 
 _MAMBA2 = {"num_heads": 6, "head_dim": 16, "state_size": 10, "conv_kernel": 3, "time_step_limit": [0.3, 1.2]}
 
+# Two blocks, called twice each; the second form has one.
 _ZAMBA2 = {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
@@ -85,7 +86,6 @@ _ZAMBA2 = {
     "mamba_d_state": 10,
     "time_step_min": 0.6,
 }
-"""Two blocks, called twice each; the second form has one."""
 
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}
 
@@ -125,6 +125,7 @@ _QWEN4 = {
     "tie_word_embeddings": False,
 }
 
+# Lines of two tokens, two in a block, and of eight, one in two blocks; groups of heads that ranks share.
 _DEEPSEEK_V4 = {
     **EXPERTS,
     "num_hidden_layers": 4,
@@ -151,7 +152,6 @@ _DEEPSEEK_V4 = {
     "hc_mult": 3,
     "swiglu_limit": 0.7,
 }
-"""Lines of two tokens, two in a block, and of eight, one in two blocks; groups of heads that ranks share."""
 
 
 RECURRENT: dict[str, dict[str, Any]] = {

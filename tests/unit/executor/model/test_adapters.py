@@ -26,10 +26,8 @@ from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targe
 from tests.unit.executor.model.ring import CPU, Script, make_runner, mixed_script, on_ring, runner_around
 from tests.unit.executor.model.tiny import build, logits_of
 
-RANKS = (4, 9, 16)
-"""Of the three adapters."""
-OF_SEQUENCES = (1, -1, 2, 0)
-"""The slot of each sequence of the script; one has none."""
+RANKS = (4, 9, 16)  # of the three adapters
+OF_SEQUENCES = (1, -1, 2, 0)  # the slot of each sequence of the script; one has none
 MODELS = (
     "llama",  # uneven heads
     "qwen3",  # biases, norms of heads
@@ -45,10 +43,10 @@ MODELS = (
 )
 
 
+# Where it is more than 0.0001: 0.00012 was found. Without adapters it is 0.000007 there; with them peft's own merged
+# model is 0.00005 from its float64, since random adapters of all its linears make rounding larger. The same steps in
+# float64 are 0.000014 from it: it is rounding.
 MOST_ERRORS = {("zamba2", 3): 2e-4}
-"""Where it is more than 0.0001: 0.00012 was found. Without adapters it is 0.000007 there; with them peft's own merged
-model is 0.00005 from its float64, since random adapters of all its linears make rounding larger. The same steps in
-float64 are 0.000014 from it: it is rounding."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ from tests.unit.executor.model.lanes import STYLES, in_lanes
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, precise_logits_of, save_as_part
 
+# A bias of the experts' outputs is whole where it is held, on rank 0; a head's own layer computes few rows. What comes
+# before the heads of latent attention is of all heads, behind norms of its whole width; what an indexer chooses is
+# chosen alike on all ranks; gates of norms and weights of hyper-connections are narrow, and follow the whole width.
+# What DeepSeek V4 keeps of tokens is one line for all heads; what Qwen 4 adds of several tokens goes to the whole
+# width. Of the two factors of a gate of Kimi's delta attention the first is one head wide. Experts that compute in a latent
+# need all of it. RWKV mixes a token with the one before by a number for each value of the hidden state. Of
+# the two factors of an adapter the first is narrow.
 REPLICATED = re.compile(
     r"(^|\.)(router|gate|shared_expert_gate|wpe|embed_positions|positions_embed|lm_head\.dense|project_in|project_out"
     r"|experts\.down_proj_bias|per_layer_(model_projection|input_gate|projection)|laurel\.linear_\w+"
@@ -26,23 +33,15 @@ REPLICATED = re.compile(
     r"|f_a_proj|g_a_proj|fc\d_latent_proj|\w+_adapter_list\.\d+\.0|time_mix_\w+"
     r"|altup\.\w+|altup_(unembed_)?projections\.\d)\b"
 )
-"""A bias of the experts' outputs is whole where it is held, on rank 0; a head's own layer computes few rows. What comes
-before the heads of latent attention is of all heads, behind norms of its whole width; what an indexer chooses is
-chosen alike on all ranks; gates of norms and weights of hyper-connections are narrow, and follow the whole width.
-What DeepSeek V4 keeps of tokens is one line for all heads; what Qwen 4 adds of several tokens goes to the whole width.
-Of the two factors of a gate of Kimi's delta attention the first is one head wide. Experts that compute in a latent
-need all of it. RWKV mixes a token with the one before by a number for each value of the hidden state. Of
-the two factors of an adapter the first is narrow."""
 
+# Models that transformers builds with libraries that are not here, or saves under other names than it reads; their
+# text model stands for them.
 BY_TEXT_MODEL = {"gemma3n": "gemma3n_text", "kimi_k25": "deepseek_v3"}
-"""Models that transformers builds with libraries that are not here, or saves under other names than it reads; their
-text model stands for them."""
 
+# Types whose own float32 differs from their float64 by as much as is allowed here: they are computed in float64.
 ROUNDED = ("qwen3_5_moe", "qwen3_next")
-"""Types whose own float32 differs from their float64 by as much as is allowed here: they are computed in float64."""
 
-Logits = dict[tuple[int, int], torch.Tensor]
-"""By (sequence, position)."""
+Logits = dict[tuple[int, int], torch.Tensor]  # by (sequence, position)
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,12 @@ class Proof:
 
     directory: Path
     expected: list[torch.Tensor]
-    model: Any
-    """transformers' own."""
+    model: Any  # transformers' own
 
 
 TYPES = [name for name in ARCHITECTURES if "/" not in name]
+# Besides the styles, types with code of their own that no other fast test runs.
 FAST = STYLES | {"bailing_hybrid", "diffllama", "doge", "gpt_neo", "gptj", "jetmoe", "mpt"}
-"""Besides the styles, types with code of their own that no other fast test runs."""
 
 
 @pytest.fixture(scope="module", params=in_lanes(sorted(ARCHITECTURES), FAST, TYPES))
@@ -78,8 +76,7 @@ class Served(NamedTuple):
     """What a ring computes: prefill in chunks and decodes, over the paged cache."""
 
     logits: Logits
-    whole: list[str]
-    """Names of matrices that a rank holds whole, of every rank."""
+    whole: list[str]  # names of matrices that a rank holds whole, of every rank
 
 
 def served(proof: Proof, ranks: int, dtype: torch.dtype) -> Served:
@@ -108,8 +105,8 @@ def whole(model: torch.nn.Module) -> list[str]:
     ]
 
 
+# What a type's own code computes shows in float32; what all share, in one type of each style.
 in_bfloat16 = pytest.mark.parametrize("proof", in_lanes(sorted(ARCHITECTURES), slow=()), indirect=True)
-"""What a type's own code computes shows in float32; what all share, in one type of each style."""
 
 
 @pytest.fixture(scope="module")

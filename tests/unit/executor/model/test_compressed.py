@@ -22,8 +22,7 @@ from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, make_model, reference_logits
 
-HEADS, GROUP, WIDTH = 4, 2, 8
-"""KV heads, query heads of each, and their width."""
+HEADS, GROUP, WIDTH = 4, 2, 8  # KV heads, query heads of each, and their width
 LENGTHS = [37, 18, 9]
 codecs = pytest.mark.parametrize("codec", [INT8, FP8], ids=lambda codec: codec.name)
 

@@ -30,19 +30,17 @@ from tests.unit.executor.model.ring import BLOCK_SIZE, NUM_BLOCKS, Script, make_
 from tests.unit.executor.model.tiny import build, logits_of
 
 CHOSEN, LENGTHS = 8, (61, 40, 27)
+# How far a score may be off, in float32, as a share of the sum over the heads of |weight| |query| |key|: 64 times the
+# error of one operation. The reference does not decide between scores that are nearer to each other.
 ROUNDING = 2.0**-18
-"""How far a score may be off, in float32, as a share of the sum over the heads of |weight| |query| |key|: 64 times the
-error of one operation. The reference does not decide between scores that are nearer to each other."""
+# At most so many rows have such scores at the border of what is chosen: of few, the comparison would say little.
 UNDECIDED = 0.01
-"""At most so many rows have such scores at the border of what is chosen: of few, the comparison would say little."""
+# Whose indexers turn neighbouring values, as latent attention does; those of others turn halves.
 INTERLEAVED = {"dots3_note_text", "glm_moe_dsa"}
-"""Whose indexers turn neighbouring values, as latent attention does; those of others turn halves."""
-LAST = {"hy_v4"}
-"""Whose indexers turn the last values of a head; those of others turn the first."""
-WHOLE = {"deepseek_v32", "glm_moe_dsa"}
-"""Of which the reference computes attention too: no gates, no sinks."""
+LAST = {"hy_v4"}  # whose indexers turn the last values of a head; those of others turn the first
+WHOLE = {"deepseek_v32", "glm_moe_dsa"}  # of which the reference computes attention too: no gates, no sinks
+# How far what is kept is from what was written, at most, as a share of the largest value of its block: half a step.
 STORED = {"int8": 0.5 / 127, "fp8": 16 / 448}
-"""How far what is kept is from what was written, at most, as a share of the largest value of its block: half a step."""
 
 
 def rotate(values: Tensor, positions: Tensor, theta: float, *, neighbours: bool) -> Tensor:
@@ -60,12 +58,9 @@ def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class Scores(NamedTuple):
-    of_keys: Tensor
-    """[L, L]"""
-    rounding: Tensor
-    """[L, L]: how far a score may be off"""
-    keys: Tensor
-    """[L, d], as they are written"""
+    of_keys: Tensor  # [L, L]
+    rounding: Tensor  # [L, L]: how far a score may be off
+    keys: Tensor  # [L, d], as they are written
 
 
 class Reference:
@@ -186,10 +181,9 @@ class Layer:
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     residual: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     output: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    # The positions that it attends to; empty where the layer has no indexer.
     chosen: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    """The positions that it attends to; empty where the layer has no indexer."""
-    page: int = 0
-    """Where its lines are kept; the indexer's keys lie in the next."""
+    page: int = 0  # where its lines are kept; the indexer's keys lie in the next
 
     def of(self, name: str, sequence: int) -> Tensor:
         rows: dict[tuple[int, int], Tensor] = getattr(self, name)
@@ -201,8 +195,7 @@ class Watch:
 
     def __init__(self, model: Any) -> None:
         self.layers: defaultdict[int, Layer] = defaultdict(Layer)
-        self.rows: list[tuple[int, int]] = []
-        """(sequence, position) of each row of the step"""
+        self.rows: list[tuple[int, int]] = []  # (sequence, position) of each row of the step
         for index, layer in enumerate(model.base_model.layers):
             attention = layer.self_attn
             self.layers[index].page = page_of(attention)
@@ -262,15 +255,14 @@ def steps_of(sizes: Sequence[int]) -> Iterator[dict[int, int]]:
         yield tokens
 
 
-Logits = dict[tuple[int, int], Tensor]
-"""By (sequence, position)."""
+Logits = dict[tuple[int, int], Tensor]  # by (sequence, position)
 
 
 class Computed(NamedTuple):
     logits: Logits
     layers: dict[int, Layer]
+    # Of (page layer, sequence): the lines of full blocks, as they are kept.
     kept: dict[tuple[int, int], Tensor]
-    """Of (page layer, sequence): the lines of full blocks, as they are kept."""
 
 
 def compute(

@@ -18,8 +18,7 @@ from tests.unit.executor.model.tiny import build, logits_of
 
 LENGTHS = [27, 19, 14]
 STEPS = ({0: 11}, {1: 9, 0: 6}, {0: 1, 1: 1, 2: 7}, {0: 1, 1: 1, 2: 1})
-LATER = ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 5, 2: 1}, {0: 6, 1: 1, 2: 1})
-"""After the sequences have been moved."""
+LATER = ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 5, 2: 1}, {0: 6, 1: 1, 2: 1})  # after the sequences have been moved
 
 
 def move(script: Script, source: KvStore, target: KvStore) -> None:

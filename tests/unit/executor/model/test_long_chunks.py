@@ -11,10 +11,8 @@ from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import Script, make_runner
 from tests.unit.executor.model.tiny import build, logits_of
 
-LENGTH = 180
-"""Tokens: more than one block of each (RWKV's are the longest, 128), and no multiple of any."""
-CONTINUED = 150
-"""Of them in one chunk, behind the others."""
+LENGTH = 180  # tokens: more than one block of each (RWKV's are the longest, 128), and no multiple of any
+CONTINUED = 150  # of them in one chunk, behind the others
 
 
 @pytest.mark.parametrize("name", ["mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm", "zamba"])

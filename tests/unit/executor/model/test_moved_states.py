@@ -66,11 +66,11 @@ def drafted(script: Script) -> Iterator[Step]:
     yield script.step({0: 1, 1: 1}, every_token=True)
 
 
+# One of each mechanism.
 FAMILIES = (
     *("deepseek_v4", "falcon_h1", "kimi_linear", "lfm2", "mamba", "minimax", "nemotron_h", "qwen3_5_text"),
     *("qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
-"""One of each mechanism."""
 
 
 @pytest.mark.parametrize("ranks", in_lanes([1, 2], [1], []))

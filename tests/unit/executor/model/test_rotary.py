@@ -45,8 +45,7 @@ LONG_HEADS = {
         "original_max_position_embeddings": 64,
     },
 }
-LENGTH = 60
-"""Beyond what the models of `FORMS` were first trained with."""
+LENGTH = 60  # beyond what the models of `FORMS` were first trained with
 FORMS = {
     "phi3/longrope": {},
     "llama/dynamic_rope": {**DYNAMIC, "max_position_embeddings": 32},

@@ -23,8 +23,8 @@ from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
 from tests.unit.executor.model.tiny import build
 
+# The heads of the models of tiny.py.
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
-"""The heads of the models of tiny.py."""
 LLAMA_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",

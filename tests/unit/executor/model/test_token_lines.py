@@ -24,8 +24,7 @@ from tests.unit.executor.model.tiny import build, logits_of
 
 NAME = "deepseek_v4"
 LENGTH = 37
-CUTS = ([37], [1] * 37, [5, 12, 1, 19], [16, 16, 5])
-"""Tokens of each step of a sequence."""
+CUTS = ([37], [1] * 37, [5, 12, 1, 19], [16, 16, 5])  # tokens of each step of a sequence
 
 
 @pytest.fixture(scope="module", params=in_lanes([NAME, "qwen4_exp_text"], [NAME]))

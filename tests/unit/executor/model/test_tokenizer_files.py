@@ -34,14 +34,12 @@ GENERATION = {
 }
 TOOLS = "{{ bos_token }}tools " + TEMPLATE
 
-Object = list[tuple[str, Any]]
-"""A JSON object whose fields may be doubled."""
+Object = list[tuple[str, Any]]  # a JSON object whose fields may be doubled
 
 
 class Served(NamedTuple):
     tokens: list[int]
-    templates: tuple[str | None, str | None]
-    """Without and with tools."""
+    templates: tuple[str | None, str | None]  # without and with tools
     special: dict[str, str]
     ends: list[int]
     defaults: dict[str, float]

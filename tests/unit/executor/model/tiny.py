@@ -25,9 +25,10 @@ BASE = {
     "pad_token_id": 0,
 }
 
+# Layers of these types in turn.
 WINDOWS: dict[str, Any] = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
-"""Layers of these types in turn."""
 
+# Of each type those that it knows.
 EXPERTS: dict[str, Any] = {
     "hidden_size": 96,
     "num_local_experts": 6,
@@ -36,9 +37,8 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
-"""Of each type those that it knows."""
+# Of 32 values, of a model that is 96 wide: its type names no other width.
 THREE_HEADS: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3}
-"""Of 32 values, of a model that is 96 wide: its type names no other width."""
 GROUPED: dict[str, Any] = {
     **EXPERTS,
     "n_shared_experts": 2,
@@ -49,8 +49,8 @@ GROUPED: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+# Of few, rounding to bf16 would choose others; in models with recurrent state all later tokens would differ too.
 ALL_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 6, "topk_group": 3}
-"""Of few, rounding to bf16 would choose others; in models with recurrent state all later tokens would differ too."""
 
 SCALED: dict[str, Any] = {"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0}
 
@@ -92,6 +92,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
 }
+# Three ranks share a group of heads.
 MAMBA: dict[str, Any] = {
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
@@ -101,8 +102,10 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_d_state": 32,
 }
-"""Three ranks share a group of heads."""
 
+# What sets each family of the fast decoders apart: uneven heads, biases, per-head norms, windows, layers without
+# rotary embeddings, half of them rotated, scaled logits and a bias on row-parallel layers, mixed windows, scaled and
+# capped scores, heads of two kinds, layers that read others' keys, keys that are values, inputs of layers.
 VARIANTS: dict[str, dict[str, Any]] = {
     "axk1": {**GROUPED, **LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "deepseek_v2": {**GROUPED, **LATENT, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
@@ -191,10 +194,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,  # transformers empties its embedding when it loads a model of this type
     },
 }
-"""What sets each family of the fast decoders apart: uneven heads, biases, per-head norms, windows, layers without
-rotary embeddings, half of them rotated, scaled logits and a bias on row-parallel layers, mixed windows, scaled and
-capped scores, heads of two kinds, layers that read others' keys, keys that are values, inputs of layers."""
 
+# What sets Gemma 4 26B-A4B apart from the smaller ones.
 GEMMA4_EXPERTS: dict[str, Any] = {
     **EXPERTS,
     "enable_moe_block": True,
@@ -205,7 +206,6 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
-"""What sets Gemma 4 26B-A4B apart from the smaller ones."""
 
 
 def settings_for(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -253,8 +253,8 @@ def reference_logits(directory: Path, sequences: list[list[int]]) -> list[torch.
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
 
+# Buffers that follow from a configuration, whatever a checkpoint says.
 _DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-"""Buffers that follow from a configuration, whatever a checkpoint says."""
 
 
 def build(name: str, settings: dict[str, Any]) -> Any:

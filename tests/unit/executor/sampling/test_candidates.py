@@ -84,10 +84,10 @@ PARAMS: dict[str, st.SearchStrategy[object]] = {
 params_ = st.fixed_dictionaries(
     {"seed": st.integers(0, 2**64 - 1), "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0])}, optional=PARAMS
 )
-BANS = {"min_tokens", "allowed_token_ids", "bad_words"}
-"""Tried in test_token_bans.py."""
+BANS = {"min_tokens", "allowed_token_ids", "bad_words"}  # tried in test_token_bans.py
 
 
+# Of each parameter a value that changes what is drawn, or told.
 ACTIVE: dict[str, object] = {
     "top_k": 5,
     "top_p": 0.5,
@@ -98,7 +98,6 @@ ACTIVE: dict[str, object] = {
     "logit_bias": {3: 3.0, 5: -9.0},
     "logprobs": 5,
 }
-"""Of each parameter a value that changes what is drawn, or told."""
 
 
 def test_every_sampling_parameter_is_tried() -> None:

@@ -21,10 +21,8 @@ from shared.messages import GenerationRequest
 
 VOCAB = 50
 
-Slot = tuple[int, int, int]
-"""(token, position, mark); in a block of a snapshot (~part, tokens, mark)"""
-State = tuple[int, int]
-"""(tokens, mark) of a recurrent state"""
+Slot = tuple[int, int, int]  # (token, position, mark); in a block of a snapshot (~part, tokens, mark)
+State = tuple[int, int]  # (tokens, mark) of a recurrent state
 
 
 def next_token(content: list[int], seed: int, position: int, adapter: str = "") -> int:
@@ -59,18 +57,14 @@ class FakeEngine:
         self.block_size = spec.block_size
         self.blocks: list[list[Slot | None]] = [[None] * spec.block_size for _ in range(spec.total_blocks)]
         self.spilled: dict[int, list[Slot | None]] = {}
-        self.landing: dict[int, list[Slot | None]] = {}
-        """What another ring has given."""
-        self.unreadable: set[int] = set()
-        """Spill slots whose bytes have been lost since they were written."""
-        self.bad_rows: set[int] = set()
-        """Rows of the next step that are no numbers."""
+        self.landing: dict[int, list[Slot | None]] = {}  # what another ring has given
+        self.unreadable: set[int] = set()  # spill slots whose bytes have been lost since they were written
+        self.bad_rows: set[int] = set()  # rows of the next step that are no numbers
         self.largest = 0
-        self.saves = self.compressions = self.restores = 0
-        """Copies in all."""
+        self.saves = self.compressions = self.restores = 0  # copies in all
         self.parts = 1 + spec.state_blocks
+        # By slot, the directory that was read into it: its adapter's digest.
         self.adapters = [""] * spec.max_adapters
-        """By slot, the directory that was read into it: its adapter's digest."""
         self.adapter_loads = 0
         self.states: list[State | None] = [None] * (spec.num_states + spec.draft_states)
         self.state_copies = self.state_saves = self.state_loads = 0
@@ -270,8 +264,7 @@ class Chunk(NamedTuple):
     """What a step computes of one sequence: the positions [begin, context)."""
 
     table: list[int]
-    own: dict[int, int]
-    """The blocks that are written to, by their places in the table."""
+    own: dict[int, int]  # the blocks that are written to, by their places in the table
     begin: int
     context: int
     adapter: str = ""

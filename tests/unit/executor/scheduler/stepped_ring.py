@@ -60,10 +60,9 @@ class Ring:
         self.batcher = Scheduler(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
         self.launches = Launches(self.engine.execute)
+        # Planned ahead, while the step before it is under way.
         self.later: tuple[StepPlan, list[SampledRow]] | None = None
-        """Planned ahead, while the step before it is under way."""
-        self.ahead = 0
-        """Steps that were planned ahead."""
+        self.ahead = 0  # steps that were planned ahead
         self.now = 0.0
         self.log: list[TokenEntry] = []
         self.plans: list[tuple[StepPlan, list[str]]] = []

@@ -15,6 +15,7 @@ from shared.messages import GenerationRequest, Grammar, SamplingParams, SparseAt
 
 SPEC = EngineSpec(block_size=16, num_blocks=1 << 20, context_length=256, vocab_size=1 << 21)
 MANY = 1 << 20
+# By type, the ways in which a field of it can be large.
 HUGE: dict[Any, list[Any]] = {
     str: ["a" * MANY],
     list[int]: [[1] * MANY],
@@ -23,7 +24,6 @@ HUGE: dict[Any, list[Any]] = {
     dict[int, float]: [dict.fromkeys(range(MANY), 1.0)],
     Grammar | None: [Grammar("regex", "a" * MANY)],
 }
-"""By type, the ways in which a field of it can be large."""
 SMALL = (int, float, bool, SparseAttention | None)
 
 

@@ -103,8 +103,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.batcher = Scheduler(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
         self.draft_model = FakeDraftModel(self.engine, rng)
-        self.round: tuple[DraftPlan, list[SampledRow]] | None = None
-        """Of the draft model, under way."""
+        self.round: tuple[DraftPlan, list[SampledRow]] | None = None  # of the draft model, under way
         self.launches = Launches(self.compute)
         self.lookahead = lookahead
         self.now = 0.0
@@ -544,13 +543,13 @@ class AdapterBatcherMachine(BatcherMachine):
         super().teardown()
 
 
+# And their steps.
 MACHINES = {
     AdapterBatcherMachine: 50,
     DraftingBatcherMachine: 50,
     BatcherMachine: 60,
     RecurrentBatcherMachine: 40,
 }
-"""And their steps."""
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)

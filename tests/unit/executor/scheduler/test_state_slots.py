@@ -6,8 +6,7 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from tests.unit.executor.scheduler.fake_engine import undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, ask, lens
 
-STRIDE = 4
-"""Blocks, for snapshots of so many at most."""
+STRIDE = 4  # blocks, for snapshots of so many at most
 
 
 def ring(blocks: int = 40, states: int = 5, parts: int = 2, quantized: int = 60, **fields: object) -> Ring:

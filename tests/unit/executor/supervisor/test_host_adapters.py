@@ -14,8 +14,7 @@ from shared.messages import PullAdapter
 from shared.messages.registry import ModelSpec
 from shared.nats.adapters import CONFIG, CONFIG_BYTES, WEIGHTS
 
-NO_BUS: Any = None
-"""Nothing is stored."""
+NO_BUS: Any = None  # nothing is stored
 
 
 def adapter(path: Path, config: bytes = b'{"r": 8}', weights: bytes = b"weights") -> Path:

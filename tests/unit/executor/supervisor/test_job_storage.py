@@ -45,8 +45,7 @@ class FakeFiles:
         self.failures: list[Exception] = []
         self.stored: list[str] = []
         self.removed: list[str] = []
-        self.away = 0
-        """Times that nothing can be removed."""
+        self.away = 0  # times that nothing can be removed
 
     async def put_state(self, written: StateWritten) -> TrainingState:
         self._fail()
@@ -82,11 +81,9 @@ class World:
         self.record = LocalJobRecord(bucket, "h", "t", "job", 1)
         self.storage = JobStorage(self.record, cast("JobFiles", self.files), directory, self.tell)
         self.directory = directory
-        self.untold: list[int] = []
-        """Steps of which no event was published yet."""
+        self.untold: list[int] = []  # steps of which no event was published yet
         self.told: list[int] = []
-        self.away = 0
-        """Times that no event can be published."""
+        self.away = 0  # times that no event can be published
 
     async def tell(self) -> None:
         while self.untold:

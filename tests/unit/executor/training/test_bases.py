@@ -91,9 +91,9 @@ def test_weights_that_serving_quantizes(tmp_path: Path, model_type: str, codec: 
     assert worst(gradients, expected) < 1e-4
 
 
+# Of which serving keeps gate and up, which meet in registers, as bf16: codes of floats and of other orders cannot be
+# one.
 TURNED = ("nf4", "gptq act-order")
-"""Of which serving keeps gate and up, which meet in registers, as bf16: codes of floats and of other orders cannot be
-one."""
 
 
 @natively

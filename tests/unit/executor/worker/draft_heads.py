@@ -31,17 +31,14 @@ def random(shape: tuple[int, ...], name: str = "") -> Tensor:
 class MtpNames:
     """What a checkpoint calls its head's tensors."""
 
-    layer: str
-    """Before those of the layer; `{}`: the number of the model's layers."""
+    layer: str  # before those of the layer; `{}`: the number of the model's layers
+    # Those that are called otherwise than DeepSeek V3's, by that name.
     others: dict[str, str] = field(default_factory=dict)
-    """Those that are called otherwise than DeepSeek V3's, by that name."""
-    like: int = -1
-    """The layer of the model that the head's is made like."""
+    like: int = -1  # the layer of the model that the head's is made like
+    # Of the head's layer, where they are not those of the last one.
     kinds: dict[str, str] = field(default_factory=dict)
-    """Of the head's layer, where they are not those of the last one."""
     config: dict[str, int] = field(default_factory=dict)
-    centre: float = 0.0
-    """What norms add to their weights."""
+    centre: float = 0.0  # what norms add to their weights
 
     def of(self, short: str, layers: int) -> str:
         return self.others.get(short, self.layer.format(layers) + short)
@@ -57,6 +54,7 @@ MIMO = MtpNames(
     like=0,
     kinds={"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
 )
+# Qwen3-Next's names, of Mellum 2.
 NEXT = MtpNames(
     "mtp.layers.0.",
     {
@@ -69,7 +67,6 @@ NEXT = MtpNames(
     kinds={"layer_types": "sliding_attention", "mlp_layer_types": "sparse"},
     config={"num_nextn_predict_layers": 1},
 )
-"""Qwen3-Next's names, of Mellum 2."""
 QWEN = replace(NEXT, kinds={"layer_types": "full_attention"}, config={"mtp_num_hidden_layers": 1}, centre=1.0)
 
 

@@ -20,15 +20,14 @@ from shared.messages import SamplingParams
 
 BLOCK = 8
 CONTEXT = 96
-MOST = 4
-"""Drafts of a step."""
+MOST = 4  # drafts of a step
 
 
 class Ring:
     def __init__(self, engine: RingEngine, spec: EngineSpec) -> None:
         self.engine, self.spec = engine, spec
+        # Free slots of recurrent state, of a model that keeps any.
         self.states = list(range(spec.num_states + spec.draft_states))
-        """Free slots of recurrent state, of a model that keeps any."""
 
 
 @contextmanager
@@ -92,17 +91,16 @@ class Generated:
     ) -> None:
         """`rewrites`: what the draft model has computed behind its own proposals it computes again."""
         self.tokens = list(prompt)
+        # The tokens of each, and what was proposed behind them.
         self.rounds: list[tuple[list[int], list[DraftToken]]] = []
-        """The tokens of each, and what was proposed behind them."""
         self._rewrites = rewrites
         self.state = SamplingState(sampling, prompt, [])
         self.accepted = self.proposed = 0
         self.proposals: list[DraftToken] = []
         self._ring, self._first, self._prompt = ring, first_block, len(prompt)
-        self._computed = self._known = 0
-        """Tokens that the model and its draft model have computed."""
+        self._computed = self._known = 0  # tokens that the model and its draft model have computed
+        # Slots of its recurrent state, if any: where it is, and those for states behind drafts.
         self._states = [ring.states.pop() for _ in range(MOST + 1 if ring.states else 0)]
-        """Slots of its recurrent state, if any: where it is, and those for states behind drafts."""
 
     @property
     def text(self) -> list[int]:

@@ -24,12 +24,12 @@ from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_draft_model import model_in
 
 natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
+# What the draft model draws as the model does.
 PLAIN = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=7),
     SamplingParams(temperature=0.8, top_p=0.9, seed=9),
 ]
-"""What the draft model draws as the model does."""
 EDITED = [
     SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=2),
     SamplingParams(temperature=0.8, seed=9, frequency_penalty=0.4),
@@ -50,8 +50,7 @@ def requests(turn: int) -> list[GenerationRequest]:
 
 
 Texts = dict[str, list[int]]
-BEFORE = 30
-"""Tokens of a text that another ring has said."""
+BEFORE = 30  # tokens of a text that another ring has said
 
 
 def heirs(said: Texts) -> list[GenerationRequest]:
@@ -64,10 +63,8 @@ def heirs(said: Texts) -> list[GenerationRequest]:
 class Said(NamedTuple):
     turns: list[Texts]
     devoted: DevotedPolicy
-    preempted: int
-    """Sequences."""
-    restored: int
-    """Blocks."""
+    preempted: int  # sequences
+    restored: int  # blocks
 
 
 def generate(

@@ -20,8 +20,8 @@ from tests.unit.executor.worker.test_draft_model import texts as generated
 natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 SIZE = 131
 TEXTS = [f" w{token}" for token in range(SIZE - 2)]
+# The texts of the other tokenizer. Special tokens come last in both.
 ORDER = np.random.default_rng(5).permutation(SIZE - 2).tolist()
-"""The texts of the other tokenizer. Special tokens come last in both."""
 COMPUTED = [
     pytest.param("bf16", 2, marks=[natively, pytest.mark.slow], id="native"),
     pytest.param("fp32", 1, id="pytorch"),

@@ -30,8 +30,7 @@ from tests.unit.executor.worker.test_draft_model import PROMPT, RANKS, model_in,
 GREEDY = SamplingParams(temperature=0.0)
 SLOW = pytest.mark.slow
 NIGHTLY = pytest.mark.nightly
-BOTH = [pytest.param(1, marks=NIGHTLY), RANKS[-1]]
-"""Two ranks compute all that one does."""
+BOTH = [pytest.param(1, marks=NIGHTLY), RANKS[-1]]  # two ranks compute all that one does
 ONE = [1, pytest.param(2, marks=[natively, NIGHTLY])]
 
 
@@ -64,8 +63,7 @@ HEADS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN),
 }
 
-ONE_OF_EACH = {"deepseek_v3", "mimo_v2_flash", "mellum", "qwen3_next"}
-"""Kinds of names."""
+ONE_OF_EACH = {"deepseek_v3", "mimo_v2_flash", "mellum", "qwen3_next"}  # kinds of names
 
 
 @pytest.mark.parametrize("model_type", in_lanes(HEADS, ["mellum", "qwen3_next"], ONE_OF_EACH))
@@ -120,6 +118,7 @@ def refused(place: Path, model: Path, head: Path | str, problem: str) -> None:
         pass
 
 
+# Changes of an EAGLE-3 head's configuration, and what is said of it.
 BROKEN: dict[str, tuple[dict[str, object], str]] = {
     "narrow": ({"target_hidden_size": 72}, "it reads states of the width 72, and the model has 144"),
     "words": ({"vocab_size": 130}, "it reads a vocabulary of the size 130, and the model has 131"),
@@ -137,7 +136,6 @@ BROKEN: dict[str, tuple[dict[str, object], str]] = {
         "is quantized, which is not read",
     ),
 }
-"""Changes of an EAGLE-3 head's configuration, and what is said of it."""
 
 
 @pytest.mark.parametrize("what", BROKEN)

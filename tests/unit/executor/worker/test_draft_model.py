@@ -78,8 +78,8 @@ def told(found: dict[str, Generated]) -> dict[str, list[int]]:
     return {name: sequence.text for name, sequence in found.items()}
 
 
+# Without the library ranks meet in torch's process group, which is one to a process.
 RANKS = [1, pytest.param(2, marks=natively)]
-"""Without the library ranks meet in torch's process group, which is one to a process."""
 COMPUTED = [pytest.param("bf16", marks=natively, id="native"), pytest.param("fp32", id="pytorch")]
 
 

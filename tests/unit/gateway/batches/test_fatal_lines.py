@@ -90,8 +90,7 @@ class Gateway:
     def __init__(self, world: World) -> None:
         self.world = world
         self.died = asyncio.Event()
-        self.together: list[list[int]] = []
-        """The lines that were under way whenever one began."""
+        self.together: list[list[int]] = []  # the lines that were under way whenever one began
         self._running: list[int] = []
         self._parts: Any = SimpleNamespace(
             results=world,

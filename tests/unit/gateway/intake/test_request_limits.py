@@ -78,6 +78,7 @@ def test_calls_of_all_messages_are_counted() -> None:
         check(messages=calling(limits.CALLS.value + 1))
 
 
+# Fields whose bound no JSON Schema can say, and what it is.
 BOUNDED_ELSEWHERE = {
     "model": "compared with those that are served",
     "prompt_cache_key": "only its hash is kept",
@@ -90,7 +91,6 @@ BOUNDED_ELSEWHERE = {
     **dict.fromkeys(marked(ChatCompletionRequest, "ignored"), "nothing reads them"),
     "stream_options": "three booleans",
 }
-"""Fields whose bound no JSON Schema can say, and what it is."""
 
 
 def bounded(schema: dict[str, Any]) -> bool:

@@ -20,8 +20,7 @@ class FakeBus:
     def __init__(self) -> None:
         self.connected = True
         self.refused = 0
-        self.fault: Exception | None = None
-        """Of taking a message out of a stream."""
+        self.fault: Exception | None = None  # of taking a message out of a stream
         self.said: list[tuple[str, Any]] = []
         self._reconnected: Any = None
 

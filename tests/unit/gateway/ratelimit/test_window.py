@@ -23,8 +23,7 @@ class House:
         self.skews = [*skews, *itertools.repeat(0.0, gateways)][:gateways]
         self.window = Spent()
         self.changes = 0
-        self.spent: list[list[float]] = []
-        """[when, amount], as it was settled."""
+        self.spent: list[list[float]] = []  # [when, amount], as it was settled
 
     def ask(self, gateway: int, now: float, amount: int = 1) -> int | None:
         """The number of what was spent; None when it was refused."""

@@ -47,10 +47,8 @@ class Connection:
         self.run.join()
         self.open = True
         self.chunks: list[StreamChunk] = []
-        self.written = 0
-        """Chunks that were written directly."""
-        self.turns = 0
-        """Batches of the task."""
+        self.written = 0  # chunks that were written directly
+        self.turns = 0  # batches of the task
         self.task = LOOP.create_task(self._read(direct))
         settle()
 

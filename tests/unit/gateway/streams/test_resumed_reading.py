@@ -213,10 +213,8 @@ class Followed:
     """The log of an owner whose request went through several attempts."""
 
     def __init__(self, draw: st.DrawFn) -> None:
-        self.frames: list[tuple[int, TokenEntry]] = []
-        """(epoch, entry) in the order of their recording."""
-        self.tokens: list[int] = []
-        """What counts."""
+        self.frames: list[tuple[int, TokenEntry]] = []  # (epoch, entry) in the order of their recording
+        self.tokens: list[int] = []  # what counts
         attempts = draw(st.integers(1, 3))
         for attempt in range(attempts):
             start = draw(st.integers(0, len(self.tokens)))

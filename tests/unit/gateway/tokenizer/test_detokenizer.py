@@ -43,8 +43,7 @@ def metaspace_files() -> dict[str, bytes]:
 
 TINY, METASPACE = ModelTokenizer(tiny_files()), ModelTokenizer(metaspace_files())
 OF_BYTE = {TINY.token_bytes(token): token for token in range(2, 258)}
-INVALID = OF_BYTE[b"\x80"]
-"""The token of a byte that begins no character."""
+INVALID = OF_BYTE[b"\x80"]  # the token of a byte that begins no character
 tokens_of = {
     "byte level": (TINY, st.lists(st.sampled_from([0, 1, INVALID, *range(2, 258)]), max_size=60)),
     "metaspace": (METASPACE, st.lists(st.integers(0, 261), max_size=60)),

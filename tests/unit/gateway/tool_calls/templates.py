@@ -351,6 +351,7 @@ SEED_OSS = """{%- for message in messages %}
 {%- if add_generation_prompt %}<seed:bos>assistant
 {% if thinking_budget is defined and thinking_budget == 0 %}<seed:think></seed:think>{% endif %}{% endif %}"""
 
+# What templates use of jinja2.
 FEATURES = """{% macro caller_of() %}{{ caller('in') }}{% endmacro %}{%- set ns = namespace(found=none, count=0) %}
 {%- for message in messages[::-1] %}{% if message.role == 'user' and not ns.found %}{% set ns.found = message.content %}{% break %}{% endif %}{% endfor %}
 {%- for index in range(messages | length - 1, -1, -1) %}{% set ns.count = ns.count + index %}{% endfor %}
@@ -362,7 +363,6 @@ FEATURES = """{% macro caller_of() %}{{ caller('in') }}{% endmacro %}{%- set ns 
 {% filter replace('a', 'o') %}a{% call(x) caller_of() %}{{ x }}{% endcall %}{% endfilter %}
 {% generation %}{{ (messages | last).content.split(' ')[0].lstrip('M') }}{% endgeneration %}
 {{ documents is none }} {{ enable_thinking is defined and enable_thinking }}{{ add_generation_prompt }}"""
-"""What templates use of jinja2."""
 
 HUNYUAN = """{%- set T = ':6124c78e' %}
 {%- for message in messages %}

@@ -20,8 +20,7 @@ class Case(NamedTuple):
 
     family: str
     text: str
-    content: str
-    """"@": the text itself."""
+    content: str  # "@": the text itself
     calls: tuple[tuple[str, str], ...]
 
 

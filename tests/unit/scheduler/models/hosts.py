@@ -40,8 +40,7 @@ class FakeHost:
     memory: int
     devices: int = 0
     groups: dict[str, FakeGroup] = field(default_factory=dict)
-    stored: dict[str, str] = field(default_factory=dict)
-    """State by model, of those that no group serves."""
+    stored: dict[str, str] = field(default_factory=dict)  # state by model, of those that no group serves
 
 
 class FakeCluster:
@@ -57,16 +56,14 @@ class FakeCluster:
         self.view = ClusterView()
         self.placer = ModelPlacer(self.view)
         self.commands: list[Command] = []
+        # (model, host) whose loads fail: when the last one did.
         self.failing: dict[tuple[str, str], float] = {}
-        """(model, host) whose loads fail: when the last one did."""
+        # Models of which a host learns the size only once it has fetched the files.
         self.unfetched: set[str] = set()
-        """Models of which a host learns the size only once it has fetched the files."""
+        # (model, host) for which there was no room then, and when.
         self.lacking: dict[tuple[str, str], float] = {}
-        """(model, host) for which there was no room then, and when."""
-        self.known: set[str] = set()
-        """Models whose size some host has told."""
-        self.unknown: set[str] = set()
-        """Models that were placed though no host had told their size."""
+        self.known: set[str] = set()  # models whose size some host has told
+        self.unknown: set[str] = set()  # models that were placed though no host had told their size
         self.deaf = False
 
     def add_host(self, name: str, memory: int, devices: int = 0) -> FakeHost:

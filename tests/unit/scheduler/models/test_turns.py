@@ -33,10 +33,8 @@ class Group:
     name: str
     model: str
     ready_at: float
-    ends: list[float] = field(default_factory=list)
-    """When what runs in it will have ended."""
-    gone_at: float = 0.0
-    """When it may go; 0: it was not told to."""
+    ends: list[float] = field(default_factory=list)  # when what runs in it will have ended
+    gone_at: float = 0.0  # when it may go; 0: it was not told to
     cordoned: bool = False
 
 
@@ -53,8 +51,7 @@ class OneHost:
         self.group: Group | None = None
         self.queue: list[tuple[float, str]] = []
         self.arrived, self.last = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, BEGIN)
-        self.waits: list[float] = []
-        """Seconds from each request to its place."""
+        self.waits: list[float] = []  # seconds from each request to its place
         self.loads = 0
 
     def ask(self, model: str) -> None:

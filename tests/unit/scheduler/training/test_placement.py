@@ -44,10 +44,8 @@ class World:
         self.placer = TrainingPlacer(self.view)
         self.jobs: dict[str, TrainingJob] = {}
         self.places: dict[str, int] = {}
-        self.running: dict[str, dict[str, int]] = {}
-        """By host: attempts by the keys of their jobs."""
-        self.lacks: dict[tuple[str, str], int] = {}
-        """(job's key, host) that has not so many bytes for it."""
+        self.running: dict[str, dict[str, int]] = {}  # by host: attempts by the keys of their jobs
+        self.lacks: dict[tuple[str, str], int] = {}  # (job's key, host) that has not so many bytes for it
         self.deaf: set[str] = set()
 
     def host(self, name: str, places: int = 1, *, models: tuple[str, ...] = ()) -> None:

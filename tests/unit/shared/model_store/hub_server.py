@@ -22,38 +22,32 @@ def commit_of(files: dict[str, bytes]) -> str:
 class Faults:
     """What goes wrong, each by a file's path."""
 
+    # Bytes after which a connection is cut, one for each response in turn; then none is.
     cut_after: dict[str, list[int]] = field(default_factory=dict)
-    """Bytes after which a connection is cut, one for each response in turn; then none is."""
+    # (status, headers) of the next responses; `""`: to the question what the repository holds.
     statuses: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
-    """(status, headers) of the next responses; `""`: to the question what the repository holds."""
+    # What is sent in place of the file, in turn.
     contents: dict[str, list[bytes]] = field(default_factory=dict)
-    """What is sent in place of the file, in turn."""
     ignores_ranges: bool = False
-    gate: threading.Event | None = None
-    """Held shut, a file's second half waits."""
+    gate: threading.Event | None = None  # held shut, a file's second half waits
 
 
 @dataclass
 class Repository:
     files: dict[str, bytes]
     branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    listed: list[dict[str, object]] | None = None
-    """In place of what the files say of themselves."""
+    listed: list[dict[str, object]] | None = None  # in place of what the files say of themselves
     gated: bool = False
-    token: str = ""
-    """That must be sent."""
+    token: str = ""  # that must be sent
 
 
 class HubServer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     repositories: ClassVar[dict[str, Repository]] = {}
     faults: ClassVar[Faults] = Faults()
-    sent: ClassVar[Counter[str]] = Counter()
-    """Bytes of each file that were sent."""
-    fetched: ClassVar[list[str]] = []
-    """Names of files that were asked for, without their folders."""
-    begun: ClassVar[list[tuple[str, int]]] = []
-    """(file, position) of each answer."""
+    sent: ClassVar[Counter[str]] = Counter()  # bytes of each file that were sent
+    fetched: ClassVar[list[str]] = []  # names of files that were asked for, without their folders
+    begun: ClassVar[list[tuple[str, int]]] = []  # (file, position) of each answer
     tokens: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:

@@ -21,8 +21,8 @@ from tests.unit.shared.model_store.hub_server import HubServer, Repository
 Hub = type[HubServer]
 WEIGHTS = "adapter_model.safetensors"
 CONTENT = bytes(range(256)) * 4096
+# The smallest repository there is; a model's goes the same way.
 FILES = {"adapter_config.json": b'{"r": 8}', WEIGHTS: CONTENT}
-"""The smallest repository there is; a model's goes the same way."""
 
 
 @pytest.fixture

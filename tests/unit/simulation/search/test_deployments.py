@@ -19,8 +19,8 @@ PAGE = Path(__file__).parents[4] / "docs" / "reliability.md"
 FOUND = Path(__file__).parents[3] / "simulation" / "found"
 
 
+# Of those that are left out a run takes long; the counter's have a test of their own.
 SCENARIOS = {name: name for name in sorted(set(scenarios.names()) - {"counter", "days", "training"})}
-"""Of those that are left out a run takes long; the counter's have a test of their own."""
 
 
 def in_ci(cases: dict[str, Any], names: set[str]) -> list[Any]:

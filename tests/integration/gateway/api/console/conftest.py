@@ -64,8 +64,7 @@ class Proxy:
         self._port = int(gateway.url.rpartition(":")[2])
         self._open: dict[asyncio.StreamWriter, str] = {}
         self.url = ""
-        self.asked: list[str] = []
-        """First lines of the requests."""
+        self.asked: list[str] = []  # first lines of the requests
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator["Proxy"]:

@@ -14,11 +14,12 @@ from tests.integration.gateway.fake_ring import FakeRing, say
 
 pytestmark = pytest.mark.slow
 PARTS = ("chat", "cluster", "models", "fine-tuning", "batches", "keys")
+# Roles, as Chromium has them, that say nothing without a name.
 NAMED = {
     "button", "link", "textbox", "searchbox", "combobox", "spinbutton", "checkbox", "listbox", "DisclosureTriangle",
     "meter", "progressIndicator", "img", "image", "log", "region", "navigation", "form", "dialog",
 }  # fmt: skip
-"""Roles, as Chromium has them, that say nothing without a name."""
+# Texts with less than WCAG's contrast of 4.5 (AA), and how much they have.
 LOW = """[...document.querySelectorAll('body *')].flatMap(one => {
   const texts = [...one.childNodes].filter(node => node.nodeType === 3 && node.data.trim());
   const field = one.matches('input, select, textarea') && (one.value || one.placeholder);
@@ -36,7 +37,6 @@ LOW = """[...document.querySelectorAll('body *')].flatMap(one => {
   const ratio = (light + 0.05) / (dark + 0.05);
   return ratio >= 4.5 ? [] : [[one.tagName, one.id, one.className, (texts[0]?.data ?? field).slice(0, 30), ratio]];
 })"""
-"""Texts with less than WCAG's contrast of 4.5 (AA), and how much they have."""
 
 
 async def nameless(tab: Tab) -> list[Any]:

@@ -68,8 +68,7 @@ async def finished(tab: Tab, count: int) -> None:
 
 
 RESUMED = f"GET {PREFIX}/v1/generations/chatcmpl-"
-SIZES = ((360, 740), (1024, 768), (1440, 900))
-"""A phone, a tablet, a desk."""
+SIZES = ((360, 740), (1024, 768), (1440, 900))  # a phone, a tablet, a desk
 
 
 async def picture(tab: Tab, path: Path) -> None:
@@ -143,6 +142,7 @@ async def test_hostile_text_does_nothing(tab: Tab, ring: FakeRing) -> None:
 
 
 NESTED = "\n".join(f"{'  ' * level}- level {level}" for level in range(400))
+# What a model may write that is dear to show.
 HEAVY = {
     "a line of 1 MiB": "x" * (1 << 20),
     "a table of 30,000 rows": "|a|b|\n|-|-|\n" + "|1|2|\n" * 30_000,
@@ -156,7 +156,6 @@ HEAVY = {
     "open tags": "<div>\n\n" * 25_000,
     "unclosed HTML": "<script>" * 20_000,
 }
-"""What a model may write that is dear to show."""
 
 
 async def test_texts_that_are_dear_to_show_leave_the_page_usable(tab: Tab) -> None:

@@ -18,6 +18,7 @@ from tests.integration.gateway.fake_ring import MODEL, FakeRing
 pytestmark = pytest.mark.slow
 SIZES = ((390, 844), (768, 1024), (1060, 800), (1280, 800))
 LONG = "organisation-with-a-name/fine-tuned-adapter-of-customer-questions-2026-11-with-a-long-suffix:ckpt-step-1200"
+# Gives every table a row, and finds what is cut off at the sides, in one go: nothing is read anew in between.
 CUT = """import('./console/app/dom.js').then(({fill, button}) => {
   const part = document.querySelector('main > section:not([hidden])');
   for (const table of part.querySelectorAll('table:has(td.none)')) {
@@ -38,7 +39,6 @@ CUT = """import('./console/app/dom.js').then(({fill, button}) => {
     return whole ? [] : [[one.tagName, one.id, one.textContent.slice(0, 40), box.left, box.right, left, right]];
   });
 })"""
-"""Gives every table a row, and finds what is cut off at the sides, in one go: nothing is read anew in between."""
 
 
 async def test_nothing_is_cut_off_at_any_size(

@@ -35,10 +35,10 @@ OTHERS = [
 ]
 PATHS = [*METHODS, *OTHERS]
 TABLE = (Path(__file__).parents[5] / "docs/grpc.md").read_text()
+# What a call may end with when nothing is wrong with the server.
 DOCUMENTED = {"OK", *re.findall(r"^\| ([A-Z_]+) \|", TABLE, re.MULTILINE)} - {"INTERNAL"}
-"""What a call may end with when nothing is wrong with the server."""
+# What grpcio says in place of a status that comes while it still sends messages.
 HIDDEN = "Internal error from Core"
-"""What grpcio says in place of a status that comes while it still sends messages."""
 MOST_DEEP = 3
 
 numbers = {

@@ -9,10 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-Answer = tuple[int, Any]
-"""Status, and an object or bytes."""
-DIES = 0
-"""As a status: the connection ends in the middle of the answer, or before it where that is empty."""
+Answer = tuple[int, Any]  # status, and an object or bytes
+DIES = 0  # as a status: the connection ends in the middle of the answer, or before it where that is empty
 
 
 class FakeGateway:

@@ -42,15 +42,12 @@ CODECS: dict[str, Codec | None] = {"writable": None, "int8": INT8, "fp8": FP8}
 class Variant(NamedTuple):
     """Of `attend`, with its `merge` where keys are split."""
 
-    tokens: int
-    """Of a tile's sequence in a step: 1 is a decode."""
-    quantized: str
-    """Of `CODECS`; writable: there are no quantized blocks."""
+    tokens: int  # of a tile's sequence in a step: 1 is a decode
+    quantized: str  # of `CODECS`; writable: there are no quantized blocks
     width: int
     group: int
     splits: int = 1
-    asks: tuple[str, ...] = ()
-    """Of softcap, window, sinks, slopes and first."""
+    asks: tuple[str, ...] = ()  # of softcap, window, sinks, slopes and first
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -61,6 +58,7 @@ class Variant(NamedTuple):
         return " ".join((parts, *self.asks, *dtype))
 
 
+# The most demanding of what serving uses.
 VARIANTS = (
     Variant(1, "fp8", 128, 4, 8),
     Variant(512, "writable", 128, 4),
@@ -68,7 +66,6 @@ VARIANTS = (
     Variant(512, "int8", 128, 4, asks=("first",)),
     Variant(512, "int8", 256, 1, dtype=torch.float32),
 )
-"""The most demanding of what serving uses."""
 
 
 def calls(variant: Variant) -> list[attention_launch.AttentionCall]:
@@ -232,8 +229,7 @@ def product_kernels() -> Iterator[Compiled]:
     yield from compile_work("few rows int4", partial(few_grouped, 1, "int4", bias=False))
 
 
-EXPERTS, EXPERT_INNER, EXPERT_HIDDEN = 128, 768, 2048
-"""A layer of Qwen 3 30B-A3B, 8 experts a row."""
+EXPERTS, EXPERT_INNER, EXPERT_HIDDEN = 128, 768, 2048  # a layer of Qwen 3 30B-A3B, 8 experts a row
 
 
 def mixture(tokens: int, kind: str, rule: experts.Rule) -> None:

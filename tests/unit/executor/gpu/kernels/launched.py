@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
+# Patterns of SASS.
 INSTRUCTIONS = {
     "wgmma": r"HGMMA",
     "mma": r"\bHMMA",
@@ -29,7 +30,6 @@ INSTRUCTIONS = {
     "wide load": r"\bLDG\S*\.128",
     "convert": r"\b(I2F|F2F|I2FP)",
 }
-"""Patterns of SASS."""
 
 
 class Compiled(NamedTuple):
@@ -37,12 +37,9 @@ class Compiled(NamedTuple):
 
     name: str
     registers: int
-    stack: int
-    """Bytes of each thread; spilled registers lie there."""
-    shared: int
-    """Bytes of each program."""
-    counts: dict[str, int]
-    """Of `INSTRUCTIONS`."""
+    stack: int  # bytes of each thread; spilled registers lie there
+    shared: int  # bytes of each program
+    counts: dict[str, int]  # of `INSTRUCTIONS`
 
 
 def _cuobjdump(*arguments: str) -> str:
@@ -55,12 +52,10 @@ class Launched(NamedTuple):
     """The first launch of a kernel with arguments of such kinds."""
 
     kernel: Any
+    # Triton's types by argument; `constexpr` among them, also what it has made a constant of, as it does of 1.
     signature: dict[str, str]
-    """Triton's types by argument; `constexpr` among them, also what it has made a constant of, as it does of 1."""
-    constants: dict[tuple[int, ...], Any]
-    """By the argument's place."""
-    attributes: dict[tuple[int, ...], Any]
-    """By the argument's place: that it divides by 16."""
+    constants: dict[tuple[int, ...], Any]  # by the argument's place
+    attributes: dict[tuple[int, ...], Any]  # by the argument's place: that it divides by 16
     warps: int
     stages: int
 

@@ -53,8 +53,8 @@ def test_as_it_is_compiled(cuda: torch.device, quantized: BlockDType, width: int
     check(Case((1, 1, 5), (300, 3, 45), width=width, dtype=torch.bfloat16, quantized=quantized), cuda)
 
 
+# Blocks of a layer, 164 and 49 GB: what counts them in 32 bits finds nothing.
 WRITABLE, QUANTIZED = 20_000_000, 12_000_000
-"""Blocks of a layer, 164 and 49 GB: what counts them in 32 bits finds nothing."""
 
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which the module has from Python 3.12 on

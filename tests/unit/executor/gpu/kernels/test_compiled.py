@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="the GPU kernels are compiled where Triton is (Linux on x86-64)")
-MOST_SHARED = 227 << 10
-"""Bytes of shared memory that a processor of Hopper has for its programs."""
-REGISTERS = 65_536
-"""That it has, for at most 2,048 threads."""
-MOST_STACK = 160
-"""Bytes of each thread that attention may spill around its loops (compiled.py)."""
+MOST_SHARED = 227 << 10  # bytes of shared memory that a processor of Hopper has for its programs
+REGISTERS = 65_536  # that it has, for at most 2,048 threads
+MOST_STACK = 160  # bytes of each thread that attention may spill around its loops (compiled.py)
 
 
 def compiled(family: str) -> dict[str, Any]:

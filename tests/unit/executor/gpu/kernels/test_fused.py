@@ -11,8 +11,8 @@ from services.executor.gpu.kernels.elementwise import Norms, Rotation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
+# Half a unit in the last place, relative; of float32 some more, for sums in another order.
 ULP = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
-"""Half a unit in the last place, relative; of float32 some more, for sums in another order."""
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 

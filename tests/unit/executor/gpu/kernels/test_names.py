@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from services.executor.gpu import kernels
 
+# By `triton.runtime.jit.create_function_from_signature` and its globals: there `params` is a dict by the time that the
+# kernel's own argument of that name is looked at.
 TAKEN = {"params", "specialization", "options", "backend", "specialize_impl", "JITCallable"}
-"""By `triton.runtime.jit.create_function_from_signature` and its globals: there `params` is a dict by the time that the
-kernel's own argument of that name is looked at."""
 
 
 def test_no_kernel_has_an_argument_that_triton_would_lose() -> None:

@@ -20,6 +20,7 @@ SPACE = "\u2581"
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPEND = {"type": "Prepend", "prepend": SPACE}
 METASPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+# How texts are changed before they are merged, by the model type that has it so.
 RULES: dict[str, dict[str, Any]] = {
     "llama": {"normalizer": None, "pre_tokenizer": METASPACE},
     "qwen2": {"normalizer": None, "pre_tokenizer": {**METASPACE, "prepend_scheme": "never"}},
@@ -34,7 +35,6 @@ RULES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""How texts are changed before they are merged, by the model type that has it so."""
 TEXTS = (
     "the cat sat on the mat, and the other cat",
     "a  b   c",

@@ -123,8 +123,8 @@ def ranks_of(model_type: str) -> list[int]:
     return [1, 2] if family_of(config_of(model_type)).is_flat else [1]
 
 
+# For `make test`: places that are added, that are relative, that are rotated, and both ways of a decoder.
 SOME = {"bert", "xlm-roberta", "mpnet", "modernbert", "gte", "gemma3_text"}
-"""For `make test`: places that are added, that are relative, that are rotated, and both ways of a decoder."""
 
 
 @pytest.mark.parametrize("model_type", in_lanes([*ENCODERS, "gemma3_text"], SOME))

@@ -18,10 +18,9 @@ class Written:
     """One weight: its tensors by the names behind the module's, and its values."""
 
     tensors: dict[str, Tensor]
-    values: Array
-    """float32 [out, in]"""
+    values: Array  # float32 [out, in]
+    # `quantization_config` of a checkpoint of such weights.
     settings: dict[str, Any] = field(default_factory=dict)
-    """`quantization_config` of a checkpoint of such weights."""
 
 
 def bit_stream(codes: Array, bits: int) -> Tensor:
@@ -240,6 +239,7 @@ def nf4(
 
 Write = Callable[[np.random.Generator, int, int], Written]
 
+# Of weights [out, in], multiples of 32.
 FORMS: dict[str, Write] = {
     "gptq": gptq,
     "gptq symmetric": lambda *sizes: gptq(*sizes, symmetric=True),
@@ -263,4 +263,3 @@ FORMS: dict[str, Write] = {
     "nf4": nf4,
     "nf4 with plain scales": lambda *sizes: nf4(*sizes, nested=False),
 }
-"""Of weights [out, in], multiples of 32."""

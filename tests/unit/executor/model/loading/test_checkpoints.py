@@ -158,8 +158,8 @@ def test_a_header_is_read_once_and_as_it_is(
     convert_gguf(file, tmp_path / "out", ignore)
 
 
+# What the package adds to a file's own fields.
 _NOT_SAID = {"GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"}
-"""What the package adds to a file's own fields."""
 
 
 def _value(field: Any, at: int) -> object:

@@ -36,10 +36,10 @@ from tests.unit.executor.model.tiny import build, make_model
 
 SAMPLING = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
+# Keys without which a model has none of that; without others it is the same model, or refused.
 MEANS_NONE = {"tokenizer.chat_template", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eot_token_id"} | {
     f"general.sampling.{name}" for name in SAMPLING
 }
-"""Keys without which a model has none of that; without others it is the same model, or refused."""
 
 
 class Model(NamedTuple):

@@ -42,6 +42,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+# 1024 inputs are no three equal parts of whole blocks, three heads no two.
 THREE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
@@ -49,7 +50,7 @@ THREE = {
     "hidden_size": 768,
     "intermediate_size": 1024,
 }
-"""1024 inputs are no three equal parts of whole blocks, three heads no two."""
+# What its files say, and transformers' reader of them takes for granted.
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False, "head_dim": 128},
     "qwen2_moe": {
@@ -62,7 +63,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"attention_bias": False, "head_dim": 128, "moe_intermediate_size": 768, "hidden_size": 256},
     "phi3": {"vocab_size": 32064, "partial_rotary_factor": 1.0},
 }
-"""What its files say, and transformers' reader of them takes for granted."""
 
 
 def make(
@@ -111,8 +111,8 @@ def theirs(file: Path) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+# For `make test`; what codes of each kind stand for is held by test_gguf_blocks.py.
 SOME = ("Q8_0", "Q4_K", "IQ4_XS")
-"""For `make test`; what codes of each kind stand for is held by test_gguf_blocks.py."""
 
 
 def check(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

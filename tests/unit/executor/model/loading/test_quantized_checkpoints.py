@@ -88,8 +88,7 @@ def worst(checkpoint: Checkpoint, ranks: int) -> float:
     return float(on_ring(ranks, work)[0].max())
 
 
-SOME = [*FORMS][::5]
-"""Forms for `make test`; what is read of each form is held by test_quantized_tensors.py."""
+SOME = [*FORMS][::5]  # forms for `make test`; what is read of each form is held by test_quantized_tensors.py
 EITHER = in_lanes([2, 3], [3], [])
 
 

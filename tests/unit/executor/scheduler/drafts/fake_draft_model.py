@@ -12,8 +12,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, next_token, pairs
 
-Slot = tuple[int, int]
-"""(token, position)"""
+Slot = tuple[int, int]  # (token, position)
 
 
 class FakeDraftModel:
@@ -25,9 +24,9 @@ class FakeDraftModel:
         empty: list[Slot | None] = [None] * self._size
         self._blocks = [list(empty) for _ in range(engine.spec.total_blocks)]
         self._spilled: dict[int, list[Slot | None]] = {}
+        # Rounds; their rows before the last token of a sequence; rows of steps; slots that were read and hold nothing
+        # of use.
         self.rounds = self.catching_up = self.followed = self.gaps = 0
-        """Rounds; their rows before the last token of a sequence; rows of steps; slots that were read and hold nothing
-        of use."""
 
     # --- beside the steps of the engine ----------------------------------------------------------
 

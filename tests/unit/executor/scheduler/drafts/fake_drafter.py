@@ -40,8 +40,7 @@ class DevotedPolicy(DraftPolicy):
 
     def __init__(self, most: int) -> None:
         super().__init__(most, StepCost())
-        self.right = self.wrong = 0
-        """Proposals, as far as they were compared."""
+        self.right = self.wrong = 0  # proposals, as far as they were compared
 
     def learn(self, proposal: Proposal, drawn: Seq[int]) -> int:
         right = super().learn(proposal, drawn)

@@ -20,8 +20,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from tests.unit.executor.scheduler.stepped_ring import ask
 
-BASE, PER_TOKEN = 0.0067, 0.0003
-"""Seconds, as measured for SmolLM2-135M on two cores."""
+BASE, PER_TOKEN = 0.0067, 0.0003  # seconds, as measured for SmolLM2-135M on two cores
 
 
 class Asked:

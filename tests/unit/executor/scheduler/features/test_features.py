@@ -26,8 +26,8 @@ ENGINES = {
     "whole": {"whole_prompts": True},
     "states": {"num_states": 9},
 }
+# Without its states a model of that kind computes nothing.
 CASES = [(one, name) for one in FEATURES for name in ENGINES if (one, name) != (RECURRENT_STATES, "states")]
-"""Without its states a model of that kind computes nothing."""
 
 
 @pytest.mark.parametrize(("left_out", "engine"), CASES)
@@ -38,13 +38,13 @@ def test_without_one_feature_the_rest_serves(
     assert len(Said([], **ENGINES[engine]).texts) == 3
 
 
+# By feature, what it alone refuses.
 REFUSED: dict[Feature, dict[str, Any]] = {
     ADAPTERS: {"adapter": "no digest"},
     PROMPT_RESULTS: {"prompt_logprobs": -2},
     SEGMENTS: {"second_segment": -1},
     SPARSE_CHOICES: {"sparse": SparseAttention()},
 }
-"""By feature, what it alone refuses."""
 
 
 def test_every_feature_that_refuses_something_is_tried() -> None:
@@ -60,11 +60,11 @@ def test_only_a_feature_knows_what_it_refuses(left_out: Feature) -> None:
     assert taken == [one for one in REFUSED if one is left_out]
 
 
+# By feature: requests of which it limits the first step, the chunks of that, and what they would be without it.
 LIMITED = {
     ADAPTERS: ([ask(name, 5, adapter=name * 64) for name in "ab"], [5], [5, 5]),
     PROMPT_RESULTS: ([ask("a", 12, prompt_logprobs=0)], [6], [12]),
 }
-"""By feature: requests of which it limits the first step, the chunks of that, and what they would be without it."""
 
 
 @pytest.mark.parametrize("left_out", FEATURES)

@@ -20,12 +20,10 @@ class Machine(NamedTuple):
 
     base: float = 0.03
     decode: float = 0.0005
-    fixed: float = 0.0
-    """Of any prompt tokens at all."""
+    fixed: float = 0.0  # of any prompt tokens at all
     token: float = 0.0014
     pair: float = 2e-8
-    tile: float = 0.0
-    """Of each key, for each 16 tokens that read it together."""
+    tile: float = 0.0  # of each key, for each 16 tokens that read it together
     noise: float = 0.02
     hiccups: float = 0.002
 

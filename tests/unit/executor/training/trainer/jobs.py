@@ -95,8 +95,7 @@ class StandIn:
         }
         self._scale, self._dropout = scale, dropout
         self.between_layers: Callable[[], None] = lambda: None
-        self.poisoned = -1
-        """A token that makes the loss NaN."""
+        self.poisoned = -1  # a token that makes the loss NaN
         self.batches: list[PackedBatch] = []
 
     def log_probs(

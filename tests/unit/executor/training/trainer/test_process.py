@@ -52,13 +52,13 @@ _events = msgspec.json.Decoder(TrainerEvent)
 VOCABULARY = 131
 
 
+# A trainer that gives way to nobody, nor do the ranks that it starts: beside other tests it would hardly be
+# scheduled.
 AT_ONCE = (
     "import os, sys; from services.executor.training import __main__ as trainer; trainer.give_way = lambda: None; "
     "from services.executor.training import ranks; ranks.COMMAND = [*sys.orig_argv[:3], 'rank']; "
     "os._exit(trainer.main(int(sys.argv[-1])))"
 )
-"""A trainer that gives way to nobody, nor do the ranks that it starts: beside other tests it would hardly be
-scheduled."""
 
 
 def _command_line(pid: str) -> bytes:

@@ -8,8 +8,7 @@ from services.gateway.api.console import pages
 
 STATIC = Path(pages.__file__).parent / "static"
 VENDOR = STATIC / "vendor"
-BOUND = 1 << 20
-"""Bytes of all files that the console serves."""
+BOUND = 1 << 20  # bytes of all files that the console serves
 
 
 def test_vendored_files_are_as_published() -> None:

@@ -329,10 +329,10 @@ FAULTS = {
     ),
     "a window for nothing": (http2_frame(http2.WINDOW_UPDATE, 0, 1, b"\0\0\0\1"), http2.PROTOCOL_ERROR),
 }
+# Of stream 1.
 OPENED = http2_frame(
     http2.HEADERS, 4, 1, b"".join(literal(name.encode(), value.encode()) for name, value in REQUEST)
 )
-"""Of stream 1."""
 ENDED = OPENED + http2_frame(http2.DATA, 1, 1, b"")
 FLOODS = {
     "pings": http2_frame(http2.PING, 0, 0, b"12345678"),
