@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -109,6 +109,40 @@ class GgufFile:
     def raw_entry(self, key: str) -> bytes:
         """`key` of the metadata and its value, as they are stored."""
         return self._memory[self.header.spans[key]]
+
+    def array(self, key: str) -> list[Any]:
+        """The values of an array of the metadata, however long: texts, or numbers. Raises `ModelLoadError` where it is
+        not there, or no array."""
+        if (span := self.header.spans.get(key)) is None:
+            raise ModelLoadError(
+                f"The file {self.path} does not say {key}; fetch it again, or choose another."
+            )
+        at = span.start + 8 + len(key.encode())
+        kind, inner, count = struct.unpack_from("<IIQ", self._memory, at)
+        if kind != ARRAY:
+            raise ModelLoadError(
+                f"The file {self.path} has {key} as one value, where a list belongs; fetch it again."
+            )
+        at += 16
+        return (
+            self._texts(at, count)
+            if inner == STRING
+            else [*struct.unpack_from(f"<{count}{NUMBERS[inner]}", self._memory, at)]
+        )
+
+    def _texts(self, at: int, count: int) -> list[str]:
+        length, memory = struct.Struct("<Q").unpack_from, self._memory
+        texts = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length(memory, at)[0]
+            texts.append(memory[begin:at])
+        try:
+            return [text.decode() for text in texts]
+        except UnicodeDecodeError as error:
+            raise ModelLoadError(
+                f"The file {self.path} has texts that are not UTF-8; fetch it again."
+            ) from error
 
     def numbers(self, tensor: GgufTensor) -> "Tensor":
         """Of a vector, or a small tensor: [values]. Raises `ValueError` where its scales are no numbers."""
