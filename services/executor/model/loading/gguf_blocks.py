@@ -19,6 +19,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.model.loading import gguf_grids
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.native.library import load_library
@@ -338,4 +339,14 @@ BLOCKS = {
     GGMLQuantizationType.IQ4_NL: GgufBlock(_iq4_nl),
     GGMLQuantizationType.IQ4_XS: GgufBlock(_iq4_xs),
     GGMLQuantizationType.MXFP4: GgufBlock(_mxfp4),
+    GGMLQuantizationType.NVFP4: GgufBlock(gguf_grids.nvfp4),
+    GGMLQuantizationType.IQ1_S: GgufBlock(gguf_grids.iq1_s),
+    GGMLQuantizationType.IQ1_M: GgufBlock(gguf_grids.iq1_m),
+    GGMLQuantizationType.IQ2_XXS: GgufBlock(gguf_grids.iq2_xxs),
+    GGMLQuantizationType.IQ2_XS: GgufBlock(gguf_grids.iq2_xs),
+    GGMLQuantizationType.IQ2_S: GgufBlock(gguf_grids.iq2_s),
+    GGMLQuantizationType.IQ3_XXS: GgufBlock(gguf_grids.iq3_xxs),
+    GGMLQuantizationType.IQ3_S: GgufBlock(gguf_grids.iq3_s),
+    GGMLQuantizationType.TQ1_0: GgufBlock(gguf_grids.tq1_0),
+    GGMLQuantizationType.TQ2_0: GgufBlock(gguf_grids.tq2_0),
 }

@@ -93,7 +93,7 @@ def activations(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
 
 
 def widths(form: str) -> tuple[int, ...]:
-    return (4,) if form == "table" else (2, 3, 4, 5, 6, 8)
+    return (3, 4) if form == "table" else (2, 3, 4, 5, 6, 8)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -148,4 +148,6 @@ def stored_as(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
         blocks[..., at : at + 2] = scales.view(np.uint8)
     if kind.name == "MXFP4":
         blocks[..., 0] = 120
+    if kind.name == "NVFP4":
+        blocks[..., :4] &= 31
     return raw

@@ -40,7 +40,7 @@ def random_rows(
     elif form == "mins":
         parts["mins"] = floats(outputs, groups)
     elif form == "table":
-        parts["table"] = TABLE
+        parts["table"] = TABLE[:: 1 << (4 - bits)]
     elif form in ("supers", "super_mins"):
         parts["scales"] = small(-32, 32, np.int8) if form == "supers" else small(0, 64, np.uint8)
         parts |= {"supers": floats(outputs, groups // per) / 16, "per": per}

@@ -25,7 +25,28 @@ FLOATS = {  # bytes of a block at which a float16 begins
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "NVFP4": (),
+    "IQ1_S": (0,),
+    "IQ1_M": (),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
+OF_BOOKS = {
+    "IQ1_S": 3.4,
+    "IQ1_M": 3.7,
+    "IQ2_XXS": 3.4,
+    "IQ2_XS": 3.7,
+    "IQ2_S": 3.7,
+    "IQ3_XXS": 4.4,
+    "IQ3_S": 4.4,
+    "TQ1_0": 2.1,
+}
+"""Bits of memory for a weight"""
 
 
 def any_rows(kind: GGMLQuantizationType, seed: int, rows: int, blocks: int) -> np.ndarray:
@@ -38,6 +59,8 @@ def any_rows(kind: GGMLQuantizationType, seed: int, rows: int, blocks: int) -> n
         made[..., at : at + 2] = scales.view(np.uint8)
     if kind is GGMLQuantizationType.MXFP4:
         made[..., 0] %= 252  # more are no values of a float32
+    if kind is GGMLQuantizationType.IQ1_M:
+        made[..., 55] &= 0x3F  # the highest bits of its scale: more is no number
     return made.reshape(rows, -1)
 
 
@@ -76,8 +99,8 @@ def test_kernels_take_blocks_apart_as_pytorch_does(kind: GGMLQuantizationType) -
 def test_the_form_takes_hardly_more_memory_than_the_file(kind: GGMLQuantizationType) -> None:
     raw = any_rows(kind, 0, 8, 4)
     made = quantized(torch.from_numpy(raw), kind)
-    # Scales of four and six bits are kept in eight.
-    assert made.nbytes <= raw.nbytes * 1.2
+    # Scales of four and six bits are kept in eight; what lies in books has a code of its own.
+    assert made.nbytes <= raw.nbytes * 1.2 or made.nbytes * 8 <= made.codes.numel() * OF_BOOKS[kind.name]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +130,6 @@ def test_plain_values(kind: str) -> None:
     raw = np.ascontiguousarray(gguf.quantize(numbers, type_)).view(np.uint8).reshape(3, -1)
     assert torch.equal(values(torch.from_numpy(raw), type_).float(), torch.from_numpy(dequantize(raw, type_)))
     assert not has_codes(type_)
-
-
-def test_types_without_codes_are_unpacked() -> None:
-    kind = GGMLQuantizationType.TQ2_0
-    numbers = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
-    raw = gguf.quantize(numbers, kind)
-    assert torch.equal(values(torch.from_numpy(raw), kind), torch.from_numpy(dequantize(raw, kind)))
 
 
 @pytest.mark.parametrize("left_out", QUANTIZED, ids=lambda kind: kind.name)
