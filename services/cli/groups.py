@@ -37,6 +37,7 @@ GROUPS = (
     CommandGroup("services.cli.commands.adapters", ("adapters",)),
     CommandGroup("services.cli.commands.keys", ("keys",)),
     CommandGroup("services.cli.commands.debug", ("debug",)),
+    CommandGroup("services.cli.doctor.command", ("doctor",)),
 )
 _PLAIN: dict[str, Any] = {
     "add_completion": False,

@@ -1,0 +1,1 @@
+"""`ryzanstein doctor`: what this machine has, what of it serving uses, and what to do about the rest."""

@@ -1,0 +1,72 @@
+"""`ryzanstein doctor`: one row for each thing that serving depends on, and what to do about it."""
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import msgspec
+import typer
+
+from services.cli.doctor import hardware, software
+from services.cli.doctor.check import Check, report_of, show
+from services.cli.target import DataDir, LocalSettings, find_stack, is_locked
+from services.cli.ui import console
+from shared.config import load_settings
+
+_API, _GRPC = 8000, 8001
+
+
+def doctor(
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, as issue reports ask for.")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Check this machine: processor, kernels, memory, disk, ports, NATS, GPU, clock, proxies. Exits with 1 where
+    serving would fail."""
+    settings = load_settings(LocalSettings, data_dir=data_dir)
+    report = report_of(list(_checks(settings)))
+    if json:
+        print(msgspec.json.encode(report).decode())  # noqa: T201
+    else:
+        show(report, console())
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _checks(settings: LocalSettings) -> Iterable[Check]:
+    plain: tuple[Callable[[], Check], ...] = (
+        hardware.processor,
+        hardware.kernels,
+        hardware.memory,
+        hardware.bandwidth,
+        hardware.huge_pages,
+        hardware.shared_memory,
+        hardware.gpus,
+        software.packages,
+        software.nats,
+        software.compiler,
+        software.open_files,
+        software.clock,
+        software.proxies,
+    )
+    yield from (check() for check in plain)
+    yield software.disk("disk for models", settings.store.cache)
+    yield software.disk("disk for logs", settings.data_dir.expanduser())
+    yield from _stack(settings)
+
+
+def _stack(settings: LocalSettings) -> Iterable[Check]:
+    """The stack that runs here, or the ports that one would have."""
+    directory = settings.data_dir.expanduser()
+    if (stack := find_stack(directory)) is not None:
+        yield Check("stack", "ok", f"{stack.model} at {stack.gateway_url}")
+    elif is_locked(directory):
+        yield Check("stack", "ok", "starting")
+    else:
+        yield Check("stack", "ok", "none runs; `ryzanstein up` starts one")
+        yield software.port(_API, "API")
+        yield software.port(_GRPC, "gRPC API")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(doctor)
+    app.callback()(lambda: None)
