@@ -38,6 +38,7 @@ GROUPS = (
     CommandGroup("services.cli.commands.keys", ("keys",)),
     CommandGroup("services.cli.commands.debug", ("debug",)),
     CommandGroup("services.cli.doctor.command", ("doctor",)),
+    CommandGroup("services.cli.launch.command", ("launch",)),
 )
 _PLAIN: dict[str, Any] = {
     "add_completion": False,
