@@ -37,8 +37,8 @@ GROUPS = (
     CommandGroup("services.cli.commands.adapters", ("adapters",)),
     CommandGroup("services.cli.commands.keys", ("keys",)),
     CommandGroup("services.cli.commands.debug", ("debug",)),
-    CommandGroup("services.cli.doctor.command", ("doctor",)),
-    CommandGroup("services.cli.launch.command", ("launch",)),
+    CommandGroup("services.cli.commands.doctor.command", ("doctor",)),
+    CommandGroup("services.cli.commands.launch.command", ("launch",)),
 )
 _PLAIN: dict[str, Any] = {
     "add_completion": False,

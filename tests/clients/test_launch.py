@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.launch.clients import CLIENTS
+from services.cli.commands.launch.clients import CLIENTS
 from tests.clients.conftest import Program, Script, calling
 from tests.integration.gateway.conftest import RunningGateway
 

@@ -43,7 +43,7 @@ from services.cli.ui import (
 )
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
-from shared.model_store.catalog import is_ready
+from shared.model_store.catalog import DEFAULT_MODEL, is_ready
 from shared.model_store.packed import packed_files
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import CONVERSION
@@ -305,6 +305,15 @@ class Up:
             path = await self._prove_unless_stopped(stack, model)
         if model and path and not self._signal.is_set():
             self._print_request(stack, model, path=path)
+        if stack.plan.served_model_name == DEFAULT_MODEL and self._smoke_test:
+            await self._unless_stopped(self._name_better())
+
+    async def _name_better(self) -> None:
+        """To whom the built-in model is served."""
+        from services.cli.recommended_models import better_model
+
+        if line := await better_model(DEFAULT_MODEL, self._settings.store):
+            self._say(f"{line}\n")
 
     async def _prove_unless_stopped(self, stack: LocalStack, model: str) -> str:
         """As `_prove`."""

@@ -15,10 +15,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from services.cli.commands.launch import command
+from services.cli.commands.launch.clients import CLIENTS, Target
+from services.cli.commands.launch.served import Served
 from services.cli.groups import GROUPS, command_line
-from services.cli.launch import command
-from services.cli.launch.clients import CLIENTS, Target
-from services.cli.launch.served import Served
 from shared.errors import ConfigurationError, RyzansteinError, Unavailable
 
 
@@ -126,7 +126,7 @@ def test_the_client_runs_with_its_settings_and_its_exit_code_is_ours(
             *("--data-dir", str(tmp_path / "data"), "--", "run", "it"),
         ],
         env={"PATH": path, "RYZANSTEIN_API_KEY": "secret-key"},
-        cwd=Path(__file__).parents[4],
+        cwd=Path(__file__).parents[5],
         capture_output=True,
         text=True,
     )

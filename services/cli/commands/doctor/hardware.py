@@ -1,47 +1,25 @@
 """Processor, kernels, memory and GPUs of this machine."""
 
-import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 
-from services.cli.doctor.check import Check
+from services.cli.commands.doctor.check import Check
+from services.cli.machine import cores, memory_left, read_rate
 from services.cli.ui import megabytes
 
 _TIMEOUT = 20.0
 """Seconds for a program that is asked."""
-_BUFFER = 192 << 20
-"""Bytes: more than caches hold."""
-_MEASURED = 1.0
-"""Seconds"""
 _FEWEST_BYTES = 2_000_000_000
 """Of free memory, for the built-in model with its services"""
 _SHARED_BYTES = 256_000_000
 _KERNELS = ("-m", "services.executor.native")
 _SMI = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-
-
-def cores() -> int:
-    """That this process may run on; a container's share of them where that is less."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _quota()))
-
-
-def _quota() -> int:
-    """Cores by the container's limit of CPU time; many where it has none."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return 1 << 20 if limit == "max" else -(-int(limit) // int(period))
-    except (OSError, ValueError):
-        return 1 << 20
 
 
 def processor() -> Check:
@@ -85,7 +63,7 @@ def kernels() -> Check:
 
 def memory() -> Check:
     held, swap = psutil.virtual_memory(), psutil.swap_memory()
-    free = min(held.available, _left_in_container())
+    free = min(held.available, memory_left())
     found = f"{megabytes(held.total)}, {megabytes(free)} free" + (
         f", {megabytes(swap.used)} swapped" * (swap.used > 0)
     )
@@ -99,15 +77,6 @@ def memory() -> Check:
     )
 
 
-def _left_in_container() -> int:
-    try:
-        root = Path("/sys/fs/cgroup")
-        limit, used = ((root / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))
-    except (OSError, ValueError):
-        return 1 << 62
-
-
 def bandwidth() -> Check:
     """What all cores together read of memory in a second: decoding a token reads the weights once."""
     rate = read_rate(cores())
@@ -116,34 +85,6 @@ def bandwidth() -> Check:
         "ok",
         f"{rate / 1e9:.0f} GB/s: {rate / 1e9:.0f} tokens/s of a model of 1 GB at most",
     )
-
-
-def read_rate(
-    threads: int, seconds: float = _MEASURED, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Bytes per second that `threads` read together. Comparing two equal buffers reads both, and does nothing else."""
-    compare = ctypes.CDLL(None).memcmp
-    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    share = _BUFFER // threads // 2
-    buffers = [
-        (ctypes.create_string_buffer(share), ctypes.create_string_buffer(share)) for _ in range(threads)
-    ]
-    for first, second in buffers:  # pages of zeros are one page until they are written
-        ctypes.memset(first, 1, share)
-        ctypes.memset(second, 1, share)
-
-    def work(pair: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]) -> int:
-        read = 0
-        while clock() < end:
-            compare(*pair, share)
-            read += 2 * share
-        return read
-
-    begin = clock()
-    end = begin + seconds
-    with ThreadPoolExecutor(threads) as pool:
-        read = sum(pool.map(work, buffers))
-    return read / max(clock() - begin, 1e-9)
 
 
 def huge_pages() -> Check:

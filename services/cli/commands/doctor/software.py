@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.cli.doctor.check import Check
-from services.cli.doctor.hardware import output_of
+from services.cli.commands.doctor.check import Check
+from services.cli.commands.doctor.hardware import output_of
 from services.cli.supervision.nats_server import find_binary
 from services.cli.ui import megabytes
 from shared.errors import ConfigurationError

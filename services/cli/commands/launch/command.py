@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from services.cli.launch.clients import CLIENTS, Client, ClientSetup, Target
-from services.cli.launch.served import Served
-from services.cli.launch.stack import started_stack
+from services.cli.commands.launch.clients import CLIENTS, Client, ClientSetup, Target
+from services.cli.commands.launch.served import Served
+from services.cli.commands.launch.stack import started_stack
 from services.cli.target import (
     ApiKey,
     DataDir,

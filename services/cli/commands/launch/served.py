@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
+from services.cli.commands.launch.clients import Client
 from services.cli.gateway_client import http_options
-from services.cli.launch.clients import Client
 from shared.errors import ConfigurationError, Unavailable
 
 _TIMEOUT = 60.0

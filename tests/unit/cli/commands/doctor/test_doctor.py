@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.doctor import hardware, software
-from services.cli.doctor.check import Check, Report, report_of, show
+from services.cli import machine
+from services.cli.commands.doctor import hardware, software
+from services.cli.commands.doctor.check import Check, Report, report_of, show
 
 
 def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -101,7 +102,7 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_memory_and_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_left_in_container", lambda: 1_000_000_000)
+    monkeypatch.setattr(hardware, "memory_left", lambda: 1_000_000_000)
     assert "1,000 MB free" in hardware.memory().found
     assert hardware.memory().state == "warning"
     assert hardware.shared_memory(str(tmp_path / "none")).state == "warning"
@@ -110,10 +111,10 @@ def test_little_memory_and_no_shared_memory(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_memory_is_read_for_as_long_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_BUFFER", 1 << 20)
+    monkeypatch.setattr(machine, "_BUFFER", 1 << 20)
     ticks = iter(range(1000))
     # One thread asks the time at the begin, before each of two rounds, when it is over, and at the end.
-    assert hardware.read_rate(1, 3.0, lambda: float(next(ticks))) == 2 * (1 << 20) / 4
+    assert machine.read_rate(1, 3.0, lambda: float(next(ticks))) == 2 * (1 << 20) / 4
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

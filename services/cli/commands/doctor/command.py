@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from services.cli.doctor import hardware, software
-from services.cli.doctor.check import Check, report_of, show
+from services.cli.commands.doctor import hardware, software
+from services.cli.commands.doctor.check import Check, report_of, show
 from services.cli.target import DataDir, LocalSettings, find_stack, is_locked
 from services.cli.ui import console
 from shared.config import load_settings
