@@ -12,6 +12,7 @@ import typer
 
 from services.cli.commands.models import serving
 from services.cli.commands.models.cache import gc, registered
+from services.cli.commands.models.disk import disk
 from services.cli.commands.models.recommend import recommend
 from services.cli.commands.models.tables import list_running
 from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
@@ -29,6 +30,7 @@ models_app = typer.Typer(
     help="Models: of a running stack, and on this machine.", no_args_is_help=True, rich_markup_mode=None
 )
 models_app.command()(recommend)
+models_app.command()(disk)
 models_app.command()(gc)
 for command in (serving.load, serving.unload, serving.show, serving.add, serving.remove):
     models_app.command()(command)
