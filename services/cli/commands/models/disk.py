@@ -61,15 +61,14 @@ def disk_use(store: Store, data_dir: Path) -> list[DiskUse]:
         packed_files(store.packed),
         unfinished_downloads(store.cache),
     )
-    lost = [
-        one.bytes for one in models if not all(link.exists() for link in linked_gguf(Path(one.directory)))
-    ]
+    directories = [Path(one.directory) for one in models]
+    lost = [bytes_of(one) for one in directories if not all(link.exists() for link in linked_gguf(one))]
     adapters = [*(store.cache / ADAPTERS).glob("[!.]*")]
-    sources = {link.resolve() for one in models for link in linked_gguf(Path(one.directory)) if link.exists()}
+    sources = {link.resolve() for one in directories for link in linked_gguf(one) if link.exists()}
     beside = [file for file in sources if not file.is_relative_to(store.cache.resolve())]
     logs, queue = data_dir / "logs", data_dir / "nats"
     return [
-        DiskUse("models", len(models), sum(one.bytes for one in models), str(store.cache), sum(lost)),
+        DiskUse("models", len(models), sum(map(bytes_of, directories)), str(store.cache), sum(lost)),
         DiskUse(
             "GGUF files elsewhere",
             len(beside),
