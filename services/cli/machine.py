@@ -7,10 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_BUFFER = 192 << 20
-"""Bytes: more than caches hold"""
-_MEASURED = 1.0
-"""Seconds"""
+_BUFFER = 192 << 20  # bytes: more than caches hold
+_MEASURED = 1.0  # seconds
 
 
 def cores() -> int:

@@ -17,28 +17,22 @@ from services.cli.ui import megabytes
 from shared.model_store.settings import Store
 
 USES = ("text", "code", "embeddings")
-_SHARE = 0.7
-"""Of the memory's rate that decoding reaches"""
-_BESIDE = 1_500_000_000
-"""Bytes for the services and a KV cache"""
+_SHARE = 0.7  # of the memory's rate that decoding reaches
+_BESIDE = 1_500_000_000  # bytes for the services and a KV cache
 _GB = 1_000_000_000
 _HUB = "https://huggingface.co"
-_AT_ONCE = 2.0
-"""Seconds that the hub has to answer"""
+_AT_ONCE = 2.0  # seconds that the hub has to answer
 
 
 class RecommendedModel(msgspec.Struct, frozen=True):
     """A row of the table."""
 
-    name: str
-    """As `ryzanstein up --model` takes it"""
+    name: str  # as `ryzanstein up --model` takes it
     use: str
-    bytes: int
-    """Of its files, which is what its weights take in memory"""
+    bytes: int  # of its files, which is what its weights take in memory
     licence: str
     about: str
-    active: int = 0
-    """Bytes of weights that a token reads, of mixtures of experts; 0: all"""
+    active: int = 0  # bytes of weights that a token reads, of mixtures of experts; 0: all
 
     @property
     def read_per_token(self) -> int:
@@ -56,6 +50,7 @@ def _row(
     return RecommendedModel(name, use, int(gigabytes * _GB), licence, about, int(active * _GB))
 
 
+# Within a use the smallest first.
 MODELS = (
     _row("SmolLM2-135M-Instruct", "text", 0.27, "Apache-2.0", "built in; English; to try things out"),
     _row(
@@ -114,17 +109,14 @@ MODELS = (
         "100 languages, long texts, 1024 numbers a text",
     ),
 )
-"""Within a use the smallest first."""
 
 
 class Recommendation(msgspec.Struct, frozen=True):
     """A model that fits. The shape of an element of `models recommend --json`."""
 
     model: RecommendedModel
-    memory: int
-    """Bytes"""
-    tokens_per_second: float
-    """Of one sequence; 0: of a model that makes embeddings"""
+    memory: int  # bytes
+    tokens_per_second: float  # of one sequence; 0: of a model that makes embeddings
 
 
 def fitting(models: Iterable[RecommendedModel], memory: int, rate: float) -> list[Recommendation]:

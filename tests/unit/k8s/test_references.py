@@ -13,8 +13,8 @@ from tests.unit.k8s.manifests import Build, Pod, Resource, name_of, selects
 
 EXTERNAL_SECRETS = {"ryzanstein-nats", "ryzanstein-nats-tls", "ryzanstein-hub", "ryzanstein-ring"}
 # Variables that LeaderWorkerSet puts before all others.
+# Secrets that are made by hand or by a secret store; docs/kubernetes.md says how.
 LEADER_WORKER = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
-"""Secrets that are made by hand or by a secret store; docs/kubernetes.md says how."""
 
 CLUSTER_WIDE = {"Namespace", "PriorityClass"}
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from services.cli.ui import print_columns, say
 from shared.process import VERSION
 
+# note: works, and could be faster; warning: something will fail that one may not use; error: serving fails
 State = Literal["ok", "note", "warning", "error"]
-"""note: works, and could be faster; warning: something will fail that one may not use; error: serving fails"""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -20,10 +20,8 @@ class Check(msgspec.Struct, frozen=True):
 
     name: str
     state: State
-    found: str
-    """In a few words, with units."""
-    advice: str = ""
-    """What to do, one sentence; empty where nothing is to be done."""
+    found: str  # in a few words, with units
+    advice: str = ""  # what to do, one sentence; empty where nothing is to be done
 
 
 class Report(msgspec.Struct, frozen=True):

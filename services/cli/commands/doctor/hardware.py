@@ -13,10 +13,8 @@ from services.cli.commands.doctor.check import Check
 from services.cli.machine import cores, memory_left, read_rate
 from services.cli.ui import megabytes
 
-_TIMEOUT = 20.0
-"""Seconds for a program that is asked."""
-_FEWEST_BYTES = 2_000_000_000
-"""Of free memory, for the built-in model with its services"""
+_TIMEOUT = 20.0  # seconds for a program that is asked
+_FEWEST_BYTES = 2_000_000_000  # of free memory, for the built-in model with its services
 _SHARED_BYTES = 256_000_000
 _KERNELS = ("-m", "services.executor.native")
 _SMI = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")

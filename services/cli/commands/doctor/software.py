@@ -15,13 +15,11 @@ from services.cli.supervision.nats_server import find_binary
 from services.cli.ui import megabytes
 from shared.errors import ConfigurationError
 
-_DISK_BYTES = 3_000_000_000
-"""Free, for a model of some size beside what is there"""
+_DISK_BYTES = 3_000_000_000  # free, for a model of some size beside what is there
 _FILES = 4096
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _LOOPBACK = ("127.0.0.1", "localhost")
-_UNSYNCHRONISED = 0x40
-"""STA_UNSYNC of adjtimex(2)"""
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 _EXTRAS = {"starlette": "gateway", "torch": "executor", "transformers": "executor"}
 
 
@@ -115,8 +113,8 @@ def clock() -> Check:
     return Check("clock", "ok", "synchronised")
 
 
+# Of `struct timex`: behind modes (padded), offset, freq, maxerror, esterror
 _STATUS_AT = ctypes.sizeof(ctypes.c_long) * 5
-"""Of `struct timex`: behind modes (padded), offset, freq, maxerror, esterror"""
 
 
 def proxies(environment: Mapping[str, str] = os.environ) -> Check:

@@ -10,22 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Tokens that a client may ask for in an answer, where it wants to be told and the context has room.
 _ANSWER = 8192
-"""Tokens that a client may ask for in an answer, where it wants to be told and the context has room."""
 
 
 @dataclass(frozen=True)
 class Target:
     """What a client is to talk to."""
 
-    url: str
-    """Of the gateway, without /v1"""
+    url: str  # of the gateway, without /v1
     model: str
     api_key: str
-    context_length: int
-    """Tokens"""
-    directory: Path
-    """Of ours, where files for this client may lie"""
+    context_length: int  # tokens
+    directory: Path  # of ours, where files for this client may lie
 
     @property
     def answer_tokens(self) -> int:
@@ -38,21 +35,16 @@ class ClientSetup:
 
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Contents by the path below `Target.directory`"""
+    files: Mapping[str, str] = field(default_factory=dict)  # contents by the path below `Target.directory`
 
 
 @dataclass(frozen=True)
 class Client:
     name: str
-    program: str
-    """What is looked for on the path"""
-    install: str
-    """A command, or where it is to be had"""
-    needs: int
-    """Tokens of context that its own instructions and tools take, and a task beside them"""
-    api: str
-    """The API that it speaks"""
+    program: str  # what is looked for on the path
+    install: str  # a command, or where it is to be had
+    needs: int  # tokens of context that its own instructions and tools take, and a task beside them
+    api: str  # the API that it speaks
     setup: Callable[[Target], ClientSetup]
 
 
@@ -209,6 +201,7 @@ def _zed(target: Target) -> ClientSetup:
 
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+# By name, in the order of the help.
 CLIENTS = {
     client.name: client
     for client in (
@@ -223,4 +216,3 @@ CLIENTS = {
         Client("zed", "zed", "see https://zed.dev/download", 16_000, CHAT, _zed),
     )
 }
-"""By name, in the order of the help."""

@@ -30,10 +30,8 @@ from services.cli.ui import console, say
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 
-_NO_KEY = "none"
-"""What clients send that insist on a key, to a gateway that asks for none"""
-_CONTEXT = 8192
-"""Tokens, where the gateway does not know them yet"""
+_NO_KEY = "none"  # what clients send that insist on a key, to a gateway that asks for none
+_CONTEXT = 8192  # tokens, where the gateway does not know them yet
 _TRUST = ("NODE_EXTRA_CA_CERTS", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 

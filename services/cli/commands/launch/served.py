@@ -10,8 +10,7 @@ from services.cli.commands.launch.clients import Client
 from services.cli.gateway_client import http_options
 from shared.errors import ConfigurationError, Unavailable
 
-_TIMEOUT = 60.0
-"""Seconds for an answer of one token, of a model that may have to be loaded first"""
+_TIMEOUT = 60.0  # seconds for an answer of one token, of a model that may have to be loaded first
 _TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {}, "required": []}},

@@ -13,10 +13,8 @@ from services.cli.target import RunFile, read_run_file
 from shared.errors import ConfigurationError
 from shared.process import die_with_parent
 
-_PAUSE = 0.2
-"""Seconds between two looks at whether it is up"""
-_STOPPED_WITHIN = 40.0
-"""Seconds"""
+_PAUSE = 0.2  # seconds between two looks at whether it is up
+_STOPPED_WITHIN = 40.0  # seconds
 
 
 @contextlib.contextmanager

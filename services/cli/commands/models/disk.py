@@ -25,8 +25,7 @@ class DiskUse(msgspec.Struct, frozen=True):
     entries: int
     bytes: int
     where: str
-    unneeded: int = 0
-    """Bytes that nothing needs any more"""
+    unneeded: int = 0  # bytes that nothing needs any more
 
 
 def disk(

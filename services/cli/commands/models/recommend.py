@@ -13,8 +13,7 @@ from services.cli.recommended_models import MODELS, USES, Recommendation, fittin
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.errors import ConfigurationError
 
-_PLEASANT = 5.0
-"""Tokens/s below which nobody waits for an answer"""
+_PLEASANT = 5.0  # Tokens/s below which nobody waits for an answer
 
 
 def recommend(

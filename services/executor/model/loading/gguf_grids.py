@@ -19,8 +19,8 @@ _EIGHTH, _QUARTER = 0.125, 0.25
 _TWO_BITS = (8, 25, 43, 0, -8, -25, -43, 0)
 _THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
 _ODD = (1, 3, 5, 7, 9, 11, 13, 15)
+# Eight times -1, 0 and 1, each an eighth less, then each an eighth more
 _NEAR_ONE = (-9, -1, 7, 0, -7, 1, 9, 0)
-"""Eight times -1, 0 and 1, each an eighth less, then each an eighth more"""
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from services.executor.model.loading.gguf_file import GgufFile
 
 WHOLE = "tokenizer.huggingface.json"
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-"""`tokenizer.ggml.token_type`"""
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 _SPACE = "\u2581"
+# Of architectures whose files have no `tokenizer.ggml.pre` where they are older than the key.
 _GPT2_SPLITS = {"qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2", "gpt2": "gpt-2"}
-"""Of architectures whose files have no `tokenizer.ggml.pre` where they are older than the key."""
+# tokenizer_config.json's name -> GGUF's, in its own spelling
 _SPECIAL = {
     "bos": "bos",
     "eos": "eos",
@@ -35,7 +35,6 @@ _SPECIAL = {
     "cls": "cls",
     "mask": "mask",
 }
-"""tokenizer_config.json's name -> GGUF's, in its own spelling"""
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 _TEXT_A: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
 _NO_SPACE_WORDS = "##"
@@ -403,5 +402,5 @@ def merges_of(ids: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple
     ]
 
 
+# By `tokenizer.ggml.model`.
 _MAKERS = {"gpt2": _bytes, "llama": _pieces, "gemma4": _pieces, "t5": _likeliest, "bert": _word_pieces}
-"""By `tokenizer.ggml.model`."""

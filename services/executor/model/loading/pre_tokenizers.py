@@ -50,6 +50,7 @@ _KIMI = "|".join(
         rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",
     )
 )
+# Letters of scripts that have cases, as DeepSeek lists them: code points, some of which look alike or compose.
 _CASED = """
 41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C 38E-3A1 3A3-3F5
 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15
@@ -59,7 +60,6 @@ _CASED = """
 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2
 118A0-118DF 1E900-1E943
 """
-"""Letters of scripts that have cases, as DeepSeek lists them: code points, some of which look alike or compose."""
 
 
 def _characters(ranges: str) -> str:
@@ -85,16 +85,12 @@ _DIGITS = {"type": "Digits", "individual_digits": True}
 class SplitRule:
     """How texts are cut before they are merged."""
 
-    steps: tuple[dict[str, Any], ...]
-    """Of tokenizer.json's `pre_tokenizer`, before the bytes"""
-    words: bool = False
-    """Whether what is left is cut by GPT-2's expression"""
-    whole: bool = False
-    """A word that is a token needs no merges (`ignore_merges`)"""
-    begins: bool = False
-    """Whether texts begin with the BOS token where the file does not say"""
+    steps: tuple[dict[str, Any], ...]  # of tokenizer.json's `pre_tokenizer`, before the bytes
+    words: bool = False  # whether what is left is cut by GPT-2's expression
+    whole: bool = False  # a word that is a token needs no merges (`ignore_merges`)
+    begins: bool = False  # whether texts begin with the BOS token where the file does not say
+    # Whether accents are composed with their letters first (NFC) where the file does not say
     composes: bool = False
-    """Whether accents are composed with their letters first (NFC) where the file does not say"""
 
     def pre_tokenizer(self) -> dict[str, Any]:
         """In the words of tokenizer.json."""
@@ -142,8 +138,7 @@ _RULES: tuple[tuple[SplitRule, str], ...] = (
     (_by(_SENTENCES, r"\p{N}"), "viking"),
     (_by(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), "superbpe"),
 )
-SPLIT_RULES = {name: rule for rule, names in _RULES for name in names.split()}
-"""By `tokenizer.ggml.pre`."""
+SPLIT_RULES = {name: rule for rule, names in _RULES for name in names.split()}  # by `tokenizer.ggml.pre`
 
 
 def split_name(pre_tokenizer: dict[str, Any]) -> str | None:

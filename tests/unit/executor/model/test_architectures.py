@@ -18,13 +18,13 @@ from tests.unit.executor.model.lanes import STYLES, in_lanes
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of, precise_logits_of, save_as_part
 
-# A bias of the experts' outputs is whole where it is held, on rank 0; a head's own layer computes few rows. What comes
-# before the heads of latent attention is of all heads, behind norms of its whole width; what an indexer chooses is
-# chosen alike on all ranks; gates of norms and weights of hyper-connections are narrow, and follow the whole width.
-# What DeepSeek V4 keeps of tokens is one line for all heads; what Qwen 4 adds of several tokens goes to the whole
-# width. Of the two factors of a gate of Kimi's delta attention the first is one head wide. Experts that compute in a latent
-# need all of it. RWKV mixes a token with the one before by a number for each value of the hidden state. Of
-# the two factors of an adapter the first is narrow.
+# A bias of the experts' outputs is whole where it is held, on rank 0; a head's own layer computes few rows. What
+# comes before the heads of latent attention is of all heads, behind norms of its whole width; what an indexer chooses
+# is chosen alike on all ranks; gates of norms and weights of hyper-connections are narrow, and follow the whole
+# width. What DeepSeek V4 keeps of tokens is one line for all heads; what Qwen 4 adds of several tokens goes to the
+# whole width. Of the two factors of a gate of Kimi's delta attention the first is one head wide. Experts that compute
+# in a latent need all of it. RWKV mixes a token with the one before by a number for each value of the hidden state.
+# Of the two factors of an adapter the first is narrow.
 REPLICATED = re.compile(
     r"(^|\.)(router|gate|shared_expert_gate|wpe|embed_positions|positions_embed|lm_head\.dense|project_in|project_out"
     r"|experts\.down_proj_bias|per_layer_(model_projection|input_gate|projection)|laurel\.linear_\w+"

@@ -36,6 +36,7 @@ FLOATS = {  # bytes of a block at which a float16 begins
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
+# Bits of memory for a weight
 OF_BOOKS = {
     "IQ1_S": 3.4,
     "IQ1_M": 3.7,
@@ -46,7 +47,6 @@ OF_BOOKS = {
     "IQ3_S": 4.4,
     "TQ1_0": 2.1,
 }
-"""Bits of memory for a weight"""
 
 
 def any_rows(kind: GGMLQuantizationType, seed: int, rows: int, blocks: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from services.executor.model.loading.gguf_tokenizer import (
 from services.executor.model.loading.pre_tokenizers import SPLIT_RULES, split_name
 from shared.errors import ModelLoadError
 
+# Ten scripts, code, emoji, digits, accents as they are and composed, special tokens.
 TEXTS = (
     "The cat's on the mat, isn't it? IT'S 12345 or 3.14!",
     "Грамматика и числа 2024 года.",
@@ -35,7 +36,6 @@ TEXTS = (
     "emoji 🙂👍🏽 e\u0301 caf\u00e9  \u00a0 spaces   ",
     "<|start|>user<think>why<|end|>",
 )
-"""Ten scripts, code, emoji, digits, accents as they are and composed, special tokens."""
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
 

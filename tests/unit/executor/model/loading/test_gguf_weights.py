@@ -330,8 +330,8 @@ def with_tensor(file: Path, path: Path, name: str, values: Any) -> Path:
     return path
 
 
+# Of a code in memory
 BITS = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), 3), "TQ1_0": 2, "TQ2_0": 2}
-"""Of a code in memory"""
 native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
 
