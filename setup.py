@@ -26,9 +26,7 @@ class BuildExtensions(build_ext):
         wanted = os.environ.get(OPTIONAL, "")
         if self.inplace or self.editable_mode or wanted == "0":
             return
-        for stale in Path(self.build_lib).rglob(
-            "*.cpython-*.so"
-        ):  # of an earlier build: its source may differ
+        for stale in Path(self.build_lib).rglob("*.cpython-*.so"):  # of an earlier build: its source may differ
             stale.unlink()
         try:
             self._compile()

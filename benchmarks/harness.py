@@ -35,9 +35,7 @@ T, K = TypeVar("T"), TypeVar("K")
 
 # --- options that commands share -----------------------------------------------------------------
 
-ModelDirectory = Annotated[
-    Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-]
+ModelDirectory = Annotated[Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.", min=1)]
 Rounds = Annotated[int, typer.Option(help="Rounds, in each of which the variants take turns.", min=1)]
 Dtype = Annotated[str, typer.Option(help="bf16 or fp32.")]
@@ -208,18 +206,14 @@ class Sheet:
     def table(self) -> Table:
         made = Table(title=self.title or None, box=box.SIMPLE_HEAD, pad_edge=False)
         for at, name in enumerate(self.head):
-            made.add_column(
-                name, justify="left" if at == 0 or name in self.left else "right", overflow="fold"
-            )
+            made.add_column(name, justify="left" if at == 0 or name in self.left else "right", overflow="fold")
         for at, row in enumerate(self.rows):
             made.add_row(*(escape(str(cell)) for cell in row), style=self.styles[at] if self.styles else None)
         return made
 
     def markdown(self) -> str:
         rule = ["---" if at == 0 or name in self.left else "---:" for at, name in enumerate(self.head)]
-        return (
-            "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (self.head, rule, *self.rows)) + "\n"
-        )
+        return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (self.head, rule, *self.rows)) + "\n"
 
 
 def progress_bars() -> Progress:
@@ -246,9 +240,7 @@ def show(*parts: Sheet | Table | str, console: Console | None = None) -> None:
             console.print(made)
 
 
-def publish(
-    report: Any, *parts: Sheet | Table | str, json: Path | None = None, console: Console | None = None
-) -> None:
+def publish(report: Any, *parts: Sheet | Table | str, json: Path | None = None, console: Console | None = None) -> None:
     """Prints the parts, and beneath where a `Report` was made; writes all of it where a file is wanted. Raises
     `BenchError`."""
     show(*parts, *([report.line()] if isinstance(report, Report) else []), console=console)

@@ -110,10 +110,7 @@ def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = N
     names = sorted(name for tensors in files.values() for name in tensors)
     starts = {name: index * STRIDE % numbers * 2 for index, name in enumerate(names)}
     with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as workers:
-        jobs = [
-            workers.submit(_write, directory / file, tensors, starts, *contents)
-            for file, tensors in files.items()
-        ]
+        jobs = [workers.submit(_write, directory / file, tensors, starts, *contents) for file, tensors in files.items()]
         total = sum(job.result() for job in jobs)
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -179,9 +176,7 @@ def _files(shape: LlamaShape) -> Iterator[tuple[str, Shapes]]:
     ]
     for first in range(0, shape.layers, LAYERS_PER_FILE):
         layers = range(first, min(first + LAYERS_PER_FILE, shape.layers))
-        groups.append(
-            {f"model.layers.{n}.{name}.weight": size for n in layers for name, size in shape.layer.items()}
-        )
+        groups.append({f"model.layers.{n}.{name}.weight": size for n in layers for name, size in shape.layer.items()})
     for number, group in enumerate(groups, 1):
         yield f"model-{number:05}-of-{len(groups):05}.safetensors", group
 
@@ -219,9 +214,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def main(
     directory: Annotated[Path, typer.Argument(help="Where to; in /dev/shm it is in the page cache.")],
-    shape: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, or six numbers: see random_model.py.")
-    ] = "8b",
+    shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}, or six numbers: see random_model.py.")] = "8b",
 ) -> None:
     """Writes a checkpoint of random weights."""
     total = write_checkpoint(directory, shape_of(shape))

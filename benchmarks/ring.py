@@ -23,19 +23,7 @@ import typer
 from msgspec import structs
 
 from benchmarks.engine.steps import Decode, Prefill
-from benchmarks.harness import (
-    Dtype,
-    JsonFile,
-    Report,
-    Rounds,
-    Sheet,
-    about,
-    in_turns,
-    median,
-    one_of,
-    publish,
-    run,
-)
+from benchmarks.harness import Dtype, JsonFile, Report, Rounds, Sheet, about, in_turns, median, one_of, publish, run
 from benchmarks.random_model import shape_option, write_checkpoint
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
@@ -85,9 +73,7 @@ class BenchRing:
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
         self._processes = [
             context.Process(
-                target=_rank,
-                args=(settings, _spec(rank, world, board), theirs[rank], self._times),
-                daemon=True,
+                target=_rank, args=(settings, _spec(rank, world, board), theirs[rank], self._times), daemon=True
             )
             for rank in range(world)
         ]
@@ -142,9 +128,7 @@ def _spec(rank: int, world: int, board: Path) -> RankSpec:
     return RankSpec(rank, world, "bench", "bench", 1, str(board), {})
 
 
-def _rank(
-    values: dict[str, object], spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]"
-) -> None:
+def _rank(values: dict[str, object], spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]") -> None:
     import torch
 
     settings = ExecutorSettings.model_validate(values)
@@ -166,9 +150,7 @@ def _member(settings: ExecutorSettings, spec: RankSpec, collectives: "Collective
     return Worker.load(settings, spec, board, where, device, collectives, lambda done, total: None)
 
 
-def _lead(
-    settings: ExecutorSettings, spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]"
-) -> None:
+def _lead(settings: ExecutorSettings, spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]") -> None:
     import torch
 
     from services.executor.core.sampling_state import SamplingState
@@ -199,9 +181,7 @@ def _lead(
     sender.close()
 
 
-def _follow(
-    settings: ExecutorSettings, spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]"
-) -> None:
+def _follow(settings: ExecutorSettings, spec: RankSpec, pipe: Connection, times: "SynchronizedArray[Any]") -> None:
     import torch
 
     from services.executor.worker import rendezvous as meeting
@@ -246,9 +226,7 @@ class RingReport(Report, frozen=True, kw_only=True):
     scalings: list[Scaling]
 
 
-def measure_steps(
-    settings: dict[str, object], kinds: dict[str, Decode | Prefill], rounds: int
-) -> list[Scaling]:
+def measure_steps(settings: dict[str, object], kinds: dict[str, Decode | Prefill], rounds: int) -> list[Scaling]:
     """All rings are up at once and take turns, so that what disturbs the machine disturbs all."""
     rings = [BenchRing(settings, 1), BenchRing(settings, 2)]
     scalings = []

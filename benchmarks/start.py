@@ -99,9 +99,7 @@ def start_phases(log: Log, began: float, answered: float) -> dict[str, float]:
     """Seconds of each phase of a start at `began` whose first token came at `answered`."""
     service = at(log.of("ready", service="executor")[0])
     first = {"command line, NATS, executor's imports": service - began}
-    return first | _ring_phases(
-        log, service, answered, 0.0, "ranks' imports, forked", "seen by all, first token"
-    )
+    return first | _ring_phases(log, service, answered, 0.0, "ranks' imports, forked", "seen by all, first token")
 
 
 def kill_phases(log: Log, killed: float, answered: float) -> dict[str, float]:
@@ -110,9 +108,7 @@ def kill_phases(log: Log, killed: float, answered: float) -> dict[str, float]:
     return {"told": told - killed} | _ring_phases(log, told, answered, killed, "ended, forked", "first token")
 
 
-def _ring_phases(
-    log: Log, began: float, answered: float, since: float, forking: str, ending: str
-) -> dict[str, float]:
+def _ring_phases(log: Log, began: float, answered: float, since: float, forking: str, ending: str) -> dict[str, float]:
     """From `began` on, of what was logged `since` then; `forking` and `ending`: what the first and last are called."""
     forked = max(at(line) for line in log.of("rank_started", since))
     loaded = log.of("rank_loaded", since)
@@ -149,17 +145,13 @@ def phases_of(rounds: Sequence[Round]) -> dict[str, list[float]]:
 class Stack:
     """`ryzanstein up` in a directory of its own."""
 
-    def __init__(
-        self, directory: Path, model: str, variables: Mapping[str, str], options: Sequence[str]
-    ) -> None:
+    def __init__(self, directory: Path, model: str, variables: Mapping[str, str], options: Sequence[str]) -> None:
         self._directory = directory
         self._output = (directory.parent / f"{directory.name}.txt").open("wb")
         command = [sys.executable, "-m", "services.cli", "up", "--model", model, "--no-smoke-test"]
         command += ["--port", "0", "--grpc-port", "0", "--data-dir", str(directory), *options]
         self.began = time.time()
-        self._process = psutil.Popen(
-            command, env={**os.environ, **variables}, stdout=self._output, stderr=self._output
-        )
+        self._process = psutil.Popen(command, env={**os.environ, **variables}, stdout=self._output, stderr=self._output)
         self._client = httpx.Client(timeout=PATIENCE, trust_env=False)
         self._asking = ThreadPoolExecutor(1)
         self.url = ""
@@ -222,9 +214,7 @@ class Stack:
         for process in self.processes:
             full = process.memory_full_info()
             words = process.cmdline()
-            module = next(
-                (word for word in words if word.startswith("services.")), words[0].rpartition("/")[2]
-            )
+            module = next((word for word in words if word.startswith("services.")), words[0].rpartition("/")[2])
             found[ranks.get(process.pid, module.removeprefix("services."))] = [
                 full.pss,
                 full.uss,
@@ -290,9 +280,7 @@ def measure(
         with stack_of(scratch, str(model), cache, options) as stack:
             found.append(measure_start(stack, "cold"))
             stack.wait("cached weights", lambda stack=stack: _is_kept(stack.log, ranks))
-            memory |= {
-                f"{name}, cold": used for name, used in stack.memory().items() if name.startswith("rank")
-            }
+            memory |= {f"{name}, cold": used for name, used in stack.memory().items() if name.startswith("rank")}
         with stack_of(scratch, str(model), cache, options) as stack:
             found.append(measure_start(stack, "cached"))
             found += [measure_kill(stack) for _ in range(kills)]
@@ -335,8 +323,7 @@ def _is_executors(name: str) -> bool:
 
 def main(
     model: Annotated[
-        Path,
-        typer.Option(help="A model directory or a .gguf file; `ryzanstein models list` shows where one is."),
+        Path, typer.Option(help="A model directory or a .gguf file; `ryzanstein models list` shows where one is.")
     ],
     random: Annotated[
         str,

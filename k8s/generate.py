@@ -27,9 +27,7 @@ def generated(root: Path) -> dict[Path, str]:
     rules = sorted((root / _RULES).glob("*.yml"))
     dashboards = sorted((root / _DASHBOARDS).glob("*.json"))
     files = {
-        Path("k8s/base/nats/ryzanstein.conf"): deployed(
-            listen="0.0.0.0:4222", store="/data/jetstream", tls={}
-        ),
+        Path("k8s/base/nats/ryzanstein.conf"): deployed(listen="0.0.0.0:4222", store="/data/jetstream", tls={}),
         _GENERATED / "kustomization.yaml": _component(bool(rules), bool(dashboards)),
     }
     if rules:
@@ -49,17 +47,8 @@ def _read(path: Path) -> str:
 
 
 def _component(rules: bool, dashboards: bool) -> str:
-    resources = [
-        *(["prometheus-rule.yaml"] if rules else []),
-        *(["../../../../monitoring"] if dashboards else []),
-    ]
-    return _yaml(
-        {
-            "apiVersion": "kustomize.config.k8s.io/v1alpha1",
-            "kind": "Component",
-            "resources": resources,
-        }
-    )
+    resources = [*(["prometheus-rule.yaml"] if rules else []), *(["../../../../monitoring"] if dashboards else [])]
+    return _yaml({"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component", "resources": resources})
 
 
 def _rule(files: Iterable[Path]) -> str:
@@ -90,8 +79,7 @@ def _config_maps(dashboards: Iterable[str]) -> str:
                 "labels": {"app.kubernetes.io/part-of": "ryzanstein", "grafana_dashboard": "1"},
             },
             "configMapGenerator": [
-                {"name": f"dashboard-{Path(name).stem}", "files": [f"{_DASHBOARDS.name}/{name}"]}
-                for name in dashboards
+                {"name": f"dashboard-{Path(name).stem}", "files": [f"{_DASHBOARDS.name}/{name}"]} for name in dashboards
             ],
         }
     )

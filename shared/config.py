@@ -32,9 +32,7 @@ ENV_PREFIX = "RYZANSTEIN_"
 class CommonSettings(BaseSettings):
     """What every service needs to know."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
     """Address of the NATS server, or several separated by commas."""
@@ -157,8 +155,7 @@ def _validated(kind: type[SettingsT], build: Callable[[], SettingsT]) -> Setting
     try:
         if path and not Path(path).is_file():
             raise ConfigurationError(
-                f"{ENV_PREFIX}CONFIG names the file {path}, which does not exist; "
-                "create it or unset the variable."
+                f"{ENV_PREFIX}CONFIG names the file {path}, which does not exist; create it or unset the variable."
             )
         return build()
     except ValidationError as error:

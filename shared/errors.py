@@ -66,9 +66,7 @@ class InvalidGrammar(InvalidRequest):
 
     code = "invalid_grammar"
 
-    def __init__(
-        self, message: str, *, param: str | None = "response_format", retry_after: float | None = None
-    ):
+    def __init__(self, message: str, *, param: str | None = "response_format", retry_after: float | None = None):
         super().__init__(message, param=param, retry_after=retry_after)
 
 

@@ -79,9 +79,7 @@ MODEL_LABELS = Limit(4096, "entries", "classes of a model that classifies")
 MODEL_PROMPTS = Limit(64 << 10, "characters", "a model's own prompts, with their names")
 EMBEDDING_INPUTS = Limit(2048, "entries", "inputs of a request for embeddings or classes")
 VECTORS_IN_HEADER = Limit(
-    512,
-    "entries",
-    "inputs of a request for vectors as `bytes`, whose places a header tells; `bytes_only` does without",
+    512, "entries", "inputs of a request for vectors as `bytes`, whose places a header tells; `bytes_only` does without"
 )
 SCORED_TEXTS = Limit(2048, "entries", "documents of a rerank request, pairs of a score request")
 TRUNCATED_TEXT = Limit(
@@ -105,10 +103,7 @@ ITEMS = Limit(4096, "entries", "items of a response's input")
 INPUT_FILES = Limit(32, "entries", "files among the parts of all messages together")
 INPUT_FILE_BYTES = Limit(4 << 20, "bytes", "the same files together")
 GENERATION_BYTES = Limit(
-    16 << 20,
-    "bytes",
-    "what all generations of a request put into the queue",
-    setting="RYZANSTEIN_GENERATION_BYTES",
+    16 << 20, "bytes", "what all generations of a request put into the queue", setting="RYZANSTEIN_GENERATION_BYTES"
 )
 BODY = Limit(4 << 20, "bytes", "the body, or a WebSocket message", setting="RYZANSTEIN_BODY_LIMIT")
 PROMPT_TOKENS = Limit(0, "tokens", "a prompt; 0: the model's context", setting="RYZANSTEIN_PROMPT_LIMIT")
@@ -143,9 +138,7 @@ HISTORY_HELD = Limit(
     "gateway",
     "RYZANSTEIN_HISTORY_HELD_BYTES",
 )
-HISTORY_READS = Limit(
-    256 << 20, "bytes", "stored responses that a request reads for their items, decompressed"
-)
+HISTORY_READS = Limit(256 << 20, "bytes", "stored responses that a request reads for their items, decompressed")
 UPLOAD_FIELDS = Limit(32, "entries", "fields of an upload's form")
 UPLOAD_FIELD = Limit(4096, "bytes", "a field of an upload's form beside the file")
 UPLOAD_FIELD_NAME = Limit(256, "characters", "the name of a field of an upload's form")
@@ -160,9 +153,7 @@ UPLOAD_PARTS = Limit(10_000, "entries", "parts of an upload")
 UPLOAD_PART = Limit(64 << 20, "bytes", "a part of an upload")
 UPLOAD = Limit(512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")
 
-TRAINING_EXAMPLES = Limit(
-    200_000, "entries", "examples of a fine-tuning file", setting="RYZANSTEIN_TRAINING_EXAMPLES"
-)
+TRAINING_EXAMPLES = Limit(200_000, "entries", "examples of a fine-tuning file", setting="RYZANSTEIN_TRAINING_EXAMPLES")
 TRAINING_TOKENS = Limit(
     1 << 24,
     "tokens",
@@ -176,17 +167,10 @@ HEADERS = Limit(128, "entries", "headers of a request, trailers among them", "co
 HEAD = Limit(64 << 10, "bytes", "a request's line and headers", "connection", "RYZANSTEIN_HEAD_LIMIT")
 PIPELINED = Limit(16, "entries", "requests that wait for the answer to an earlier one", "connection")
 WEBSOCKET_FRAMES = Limit(
-    10_000,
-    "frames",
-    "WebSocket frames, one for each message not counted; each second takes 1,000 off",
-    "connection",
+    10_000, "frames", "WebSocket frames, one for each message not counted; each second takes 1,000 off", "connection"
 )
 SOCKET_GENERATIONS = Limit(
-    256,
-    "entries",
-    "generations in flight on one WebSocket",
-    "connection",
-    "RYZANSTEIN_MAX_GENERATIONS_PER_SOCKET",
+    256, "entries", "generations in flight on one WebSocket", "connection", "RYZANSTEIN_MAX_GENERATIONS_PER_SOCKET"
 )
 
 HEAD_SECONDS = Limit(
@@ -203,21 +187,13 @@ GRPC_CALLS = Limit(1024, "entries", "gRPC calls at a time", "connection")
 GRPC_PUBLIC_CALLS = Limit(16, "entries", "gRPC calls at a time that need no key", "connection")
 GRPC_PUBLIC_MESSAGE = Limit(4 << 10, "bytes", "the message of a gRPC call that needs no key")
 GRPC_METADATA = Limit(
-    16 << 10,
-    "bytes",
-    "the metadata of a gRPC call, 32 for each entry; beyond four times that the connection ends",
+    16 << 10, "bytes", "the metadata of a gRPC call, 32 for each entry; beyond four times that the connection ends"
 )
 GRPC_UNTAKEN = Limit(
-    16 << 20,
-    "bytes",
-    "gRPC messages that are incomplete or not consumed yet; one body at least",
-    "connection",
+    16 << 20, "bytes", "gRPC messages that are incomplete or not consumed yet; one body at least", "connection"
 )
 GRPC_UNREAD = Limit(
-    64 << 10,
-    "bytes",
-    "gRPC answers that the client does not read, before no more is read from it",
-    "connection",
+    64 << 10, "bytes", "gRPC answers that the client does not read, before no more is read from it", "connection"
 )
 GRPC_OWED = Limit(
     64 << 20,
@@ -248,9 +224,7 @@ TENANT_FILE_BYTES = Limit(1 << 30, "bytes", "files together", "tenant", "RYZANST
 TENANT_FILES = Limit(10_000, "entries", "files", "tenant", "RYZANSTEIN_TENANT_FILES")
 TENANT_BATCHES = Limit(200, "entries", "unfinished batches", "tenant", "RYZANSTEIN_TENANT_BATCHES")
 KNOWN_BATCHES = Limit(10_000, "entries", "known batches; the oldest that have ended are forgotten", "tenant")
-TENANT_TRAINING_JOBS = Limit(
-    16, "entries", "unfinished fine-tuning jobs", "tenant", "RYZANSTEIN_TENANT_TRAINING_JOBS"
-)
+TENANT_TRAINING_JOBS = Limit(16, "entries", "unfinished fine-tuning jobs", "tenant", "RYZANSTEIN_TENANT_TRAINING_JOBS")
 TENANT_TRAINING_BYTES = Limit(
     3 << 30,
     "bytes",
@@ -266,10 +240,7 @@ TENANT_FINE_TUNED_MODELS = Limit(
     "RYZANSTEIN_TENANT_FINE_TUNED_MODELS",
 )
 KNOWN_TRAINING_JOBS = Limit(
-    1000,
-    "entries",
-    "known fine-tuning jobs; the oldest that have ended are forgotten, their models stay",
-    "tenant",
+    1000, "entries", "known fine-tuning jobs; the oldest that have ended are forgotten, their models stay", "tenant"
 )
 TRAINING_EVENTS = Limit(
     10_000, "entries", "steps of a fine-tuning job that have an event; the newest are kept", "tenant"
@@ -309,10 +280,7 @@ CONNECTIONS = Limit(
     "RYZANSTEIN_MAX_CONNECTIONS",
 )
 RESERVED_CONNECTIONS = Limit(
-    32,
-    "entries",
-    "connections beyond those, for `/health`, `/ready`, `/metrics` and `grpc.health.v1`",
-    "gateway",
+    32, "entries", "connections beyond those, for `/health`, `/ready`, `/metrics` and `grpc.health.v1`", "gateway"
 )
 OWED = Limit(
     512 << 20,
@@ -335,15 +303,11 @@ TENANT_GENERATIONS = Limit(
 COLD_REQUESTS = Limit(
     1024, "entries", "requests held for models that were never loaded", "gateway", "RYZANSTEIN_COLD_REQUESTS"
 )
-COLD_MODEL_REQUESTS = Limit(
-    256, "entries", "of those for one model", "gateway", "RYZANSTEIN_COLD_MODEL_REQUESTS"
-)
+COLD_MODEL_REQUESTS = Limit(256, "entries", "of those for one model", "gateway", "RYZANSTEIN_COLD_MODEL_REQUESTS")
 COLD_BYTES = Limit(
     256 << 20, "bytes", "requests held for models that were never loaded", "gateway", "RYZANSTEIN_COLD_BYTES"
 )
-COLD_MODEL_BYTES = Limit(
-    64 << 20, "bytes", "of those for one model", "gateway", "RYZANSTEIN_COLD_MODEL_BYTES"
-)
+COLD_MODEL_BYTES = Limit(64 << 20, "bytes", "of those for one model", "gateway", "RYZANSTEIN_COLD_MODEL_BYTES")
 PREFILLS = Limit(64, "entries", "a tenant's sessions whose next turns are prepared at a time", "gateway")
 READERS = Limit(64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
 TENANT_GRAMMARS = Limit(16, "entries", "unknown grammars that wait to be compiled in a gateway", "tenant")
@@ -355,14 +319,9 @@ TEMPLATES_WAITING = Limit(
     "conversations for one model that wait for its chat template, a quarter for each tenant",
     "gateway",
 )
-TEXT_WAITING = Limit(
-    64 << 20, "bytes", "texts that wait to be tokenized, a quarter for each tenant", "gateway"
-)
+TEXT_WAITING = Limit(64 << 20, "bytes", "texts that wait to be tokenized, a quarter for each tenant", "gateway")
 LARGE_WAITING = Limit(
-    256 << 20,
-    "bytes",
-    "requests of more than 64 KiB that wait to be decoded, a quarter for each tenant",
-    "gateway",
+    256 << 20, "bytes", "requests of more than 64 KiB that wait to be decoded, a quarter for each tenant", "gateway"
 )
 TOKENIZED_SEGMENTS = Limit(
     8 << 20,
@@ -371,13 +330,9 @@ TOKENIZED_SEGMENTS = Limit(
     "parts of less than 256 characters beside them",
     "gateway",
 )
-TOKENIZER_INFO = Limit(
-    256 << 10, "bytes", "the answer of `/tokenizer_info`; larger fields are left out", "gateway"
-)
+TOKENIZER_INFO = Limit(256 << 10, "bytes", "the answer of `/tokenizer_info`; larger fields are left out", "gateway")
 TOKENIZERS = Limit(16, "entries", "tokenizers that are kept", "gateway")
-WAITING = Limit(
-    4096, "entries", "interactive requests for one model that wait", "scheduler", "RYZANSTEIN_MAX_WAITING"
-)
+WAITING = Limit(4096, "entries", "interactive requests for one model that wait", "scheduler", "RYZANSTEIN_MAX_WAITING")
 HELD_REQUESTS = Limit(
     1024,
     "entries",
@@ -387,9 +342,7 @@ HELD_REQUESTS = Limit(
 )
 
 HELD_BYTES = Limit(256 << 20, "bytes", "requests taken from the queue", "scheduler", "RYZANSTEIN_HELD_BYTES")
-KNOWN_BEGINNINGS = Limit(
-    1 << 16, "entries", "prompt prefixes for which the last group is remembered", "scheduler"
-)
+KNOWN_BEGINNINGS = Limit(1 << 16, "entries", "prompt prefixes for which the last group is remembered", "scheduler")
 RECENT_FRAMES = Limit(
     8192, "entries", "recent frames kept for republication; older tokens are computed again", "executor"
 )

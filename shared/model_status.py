@@ -44,10 +44,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 def statuses(
-    models: Mapping[str, ModelSpec | None],
-    groups: Iterable[GroupRecord],
-    hosts: Iterable[HostRecord],
-    now: float,
+    models: Mapping[str, ModelSpec | None], groups: Iterable[GroupRecord], hosts: Iterable[HostRecord], now: float
 ) -> dict[str, ModelStatus]:
     """Of each of `models`, with its entry in the registry if it has one; `now`: unix seconds."""
     by_model: defaultdict[str, list[GroupRecord]] = defaultdict(list)
@@ -72,9 +69,7 @@ def _status(
     if serving:
         hosts = _instances(serving)
         kv_bytes = max((record.kv_bytes for record in groups if record.memory == memory), default=0)
-        return ModelStatus(
-            "loaded", 1.0, replicas=len(serving), hosts=hosts, memory=memory, kv_bytes=kv_bytes
-        )
+        return ModelStatus("loaded", 1.0, replicas=len(serving), hosts=hosts, memory=memory, kv_bytes=kv_bytes)
     states: defaultdict[str, list[tuple[str, HostModel]]] = defaultdict(list)
     for instance, item in said:
         states[item.state].append((instance, item))

@@ -168,9 +168,7 @@ def choose_gguf(files: Iterable[str], repository: str, quantization: str) -> lis
         wholes = [part for part in gguf_parts(held[0]) if part not in held]
         if not wholes:
             return [str(part) for part in gguf_parts(held[0])]
-        raise ModelLoadError(
-            f"The repository {repository} lacks {wholes[0]}, a part of {found[0]}; choose another."
-        )
+        raise ModelLoadError(f"The repository {repository} lacks {wholes[0]}, a part of {found[0]}; choose another.")
     listed = ", ".join(list(found or models)[:_LISTED]) or "no GGUF files"
     kind = f"several models as {quantization}" if found else f"no model as {quantization}"
     raise ModelLoadError(
@@ -184,9 +182,9 @@ def gguf_parts(path: Path) -> list[Path]:
     if named is None:
         return [path]
     count = named["count"]
-    return [
-        path.with_name(f"{named['stem']}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)
-    ] or [path]
+    return [path.with_name(f"{named['stem']}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)] or [
+        path
+    ]
 
 
 def converted_name(gguf: Path) -> str:
@@ -206,9 +204,7 @@ def converted_name(gguf: Path) -> str:
         except FileNotFoundError:
             raise ModelLoadError(f"The GGUF file {part} does not exist; check the path.") from None
         except OSError as error:
-            raise ModelLoadError(
-                f"The file {part} cannot be read ({error.strerror}); check the path."
-            ) from None
+            raise ModelLoadError(f"The file {part} cannot be read ({error.strerror}); check the path.") from None
     return f"{gguf.stem}-{digest.hexdigest()[:12]}"
 
 

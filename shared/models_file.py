@@ -76,9 +76,7 @@ def read_models_file(text: str | bytes, where: str = "models.yaml") -> Declarati
         if spec is None:
             continue
         if spec.name in lines:
-            found.append(
-                (at.get("name", 0), f"The model {spec.name!r} stands in line {lines[spec.name]} already.")
-            )
+            found.append((at.get("name", 0), f"The model {spec.name!r} stands in line {lines[spec.name]} already."))
             continue
         lines[spec.name] = at.get("name", at[""])
         found += [(_at(at, problem), problem.text) for problem in problems_of(spec, specs)]
@@ -136,9 +134,7 @@ def _entries(tree: Any, found: list[tuple[int, str]]) -> list[Any]:
         return []
     pairs = _pairs(tree, "", found)
     found += [
-        (_line(key), unknown_field("", name, ["models"]).text)
-        for name, (key, _) in pairs.items()
-        if name != "models"
+        (_line(key), unknown_field("", name, ["models"]).text) for name, (key, _) in pairs.items() if name != "models"
     ]
     if "models" not in pairs:
         found.append((_line(tree), "The key `models` is missing: a list of models."))
@@ -201,9 +197,7 @@ def _read_adapters(node: Any, model: str, found: list[tuple[int, str]]) -> list[
     return adapters
 
 
-def _wrong_adapters(
-    adapters: list[tuple[int, DeclaredAdapter]], specs: list[ModelSpec]
-) -> Iterable[tuple[int, str]]:
+def _wrong_adapters(adapters: list[tuple[int, DeclaredAdapter]], specs: list[ModelSpec]) -> Iterable[tuple[int, str]]:
     names = {name: spec for spec in specs for name in (spec.name, *spec.aliases)}
     lines: dict[str, int] = {}
     for line, adapter in adapters:
@@ -232,17 +226,13 @@ def _fields(
     return values
 
 
-def _pairs(
-    node: Any, within: str, found: list[tuple[int, str]], length: int = 100
-) -> dict[str, tuple[Any, Any]]:
+def _pairs(node: Any, within: str, found: list[tuple[int, str]], length: int = 100) -> dict[str, tuple[Any, Any]]:
     """Key and value nodes of a mapping by name, of which `length` characters count; what is there twice is told."""
     pairs: dict[str, tuple[Any, Any]] = {}
     for key, value in node.value:
         name = str(key.value)[:length] if not isinstance(key.value, list) else "?"
         if name in pairs:
-            found.append(
-                (_line(key), f"`{within}{name[:100]}` stands in line {_line(pairs[name][0])} already.")
-            )
+            found.append((_line(key), f"`{within}{name[:100]}` stands in line {_line(pairs[name][0])} already."))
         else:
             pairs[name] = key, value
     return pairs

@@ -75,17 +75,13 @@ def check(spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collectio
     return [problem.text for problem in problems_of(spec, others, adapters)]
 
 
-def problems_of(
-    spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collection[str] = ()
-) -> list[Problem]:
+def problems_of(spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collection[str] = ()) -> list[Problem]:
     """As `check`, with the fields."""
     beside = [other for other in others if other.name != spec.name]
     found = [*_name_problems(spec), *_replica_problems(spec), *settings_problems(spec.settings)]
     if len(beside) >= MAX_MODELS:
         found.append(
-            Problem(
-                "", f"The registry holds {MAX_MODELS} models at most; remove one before {spec.name} is added."
-            )
+            Problem("", f"The registry holds {MAX_MODELS} models at most; remove one before {spec.name} is added.")
         )
     return [*found, *_clashes(spec, beside, adapters)]
 
@@ -105,11 +101,7 @@ def _wrong_setting(name: str, value: Any) -> str:
         low, high = _RANGES[name]
         if low <= value <= high:
             return ""
-        return (
-            f"it must be {low} or more"
-            if high == MAX_NUMBER and value < low
-            else f"it must be {low} to {high}"
-        )
+        return f"it must be {low} or more" if high == MAX_NUMBER and value < low else f"it must be {low} to {high}"
     if name in _CHOICES:
         return (
             ""
@@ -118,16 +110,10 @@ def _wrong_setting(name: str, value: Any) -> str:
         )
     if name == "speculation":
         number = value.isascii() and value.isdecimal() and len(value) < 4 and int(value) <= MAX_DRAFTS
-        return (
-            ""
-            if value in ("auto", "off") or number
-            else f"it must be auto, off or a number from 0 to {MAX_DRAFTS}"
-        )
+        return "" if value in ("auto", "off") or number else f"it must be auto, off or a number from 0 to {MAX_DRAFTS}"
     if name == "draft_model":
         fits = len(value) <= MAX_SOURCE and value.isprintable() and value == value.strip()
-        return (
-            "" if fits or not value else f"it must name a model in at most {MAX_SOURCE} printable characters"
-        )
+        return "" if fits or not value else f"it must name a model in at most {MAX_SOURCE} printable characters"
     if name == "kv_dtype_layers":
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if all(_LAYER.fullmatch(part) for part in parts):
@@ -143,9 +129,7 @@ def _name_problems(spec: ModelSpec) -> Iterable[Problem]:
         spec.name, spec.source, spec.revision, "a directory, a GGUF file, a built-in name or a hub name"
     )
     if len(spec.aliases) > MAX_ALIASES:
-        yield Problem(
-            "aliases", f"{_short(spec.name)} has {len(spec.aliases)} aliases, and may have {MAX_ALIASES}."
-        )
+        yield Problem("aliases", f"{_short(spec.name)} has {len(spec.aliases)} aliases, and may have {MAX_ALIASES}.")
     for alias in spec.aliases:
         if wrong := wrong_name(alias):
             yield Problem("aliases", f"A model cannot have the alias {_short(alias)}: {wrong}.")
@@ -154,15 +138,12 @@ def _name_problems(spec: ModelSpec) -> Iterable[Problem]:
 def _source_problems(name: str, source: str, revision: str, kinds: str) -> Iterable[Problem]:
     if not source.strip() or len(source) > MAX_SOURCE or not source.isprintable():
         yield Problem(
-            "source",
-            f"The source of {_short(name)} is {kinds}, of at most {MAX_SOURCE} printable characters.",
+            "source", f"The source of {_short(name)} is {kinds}, of at most {MAX_SOURCE} printable characters."
         )
     if not revision:
         return
     if len(revision) > MAX_NAME or not re.fullmatch(r"[\w./+-]+", revision, re.ASCII):
-        yield Problem(
-            "revision", f"The revision {_short(revision)} is no branch, tag or commit of a hub repository."
-        )
+        yield Problem("revision", f"The revision {_short(revision)} is no branch, tag or commit of a hub repository.")
     elif not of_hub(source):
         yield Problem(
             "revision",
@@ -182,15 +163,11 @@ def adapter_problems(adapter: DeclaredAdapter, models: Iterable[ModelSpec]) -> l
         if adapter.name == spec.name or adapter.name in spec.aliases:
             what = "the model" if adapter.name == spec.name else "an alias of the model"
             found.append(
-                Problem(
-                    "name", f"The name {_short(adapter.name)} is taken by {what} {spec.name}; choose another."
-                )
+                Problem("name", f"The name {_short(adapter.name)} is taken by {what} {spec.name}; choose another.")
             )
         if spec.name == adapter.model and spec.settings.max_adapters == 0:
             found.append(
-                Problem(
-                    "", f"The model {spec.name} takes no adapters: its setting max_adapters is 0; raise it."
-                )
+                Problem("", f"The model {spec.name} takes no adapters: its setting max_adapters is 0; raise it.")
             )
     return found
 
@@ -255,22 +232,16 @@ def _replica_problems(spec: ModelSpec) -> Iterable[Problem]:
             f"{name} wants {spec.least} replicas at least and {spec.most} at most; raise the one or lower the other.",
         )
     if not (math.isfinite(spec.idle) and 0 <= spec.idle <= MAX_IDLE):
-        yield Problem(
-            "idle", f"The idle time of {name} is 0 to {MAX_IDLE:.0f} seconds (366 days), not {spec.idle:g}."
-        )
+        yield Problem("idle", f"The idle time of {name} is 0 to {MAX_IDLE:.0f} seconds (366 days), not {spec.idle:g}.")
     if spec.pinned and spec.action == "unload":
-        yield Problem(
-            "pinned", f"{name} is both pinned and to be unloaded; unpin it first, or leave it loaded."
-        )
+        yield Problem("pinned", f"{name} is both pinned and to be unloaded; unpin it first, or leave it loaded.")
 
 
 def _clashes(spec: ModelSpec, beside: list[ModelSpec], adapters: Collection[str]) -> Iterable[Problem]:
     """Names that clients could not tell apart."""
     names = {other.name: f"the model {other.name}" for other in beside}
     for other in beside:
-        names |= {
-            alias: f"an alias of the model {other.name}" for alias in other.aliases if alias not in names
-        }
+        names |= {alias: f"an alias of the model {other.name}" for alias in other.aliases if alias not in names}
     names = {adapter: f"the adapter {adapter}" for adapter in adapters} | names
     if spec.name in names:
         yield Problem("name", f"The name {_short(spec.name)} is taken by {names[spec.name]}; choose another.")
@@ -278,9 +249,7 @@ def _clashes(spec: ModelSpec, beside: list[ModelSpec], adapters: Collection[str]
     for alias in spec.aliases:
         if alias in seen:
             what = "its own name" if alias == spec.name else "named twice"
-            yield Problem(
-                "aliases", f"The alias {_short(alias)} of {_short(spec.name)} is {what}; remove it."
-            )
+            yield Problem("aliases", f"The alias {_short(alias)} of {_short(spec.name)} is {what}; remove it.")
         elif alias in names:
             yield Problem(
                 "aliases",
@@ -302,9 +271,7 @@ def check_all(
     return found
 
 
-def read_spec(
-    fields: Mapping[Any, Any], *, base: ModelSpec | None = None
-) -> tuple[ModelSpec | None, list[Problem]]:
+def read_spec(fields: Mapping[Any, Any], *, base: ModelSpec | None = None) -> tuple[ModelSpec | None, list[Problem]]:
     """The model that these fields of a JSON or YAML object declare, or None and all that is wrong with their names and
     types; the values are for `check`.
 
@@ -315,9 +282,7 @@ def read_spec(
     return (None if found else spec), found
 
 
-def read_partly(
-    fields: Mapping[Any, Any], *, base: ModelSpec | None = None
-) -> tuple[ModelSpec | None, list[Problem]]:
+def read_partly(fields: Mapping[Any, Any], *, base: ModelSpec | None = None) -> tuple[ModelSpec | None, list[Problem]]:
     """As `read_spec`, with what could be read though there are problems, to look for more of them; None: no name."""
     found: list[Problem] = []
     values: dict[str, Any] = {}
@@ -346,9 +311,7 @@ def read_partly(
 
 def _read_settings(value: Any, base: ModelSettings) -> tuple[ModelSettings, list[Problem]]:
     if not isinstance(value, Mapping):
-        return base, [
-            Problem("settings", f"`settings` is a mapping of names and values, not {_told(value)}.")
-        ]
+        return base, [Problem("settings", f"`settings` is a mapping of names and values, not {_told(value)}.")]
     found: list[Problem] = []
     values: dict[str, Any] = {}
     for key, one in value.items():
@@ -359,13 +322,9 @@ def _read_settings(value: Any, base: ModelSettings) -> tuple[ModelSettings, list
     return msgspec.structs.replace(base, **values), found
 
 
-def _convert(
-    key: str, value: Any, kind: Any, values: dict[str, Any], found: list[Problem], within: str = ""
-) -> None:
+def _convert(key: str, value: Any, kind: Any, values: dict[str, Any], found: list[Problem], within: str = "") -> None:
     try:
-        values[key] = (
-            sparse_attention.read(value) if key == "sparse_attention" else msgspec.convert(value, kind)
-        )
+        values[key] = sparse_attention.read(value) if key == "sparse_attention" else msgspec.convert(value, kind)
     except sparse_attention.WrongChoice as error:
         path = f"{key}.{error.field}" if error.field else key
         found.append(Problem(path, f"Invalid `{path}`: {error}."))
@@ -381,9 +340,7 @@ def _seconds(value: Any) -> Any:
 
 def _wanted(kind: Any) -> str:
     """A type in words."""
-    choices = [
-        choice for part in (get_args(kind) or (kind,)) for choice in get_args(part) if isinstance(choice, str)
-    ]
+    choices = [choice for part in (get_args(kind) or (kind,)) for choice in get_args(part) if isinstance(choice, str)]
     if choices:
         return f"one of {', '.join(choices)}"
     names = {

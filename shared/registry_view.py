@@ -51,9 +51,7 @@ class RegistryView:
 
     def taking_hosts(self) -> list[str]:
         """Instances that load and unload models when they are told to."""
-        return sorted(
-            one.instance for one in self.hosts.values() if one.host.takes_models and one.state != "gone"
-        )
+        return sorted(one.instance for one in self.hosts.values() if one.host.takes_models and one.state != "gone")
 
     def ready_hosts(self) -> list[str]:
         """Those of them that do so now."""

@@ -60,8 +60,7 @@ def check(choice: SparseAttention, page_tokens: int = 0) -> None:
     if choice.kind == "pages" and choice.budget < max(1, page_tokens):
         page = f"one page of {page_tokens} tokens" if page_tokens else "one token"
         raise WrongChoice(
-            "budget",
-            f"it is {choice.budget:,}, below {page}; raise it, or ask for kind 'window', which reads none",
+            "budget", f"it is {choice.budget:,}, below {page}; raise it, or ask for kind 'window', which reads none"
         )
 
 
@@ -119,8 +118,7 @@ def parse(text: str) -> bool | dict[str, Any] | None:
             name, value = "kind", name
         elif not equals:
             raise WrongChoice(
-                "",
-                f"{part.strip()[:80]!r} is none of on, off, {', '.join(KINDS)} and FIELD=VALUE, such as recent=2048",
+                "", f"{part.strip()[:80]!r} is none of on, off, {', '.join(KINDS)} and FIELD=VALUE, such as recent=2048"
             )
         found[name] = _number(value) if name != "kind" else value
     return found

@@ -20,9 +20,7 @@ log = structlog.get_logger(__name__)
 class TaskSet:
     """Tasks that run in the background. asyncio itself keeps none of them alive, and tells nobody of their errors."""
 
-    def __init__(
-        self, failed: str = "task_failed", on_failure: Callable[[BaseException], None] | None = None
-    ) -> None:
+    def __init__(self, failed: str = "task_failed", on_failure: Callable[[BaseException], None] | None = None) -> None:
         """`failed`: the log event of a task that ends with an error; empty: whoever waits for the task has the error.
         `on_failure` is called with it."""
         self._failed = failed

@@ -20,9 +20,7 @@ from shared.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 
 
-def server_context(
-    certificate: str, key: str, client_ca: str = "", *, protocol: str = "http/1.1"
-) -> ssl.SSLContext:
+def server_context(certificate: str, key: str, client_ca: str = "", *, protocol: str = "http/1.1") -> ssl.SSLContext:
     """For a server. `client_ca`: authorities of which a client must bring a certificate; empty: it need not.
     `protocol`: what is spoken within (ALPN).
 

@@ -218,8 +218,7 @@ def configure(service: str, instance: str, attributes: Attributes | None = None)
     protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
         log.warning(
-            "otlp_protocol_unsupported",
-            reason=f"spans go over http/protobuf, not {protocol}; port 4318 is usual",
+            "otlp_protocol_unsupported", reason=f"spans go over http/protobuf, not {protocol}; port 4318 is usual"
         )
     try:
         otlp = importlib.import_module("shared.otlp")
@@ -232,9 +231,7 @@ def configure(service: str, instance: str, attributes: Attributes | None = None)
         log.warning("tracing_disabled", reason=reason)
         return False
     except Exception as error:
-        reason = (
-            f"OpenTelemetry refuses its settings ({error}), so nothing is traced; see the OTEL_ variables."
-        )
+        reason = f"OpenTelemetry refuses its settings ({error}), so nothing is traced; see the OTEL_ variables."
         log.warning("tracing_disabled", reason=reason)
         return False
     return True

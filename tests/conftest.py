@@ -67,10 +67,7 @@ httpx._transports.default.create_ssl_context = _shared_context
 
 def pytest_report_header() -> list[str]:
     """What decides which kernels' tests run here."""
-    return [
-        f"CPU levels: {', '.join(library.levels()) or library.why_not()}",
-        f"C compilers: {', '.join(compilers())}",
-    ]
+    return [f"CPU levels: {', '.join(library.levels()) or library.why_not()}", f"C compilers: {', '.join(compilers())}"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,9 +115,7 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return
     program = tmp_path_factory.mktemp("model") / "nats-server"
     root = Path(__file__).parents[1]
-    program.write_text(
-        f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.simulation.broker "$@"\n'
-    )
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.simulation.broker "$@"\n')
     program.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.cli.supervision.nats_server.find_binary", lambda: program)

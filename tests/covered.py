@@ -29,13 +29,7 @@ PARTS = {
     "gateway": Part(("tests/unit/gateway/", "tests/integration/gateway/"), ("services/gateway/*",)),
     "others": Part(
         ("tests/",),
-        (
-            "services/cli/*",
-            "services/health_monitor/*",
-            "services/scheduler/*",
-            "shared/*",
-            "clients/python/src/*",
-        ),
+        ("services/cli/*", "services/health_monitor/*", "services/scheduler/*", "shared/*", "clients/python/src/*"),
     ),
 }
 
@@ -95,9 +89,7 @@ def named(chosen: str) -> str:
     """`chosen`, where that is `turn` the part whose turn it is."""
     if chosen != "turn":
         return chosen
-    counted = subprocess.run(
-        ["git", "rev-list", "--count", "HEAD"], capture_output=True, text=True, check=False
-    )
+    counted = subprocess.run(["git", "rev-list", "--count", "HEAD"], capture_output=True, text=True, check=False)
     return list(PARTS)[int(counted.stdout or 0) % len(PARTS)]
 
 

@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3, help="folders below the root that are told apart (3)")
     parser.add_argument("--slowest", type=int, default=SLOWEST, help=f"tests that are listed ({SLOWEST})")
     parser.add_argument("--lane", choices=LANES, help="of one lane only")
-    parser.add_argument(
-        "file", type=Path, nargs="?", default=KEPT, help="the kept durations (build/durations.json)"
-    )
+    parser.add_argument("file", type=Path, nargs="?", default=KEPT, help="the kept durations (build/durations.json)")
     asked = parser.parse_args()
     lanes = {lane: seconds for lane, seconds in kept(asked.file).items() if asked.lane in (None, lane)}
     if not lanes:

@@ -54,9 +54,7 @@ def _serve(line: socket.socket, stub: bool) -> None:
     """In the fork server."""
     os.setsid()
     number = os.dup2(line.detach(), 3)
-    os.closerange(
-        number + 1, os.sysconf("SC_OPEN_MAX")
-    )  # the pipe by whose end tests know that the executor has ended
+    os.closerange(number + 1, os.sysconf("SC_OPEN_MAX"))  # the pipe by whose end tests know that the executor has ended
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing's own was another; ranks read theirs
     os.environ.update({**RUNTIME, **os.environ})
     if stub:

@@ -13,14 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
-_E4M3 = (
-    torch.arange(256, dtype=torch.uint8)
-    .view(torch.float8_e4m3fn)
-    .half()
-    .view(torch.int16)
-    .numpy()
-    .view(np.uint16)
-)
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half().view(torch.int16).numpy().view(np.uint16)
 # float16 of all e4m3, whose NaNs become the one without a sign.
 _HALVES = np.where(np.arange(256) & 0x7F == 0x7F, np.uint16(0x7FFF), _E4M3).astype(np.uint32)
 

@@ -50,6 +50,4 @@ def longest_first(tests: Sequence[Test], is_long: Callable[[Test], bool], worker
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is not selected has gone by now."""
-    items[:] = longest_first(
-        together(items, has_stack), is_long, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    )
+    items[:] = longest_first(together(items, has_stack), is_long, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

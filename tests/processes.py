@@ -39,9 +39,7 @@ class ServiceProcess:
                 return await self._next(condition, ended)
         except TimeoutError:
             beat = self.beats[-1] if self.beats else None
-            raise AssertionError(
-                f"waited {timeout:g} s; the last beat was {beat}\n{self.log.read_text()}"
-            ) from None
+            raise AssertionError(f"waited {timeout:g} s; the last beat was {beat}\n{self.log.read_text()}") from None
         finally:
             ended.cancel()
 
@@ -62,8 +60,7 @@ class ServiceProcess:
 
     async def wait_ready(self, timeout: float = 60) -> Heartbeat:
         return await self.wait_for(
-            lambda beat: beat.state == "ready" and (beat.group is None or beat.group.state == "ready"),
-            timeout,
+            lambda beat: beat.state == "ready" and (beat.group is None or beat.group.state == "ready"), timeout
         )
 
     def logged_last(self, characters: int = 4000) -> str:
@@ -139,9 +136,7 @@ async def service_process(
         else await asyncio.to_thread(fork, module, arguments, environment, log)
     )
     running = ServiceProcess(start, log)
-    subscription = await bus.subscribe(
-        "health.beats.*." + subjects.escape(instance), Heartbeat, running.on_beat
-    )
+    subscription = await bus.subscribe("health.beats.*." + subjects.escape(instance), Heartbeat, running.on_beat)
     try:
         yield running
     except BaseException as error:

@@ -29,13 +29,7 @@ class Bench:
         self._runs = 0
 
     async def measure(
-        self,
-        system: System,
-        *,
-        rate: float = 0.0,
-        seconds: float = 0.0,
-        tokens: int = 0,
-        connections: int = 0,
+        self, system: System, *, rate: float = 0.0, seconds: float = 0.0, tokens: int = 0, connections: int = 0
     ) -> Measured:
         """One run: a closed loop, or an open one at `rate`; 0: as the bench has it."""
         self._runs += 1

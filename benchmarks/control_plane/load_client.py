@@ -116,10 +116,7 @@ def drive(program: Path, load: Load) -> Figures:
         words = (load.host, load.port, load.connections, load.seconds, load.rate, load.tokens, load.text)
         command = [str(program), *map(str, words), "1", str(load.seed)]
         with subprocess.Popen(
-            [*command, str(request), str(records)],
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=die_with_parent(),
+            [*command, str(request), str(records)], stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent()
         ) as process:
             assert process.stderr is not None
             said = process.stderr.read()
@@ -193,10 +190,7 @@ class Outcome(Report, frozen=True, kw_only=True):
         return not self.left_out and all(run.figures.clean for run in runs)
 
     def parts(self) -> list[Sheet | str]:
-        rows = [
-            _row(f"{name}, {self.connections} at once", median_run(runs))
-            for name, runs in self.closed.items()
-        ]
+        rows = [_row(f"{name}, {self.connections} at once", median_run(runs)) for name, runs in self.closed.items()]
         head = (
             *("load", "requests/s", "events/s", "whole p50/p99 ms", "first p50/p99 ms", "faults"),
             *("CPU ms/request", "of which"),
@@ -263,8 +257,7 @@ def _remarks(outcome: Outcome) -> list[str]:
         lines.append(mark_line(outcome.at_mark, closed, outcome.limit_ms))
     if (ours := outcome.closed.get("ryzanstein")) and (theirs := outcome.closed.get("dynamo")):
         ratio = statistics.median(
-            a.figures.requests_per_second / b.figures.requests_per_second
-            for a, b in zip(ours, theirs, strict=True)
+            a.figures.requests_per_second / b.figures.requests_per_second for a, b in zip(ours, theirs, strict=True)
         )
         lines.append(f"Requests/s against Dynamo in the same run: {ratio:.2f}")
     if (added := outcome.added) is not None:

@@ -78,9 +78,7 @@ def main(
 ) -> None:
     """Step times of the engine alone."""
     stepper = make_step(model, dtype, threads)
-    plans = {
-        f"decode, {n} sequences of {context}": Decode(n, context).steps(BLOCKS, 0) for n, context in DECODES
-    }
+    plans = {f"decode, {n} sequences of {context}": Decode(n, context).steps(BLOCKS, 0) for n, context in DECODES}
     plans |= {f"prefill, {tokens} tokens": Prefill(tokens).steps(BLOCKS, 0) for tokens in PREFILLS}
     rows = []
     for name, steps in plans.items():

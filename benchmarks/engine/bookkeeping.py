@@ -83,9 +83,7 @@ def _requests(case: Case, seed: int) -> Iterator[GenerationRequest]:
     for number in range(case.requests):
         prompt = [rng.randrange(VOCABULARY) for _ in range(case.prompt_tokens)]
         sampling, tokens = SamplingParams(temperature=0.0), case.output_tokens
-        yield GenerationRequest(
-            str(number), "r", "m", "gateway", prompt, tokens, sampling, session=str(number)
-        )
+        yield GenerationRequest(str(number), "r", "m", "gateway", prompt, tokens, sampling, session=str(number))
 
 
 def main(
@@ -98,9 +96,7 @@ def main(
     spec = EngineSpec(BLOCK, blocks, 8192, VOCABULARY, num_quantized=quantized, num_host=spill)
     rows = []
     for case in CASES:
-        times = min(
-            (run_case(case, spec, seed) for seed in range(rounds)), key=lambda times: sum(map(sum, times))
-        )
+        times = min((run_case(case, spec, seed) for seed in range(rounds)), key=lambda times: sum(map(sum, times)))
         total = [sum(each) / 1e3 for each in times]
         schedule, update = (statistics.mean(column) / 1e3 for column in zip(*times, strict=True))
         mean = statistics.mean(total)

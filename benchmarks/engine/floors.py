@@ -116,16 +116,8 @@ class Machine:
     def products(self) -> float:
         """Seconds for an operation."""
         x, out = self._x, self._out
-        arguments = (
-            self._decoder,
-            ctypes.byref(self._linear.describe()),
-            x.data_ptr(),
-            len(x),
-            out.data_ptr(),
-        )
-        return timed(lambda: self._library.rz_decoder_multiply(*arguments))() / (
-            2 * len(x) * _OUTPUTS * _INPUTS
-        )
+        arguments = (self._decoder, ctypes.byref(self._linear.describe()), x.data_ptr(), len(x), out.data_ptr())
+        return timed(lambda: self._library.rz_decoder_multiply(*arguments))() / (2 * len(x) * _OUTPUTS * _INPUTS)
 
 
 _OUTPUTS, _INPUTS = 6144, 2048
@@ -196,8 +188,7 @@ def measured(
         raise typer.BadParameter(f"{name} is not computed by the native kernels here")
     machine = Machine(load_library(), threads)
     kinds: dict[str, tuple[Decode | Prefill, Floor]] = {
-        _decode(n, context): (Decode(n, context), floor_of(runner, store, n, context, n))
-        for n, context in DECODES
+        _decode(n, context): (Decode(n, context), floor_of(runner, store, n, context, n)) for n, context in DECODES
     }
     kinds |= {_prefill(n): (Prefill(n), floor_of(runner, store, 1, n, n)) for n in PREFILLS}
     rows, columns = [], dict[str, dict[str, float]]()

@@ -43,9 +43,7 @@ def compressed(plan: StepPlan, num_writable: int) -> StepPlan:
     return structs.replace(plan, block_tables=to_bytes(tables))
 
 
-def make_step(
-    directory: Path, kind: BlockDType, threads: int, num_blocks: int
-) -> Callable[[StepPlan], object]:
+def make_step(directory: Path, kind: BlockDType, threads: int, num_blocks: int) -> Callable[[StepPlan], object]:
     """A function that runs a step over blocks of random content."""
     runner, store = load_one_rank(directory, "bf16", threads, num_blocks, kind)
     for layer in range(store.shape.num_layers):
@@ -65,9 +63,7 @@ class Long:
     def __init__(self, directory: Path, threads: int, longest: int, sparse: SparseAttention) -> None:
         self._blocks = -(-longest // BLOCK)
         self._sparse = to_bytes(list(SparsePattern.of(sparse)))
-        self.runner, self.store = load_one_rank(
-            directory, "bf16", threads, self._blocks, "int8", summaries=True
-        )
+        self.runner, self.store = load_one_rank(directory, "bf16", threads, self._blocks, "int8", summaries=True)
         for quantized in self.store.quantized_layers():
             if quantized.scales is None:
                 quantized.codes.normal_()  # summaries
@@ -139,8 +135,7 @@ def by_codec(model: Path, threads: int, rounds: int) -> Sheet:
 
 def main(
     model: Annotated[
-        Path | None,
-        typer.Argument(help="A model directory; with --sparse random weights where it is left out."),
+        Path | None, typer.Argument(help="A model directory; with --sparse random weights where it is left out.")
     ] = None,
     sparse: Annotated[bool, typer.Option(help="Long contexts, dense and sparse.")] = False,
     lengths: Annotated[str, typer.Option(help="Of these contexts, in tokens; with --sparse.")] = LENGTHS,

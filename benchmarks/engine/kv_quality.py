@@ -164,9 +164,7 @@ def cut(text: str, directory: Path, tokens: int, context: int) -> Tokens:
     # A token has two characters and more, in prose.
     ids = tokenizer.encode(text[: count * context * 12], add_special_tokens=False).ids
     if len(ids) < count * context:
-        raise typer.BadParameter(
-            f"The text has {len(ids)} tokens, fewer than the {count * context} asked for."
-        )
+        raise typer.BadParameter(f"The text has {len(ids)} tokens, fewer than the {count * context} asked for.")
     return np.array(ids[: count * context]).reshape(count, context)
 
 
@@ -193,9 +191,7 @@ def main(
     chunk: Annotated[int, typer.Option(help="Tokens of each sequence that a step computes.", min=2)] = 64,
     batch: Batch = 4,
     dtype: Dtype = "bf16",
-    codec: Annotated[
-        list[str] | None, typer.Option(help='Such as "int8 0=bf16,-1=bf16"; several: repeat it.')
-    ] = None,
+    codec: Annotated[list[str] | None, typer.Option(help='Such as "int8 0=bf16,-1=bf16"; several: repeat it.')] = None,
     threads: Threads = CORES,
 ) -> None:
     """Perplexity, agreement and bytes per token of each codec."""

@@ -36,9 +36,7 @@ class LlamaCpp:
 
     def __post_init__(self) -> None:
         if missing := [name for name in (_CONVERTER, _BENCH) if not (self.source / name).is_file()]:
-            raise BenchError(
-                f"{self.source} holds no {missing[0]}: give llama.cpp's source, built in build/."
-            )
+            raise BenchError(f"{self.source} holds no {missing[0]}: give llama.cpp's source, built in build/.")
         if not (self.tokenizer / "tokenizer.json").is_file():
             raise BenchError(f"{self.tokenizer} holds no tokenizer.json: give a model directory.")
 
@@ -67,9 +65,7 @@ class LlamaCpp:
         (row,) = self._measure(file, threads, tokens, 1, 1)
         return 1e3 * row["t_pp"]
 
-    def speculation(
-        self, model: Path, draft: Path, prompt: str, tokens: int, threads: int
-    ) -> dict[str, float]:
+    def speculation(self, model: Path, draft: Path, prompt: str, tokens: int, threads: int) -> dict[str, float]:
         """Tokens per second behind `prompt`, greedily, without speculation and with the draft model."""
         files = [self.convert(directory) for directory in (model, draft)]
         command = [str(self.source / _SPECULATIVE), "-m", str(files[0]), "-md", str(files[1]), "-p", prompt]
@@ -85,16 +81,7 @@ class LlamaCpp:
         self, file: Path, threads: int, prompt: int, generated: int, sequences: int
     ) -> Sequence[dict[str, float]]:
         tokens = str(prompt + sequences * (generated + 1))
-        command = [
-            str(self.source / _BENCH),
-            "-m",
-            str(file),
-            "-t",
-            str(threads),
-            "-tb",
-            str(threads),
-            "-pps",
-        ]
+        command = [str(self.source / _BENCH), "-m", str(file), "-t", str(threads), "-tb", str(threads), "-pps"]
         command += ["-npp", str(prompt), "-ntg", str(generated), "-npl", str(sequences), "-kvu", "-c", tokens]
         printed = _run([*command, "-ub", "512", "--output-format", "jsonl"])
         rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]

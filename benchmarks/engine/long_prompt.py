@@ -81,9 +81,7 @@ def step_beside(store: KvStore, streams: int, count: int, depth: int) -> StepPla
     rows, writable, full = [], 0, store.num_writable
     for context, width in [*[(STREAM_TOKENS, 1)] * streams, *[(depth + count, count)] * bool(count)]:
         sealed, blocks = (context - width) // BLOCK, -(-context // BLOCK)
-        rows.append(
-            Row(context, width, [*range(full, full + sealed), *range(writable, writable + blocks - sealed)])
-        )
+        rows.append(Row(context, width, [*range(full, full + sealed), *range(writable, writable + blocks - sealed)]))
         full, writable = full + sealed, writable + blocks - sealed
     return step_plan(rows, num_decodes=streams, sample_rows=to_bytes(list(range(streams))))
 
@@ -125,19 +123,8 @@ def main(
         return
     with tempfile.TemporaryDirectory() as scratch:
         ring = Streams(model, Path(scratch), threads)
-        rows = [
-            ring.gaps(streams, prompt, longest_stretch(setting), gap).row(setting)
-            for setting in (stretch, "off")
-        ]
-    head = (
-        "prefill_stretch",
-        "alone, ms p50",
-        "p99",
-        "beside, ms p50",
-        "p99",
-        "p99 / p99",
-        "prompt tokens/s",
-    )
+        rows = [ring.gaps(streams, prompt, longest_stretch(setting), gap).row(setting) for setting in (stretch, "off")]
+    head = ("prefill_stretch", "alone, ms p50", "p99", "beside, ms p50", "p99", "p99 / p99", "prompt tokens/s")
     show(Sheet(head, rows))
 
 

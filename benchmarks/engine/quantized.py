@@ -89,9 +89,7 @@ def products(threads: int, rounds: int) -> Sheet:
     library.rz_decoder_free(decoder)
     head = ("format", *(f"{rows} rows, {'GB/s' if rows < ROWS[3] else 'GOPS'}" for rows in ROWS))
     cells = [(name, *_cells(made.nbytes, best[name], best["bf16"])) for name, made in products.items()]
-    return Sheet(
-        head, cells, f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16"
-    )
+    return Sheet(head, cells, f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16")
 
 
 def _cells(nbytes: int, times: Sequence[float], plain: Sequence[float]) -> Iterator[str]:

@@ -68,9 +68,7 @@ def load_one_rank(
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
     quantized, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
     store = KvStore(shape, num_blocks, device, quantized, slots)
-    return backend_of(device).runner(
-        RunnerRequest(model, store, layout, SingleRank(), device, threads)
-    ), store
+    return backend_of(device).runner(RunnerRequest(model, store, layout, SingleRank(), device, threads)), store
 
 
 _TOKENS = 100  # ids are drawn below this: every vocabulary has as many
@@ -145,9 +143,7 @@ class Decode:
             before.append(structs.replace(prompt, state_slots=to_bytes([1 + sequence])))
         rows = [Row(self.context, 1, np.append(kept[at], at)) for at in range(self.sequences)]
         slots = to_bytes(np.arange(1, 1 + self.sequences))
-        measured = step_plan(
-            rows, num_decodes=self.sequences, token_ids=_tokens(self.sequences), state_slots=slots
-        )
+        measured = step_plan(rows, num_decodes=self.sequences, token_ids=_tokens(self.sequences), state_slots=slots)
         return Steps(before, measured)
 
 

@@ -189,9 +189,7 @@ def by_the_executor(directory: Path, codec: RowsCodec | None, rows: int, context
 
 
 @torch.inference_mode()
-def read_text(
-    compute: Compute, windows: Tokens, batch: int, plain: "Logits | None" = None, skip: int = 0
-) -> Reading:
+def read_text(compute: Compute, windows: Tokens, batch: int, plain: "Logits | None" = None, skip: int = 0) -> Reading:
     """Reads `windows` [n, context], `batch` of them side by side. `plain` is filled where it is empty, and
     compared with where it is not."""
     loss, divergence, best = 0.0, 0.0, np.empty_like(windows)
@@ -233,18 +231,13 @@ def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
     if model.is_file():
         directory = resolve_model(str(model), Store.at(scratch), lambda *_: None)
         unpacked = {"gguf_file": model.name, "local_files_only": True}
-        return AutoModelForCausalLM.from_pretrained(
-            str(model.parent), dtype=dtype, **unpacked
-        ).eval(), directory
+        return AutoModelForCausalLM.from_pretrained(str(model.parent), dtype=dtype, **unpacked).eval(), directory
     return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype).eval(), model
 
 
 def main(
     model: Annotated[
-        Path,
-        typer.Argument(
-            help="A model directory (`ryzanstein models list` shows where one is) or a .gguf file."
-        ),
+        Path, typer.Argument(help="A model directory (`ryzanstein models list` shows where one is) or a .gguf file.")
     ],
     text: TextFile = None,
     tokens: ReadTokens = 20_480,

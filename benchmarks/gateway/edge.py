@@ -112,11 +112,7 @@ def edge_parts() -> EdgeParts:
         return card
 
     named, kinds = Resolved(card.model), SparseKinds([], [])
-    known = {
-        "card": lambda _: card,
-        "listed": lambda: [card],
-        "is_model": lambda _: True,
-    }
+    known = {"card": lambda _: card, "listed": lambda: [card], "is_model": lambda _: True}
     catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named, sparse_kinds=lambda _: kinds))
     catalog.of_request = partial(Catalog.of_request, catalog)
     cold_starts = cast(Any, SimpleNamespace(card=loaded))

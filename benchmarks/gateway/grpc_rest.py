@@ -210,9 +210,7 @@ async def compare(ours: Served, plan: Plan) -> dict[Run, list[Figure]]:
     try:
         for loops in plan.loops:
             async with AsyncExitStack() as stack:
-                clients = {
-                    name: await stack.enter_async_context(CLIENTS[name](ours, loops)) for name in names
-                }
+                clients = {name: await stack.enter_async_context(CLIENTS[name](ours, loops)) for name in names}
                 for at in range(rounds + 1):  # the first warms up
                     for tokens, streamed in CASES:
                         for name in names[at % len(names) :] + names[: at % len(names)]:
@@ -241,9 +239,7 @@ def main(
     rounds: Rounds = 5,
     requests: Annotated[int, typer.Option(help="Requests of a run; a quarter in one loop.", min=64)] = 1024,
     loops: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,64",
-    edge: Annotated[
-        bool, typer.Option("--edge", help="The gateway without NATS; more at a time tells more.")
-    ] = False,
+    edge: Annotated[bool, typer.Option("--edge", help="The gateway without NATS; more at a time tells more.")] = False,
     json: JsonFile = None,
 ) -> None:
     """CPU time and latency of a request over gRPC and REST, of the gateway and of the client."""

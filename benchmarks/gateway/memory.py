@@ -88,10 +88,7 @@ def _entries(count: int) -> tuple[dict[str, int], list[list[str]]]:
             add(word[:end], word[end])
     words = [*letters, "\u0120"]
     while len(entries) < count:
-        left, right = (
-            generator.choice(words),
-            generator.choice(letters if generator.random() < 0.7 else words),
-        )
+        left, right = (generator.choice(words), generator.choice(letters if generator.random() < 0.7 else words))
         if len(left + right) <= LONGEST_ENTRY and left + right not in entries and right[0] != "\u0120":
             add(left, right)
             words.append(left + right)
@@ -108,9 +105,7 @@ class Watch:
     def now(self, when: str) -> Held:
         gateway, *others = (psutil.Process(pid) for pid in self._processes())
         whole = gateway.memory_full_info()
-        rendering = [
-            each.memory_info().rss for each in others if "template_process" in " ".join(each.cmdline())
-        ]
+        rendering = [each.memory_info().rss for each in others if "template_process" in " ".join(each.cmdline())]
         sizes = (whole.rss, whole.rss - whole.shared, sum(rendering))
         return Held(when, *(round(size / (1 << 20), 1) for size in sizes))
 

@@ -130,9 +130,7 @@ def schema_chats(count: int) -> list[object]:
     """Each with a schema that nobody has seen."""
     fields = {f"field{i}": {"enum": [f"v{i}-{j}" for j in range(20)]} for i in range(400)}
     return [
-        chat(
-            "Hi", response_format={"type": "json_schema", "json_schema": {"name": f"n{i}", "schema": schema}}
-        )
+        chat("Hi", response_format={"type": "json_schema", "json_schema": {"name": f"n{i}", "schema": schema}})
         for i in range(count)
         for schema in ({"type": "object", "title": str(i), "properties": fields},)
     ]
@@ -170,9 +168,7 @@ def burdens() -> Iterator[tuple[str, Send | None]]:
 
 
 def nested(levels: int) -> object:
-    return msgspec.Raw(
-        b'{"model":"' + MODEL.encode() + b'","messages":' + b"[" * levels + b"]" * levels + b"}"
-    )
+    return msgspec.Raw(b'{"model":"' + MODEL.encode() + b'","messages":' + b"[" * levels + b"]" * levels + b"}")
 
 
 class Measurement:
@@ -243,9 +239,7 @@ def sheet(waits: list[Waits]) -> Sheet:
     rows = []
     for row in waits:
         answers = ", ".join(f"{count:,} x {status}" for status, count in sorted(row.answers.items()))
-        rows.append(
-            (row.beside, answers, f"{row.requests:,}", f"{row.median_ms:.1f}", f"{row.longest_ms:.0f}")
-        )
+        rows.append((row.beside, answers, f"{row.requests:,}", f"{row.median_ms:.1f}", f"{row.longest_ms:.0f}"))
     head = ("beside", "its answers", "requests", "median, ms", "longest, ms")
     return Sheet(head, rows, left=("its answers",))
 

@@ -53,11 +53,7 @@ def copy(directory: Path, total: int, member: Member, pages: str) -> dict[str, f
     """Copies `total` bytes of the mapped weight files, from this rank's own place in them, to fresh memory."""
     files = sorted(directory.glob("*.safetensors"))
     begin = time.monotonic()
-    held = (
-        allocate([((total,), torch.uint8)], CPU)[0]
-        if pages == "huge"
-        else torch.empty(total, dtype=torch.uint8)
-    )
+    held = allocate([((total,), torch.uint8)], CPU)[0] if pages == "huge" else torch.empty(total, dtype=torch.uint8)
     done = 0
     for path in files:
         size = path.stat().st_size
@@ -97,6 +93,4 @@ def serve(pipe: Connection, directory: Path, rank: int, world_size: int, threads
         load(Path(scratch), member, dtype, lambda done, total: None)  # imports and first uses
     total = int(timed_load(directory, member, dtype)["bytes"])
     while what := pipe.recv():
-        pipe.send(
-            timed_load(directory, member, dtype) if what == "load" else copy(directory, total, member, what)
-        )
+        pipe.send(timed_load(directory, member, dtype) if what == "load" else copy(directory, total, member, what))

@@ -54,8 +54,7 @@ class _Held:
 
         outputs = zip(NAMES, self._shape.outputs, strict=True)
         return {
-            name: LowRank(random(self._rank, self._shape.inputs), random(width, self._rank))
-            for name, width in outputs
+            name: LowRank(random(self._rank, self._shape.inputs), random(width, self._rank)) for name, width in outputs
         }
 
     def _slots(self, count: int) -> Tensor:

@@ -48,9 +48,7 @@ def rate(
     """Bytes or operations that were `done`, a second, beside what the machine would allow."""
     found, scale = done / seconds, SCALES[unit]
     bound, share = (limit / scale, found / limit) if limit else (None, None)
-    return Row(
-        key, what, found / scale, unit, bound, share, f"{seconds * 1e6:.1f} us" if note is None else note
-    )
+    return Row(key, what, found / scale, unit, bound, share, f"{seconds * 1e6:.1f} us" if note is None else note)
 
 
 def checked(key: str, what: str, found: "torch.Tensor", expected: "torch.Tensor", limit: float) -> Row:
@@ -214,9 +212,7 @@ class Bench:
         if is_gpu_error(error):
             raise error
 
-    def wrong_or_right(
-        self, key: str, what: str, ok: bool, figure: float, limit: float, note: str = ""
-    ) -> None:
+    def wrong_or_right(self, key: str, what: str, ok: bool, figure: float, limit: float, note: str = "") -> None:
         """A check: `figure` is an error, and `limit` the largest that is allowed."""
         self.report(Row(key, what, figure, "error", limit, note=note, ok=ok))
 

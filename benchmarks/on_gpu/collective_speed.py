@@ -109,11 +109,7 @@ def _shared_sums(plain: TorchDistributed, device: torch.device, ranks: int) -> t
 
 
 def _symmetric(
-    plain: TorchDistributed,
-    device: torch.device,
-    ranks: int,
-    sizes: tuple[int, ...],
-    tell: Callable[[Row], None],
+    plain: TorchDistributed, device: torch.device, ranks: int, sizes: tuple[int, ...], tell: Callable[[Row], None]
 ) -> None:
     sums, why_not = _shared_sums(plain, device, ranks)
     if sums is None:

@@ -23,16 +23,12 @@ def main(
     only: Annotated[str, typer.Option(help="Some of the sections, with commas; see --list.")] = "",
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="A first look, in some three minutes: is everything right, and how fast is it."
-        ),
+        typer.Option("--quick", help="A first look, in some three minutes: is everything right, and how fast is it."),
     ] = False,
     list_sections: Annotated[bool, typer.Option("--list", help="Name the sections, and end.")] = False,
     json_file: Annotated[
         Path | None,
-        typer.Option(
-            "--json", help="Where the figures go; else gpu.json in $OUT or here. The log lies beside it."
-        ),
+        typer.Option("--json", help="Where the figures go; else gpu.json in $OUT or here. The log lies beside it."),
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds for everything.", min=10.0)] = 570.0,
     dry_run: Annotated[
@@ -106,9 +102,7 @@ def _measure(sections: Sequence[Section], path: Path, budget_s: float, dry_run: 
         return 130
     finally:
         show(*parts(report))
-        print(
-            f"{path}: all figures, for --markdown {path}; {runner.log}: all that sections have said of errors"
-        )
+        print(f"{path}: all figures, for --markdown {path}; {runner.log}: all that sections have said of errors")
     return verdict(report)
 
 

@@ -197,8 +197,7 @@ def _tokens(
     shape = TINY
     draw = random.Random(9)
     prompts = [
-        [draw.randrange(3, 250) for _ in range(length)]
-        for length in ((3, 17) if bench.tiny else (3, 9, 17, 33, 40))
+        [draw.randrange(3, 250) for _ in range(length)] for length in ((3, 17) if bench.tiny else (3, 9, 17, 33, 40))
     ]
     most = 2 if bench.tiny else 8
     known = {"kv_dtype": "bf16", "kv_memory": 8 << 20, "max_sequences": most, "context_length": 256}

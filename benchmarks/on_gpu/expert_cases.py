@@ -60,12 +60,8 @@ class _Layer:
             self._values.append(values)
         choice = RouterConfig("softmax", shape.chosen, normalised=True, groups=1, top_groups=1, scale=1.0)
         routing = Routing(holder, self._router, None, None, None, choice)
-        processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-        )
-        self._mixture = Mixture(
-            routing, make_product, arrivals_of(processors, device), gelu=False, invariant=False
-        )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+        self._mixture = Mixture(routing, make_product, arrivals_of(processors, device), gelu=False, invariant=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         slots = torch.zeros(len(x), dtype=torch.int32, device=x.device)

@@ -81,9 +81,7 @@ def check(case: Case, device: torch.device) -> float:
     scale = expected.square().mean(dim=-1, keepdim=True).sqrt().maximum(expected.abs()).clamp(min=1e-6)
     error = float(((found - expected).abs() / scale).max())
     if not error <= TOLERANCE[case.dtype]:
-        raise Wrong(
-            f"attention is off by {error:.2g} of its size, more than {TOLERANCE[case.dtype]:.2g}: {case}"
-        )
+        raise Wrong(f"attention is off by {error:.2g} of its size, more than {TOLERANCE[case.dtype]:.2g}: {case}")
     return error / TOLERANCE[case.dtype]
 
 
@@ -95,9 +93,7 @@ class Problem:
         generator = torch.Generator(device).manual_seed(case.seed)
         counts = [-(-length // case.block) for length in case.context]
         blocks = sum(counts)
-        shape = StoreShape.uniform(
-            2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.quantized],) * 2
-        )
+        shape = StoreShape.uniform(2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.quantized],) * 2)
         quantized = [at for at, is_quantized in enumerate(self._quantized(counts)) if is_quantized]
         self.store = KvStore(shape, blocks + 2, device, 0 if case.order == "writable" else len(quantized) + 1)
         for layer in self.store.writable_layers():
@@ -222,9 +218,7 @@ class Problem:
             elif scales is None:
                 blocks.append(store.codes(LAYER)[quantized].double())
             else:
-                blocks.append(
-                    store.codes(LAYER)[quantized].double() * scales[quantized].double()[..., None, None]
-                )
+                blocks.append(store.codes(LAYER)[quantized].double() * scales[quantized].double()[..., None, None])
         return torch.cat(blocks, dim=2)[:, :, :context]
 
     def _one(self, query: Tensor, both: tuple[Tensor, Tensor], before: int) -> Tensor:
@@ -252,10 +246,7 @@ class Problem:
         weights = scores.softmax(-1)[..., : len(places)]
         shares = (weights.masked_fill(at_home, 0.0), weights.masked_fill(~at_home, 0.0))
         return sum(
-            (
-                torch.einsum("hgrk,hkd->rhgd", share, values)
-                for share, (_, values) in zip(shares, both, strict=True)
-            ),
+            (torch.einsum("hgrk,hkd->rhgd", share, values) for share, (_, values) in zip(shares, both, strict=True)),
             start=torch.zeros(query.shape, dtype=torch.float64, device=self.device),
         )
 
@@ -327,9 +318,7 @@ def _large() -> Iterator[Case]:
         yield _by_chance(chance, widths=(64, 80, 96, 128, 256), longest=3000, dtypes=(torch.bfloat16,))
 
 
-def _by_chance(
-    chance: random.Random, widths: tuple[int, ...], longest: int, dtypes: tuple[torch.dtype, ...]
-) -> Case:
+def _by_chance(chance: random.Random, widths: tuple[int, ...], longest: int, dtypes: tuple[torch.dtype, ...]) -> Case:
     decodes, chunks = chance.randint(0, 4), chance.randint(0, 2)
     query = [1] * max(decodes, not chunks) + [chance.randint(2, longest // 2) for _ in range(chunks)]
     return Case(

@@ -24,9 +24,7 @@ class Took(NamedTuple):
     wall: float
 
 
-def took(
-    call: Callable[[], object], device: torch.device, repeats: int, warm: int = 2, most: float = 5.0
-) -> Took:
+def took(call: Callable[[], object], device: torch.device, repeats: int, warm: int = 2, most: float = 5.0) -> Took:
     """Medians over up to `repeats` calls in a row, after `warm` others; no further call once `most` seconds have
     passed. On CUDA the host does not wait between calls, so `wall` is that of back-to-back calls."""
     for _ in range(warm):

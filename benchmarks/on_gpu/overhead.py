@@ -26,9 +26,7 @@ def overhead(bench: Bench) -> None:
     """Of all modes."""
     shape = TINY if bench.tiny else LLAMA_8B
     batches = (2,) if bench.tiny else (1, 32)
-    cases = [
-        (batch, *sampling) for batch in batches for sampling in (("greedy", GREEDY), ("sampled", SAMPLED))
-    ]
+    cases = [(batch, *sampling) for batch in batches for sampling in (("greedy", GREEDY), ("sampled", SAMPLED))]
     for mode, settings in MODES:
         if bench.left() <= 0:
             bench.missing(f"overhead/{mode}", f"a step, {mode}", "no time was left")
@@ -88,10 +86,7 @@ def invariance(bench: Bench) -> None:
     if len(took) == 2:
         for what, slow, fast in zip(("step", "prompt"), *took, strict=True):
             bench.measured(
-                f"invariance/cost/{what}",
-                f"a {what} with --batch-invariant over one without",
-                slow / fast,
-                "x",
+                f"invariance/cost/{what}", f"a {what} with --batch-invariant over one without", slow / fast, "x"
             )
 
 
@@ -103,9 +98,7 @@ def _alone_and_beside(bench: Bench, name: str, invariant: bool) -> tuple[float, 
     known = {"kv_dtype": "int8", "kv_memory": memory, "max_sequences": count, "lookahead": "off"}
     draw = random.Random(4)
     prompts = [[draw.randrange(3, 250) for _ in range(prompt)] for _ in range(count)]
-    with served(
-        shape, bench.device, context_length=2 * (prompt + new), batch_invariant=invariant, **known
-    ) as ring:
+    with served(shape, bench.device, context_length=2 * (prompt + new), batch_invariant=invariant, **known) as ring:
         if not bench.tiny:
             generate(ring, prompts[:1], 2, FROM_ALL)  # compiles
         alone = generate(ring, prompts[:1], new, FROM_ALL)
@@ -114,9 +107,7 @@ def _alone_and_beside(bench: Bench, name: str, invariant: bool) -> tuple[float, 
             pairs = list(zip(alone.tokens["0"], together.tokens["0"], strict=True))
             wrong = sum(one != other for one, other in pairs)
             what = "tokens alone against those beside others"
-            bench.wrong_or_right(
-                "invariance/exact", what, not wrong, float(wrong), 0.0, f"of {len(pairs)} differ"
-            )
+            bench.wrong_or_right("invariance/exact", what, not wrong, float(wrong), 0.0, f"of {len(pairs)} differ")
         return _times(bench, name, alone.steps, new)
 
 

@@ -66,17 +66,13 @@ def _report(bench: Bench, rows: Iterator[Row]) -> None:
 def products(bench: Bench) -> None:
     outputs, inputs = (32, 64) if bench.tiny else WEIGHT
     generator = torch.Generator(bench.device).manual_seed(1)
-    weight = (
-        torch.randn((outputs, inputs), generator=generator, device=bench.device).mul_(inputs**-0.5).bfloat16()
-    )
+    weight = torch.randn((outputs, inputs), generator=generator, device=bench.device).mul_(inputs**-0.5).bfloat16()
     bias = torch.randn(outputs, generator=generator, device=bench.device).bfloat16()
     for rows in (1, 3, 17) if bench.tiny else ROWS:
         x = torch.randn((rows, inputs), generator=generator, device=bench.device).bfloat16()
         for name, found, expected, limit in _products(x, weight, bias):
             key = f"correctness/products/{name}/{rows}"
-            bench.report(
-                checked(key, f"{name} weights by {rows} rows, against float64", found, expected, limit)
-            )
+            bench.report(checked(key, f"{name} weights by {rows} rows, against float64", found, expected, limit))
 
 
 def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Tensor, Tensor, float]]:
@@ -128,14 +124,9 @@ def blocks(bench: Bench) -> None:
             assert ours.scales is not None
             assert theirs.scales is not None
             torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-6, atol=0)
-        key, what = (
-            f"correctness/blocks/{codec.name}",
-            f"codes of compressed blocks, {codec.name}, against PyTorch's",
-        )
+        key, what = (f"correctness/blocks/{codec.name}", f"codes of compressed blocks, {codec.name}, against PyTorch's")
         # A quotient that falls on the middle between two codes may go to either.
-        bench.wrong_or_right(
-            key, what, different <= total // 1000, float(different), total // 1000, f"of {total}"
-        )
+        bench.wrong_or_right(key, what, different <= total // 1000, float(different), total // 1000, f"of {total}")
 
 
 def loading(bench: Bench) -> None:
@@ -157,12 +148,8 @@ def loading(bench: Bench) -> None:
             del model
 
 
-def _loaded(
-    device: torch.device, directory: Path, layout: ShardLayout, codec: Codec | None
-) -> torch.nn.Module:
-    model: torch.nn.Module = load_model(
-        directory, torch.bfloat16, layout, SingleRank(), device, lambda *_: None, codec
-    )
+def _loaded(device: torch.device, directory: Path, layout: ShardLayout, codec: Codec | None) -> torch.nn.Module:
+    model: torch.nn.Module = load_model(directory, torch.bfloat16, layout, SingleRank(), device, lambda *_: None, codec)
     return model
 
 

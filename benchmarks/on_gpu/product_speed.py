@@ -60,10 +60,7 @@ def _ways(
             few = [quantized_matmul.coded_product(weight, None, None) for weight in weights]
             ways[f"{codec.name}, widened in registers"] = (1, [*few])
         else:
-            wide = [
-                lambda x, weight=weight: quantized_matmul.multiply_widened(x, weight, None)
-                for weight in weights
-            ]
+            wide = [lambda x, weight=weight: quantized_matmul.multiply_widened(x, weight, None) for weight in weights]
             ways[f"{codec.name}, widened in memory"] = (1, wide)
     for kind in GROUPED:
         made = [random_rows(CODECS[kind], outputs, inputs, device) for _ in plain]

@@ -53,14 +53,7 @@ def soft_limit(seconds: float) -> float:
 HERE = "benchmarks.on_gpu"
 MACHINE = Section("machine", "what the machine gives", 75, 20, f"{HERE}.machine:run")
 CORRECTNESS = (
-    Section(
-        "correctness",
-        "whether what models compute is right",
-        100,
-        40,
-        f"{HERE}.correctness:models",
-        beside=True,
-    ),
+    Section("correctness", "whether what models compute is right", 100, 40, f"{HERE}.correctness:models", beside=True),
     Section("kernels", "whether attention is right", 100, 40, f"{HERE}.correctness:kernels", beside=True),
     Section("parts", "whether each other part is right", 100, 40, f"{HERE}.part_cases:run", beside=True),
 )
@@ -79,18 +72,10 @@ SECTIONS = (
     Section("training", "fine-tuning, 7B, base of 4 bits", 60, 30, f"{HERE}.training_speed:run"),
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("sparse", "sparse attention beside dense", 50, 25, f"{HERE}.sparse_speed:run"),
-    Section(
-        "invariance",
-        "--batch-invariant: is it exact, and what it costs",
-        60,
-        25,
-        f"{HERE}.overhead:invariance",
-    ),
+    Section("invariance", "--batch-invariant: is it exact, and what it costs", 60, 25, f"{HERE}.overhead:invariance"),
     Section("collectives", "sums over ranks", 40, 25, f"{HERE}.collective_speed:run"),
 )
-HEADLINE = Section(
-    "headline", "two figures of decode and one of prefill", 70, 25, f"{HERE}.throughput:headline"
-)
+HEADLINE = Section("headline", "two figures of decode and one of prefill", 70, 25, f"{HERE}.throughput:headline")
 # A first look at a machine, in some three minutes: whether everything is right, and the figures that matter most.
 QUICK = (MACHINE, *CORRECTNESS, HEADLINE, PRODUCTS)
 

@@ -114,9 +114,7 @@ def fill(model: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any
     return model.eval()
 
 
-def _numbers(
-    name: str, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device, seed: int
-) -> torch.Tensor:
+def _numbers(name: str, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + seed)
     made = torch.empty(parameter.shape, dtype=dtype, device=device)
     made.normal_(0.0, DEVIATION, generator=generator)
@@ -276,9 +274,7 @@ def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
 
     context = settings.context_length or config.max_position_embeddings
     memory = 1 << 30 if settings.cuda_graphs == "auto" else 0
-    limits = StepLimits(
-        settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
-    )
+    limits = StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant)
     return {"limits": limits, "capture": Rerun()}
 
 
@@ -310,9 +306,7 @@ def prefill_plan(tokens: int, before: int, num_writable: int, num_quantized: int
     first = num_writable if num_quantized else own
     table = np.concatenate((first + np.arange(past), np.arange(own)))
     if first + past > num_writable + num_quantized or own > num_writable:
-        raise ValueError(
-            f"{before} + {tokens} tokens need {past + own} blocks of {num_writable + num_quantized}"
-        )
+        raise ValueError(f"{before} + {tokens} tokens need {past + own} blocks of {num_writable + num_quantized}")
     return step_plan(
         [Row(before + tokens, tokens, table)],
         BLOCK,
@@ -367,16 +361,12 @@ class Run:
     seconds: float = 0.0
 
 
-def generate(
-    ring: Served, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: SamplingParams = GREEDY
-) -> Run:
+def generate(ring: Served, prompts: Sequence[Sequence[int]], new_tokens: int, sampling: SamplingParams = GREEDY) -> Run:
     """All prompts at once through the batcher and the engine, with nothing between steps but what a leader does."""
     batcher: Any = ring.batcher()
     run = Run(tokens={str(at): [] for at in range(len(prompts))})
     for at, prompt in enumerate(prompts):
-        refusal = batcher.add(
-            GenerationRequest(str(at), str(at), "m", "c", list(prompt), new_tokens, sampling)
-        )
+        refusal = batcher.add(GenerationRequest(str(at), str(at), "m", "c", list(prompt), new_tokens, sampling))
         if refusal is not None:
             raise RuntimeError(f"the ring refused a prompt: {refusal.message}")
     began = over = time.perf_counter()

@@ -77,9 +77,7 @@ class _Held:
         blocks = -(-context // shape.block)
         self._layer_bytes = 2 * shape.kv_heads * shape.width * context
         layers = max(1, CACHE // self._layer_bytes) if device.type == "cuda" else 1
-        page = StoreShape.uniform(
-            layers, shape.block, shape.kv_heads, shape.width, torch.bfloat16, (INT8,) * layers
-        )
+        page = StoreShape.uniform(layers, shape.block, shape.kv_heads, shape.width, torch.bfloat16, (INT8,) * layers)
         page = replace(page, choosing=tuple(range(layers))).with_summaries()
         self._store = KvStore(page, 1, device, blocks)
         self._layers = range(layers)
@@ -113,9 +111,7 @@ class _Held:
     def _plan(self, choice: SparseAttention | None) -> StepPlan:
         """A decode of the last token."""
         row, size = Sequence(self.context, 1, self._table), self.shape.block
-        return step_plan(
-            [row], size, token_ids=to_bytes([0]), sparse=to_bytes(list(SparsePattern.of(choice)))
-        )
+        return step_plan([row], size, token_ids=to_bytes([0]), sparse=to_bytes(list(SparsePattern.of(choice))))
 
     @property
     def _rule(self) -> ScoreRule:
@@ -130,16 +126,12 @@ class _Held:
         plan = self._plan(self.shape.choice)
         found = self._attended(self._kernels.begin(plan), 0).float()
         step = StepContext(plan, self._store, lambda: None)
-        line = self._query[:, :, 0].transpose(
-            0, 1
-        )  # what is stored is there: lines are asked for their width alone
+        line = self._query[:, :, 0].transpose(0, 1)  # what is stored is there: lines are asked for their width alone
         expected = attend(
             step, 0, self._query, (line, line), self._rule, None, self.shape.width, reads_only=True,
             choosing=self.shape.choice.dense_layers,
         ).float()  # fmt: skip
-        what = (
-            f"sparse attention of a decode at {self.context} tokens, against PyTorch's choice and attention"
-        )
+        what = f"sparse attention of a decode at {self.context} tokens, against PyTorch's choice and attention"
         return checked(f"sparse/right/{self.context}", what, found, expected, ROUNDED)
 
     def speed(self, choice: SparseAttention | None, bandwidth: float | None) -> Row:

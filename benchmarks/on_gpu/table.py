@@ -29,11 +29,7 @@ def aims(report: Report) -> list[Aim]:
     decode = "decode/8b/bf16/kv-bf16/1024/1"
     return [
         _share("85% of the bandwidth limit at batch 1 (8B, bf16, context 1024)", report.row(decode), 0.85),
-        _share(
-            "60% of the matrix rate in prefill (8B, bf16, the best chunk)",
-            _best(report, "prefill/bf16/"),
-            0.6,
-        ),
+        _share("60% of the matrix rate in prefill (8B, bf16, the best chunk)", _best(report, "prefill/bf16/"), 0.6),
         _kv(report),
         _int4(report),
         _below(
@@ -48,9 +44,7 @@ def aims(report: Report) -> list[Aim]:
 def _share(what: str, row: Row | None, wanted: float) -> Aim:
     if row is None or row.share is None:
         return Aim(what, "not measured", "")
-    return Aim(
-        what, "met" if row.share >= wanted else "not met", f"{row.share:.0%}, {shown(row.figure)} {row.unit}"
-    )
+    return Aim(what, "met" if row.share >= wanted else "not met", f"{row.share:.0%}, {shown(row.figure)} {row.unit}")
 
 
 def _best(report: Report, prefix: str) -> Row | None:

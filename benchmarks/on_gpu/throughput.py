@@ -190,9 +190,7 @@ def _prompt(bench: Bench, ring: Served, shape: Shape, weights: str, tokens: int,
         plan = prefill_plan(min(chunk, tokens - before), before, writable, quantized, last=last)
         samples = greedy(1 if last else 0)
         # Each once before: a longer context may be cut into parts, by kernels that are not compiled yet.
-        seconds += took(
-            lambda p=plan, g=samples: ring.step(p, g), bench.device, 1 if bench.tiny else 3, warm=1
-        ).wall  # type: ignore[misc]
+        seconds += took(lambda p=plan, g=samples: ring.step(p, g), bench.device, 1 if bench.tiny else 3, warm=1).wall  # type: ignore[misc]
     flops = shape.flops(tokens)
     rate = bench.matrix_rate(weights)
     bench.measured(

@@ -42,9 +42,7 @@ class Work:
         """Numbers that are trained, of all linears of all layers."""
         shape = self.shape
         kv = shape.kv_heads * shape.head_dim
-        widths = (
-            2 * (shape.hidden + shape.hidden) + 2 * (shape.hidden + kv) + 3 * (shape.hidden + shape.inner)
-        )
+        widths = 2 * (shape.hidden + shape.hidden) + 2 * (shape.hidden + kv) + 3 * (shape.hidden + shape.inner)
         return shape.layers * self.rank * widths
 
     def flops(self, examples: int) -> float:
@@ -116,11 +114,7 @@ def _measure(bench: Bench, work: Work) -> None:
     if bench.device.type == "cuda":
         held = torch.cuda.max_memory_allocated(bench.device) / 1e9
         bench.measured(
-            f"{key}/memory",
-            f"{what}: memory",
-            held,
-            "GB",
-            note=f"by arithmetic {work.held_bytes / 1e9:.1f} GB",
+            f"{key}/memory", f"{what}: memory", held, "GB", note=f"by arithmetic {work.held_bytes / 1e9:.1f} GB"
         )
 
 
@@ -140,9 +134,7 @@ def steps_of(work: Work, device: torch.device) -> Any:
     codec = CODECS[work.codec]
     made = served_model(work.shape.config(), torch.bfloat16, device, codec=codec)
     base = loading._base(made, "random codes", device, torch.bfloat16)  # noqa: SLF001
-    hyperparameters = Hyperparameters(
-        epochs=1, batch_size=work.batch, learning_rate_multiplier=1.0, rank=work.rank
-    )
+    hyperparameters = Hyperparameters(epochs=1, batch_size=work.batch, learning_rate_multiplier=1.0, rank=work.rank)
     gate = Gate(device, threading.Event())
     model = TrainableModel(base, hyperparameters, 1, gate)
     count = 16 * work.batch

@@ -24,8 +24,7 @@ PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)), "m
 
 # What makes them importable there, without touching what is installed there.
 INSTALL = (
-    "python3 -m pip install --no-index --no-deps --target /tmp/site {directory}/*.whl "
-    "&& export PYTHONPATH=/tmp/site"
+    "python3 -m pip install --no-index --no-deps --target /tmp/site {directory}/*.whl && export PYTHONPATH=/tmp/site"
 )
 
 
@@ -80,11 +79,7 @@ def download(directory: Path, python: str) -> int:
     from benchmarks.errors import BenchError
 
     environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
-    environment |= {
-        "platform_system": "Linux",
-        "platform_machine": "x86_64",
-        "implementation_name": "cpython",
-    }
+    environment |= {"platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython"}
     pinned = closure(list(NEEDED.values()), environment)
     if subprocess.run(download_command(directory, pinned, python), check=False).returncode:
         raise BenchError("pip could not download the wheels; what it has said above says which, and why.")

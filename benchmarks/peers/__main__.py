@@ -105,9 +105,7 @@ def main(
     threads: Threads = 2,
     work_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Environments, converted weights and logs. Default: in the user's cache directory."
-        ),
+        typer.Option(help="Environments, converted weights and logs. Default: in the user's cache directory."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the prompts. Default: random.")] = None,
     prepare_only: Annotated[bool, typer.Option(help="Install the peers and measure nothing.")] = False,

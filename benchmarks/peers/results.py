@@ -199,10 +199,7 @@ def sheets(comparison: Comparison) -> list[Sheet]:
     names = workloads(comparison.peers)
     peers = {peer.name: peer for peer in comparison.peers}
     figures = [row(peer, comparison.medians[peer.name], names) for peer in comparison.peers]
-    ratios = [
-        ratio_row(each, _label(peers[each.ours]), _label(peers[each.peer]), names)
-        for each in comparison.ratios
-    ]
+    ratios = [ratio_row(each, _label(peers[each.ours]), _label(peers[each.peer]), names) for each in comparison.ratios]
     beside = [Sheet(ratio_header(names), ratios, left=("against",))] if ratios else []
     return [Sheet(header(names), figures), *beside]
 

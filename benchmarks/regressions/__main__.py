@@ -57,12 +57,7 @@ def measure(family: str, model: Path, rounds: int, effort: int) -> Rounds:
         options = ["--model", str(model), "--rounds", str(rounds), "--effort", str(effort)]
         try:
             done = subprocess.run(
-                [*command, *options],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=TIME_LIMIT,
-                check=False,
+                [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
             )
         except subprocess.TimeoutExpired:
             raise BenchError(f"Measuring {family} took longer than {TIME_LIMIT:g} s.") from None
@@ -185,12 +180,7 @@ def main(
 
 
 def _verdict(
-    findings: Sequence[Finding],
-    recorded: Recorded | None,
-    families: Sequence[str],
-    screen: Console,
-    *,
-    strict: bool,
+    findings: Sequence[Finding], recorded: Recorded | None, families: Sequence[str], screen: Console, *, strict: bool
 ) -> int:
     """The exit code, and why."""
     if recorded is None:
@@ -204,9 +194,7 @@ def _verdict(
     worse = [one.name for one in findings if one.verdict == "worse"]
     screen.print(f"Recorded at {recorded.commit} on {recorded.date}: {recorded.machine}")
     if recorded.machine.split(", ")[:2] != machine().split(", ")[:2] and not strict:
-        screen.print(
-            "That is another kind of machine than this one, so nothing is decided (--other-machines does)."
-        )
+        screen.print("That is another kind of machine than this one, so nothing is decided (--other-machines does).")
         return 0
     if worse:
         screen.print(f"Worse than recorded, twice: {', '.join(worse)}.", style="bold red")

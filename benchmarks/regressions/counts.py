@@ -267,9 +267,7 @@ def measure() -> dict[str, int]:
     for api in APIS:
         for tokens, said in ((1, "1 token"), (101, "101 tokens")):
             for stream, how in ((True, "streamed"), (False, "whole")):
-                works[f"gateway: {api} of {said}, {how}, calls"] = partial(
-                    answered, tokens, stream=stream, api=api
-                )
+                works[f"gateway: {api} of {said}, {how}, calls"] = partial(answered, tokens, stream=stream, api=api)
     counts = {}
     for name, work in works.items():
         work()  # what is made once and kept is made before
@@ -297,9 +295,7 @@ def load(path: Path = RECORDED) -> dict[str, int]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
 
 
-def main(
-    record: Annotated[bool, typer.Option("--record", help=f"Write them to {RECORDED.name}.")] = False,
-) -> None:
+def main(record: Annotated[bool, typer.Option("--record", help=f"Write them to {RECORDED.name}.")] = False) -> None:
     """Operations and bytes of fixed work, against what was recorded; exit code 2 where one has grown."""
     configure_logging("gateway", "counts", level="warning", fmt="json")
     found, before = measure(), load() if RECORDED.is_file() else {}

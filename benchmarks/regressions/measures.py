@@ -49,9 +49,7 @@ class Ratio(msgspec.Struct, frozen=True):
     def of(cls, rounds: Sequence[float]) -> "Ratio":
         """Raises ValueError where there are too few rounds, or one is no ratio."""
         if len(rounds) < MIN_ROUNDS or not all(0 < one < math.inf for one in rounds):
-            raise ValueError(
-                f"A ratio needs {MIN_ROUNDS} rounds or more, each above 0; there are {list(rounds)}."
-            )
+            raise ValueError(f"A ratio needs {MIN_ROUNDS} rounds or more, each above 0; there are {list(rounds)}.")
         median = statistics.median(rounds)
         deviation = statistics.median(abs(one - median) for one in rounds)
         return cls(median, 1.4826 * deviation, len(rounds))
@@ -81,9 +79,7 @@ class Finding(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-def compare(
-    now: Mapping[str, Ratio], before: Mapping[str, Ratio], better: Mapping[str, Better]
-) -> list[Finding]:
+def compare(now: Mapping[str, Ratio], before: Mapping[str, Ratio], better: Mapping[str, Better]) -> list[Finding]:
     """Every ratio of this run; `better`: whether more of it is good."""
     return [_compare(name, ratio, before.get(name), better[name]) for name, ratio in now.items()]
 

@@ -57,11 +57,7 @@ class Plan:
 
 
 def choose_workloads(
-    names: Iterable[str],
-    own: Workload | None = None,
-    *,
-    requests: int | None = None,
-    clients: int | None = None,
+    names: Iterable[str], own: Workload | None = None, *, requests: int | None = None, clients: int | None = None
 ) -> list[Workload]:
     """The workloads that the options ask for: the user's `own` where there is one, else those of these names, without
     any, all. `requests` and `clients` replace those of named workloads. Raises BenchError if the options contradict."""
@@ -69,9 +65,7 @@ def choose_workloads(
     if own is None:
         return [each.resized(requests=requests, clients=clients) for each in named_workloads(wanted)]
     if clients is not None or wanted:
-        raise BenchError(
-            "--workload and --clients are for named workloads: leave them out, or --concurrency."
-        )
+        raise BenchError("--workload and --clients are for named workloads: leave them out, or --concurrency.")
     return [own]
 
 
@@ -88,11 +82,7 @@ def named_workloads(wanted: Sequence[str]) -> list[Workload]:
 async def run(plan: Plan, progress: Progress) -> ServeReport:
     """Run all rounds of all workloads, interleaved. Raises BenchError if the server cannot be measured."""
     client = Client(
-        plan.url,
-        api_key=plan.api_key,
-        timeout=plan.timeout,
-        needs_done=plan.needs_done,
-        keep_alive=plan.keep_alive,
+        plan.url, api_key=plan.api_key, timeout=plan.timeout, needs_done=plan.needs_done, keep_alive=plan.keep_alive
     )
     try:
         target = Target(client, await choose_model(client, plan.model), plan.extra)
@@ -113,9 +103,7 @@ async def _calibrate(plan: Plan, target: Target, progress: Progress) -> Vocabula
     return vocabulary
 
 
-async def _run_rounds(
-    plan: Plan, target: Target, source: PromptSource, progress: Progress
-) -> list[list[Summary]]:
+async def _run_rounds(plan: Plan, target: Target, source: PromptSource, progress: Progress) -> list[list[Summary]]:
     """The summaries of each workload, round by round."""
     # All prompts are made before the first request, so that a size that does not fit is told at once.
     loads = [
@@ -132,11 +120,7 @@ async def _run_rounds(
             task = progress.add_task(name, total=workload.requests)
             found[index].append(
                 await run_round(
-                    target,
-                    workload,
-                    loads[index][at],
-                    on_request=_advance(progress, task),
-                    between=plan.between,
+                    target, workload, loads[index][at], on_request=_advance(progress, task), between=plan.between
                 )
             )
     return found
@@ -177,17 +161,13 @@ def main(
     workload: Annotated[
         list[str] | None, typer.Option(help="W1, W2, W3, W4, W4s or all; may be repeated. Default: all.")
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="A load of your own: clients at once.")
-    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="A load of your own: clients at once.")] = None,
     clients: Annotated[
         int | None, typer.Option(min=1, help="Clients at once, instead of those of the named workloads.")
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(
-            min=1, help=f"Requests of each workload. Default: its own; of a loop of your own {_REQUESTS}."
-        ),
+        typer.Option(min=1, help=f"Requests of each workload. Default: its own; of a loop of your own {_REQUESTS}."),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt size, chat template included.")] = 256,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 128,
@@ -209,9 +189,7 @@ def main(
     ] = 0.0,
     prefill_ahead: Annotated[
         bool,
-        typer.Option(
-            "--prefill-ahead", help="Have the conversation computed ahead while a user thinks: with --think."
-        ),
+        typer.Option("--prefill-ahead", help="Have the conversation computed ahead while a user thinks: with --think."),
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take in all.")] = 600.0,
     json: JsonFile = None,

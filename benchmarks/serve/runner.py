@@ -78,10 +78,7 @@ async def choose_model(client: Client, wanted: str | None) -> str:
 
 
 async def wait_answered(
-    ask: Callable[[], Awaitable[Answer]],
-    timeout: float,
-    check: Callable[[], None] = lambda: None,
-    poll: float = 0.1,
+    ask: Callable[[], Awaitable[Answer]], timeout: float, check: Callable[[], None] = lambda: None, poll: float = 0.1
 ) -> None:
     """Until `ask` is answered with 200. Raises BenchError where `check` does before it asks again, where the request is
     refused for good, and after `timeout` seconds."""
@@ -171,11 +168,7 @@ class _Player:
     """Plays sessions and collects their samples."""
 
     def __init__(
-        self,
-        target: Target,
-        output_tokens: int,
-        on_request: Callable[[Sample], None],
-        between: Between | None,
+        self, target: Target, output_tokens: int, on_request: Callable[[Sample], None], between: Between | None
     ) -> None:
         self.target = target
         self._between = between

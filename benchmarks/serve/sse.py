@@ -305,9 +305,7 @@ class Client:
         """The answer to a GET. Raises BenchError if the server cannot be reached or breaks off."""
         return await self._demand("GET", path, b"", {})
 
-    async def post(
-        self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    async def post(self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None) -> Answer:
         """The answer to a POST of JSON that is not streamed. Raises BenchError as `get` does."""
         return await self._demand("POST", path, msgspec.json.encode(body), headers or {})
 
@@ -344,9 +342,7 @@ class Client:
             raise BenchError(f"{method} {self.url}{path} failed: {answer.fault()}.")
         return answer
 
-    async def _exchange(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], answer: Answer
-    ) -> None:
+    async def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str], answer: Answer) -> None:
         connection = await self._take()
         try:
             await connection.exchange(self._request(method, path, body, headers), answer, self._timeout)
@@ -367,9 +363,7 @@ class Client:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, connection = await loop.create_connection(
-                    _Connection, self._host, self._port, ssl=self._ssl
-                )
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
         except TimeoutError:
             raise BenchError(f"{self.url} did not accept a connection in {_CONNECT_SECONDS:g} s.") from None
         except OSError as error:

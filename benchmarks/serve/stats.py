@@ -203,13 +203,10 @@ def _warnings(workload: Workload, good: Sequence[Sample], client_cpu: float) -> 
     per_event = _tokens_per_event(good)
     if per_event is not None and per_event > _BUNDLED:
         found.append(
-            f"events held {per_event:.1f} tokens on average: gaps are per token,"
-            " the stream itself paused longer"
+            f"events held {per_event:.1f} tokens on average: gaps are per token, the stream itself paused longer"
         )
     if client_cpu > _BUSY:
-        found.append(
-            f"the load client used {client_cpu:.0%} of a core: it may be the bottleneck, use a native one"
-        )
+        found.append(f"the load client used {client_cpu:.0%} of a core: it may be the bottleneck, use a native one")
     return found
 
 

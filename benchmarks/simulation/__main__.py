@@ -79,10 +79,7 @@ def parts(report: SimulationReport) -> list[Sheet | str]:
         )
         for one in [report.result]
     ]
-    head = (
-        *("load", "imbalance", "at a moment", "sticky hits"),
-        *("first token p50/p99 ms", "decision p50/p99 us"),
-    )
+    head = (*("load", "imbalance", "at a moment", "sticky hits"), *("first token p50/p99 ms", "decision p50/p99 us"))
     scale = report.scale
     said = (
         f"{scale.groups:,} groups of {scale.slots} places, {scale.sessions:,} sessions of {scale.tenants:,} tenants "
@@ -95,9 +92,7 @@ def parts(report: SimulationReport) -> list[Sheet | str]:
 def main(
     groups: Annotated[int, typer.Option(help="Rings.", min=1)] = 1000,
     sessions: Annotated[int, typer.Option(help="Sessions that come up in all.", min=1)] = 1_000_000,
-    requests: Annotated[
-        int, typer.Option(help="Requests in all; at least as many as sessions.", min=1)
-    ] = 2_000_000,
+    requests: Annotated[int, typer.Option(help="Requests in all; at least as many as sessions.", min=1)] = 2_000_000,
     slots: Annotated[int, typer.Option(help="Sequences that a ring computes at once.", min=1)] = 32,
     failures: Annotated[int, typer.Option(help="Rings that fail on the way.", min=0)] = 20,
     seed: Seed = 0,
@@ -105,9 +100,7 @@ def main(
 ) -> None:
     """Imbalance, sticky hits and decision times of placement."""
     if requests < sessions:
-        raise typer.BadParameter(
-            f"{requests} requests are fewer than {sessions} sessions; each needs one at least."
-        )
+        raise typer.BadParameter(f"{requests} requests are fewer than {sessions} sessions; each needs one at least.")
     scale = Scale(groups=groups, sessions=sessions, requests=requests, slots=slots, failures=failures)
     report = SimulationReport(**about(), seed=seed, scale=scale, result=simulate(scale, seed))
     publish(report, *parts(report), json=json)

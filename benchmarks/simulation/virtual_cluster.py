@@ -102,15 +102,7 @@ class Ring:
     def load(self) -> GroupLoad:
         self.version += 1
         return GroupLoad(
-            len(self.running),
-            len(self.waiting),
-            self.waiting_tokens,
-            100,
-            100,
-            self.version,
-            self.slots,
-            STEP,
-            SPEED,
+            len(self.running), len(self.waiting), self.waiting_tokens, 100, 100, self.version, self.slots, STEP, SPEED
         )
 
     def count(self, now: float) -> None:
@@ -330,9 +322,7 @@ _SETTLED = _Settled()
 class Scheduler:
     """One of our schedulers: what `services.scheduler.router` does, without NATS."""
 
-    def __init__(
-        self, cluster: Cluster, pins: dict[int, SessionPin], seed: int, decided: "array[float]"
-    ) -> None:
+    def __init__(self, cluster: Cluster, pins: dict[int, SessionPin], seed: int, decided: "array[float]") -> None:
         self._cluster = cluster
         self._pins = pins
         self._decided = decided
@@ -391,9 +381,7 @@ class Schedulers:
         self._random = cluster.random
         self.decided: array[float] = array("d")
         pins: dict[int, SessionPin] = {}
-        self._schedulers = [
-            Scheduler(cluster, pins, seed, self.decided) for seed in range(cluster.scale.schedulers)
-        ]
+        self._schedulers = [Scheduler(cluster, pins, seed, self.decided) for seed in range(cluster.scale.schedulers)]
         for ring in cluster.rings:
             self.heard(ring, 0.0)
 

@@ -107,9 +107,7 @@ class ChatClient:
             self.model = _first_model(self.url, response)
         return self.model
 
-    def ask(
-        self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None
-    ) -> Iterator[str]:
+    def ask(self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None) -> Iterator[str]:
         """Yields the answer's text as it comes, and keeps question and answer when it is whole. Of a model without a
         chat template, what `prompt` goes on with; nothing is kept."""
         question: Message = {"role": "user", "content": prompt}

@@ -27,14 +27,7 @@ from shared.errors import (
     error_from_code,
 )
 from shared.messages import GroupRecord
-from shared.messages.registry import (
-    AdapterRecord,
-    HostCommand,
-    HostRecord,
-    HostReply,
-    ModelPlacement,
-    ModelSpec,
-)
+from shared.messages.registry import AdapterRecord, HostCommand, HostRecord, HostReply, ModelPlacement, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, KvEntry
@@ -89,11 +82,7 @@ class ModelsSnapshot(RegistryView):
         if near:
             told = f"{' or '.join(near)} may be meant"
         else:
-            told = (
-                f"there are: {', '.join(every[:30])}"
-                if every
-                else "there is none yet; add one with `models add`"
-            )
+            told = f"there are: {', '.join(every[:30])}" if every else "there is none yet; add one with `models add`"
         return UnknownModel(f"There is no model {name!r} in the registry; {told}.")
 
     def adapter_counts(self) -> Counter[str]:
@@ -224,19 +213,13 @@ class ClusterModels:
     async def tell(self, instance: str, command: HostCommand) -> HostReply:
         """One host's answer; that it gave none is one too."""
         try:
-            return await self.bus.request(
-                subjects.host_control(instance), command, HostReply, timeout=HOST_TIMEOUT
-            )
+            return await self.bus.request(subjects.host_control(instance), command, HostReply, timeout=HOST_TIMEOUT)
         except BrokerUnavailable as error:
-            return HostReply(
-                ok=False, code=error.code, error="The host does not answer; see `ryzanstein status`."
-            )
+            return HostReply(ok=False, code=error.code, error="The host does not answer; see `ryzanstein status`.")
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    async def wait_loaded(
-        self, models: Sequence[str], since: float, timeout: float, report: Watch
-    ) -> ModelsSnapshot:
+    async def wait_loaded(self, models: Sequence[str], since: float, timeout: float, report: Watch) -> ModelsSnapshot:
         """Returns when each of `models` takes requests; `since`: unix seconds of the order.
 
         Raises what has become of the first that cannot be loaded, and `DeadlineExceeded`.
@@ -252,11 +235,7 @@ class ClusterModels:
         """Returns when no group serves it or is on its way to."""
 
         def done(now: ModelsSnapshot) -> bool:
-            return not now.groups_of(model) and now.status(model).state not in (
-                "loading",
-                "downloading",
-                "loaded",
-            )
+            return not now.groups_of(model) and now.status(model).state not in ("loading", "downloading", "loaded")
 
         return await self.wait(done, timeout, report, f"{model} is still finishing its requests")
 
@@ -342,18 +321,11 @@ def _is_loaded(now: ModelsSnapshot, model: str, since: float) -> bool:
         return True
     spec = now.specs.get(model)
     if spec is None or (spec.action == "unload" and spec.action_at >= since):
-        raise ConfigurationError(
-            f"{model} was {'unloaded' if spec else 'removed'} meanwhile by somebody else."
-        )
+        raise ConfigurationError(f"{model} was {'unloaded' if spec else 'removed'} meanwhile by somebody else.")
     if status.state == "failed":
         raise ModelLoadError(f"{model} could not be loaded on {_listed(status.hosts)}: {status.reason}")
     placement = now.placements.get(model)
-    if (
-        placement is not None
-        and placement.code
-        and status.state != "loading"
-        and time.time() - since > SETTLED
-    ):
+    if placement is not None and placement.code and status.state != "loading" and time.time() - since > SETTLED:
         raise error_from_code(placement.code, placement.reason)
     return False
 

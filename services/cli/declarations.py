@@ -61,20 +61,13 @@ def declared_adapters(now: ModelsSnapshot) -> list[DeclaredAdapter]:
 
 
 def plan_apply(
-    models: list[ModelSpec],
-    adapters: list[DeclaredAdapter],
-    now: ModelsSnapshot,
-    origin: Origin,
-    *,
-    prune: bool = True,
+    models: list[ModelSpec], adapters: list[DeclaredAdapter], now: ModelsSnapshot, origin: Origin, *, prune: bool = True
 ) -> tuple[Applied, Writes]:
     """What is to be written so that the registry has these; what `origin` declared earlier and does not now is removed
     where `prune`. Pure. Raises `ConfigurationError` with all that is wrong, and `ModelDoesNotFit`; nothing is to be
     written then."""
     names = {spec.name for spec in models}
-    removed = sorted(
-        name for name, spec in now.specs.items() if prune and spec.origin == origin and name not in names
-    )
+    removed = sorted(name for name, spec in now.specs.items() if prune and spec.origin == origin and name not in names)
     beside = [spec for spec in now.specs.values() if spec.name not in names and spec.name not in removed]
     changes, asked, adopted = _plan_adapters(adapters, now, origin, prune=prune)
     staying = now.adapters.keys() - set(changes.removed)
@@ -104,18 +97,14 @@ def _plan_adapters(
     """What becomes of them, those that are to be read, and those that are but were not `origin`'s."""
     names = {adapter.name for adapter in wanted}
     removed = [
-        name
-        for name, record in sorted(now.adapters.items())
-        if prune and record.origin == origin and name not in names
+        name for name, record in sorted(now.adapters.items()) if prune and record.origin == origin and name not in names
     ]
     changes = DeclarationChanges([], [], [], removed)
     asked, adopted = list[DeclaredAdapter](), list[str]()
     for adapter in wanted:
         known = now.adapters.get(adapter.name)
         same = known is not None and _declared_adapter(known) == adapter
-        (changes.added if known is None else changes.unchanged if same else changes.changed).append(
-            adapter.name
-        )
+        (changes.added if known is None else changes.unchanged if same else changes.changed).append(adapter.name)
         if known is None or not same or (known.wanted is not None and known.wanted.error):
             asked.append(adapter)  # what could not be read is tried again at once
         elif known.origin != origin:
@@ -191,9 +180,7 @@ async def watch_adapters(
                     bars.update(name, f"{name}: read", 1.0, 0, 0)
                 else:
                     base = now.status(record.wanted.model)
-                    bars.update(
-                        name, f"{name}: {now.adapter_waits(record)}", base.progress, base.done, base.total
-                    )
+                    bars.update(name, f"{name}: {now.adapter_waits(record)}", base.progress, base.done, base.total)
 
         end = await models.wait_adapters(names, timeout, report)
         report(end)
@@ -210,9 +197,7 @@ def read_file(path: str) -> "Declaration":
         with Path(path).expanduser().open("rb") as stream:
             return read_models_file(stream.read(MAX_BYTES + 1), path)
     except OSError as error:
-        raise ConfigurationError(
-            f"The models file {path} cannot be read ({error.strerror}); check the path."
-        ) from None
+        raise ConfigurationError(f"The models file {path} cannot be read ({error.strerror}); check the path.") from None
 
 
 def local_source(source: str) -> str:

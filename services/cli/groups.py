@@ -40,11 +40,7 @@ GROUPS = (
     CommandGroup("services.cli.commands.doctor.command", ("doctor",)),
     CommandGroup("services.cli.commands.launch.command", ("launch",)),
 )
-_PLAIN: dict[str, Any] = {
-    "add_completion": False,
-    "rich_markup_mode": None,
-    "pretty_exceptions_enable": False,
-}
+_PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 
 
 class _Commands(UserDict[str, Any]):

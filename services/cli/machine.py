@@ -36,16 +36,12 @@ def memory_left() -> int:
         return 1 << 62
 
 
-def read_rate(
-    threads: int, seconds: float = _MEASURED, clock: Callable[[], float] = time.perf_counter
-) -> float:
+def read_rate(threads: int, seconds: float = _MEASURED, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes per second that `threads` read together. Comparing two equal buffers reads both, and does nothing else."""
     compare = ctypes.CDLL(None).memcmp
     compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     share = _BUFFER // threads // 2
-    buffers = [
-        (ctypes.create_string_buffer(share), ctypes.create_string_buffer(share)) for _ in range(threads)
-    ]
+    buffers = [(ctypes.create_string_buffer(share), ctypes.create_string_buffer(share)) for _ in range(threads)]
     for first, second in buffers:  # pages of zeros are one page until they are written
         ctypes.memset(first, 1, share)
         ctypes.memset(second, 1, share)

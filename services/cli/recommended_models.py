@@ -44,51 +44,26 @@ class RecommendedModel(msgspec.Struct, frozen=True):
         return self.bytes + _BESIDE
 
 
-def _row(
-    name: str, use: str, gigabytes: float, licence: str, about: str, active: float = 0
-) -> RecommendedModel:
+def _row(name: str, use: str, gigabytes: float, licence: str, about: str, active: float = 0) -> RecommendedModel:
     return RecommendedModel(name, use, int(gigabytes * _GB), licence, about, int(active * _GB))
 
 
 # Within a use the smallest first.
 MODELS = (
     _row("SmolLM2-135M-Instruct", "text", 0.27, "Apache-2.0", "built in; English; to try things out"),
-    _row(
-        "Qwen/Qwen3-0.6B-GGUF:Q8_0",
-        "text",
-        0.64,
-        "Apache-2.0",
-        "many languages, tools, reasoning; the smallest",
-    ),
+    _row("Qwen/Qwen3-0.6B-GGUF:Q8_0", "text", 0.64, "Apache-2.0", "many languages, tools, reasoning; the smallest"),
     _row("Qwen/Qwen3-1.7B-GGUF:Q8_0", "text", 1.83, "Apache-2.0", "many languages, tools, reasoning"),
     _row("ggml-org/SmolLM3-3B-GGUF:Q4_K_M", "text", 1.92, "Apache-2.0", "six languages, tools, reasoning"),
     _row(
-        "Qwen/Qwen3-4B-GGUF:Q4_K_M",
-        "text",
-        2.50,
-        "Apache-2.0",
-        "many languages, tools, reasoning; good for its size",
+        "Qwen/Qwen3-4B-GGUF:Q4_K_M", "text", 2.50, "Apache-2.0", "many languages, tools, reasoning; good for its size"
     ),
     _row("ggml-org/gemma-3-4b-it-GGUF:Q4_K_M", "text", 2.49, "Gemma", "140 languages, 128k context"),
     _row("Qwen/Qwen3-8B-GGUF:Q4_K_M", "text", 5.03, "Apache-2.0", "many languages, tools, reasoning"),
     _row("ggml-org/gemma-3-12b-it-GGUF:Q4_K_M", "text", 7.30, "Gemma", "140 languages, 128k context"),
     _row("Qwen/Qwen3-14B-GGUF:Q4_K_M", "text", 9.00, "Apache-2.0", "many languages, tools, reasoning"),
-    _row(
-        "Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M",
-        "text",
-        18.56,
-        "Apache-2.0",
-        "a mixture of experts: large and fast",
-        2.0,
-    ),
+    _row("Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", "text", 18.56, "Apache-2.0", "a mixture of experts: large and fast", 2.0),
     _row("Qwen/Qwen3-32B-GGUF:Q4_K_M", "text", 19.76, "Apache-2.0", "many languages, tools, reasoning"),
-    _row(
-        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M",
-        "code",
-        1.12,
-        "Apache-2.0",
-        "completion and small edits",
-    ),
+    _row("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M", "code", 1.12, "Apache-2.0", "completion and small edits"),
     _row("Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M", "code", 4.68, "Apache-2.0", "edits of files, tools"),
     _row("Qwen/Qwen2.5-Coder-14B-Instruct-GGUF:Q4_K_M", "code", 8.99, "Apache-2.0", "edits of files, tools"),
     _row(
@@ -102,11 +77,7 @@ MODELS = (
     _row("BAAI/bge-small-en-v1.5", "embeddings", 0.13, "MIT", "English, 384 numbers a text"),
     _row("google/embeddinggemma-300m", "embeddings", 1.21, "Gemma", "100 languages, 768 numbers a text"),
     _row(
-        "Qwen/Qwen3-Embedding-0.6B",
-        "embeddings",
-        1.19,
-        "Apache-2.0",
-        "100 languages, long texts, 1024 numbers a text",
+        "Qwen/Qwen3-Embedding-0.6B", "embeddings", 1.19, "Apache-2.0", "100 languages, long texts, 1024 numbers a text"
     ),
 )
 
@@ -136,9 +107,7 @@ def better_than(name: str, memory: int) -> RecommendedModel | None:
     """The largest model for texts that `memory` bytes hold and a token reads little of; None where `name` is it. For
     a start, which does not measure."""
     most = 3 * _GB
-    held = [
-        one for one in MODELS if one.use == "text" and one.memory <= memory and one.read_per_token <= most
-    ]
+    held = [one for one in MODELS if one.use == "text" and one.memory <= memory and one.read_per_token <= most]
     best = max(held, key=lambda one: one.bytes, default=None)
     return None if best is None or best.name == name else best
 

@@ -121,10 +121,7 @@ def trust_of(environment: Mapping[str, str]) -> ssl.SSLContext | None:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     if environment.get("RYZANSTEIN_TLS_CLIENT_CA"):  # it asks for a certificate: we have the server's own
-        certificate, key = (
-            environment["RYZANSTEIN_TLS_CERTIFICATE"],
-            environment.get("RYZANSTEIN_TLS_KEY", ""),
-        )
+        certificate, key = (environment["RYZANSTEIN_TLS_CERTIFICATE"], environment.get("RYZANSTEIN_TLS_KEY", ""))
         try:
             context.load_cert_chain(certificate, key)
         except OSError as error:

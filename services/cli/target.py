@@ -186,17 +186,13 @@ def existing_nats(settings: CommonSettings, urls: str) -> CommonSettings:
 
 def without_credentials(urls: str) -> str:
     """`urls` as they may be shown."""
-    return ",".join(
-        re.sub(r"^(\w+:/+)?.*@", lambda match: match[1] or "", url.strip()) for url in urls.split(",")
-    )
+    return ",".join(re.sub(r"^(\w+:/+)?.*@", lambda match: match[1] or "", url.strip()) for url in urls.split(","))
 
 
 def _parsed(url: str) -> re.Match[str]:
     match = _ADDRESS.fullmatch(url)
     if match is None:
-        raise ConfigurationError(
-            f"{without_credentials(url)!r} is no NATS address; write it as nats://host:port."
-        )
+        raise ConfigurationError(f"{without_credentials(url)!r} is no NATS address; write it as nats://host:port.")
     return match
 
 

@@ -82,9 +82,7 @@ def print_columns(screen: Console, rows: Sequence[Sequence[str]], *, right: Coll
     widths = [max(cell_len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for number, (*cells, last) in enumerate(rows):
         padded = [
-            " " * (width - cell_len(cell)) + cell
-            if column in right
-            else cell + " " * (width - cell_len(cell))
+            " " * (width - cell_len(cell)) + cell if column in right else cell + " " * (width - cell_len(cell))
             for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         style = "bold" if number == 0 else None
@@ -231,9 +229,7 @@ class _AmountColumn(DownloadColumn):
 def model_bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Yields the callback for `models.ensure_model`: one bar per stage."""
     tasks: dict[str, TaskID] = {}
-    with Progress(
-        *bar_columns(_AmountColumn()), console=console, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*bar_columns(_AmountColumn()), console=console, disable=not console.is_terminal) as progress:
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -264,9 +260,7 @@ class _Bars:
         """`quiet`: nothing is shown, for programs."""
         self._console = console
         self._lines = not console.is_terminal and not quiet  # whether what changes is told by lines instead
-        self._progress = Progress(
-            *bar_columns(amount), console=console, disable=quiet or not console.is_terminal
-        )
+        self._progress = Progress(*bar_columns(amount), console=console, disable=quiet or not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
@@ -320,11 +314,7 @@ class ModelBars(_Bars):
         amount = (done, total, True) if total else (share, 1.0 if share else None, False)
         completed, whole, in_bytes = amount
         self._progress.update(
-            self._tasks[name],
-            completed=completed,
-            total=whole,
-            bytes=in_bytes,
-            description=escape(description),
+            self._tasks[name], completed=completed, total=whole, bytes=in_bytes, description=escape(description)
         )
         if self._lines and self._told.get(name) != description:
             self._told[name] = description

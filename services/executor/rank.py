@@ -142,11 +142,7 @@ def failed(error: Exception, who: str) -> Failed:
 def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe) -> None:
     from services.executor.leader.leader import Leader
 
-    about: Attributes = {
-        "ryzanstein.group": spec.group,
-        "ryzanstein.rank": spec.rank,
-        "ryzanstein.epoch": spec.epoch,
-    }
+    about: Attributes = {"ryzanstein.group": spec.group, "ryzanstein.rank": spec.rank, "ryzanstein.epoch": spec.epoch}
     tracing.configure("executor", spec.instance, about)
     engine = make_engine(settings, spec, board, supervisor.send)
     leader = Leader(settings, spec, board, engine, supervisor)

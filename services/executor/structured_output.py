@@ -402,9 +402,7 @@ class GrammarCompiler:
         """Where the grammar is one that takes minutes, gigabytes or the whole stack, another process is told so
         by its end (`shared.grammars`); then here."""
         if len(grammar.text) > GRAMMAR_BYTES.value:
-            raise InvalidGrammar(
-                f"The answer's format is too long; make it smaller ({GRAMMAR_BYTES.cited()})."
-            )
+            raise InvalidGrammar(f"The answer's format is too long; make it smaller ({GRAMMAR_BYTES.cited()}).")
         problem = self._check.check(grammar).problem
         if not problem:
             matcher = LLMatcher(self._vocabulary.tokenizer, source_of(grammar), limits=limits(), log_level=0)
@@ -509,9 +507,7 @@ class GrammarWork:
                 generation_id=request.generation_id,
                 attempt=request.attempt,
             )
-            return InternalError(
-                "The answer's format could not be compiled because of an executor bug; report it."
-            )
+            return InternalError("The answer's format could not be compiled because of an executor bug; report it.")
 
 
 def _call(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:

@@ -7,6 +7,4 @@ from shared.service import lifecycle
 
 if __name__ == "__main__":
     process.keep_little()
-    raise SystemExit(
-        lifecycle.main(GatewayService, GatewayService.settings_type(), "ryzanstein serve gateway")
-    )
+    raise SystemExit(lifecycle.main(GatewayService, GatewayService.settings_type(), "ryzanstein serve gateway"))

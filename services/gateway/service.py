@@ -48,16 +48,8 @@ EXPOSED_HEADERS = (
     "x-ryzanstein-warning",
     "retry-after",
     "retry-after-ms",
-    *(
-        f"x-ratelimit-{what}-{of}"
-        for of in ("requests", "tokens")
-        for what in ("limit", "remaining", "reset")
-    ),
-    *(
-        f"anthropic-ratelimit-{of}-{what}"
-        for of in ("requests", "tokens")
-        for what in ("limit", "remaining", "reset")
-    ),
+    *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    *(f"anthropic-ratelimit-{of}-{what}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
 )
 
 
@@ -247,21 +239,12 @@ class GatewayService(Service):
         tls: ssl.SSLContext | None = None
         settings = self.settings
         if settings.tls_certificate:
-            tls = server_context(
-                settings.tls_certificate, settings.tls_key, settings.tls_client_ca, protocol="h2"
-            )
+            tls = server_context(settings.tls_certificate, settings.tls_key, settings.tls_client_ca, protocol="h2")
             pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
             self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
         calls = {name: call for kind in self.job_kinds for name, call in kind.calls(self._backend).items()}
         self._grpc = make_server(
-            self._backend,
-            settings,
-            self.health,
-            self._metrics,
-            self.settings.grpc_port,
-            tls,
-            self._door,
-            calls,
+            self._backend, settings, self.health, self._metrics, self.settings.grpc_port, tls, self._door, calls
         )
 
     async def stop(self) -> None:

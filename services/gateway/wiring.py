@@ -91,9 +91,7 @@ class Container:
         conversations = self._conversations = Conversations(bus, settings.response_ttl, quota)
         keeper = ResponseArchive(ResponseShelf(store, runs, conversations), ChatStore(chats, store, runs))
         self.generations = Generations(bus, instance, settings, metrics, catalog)
-        answers = self.answers = RequestTracker(
-            bus, instance, settings, metrics, self.generations, keys, keeper, runs
-        )
+        answers = self.answers = RequestTracker(bus, instance, settings, metrics, self.generations, keys, keeper, runs)
         self.heirs = GatewayFailover(bus, instance, answers, answers.owners, keeper, settings.journal_max_age)
         reading = Reading(answers, runs, metrics, store.is_deleted)
         lookup = ResponseLookup(store, keeper, answers, runs)
@@ -114,17 +112,7 @@ class Container:
         )
         intake = Intake(processor, endpoints, keys, reading, backend.authenticator)
         given = JobResources(
-            bus,
-            instance,
-            settings,
-            registry,
-            backend.authenticator,
-            files,
-            catalog,
-            cold,
-            tokenizers,
-            adapters,
-            intake,
+            bus, instance, settings, registry, backend.authenticator, files, catalog, cold, tokenizers, adapters, intake
         )
         self._jobs = [kind.make(given) for kind in kinds]
         management = Management(bus, catalog, settings)

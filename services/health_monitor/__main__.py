@@ -5,6 +5,4 @@ from services.health_monitor.service import HealthMonitorService, HealthMonitorS
 from shared.service import lifecycle
 
 if __name__ == "__main__":
-    raise SystemExit(
-        lifecycle.main(HealthMonitorService, HealthMonitorSettings, "ryzanstein serve health-monitor")
-    )
+    raise SystemExit(lifecycle.main(HealthMonitorService, HealthMonitorSettings, "ryzanstein serve health-monitor"))

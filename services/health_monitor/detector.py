@@ -364,11 +364,7 @@ class Detector:
 
     def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float, at: float) -> list[GroupEvent]:
         entry = self._groups.get(said.group)
-        if (
-            entry is not None
-            and said.epoch < entry.record.epoch
-            and not _has_lost_its_ring(beat, said, entry)
-        ):
+        if entry is not None and said.epoch < entry.record.epoch and not _has_lost_its_ring(beat, said, entry):
             return []  # from a life that is over
         events: list[GroupEvent] = []
         if entry is None or said.epoch > entry.record.epoch:
@@ -401,9 +397,7 @@ class Detector:
             traits=said.traits,
         )
 
-    def _judge(
-        self, beat: Heartbeat, said: GroupBeat, entry: _Group, hung: list[int]
-    ) -> tuple[GroupStatus, str]:
+    def _judge(self, beat: Heartbeat, said: GroupBeat, entry: _Group, hung: list[int]) -> tuple[GroupStatus, str]:
         """The state that a beat shows, and what there is to say of it."""
         if said.state == "starting":
             return "starting", ""
@@ -460,12 +454,8 @@ class Detector:
 
     def _forget(self, now: float) -> None:
         """Drops what has been gone for long."""
-        self._instances = {
-            name: entry for name, entry in self._instances.items() if not self._forgotten(entry, now)
-        }
-        self._groups = {
-            name: entry for name, entry in self._groups.items() if not self._forgotten(entry, now)
-        }
+        self._instances = {name: entry for name, entry in self._instances.items() if not self._forgotten(entry, now)}
+        self._groups = {name: entry for name, entry in self._groups.items() if not self._forgotten(entry, now)}
         self._speeds.keep(self._groups)
 
     def _forgotten(self, entry: _Instance | _Group, now: float) -> bool:
@@ -495,9 +485,7 @@ def _hung_ranks(progress: ProgressWatch, said: GroupBeat, now: float) -> list[in
     return [
         beat.rank
         for beat in said.ranks
-        if progress.stands_still(
-            beat.rank, (beat.pid, beat.step, beat.progress), beat.in_flight and work, now
-        )
+        if progress.stands_still(beat.rank, (beat.pid, beat.step, beat.progress), beat.in_flight and work, now)
     ]
 
 

@@ -34,9 +34,7 @@ class HealthMetrics:
         self.weight = gauge(
             "group_weight", "Speed of a group against its past and its peers; below 1: degraded.", ["group"]
         )
-        self.group_state = gauge(
-            "group_state", "1 for each group's present state.", ["group", "model", "state"]
-        )
+        self.group_state = gauge("group_state", "1 for each group's present state.", ["group", "model", "state"])
         self.group_lost = gauge(
             "group_lost",
             "1 for a group that is gone without having been drained, for as long as it is listed.",
@@ -52,12 +50,8 @@ class HealthMetrics:
         )
         self.messages = stream("messages", "Messages in a stream of the broker.")
         self.bytes = stream("bytes", "Bytes of a stream of the broker.")
-        self.max_bytes = stream(
-            "max_bytes", "Largest size of a stream of the broker, in bytes; 0: unlimited."
-        )
-        self.age = stream(
-            "age_seconds", "Age of the oldest message in a stream of the broker; 0: it is empty."
-        )
+        self.max_bytes = stream("max_bytes", "Largest size of a stream of the broker, in bytes; 0: unlimited.")
+        self.age = stream("age_seconds", "Age of the oldest message in a stream of the broker; 0: it is empty.")
         self.max_age = stream(
             "max_age_seconds", "Seconds for which a stream of the broker keeps its messages; 0: unlimited."
         )

@@ -53,9 +53,7 @@ class DueRecords(Generic[Record]):
 
     def due(self, records: Mapping[str, Record], now: float, anyway: Collection[str] = ()) -> Due[Record]:
         """What the bucket lacks at `now` (monotonic seconds), and the records `anyway`."""
-        put = {
-            key: record for key, record in records.items() if key in anyway or self._is_due(key, record, now)
-        }
+        put = {key: record for key, record in records.items() if key in anyway or self._is_due(key, record, now)}
         return Due(put, [key for key in self._written if key not in records])
 
     def mark_written(self, key: str, record: Record, now: float) -> None:
@@ -83,10 +81,7 @@ def _lasting(record: GroupRecord | ServiceRecord | HostRecord) -> object:
     """What must be known at once."""
     if isinstance(record, HostRecord):
         host = record.host
-        jobs = [
-            (kind, told.places, [(one.job, one.attempt) for one in told.jobs])
-            for kind, told in host.jobs.items()
-        ]
+        jobs = [(kind, told.places, [(one.job, one.attempt) for one in told.jobs]) for kind, told in host.jobs.items()]
         models = [(one.model, one.state) for one in host.models]
         return record.state, host.memory, host.used, jobs, models
     if isinstance(record, GroupRecord):
@@ -129,9 +124,7 @@ class SharedRecords(Generic[Record]):
 
     async def follow(self, clock: Callable[[], float]) -> None:
         """Learns what others write, until it is cancelled."""
-        await self._bucket.follow_revisions(
-            lambda key, record, revision: self._learn(key, record, revision, clock())
-        )
+        await self._bucket.follow_revisions(lambda key, record, revision: self._learn(key, record, revision, clock()))
 
     async def write(
         self,
@@ -256,9 +249,7 @@ class Registry:
             known = {group.group: group for group in groups}
             up = {name: event for name, event in self._up.items() if _is_up(known.get(name), event)}
             self._up = dict(up)
-            await self.groups.write(
-                known, now, stamp, anyway=up, put=lambda record: self._tell_up(record, up)
-            )
+            await self.groups.write(known, now, stamp, anyway=up, put=lambda record: self._tell_up(record, up))
             await self.services.write({one.instance: one for one in services}, now, stamp)
             await self.hosts.write({host.instance: host for host in hosts}, now, stamp)
         except RyzansteinError as error:

@@ -74,9 +74,7 @@ class HealthMonitorService(Service):
             bus,
             metrics,
             SharedRecords(groups, interval, metrics, self._on_group, lambda key: detector.drop(group=key)),
-            SharedRecords(
-                services, interval, metrics, self._on_service, lambda key: detector.drop(instance=key)
-            ),
+            SharedRecords(services, interval, metrics, self._on_service, lambda key: detector.drop(instance=key)),
             # It is there for as long as the service is.
             SharedRecords(hosts, interval, metrics, self._on_host, lambda key: None),
         )

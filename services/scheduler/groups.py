@@ -331,10 +331,7 @@ class GroupTable:
         full = (
             group
             for group in self.of(model)
-            if group.up
-            and group.breaker.state == "closed"
-            and heard(group) < before
-            and not group.may_take(lane)
+            if group.up and group.breaker.state == "closed" and heard(group) < before and not group.may_take(lane)
         )
         return heapq.nsmallest(count, full, key=heard)
 

@@ -87,9 +87,7 @@ class IntakeDelivery:
 
     __slots__ = ("_intake", "message", "order", "pull", "size", "touched")
 
-    def __init__(
-        self, intake: "RequestIntake", message: Msg, pull: _LanePull, order: int, now: float
-    ) -> None:
+    def __init__(self, intake: "RequestIntake", message: Msg, pull: _LanePull, order: int, now: float) -> None:
         self._intake = intake
         self.message = message
         self.size = len(message.data)
@@ -130,9 +128,7 @@ class Admit(Protocol):
 class RequestIntake:
     """Pulls requests and hands them to `admit`."""
 
-    def __init__(
-        self, bus: Bus, settings: SchedulerSettings, metrics: SchedulerMetrics, admit: Admit
-    ) -> None:
+    def __init__(self, bus: Bus, settings: SchedulerSettings, metrics: SchedulerMetrics, admit: Admit) -> None:
         self._bus = bus
         self._settings = settings
         self._metrics = metrics
@@ -146,8 +142,7 @@ class RequestIntake:
         # A pull stays open when the queue is full, so that those who come too late are told.
         limits = {"interactive": settings.max_waiting + LATECOMERS}
         self._pulls = [
-            _LanePull(lane, limits.get(lane, settings.held_requests), bus.client.new_inbox())
-            for lane in LANES
+            _LanePull(lane, limits.get(lane, settings.held_requests), bus.client.new_inbox()) for lane in LANES
         ]
 
     async def start(self) -> None:
@@ -292,9 +287,7 @@ class RequestIntake:
         request = {"batch": credit, "expires": int(self._settings.ack_wait * 1e9)}
         try:
             await self._renew(pull)
-            await self._bus.client.publish(
-                f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox
-            )
+            await self._bus.client.publish(f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox)
         except BROKER_ERRORS as error:
             self._break(pull)
             log.warning("pull_failed", lane=pull.lane, error=reason_of(error))
@@ -390,13 +383,7 @@ class RequestIntake:
         self._bytes += delivery.size
         pull.held += 1
         item = WaitingRequest.of(
-            request,
-            raw=message.data,
-            lane=pull.lane,
-            order=order,
-            delivery=delivery,
-            arrived=now,
-            published=published,
+            request, raw=message.data, lane=pull.lane, order=order, delivery=delivery, arrived=now, published=published
         )
         if request.traceparent:
             item.trace = trace_of(request, pull.lane, delivered)

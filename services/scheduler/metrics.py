@@ -42,8 +42,7 @@ class SchedulerMetrics:
         self.received = counter("received", "Requests pulled from intake.", ["lane"])
         self.redelivered = counter("redelivered", "Requests that had been delivered before.")
         self.deferred = counter(
-            "deferred",
-            "Deliveries deferred because no group serves the model and other requests need the space.",
+            "deferred", "Deliveries deferred because no group serves the model and other requests need the space."
         )
         self.lost = counter(
             "lost", "Requests given up because this scheduler was unresponsive for longer than ack_wait."
@@ -58,9 +57,7 @@ class SchedulerMetrics:
         self.queue_seconds = histogram(
             "queue_seconds", "From a request's arrival to its acceptance by a ring.", buckets=_SECONDS
         )
-        self.batch_size = histogram(
-            "batch_size", "Requests per dispatch batch.", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
-        )
+        self.batch_size = histogram("batch_size", "Requests per dispatch batch.", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
         self.refusals = counter("refusals", "Requests refused by groups, by code.", ["code"])
         self.unanswered = counter("unanswered_batches", "Dispatch batches that timed out.")
         self.ended = counter("ended", "Generations that ended before a group took them.", ["code"])
@@ -75,9 +72,7 @@ class SchedulerMetrics:
 class WaitingCollector(Collector):
     """How many requests wait, by model and lane, read when it is scraped: it costs no request anything."""
 
-    def __init__(
-        self, waiting: Callable[[], Mapping[tuple[str, Lane], int]], served: Callable[[], Iterable[str]]
-    ):
+    def __init__(self, waiting: Callable[[], Mapping[tuple[str, Lane], int]], served: Callable[[], Iterable[str]]):
         """`served`: models that have groups, whatever their state."""
         self._waiting = waiting
         self._served = served
@@ -85,9 +80,7 @@ class WaitingCollector(Collector):
         self._known: dict[str, None] = {}
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(
-            f"{_PREFIX}_waiting", "Requests that wait for a group.", labels=["model", "lane"]
-        )
+        family = GaugeMetricFamily(f"{_PREFIX}_waiting", "Requests that wait for a group.", labels=["model", "lane"])
         waiting = Counts(self._waiting())
         for model in (*self._served(), *(model for model, _ in waiting)):
             if len(self._known) < MOST_MODELS:
@@ -126,18 +119,14 @@ class GroupCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         states = GaugeMetricFamily(
-            f"{_PREFIX}_breaker_state",
-            "A group's circuit breaker: 0 closed, 1 half-open, 2 open.",
-            labels=["group"],
+            f"{_PREFIX}_breaker_state", "A group's circuit breaker: 0 closed, 1 half-open, 2 open.", labels=["group"]
         )
         known = dict(self._breakers())
         for group, state in known.items():
             states.add_metric([group], STATES.index(state))
         yield states
         self._forget(known)
-        dispatched = CounterMetricFamily(
-            f"{_PREFIX}_dispatched", "Requests accepted by groups.", labels=["group"]
-        )
+        dispatched = CounterMetricFamily(f"{_PREFIX}_dispatched", "Requests accepted by groups.", labels=["group"])
         for group, count in self._dispatched.items():
             dispatched.add_metric([group], count)
         yield dispatched

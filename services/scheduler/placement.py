@@ -117,9 +117,7 @@ class Placement:
         if best is None:
             return None
         if not best.computes(item.sparse):
-            return PlacementDecision(
-                best, "spilled"
-            )  # no group of its model does, which this one is going to say
+            return PlacementDecision(best, "spilled")  # no group of its model does, which this one is going to say
         if pin is not None and self.alive(item.model, pin):
             return self._by_pin(item, pin, best, now)
         kept = self._that_has(item, best) if item.attempt else None
@@ -133,11 +131,7 @@ class Placement:
         if home is not None and (not item.adapter or item.adapter in home.adapters):
             return PlacementDecision(home, "prefix")
         holder = self._holder(item, best) if item.adapter else None
-        return (
-            PlacementDecision(best, "least_loaded")
-            if holder is None
-            else PlacementDecision(holder, "adapter")
-        )
+        return PlacementDecision(best, "least_loaded") if holder is None else PlacementDecision(holder, "adapter")
 
     def _holder(self, item: WaitingRequest, best: Group) -> Group | None:
         """The soonest group with the request's adapter in memory, else the first of those that the adapter's name

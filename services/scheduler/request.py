@@ -118,11 +118,7 @@ def trace_of(request: GenerationRequest, lane: str, delivered: int) -> RequestTr
         "ryzanstein.deliveries": delivered,
     }
     span = tracing.follow(
-        request.traceparent,
-        request.tracestate,
-        f"process intake.{lane}",
-        kind="consumer",
-        attributes=attributes,
+        request.traceparent, request.tracestate, f"process intake.{lane}", kind="consumer", attributes=attributes
     )
     return UNTRACED if span is NONE else RequestTrace(span)
 
@@ -139,20 +135,13 @@ class Prefix(NamedTuple):
 
 
 def prefixes(
-    model: str,
-    prompt: Sequence[int],
-    salt: str = "",
-    adapter: str = "",
-    sparse: SparseAttention | None = None,
+    model: str, prompt: Sequence[int], salt: str = "", adapter: str = "", sparse: SparseAttention | None = None
 ) -> tuple[Prefix, ...]:
     """The named beginnings of `prompt`, longest first; none for a short one, or one that no model could take.
     Prompts of different `salt` or LoRA `adapter` share no cache, hence no name; nor do those of different `sparse`
     attention, beyond its threshold."""
     found: list[Prefix] = []
-    digest, start = (
-        "\0".join([model, salt, adapter] if adapter else [model, salt] if salt else [model]).encode(),
-        0,
-    )
+    digest, start = ("\0".join([model, salt, adapter] if adapter else [model, salt] if salt else [model]).encode(), 0)
     for length in LENGTHS:
         if len(prompt) < length:
             break
@@ -273,9 +262,7 @@ class WaitingRequest:
             due=request.deadline or published + PATIENCE,
             claim=request.claim,
             priority=request.priority,
-            prefixes=prefixes(
-                request.model, request.prompt, request.cache_salt, request.adapter, request.sparse
-            ),
+            prefixes=prefixes(request.model, request.prompt, request.cache_salt, request.adapter, request.sparse),
             adapter=request.adapter,
             sparse=request.sparse.kind if request.sparse is not None else "",
             arrived=arrived,

@@ -191,11 +191,7 @@ class Router:
         if item.lane == "recovery" or item.attempt:
             return None
         placement = self._models.placement(item.model)
-        return (
-            placement
-            if placement is not None and placement.code and not self._is_served(item.model)
-            else None
-        )
+        return placement if placement is not None and placement.code and not self._is_served(item.model) else None
 
     def _refuse(self, item: WaitingRequest, placement: ModelPlacement) -> None:
         retryable = error_from_code(placement.code, "").retryable
@@ -358,9 +354,7 @@ class Router:
         self._commit(item, key, decision, pin)
         return True
 
-    def _commit(
-        self, item: WaitingRequest, key: str, decision: PlacementDecision, pin: SessionPin | None
-    ) -> None:
+    def _commit(self, item: WaitingRequest, key: str, decision: PlacementDecision, pin: SessionPin | None) -> None:
         """Counts `item` as sent, and sends it once the pin of its session (`key`) is agreed upon."""
         self._table.reserve(decision.group, item.tokens)
         if key and self._needs_pin(item.model, decision):

@@ -47,9 +47,7 @@ class SchedulerService(Service):
         self._models: ModelController | None = None
 
     async def start(self) -> None:
-        sessions = await Bucket.open(
-            self.bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=self._settings.session_ttl
-        )
+        sessions = await Bucket.open(self.bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=self._settings.session_ttl)
         pins = SessionPins(sessions, self._settings.session_ttl, self._settings.session_cache)
         rejections = self._rejections = Rejections(self.bus, self._metrics)
         intake = self._intake = RequestIntake(self.bus, self._settings, self._metrics, self._admit)

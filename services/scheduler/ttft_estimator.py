@@ -63,16 +63,12 @@ class TtftEstimator:
         """Nothing was asked of the group for a while: what was seen counts less, from the next `update` on."""
         self.latency *= 1 - _MEMORY
 
-    def update(
-        self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float, usual: Usual
-    ) -> None:
+    def update(self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float, usual: Usual) -> None:
         """`load` is the last report; requests of `sent_tokens` tokens were sent since. `weight`: how fast the
         group is, against what is usual (1)."""
         factor = 1 / min(max(weight, LEAST_WEIGHT), 1.0)
         step = load.step_seconds or factor * usual.step
-        per_token = (
-            1 / load.prompt_tokens_per_second if load.prompt_tokens_per_second else factor / usual.speed
-        )
+        per_token = 1 / load.prompt_tokens_per_second if load.prompt_tokens_per_second else factor / usual.speed
         self.slots = load.slots or UNKNOWN_SLOTS
         sequences = load.running + load.waiting + sent_requests
         queued = load.waiting_tokens + sent_tokens

@@ -85,9 +85,7 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def declared(self) -> "ModelSpec":
         """Without what those who write the registry keep for themselves."""
-        return msgspec.structs.replace(
-            self, action="", action_at=0.0, force=False, created=0, origin="", defaults={}
-        )
+        return msgspec.structs.replace(self, action="", action_at=0.0, force=False, created=0, origin="", defaults={})
 
 
 class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):

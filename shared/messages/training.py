@@ -15,9 +15,7 @@ import msgspec
 from shared.messages.jobs import JobRecord
 from shared.messages.registry import ModelSpec
 
-TrainingStatus = Literal[
-    "validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"
-]
+TrainingStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 # States that a job does not leave.
 TRAINING_OVER: tuple[TrainingStatus, ...] = ("succeeded", "failed", "cancelled")
 TrainingMethod = Literal["supervised", "dpo"]

@@ -139,9 +139,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
 
 
-def _ensure_model(
-    name: str, store: Store, progress: Progress, revision: str, named: Named | None
-) -> tuple[str, Path]:
+def _ensure_model(name: str, store: Store, progress: Progress, revision: str, named: Named | None) -> tuple[str, Path]:
     built_in = _built_in(name)
     if built_in is not None:
         directory = _converted(
@@ -236,9 +234,7 @@ def _fetched(
         return hub.Repository(repository, revision, scratch, store, progress, room)
 
     if quantization and not adapter:
-        _converted(
-            directory, progress, lambda scratch: hub.fetch_gguf(opened(scratch), quantization), keep=True
-        )
+        _converted(directory, progress, lambda scratch: hub.fetch_gguf(opened(scratch), quantization), keep=True)
         return
     is_there, fetch = (_has_adapter, hub.fetch_adapter) if adapter else (_is_whole, hub.fetch)
     with claimed(directory, lambda: progress("waiting for another process", 0, 0), keep=True) as scratch:
@@ -266,9 +262,7 @@ def _checked_directory(path: Path) -> Path:
     return path
 
 
-def _converted(
-    directory: Path, progress: Progress, get_gguf: Callable[[Path], Path], *, keep: bool = False
-) -> Path:
+def _converted(directory: Path, progress: Progress, get_gguf: Callable[[Path], Path], *, keep: bool = False) -> Path:
     """`directory`, made where it is not there yet from the file that `get_gguf` brings (into a scratch directory that
     it is given, or from elsewhere); `keep`: what is in that helps the next time. It appears whole or not at all."""
     if _is_whole(directory):

@@ -80,8 +80,7 @@ class Repository:
                 )
         self._make_room(self._transfer.missing(files))
         addresses = {
-            hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self._endpoint): file
-            for file in files
+            hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self._endpoint): file for file in files
         }
         try:
             self._transfer.fetch(addresses, lambda done, total: self._progress("downloading", done, total))

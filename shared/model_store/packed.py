@@ -95,8 +95,4 @@ def _model_of(path: Path) -> Path | None:
 
 
 def _is_there(model: Path | None) -> bool:
-    return (
-        model is not None
-        and (model / "config.json").is_file()
-        and all(link.exists() for link in linked_gguf(model))
-    )
+    return model is not None and (model / "config.json").is_file() and all(link.exists() for link in linked_gguf(model))

@@ -142,9 +142,7 @@ def main(order: Order) -> int:
 
     try:
         ensure = _adapter if order.adapter else ensure_model
-        served, directory = ensure(
-            order.name, order.store, report, revision=order.revision, named=order.named
-        )
+        served, directory = ensure(order.name, order.store, report, revision=order.revision, named=order.named)
     except RyzansteinError as error:
         write(ProgramOutput(error=error.message, code=error.code))
         return 1
@@ -152,9 +150,7 @@ def main(order: Order) -> int:
     return 0
 
 
-def _adapter(
-    name: str, store: Store, report: Progress, *, revision: str, named: Named | None
-) -> tuple[str, Path]:
+def _adapter(name: str, store: Store, report: Progress, *, revision: str, named: Named | None) -> tuple[str, Path]:
     return name, ensure_adapter(name, store, report, revision=revision, named=named)
 
 

@@ -83,9 +83,7 @@ def check_revision(revision: str) -> None:
     """Raises `ModelLoadError` where it could name no branch, tag or commit."""
     parts = revision.split("/")
     plain = all(part and not part.startswith(".") and part.isprintable() for part in parts)
-    if revision and (
-        not plain or len(revision) > _MAX_NAME or any(sign in revision for sign in " \\:~^?*[@")
-    ):
+    if revision and (not plain or len(revision) > _MAX_NAME or any(sign in revision for sign in " \\:~^?*[@")):
         raise ModelLoadError(
             f"The revision {revision[:80]!r} is not a branch, tag or commit; use one that the hub shows."
         )
@@ -151,22 +149,14 @@ def checked(files: Sequence[RemoteFile], repository: str) -> list[RemoteFile]:
                 "taken; nothing of it was fetched."
             )
     if len({file.path.casefold() for file in files}) < len(files):
-        raise ModelLoadError(
-            f"The repository {repository} lists two files of one name; nothing of it was fetched."
-        )
+        raise ModelLoadError(f"The repository {repository} lists two files of one name; nothing of it was fetched.")
     return list(files)
 
 
 def _is_plain(path: str) -> bool:
     parts = path.split("/")
     named = all(0 < len(part.encode()) <= _MAX_NAME and not part.startswith(".") for part in parts)
-    return (
-        named
-        and len(parts) <= _MAX_DEPTH
-        and len(path) <= _MAX_PATH
-        and "\\" not in path
-        and path.isprintable()
-    )
+    return named and len(parts) <= _MAX_DEPTH and len(path) <= _MAX_PATH and "\\" not in path and path.isprintable()
 
 
 def _bound(path: str) -> int:

@@ -148,9 +148,7 @@ class _Part:
 class Transfer:
     """Files of one state of a repository into one directory, which nobody else works in meanwhile."""
 
-    def __init__(
-        self, directory: Path, commit: str, headers: Mapping[str, str], *, files_at_once: int
-    ) -> None:
+    def __init__(self, directory: Path, commit: str, headers: Mapping[str, str], *, files_at_once: int) -> None:
         self._directory = directory
         self.commit = commit
         self._headers = {**headers, "Accept-Encoding": "identity"}
@@ -162,9 +160,7 @@ class Transfer:
     def missing(self, files: Sequence[RemoteFile]) -> int:
         """Bytes of `files` that have not come yet."""
         finished = self._finished()
-        return sum(
-            max(0, file.size - self._held(file)) for file in files if not self._is_there(file, finished)
-        )
+        return sum(max(0, file.size - self._held(file)) for file in files if not self._is_there(file, finished))
 
     def fetch(
         self, files: Mapping[str, RemoteFile], report: Callable[[int, int], None] = lambda done, total: None

@@ -36,14 +36,7 @@ from shared.errors import (
     PayloadTooLarge,
     StorageFull,
 )
-from shared.messages.registry import (
-    AdapterHolders,
-    AdapterRecord,
-    HostReply,
-    PullAdapter,
-    WantedAdapter,
-    is_digest,
-)
+from shared.messages.registry import AdapterHolders, AdapterRecord, HostReply, PullAdapter, WantedAdapter, is_digest
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Contention, KvChange, KvEntry
@@ -100,9 +93,7 @@ class AdapterFiles:
 
     def __init__(self, bus: Bus) -> None:
         most = bus.settings.adapters_max_bytes
-        self._objects = Objects(
-            bus, subjects.ADAPTERS_STORE, max_bytes=most, setting="RYZANSTEIN_ADAPTERS_MAX_BYTES"
-        )
+        self._objects = Objects(bus, subjects.ADAPTERS_STORE, max_bytes=most, setting="RYZANSTEIN_ADAPTERS_MAX_BYTES")
 
         self._holders = Bucket(bus, subjects.ADAPTER_FILES_BUCKET, AdapterHolders, plain=True)
 
@@ -284,9 +275,7 @@ async def want(
     return _there(await bucket.change(name, made))
 
 
-async def settle(
-    bucket: Bucket[AdapterRecord], name: str, wanted: WantedAdapter, found: AdapterRecord | str
-) -> bool:
+async def settle(bucket: Bucket[AdapterRecord], name: str, wanted: WantedAdapter, found: AdapterRecord | str) -> bool:
     """What has become of a wanted adapter: what a host has read, or why it could not. False: it is not wanted any more.
     Raises `AdapterRefused`, `BrokerUnavailable`."""
 

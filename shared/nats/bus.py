@@ -347,9 +347,7 @@ class Bus:
         try:
             await self._client.publish(subject, payload)
         except nats.errors.Error as error:
-            raise BrokerUnavailable(
-                f"NATS did not accept a message on {subject} ({error}); try again."
-            ) from error
+            raise BrokerUnavailable(f"NATS did not accept a message on {subject} ({error}); try again.") from error
 
     async def publish_durable(self, subject: str, message: object, *, timeout: float = 5.0) -> int:
         """Publishes into a stream and waits until it is stored; returns its sequence number.
@@ -418,11 +416,7 @@ class Bus:
                 await self._client.publish(msg.reply, reply if isinstance(reply, bytes) else encode(reply))
 
         subscription = await self._client.subscribe(
-            subject,
-            queue=queue,
-            cb=receive,
-            pending_msgs_limit=pending_messages,
-            pending_bytes_limit=pending_bytes,
+            subject, queue=queue, cb=receive, pending_msgs_limit=pending_messages, pending_bytes_limit=pending_bytes
         )
         if on_gap is None:
             return Subscribed(subscription, lambda: None)

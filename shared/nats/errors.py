@@ -7,14 +7,7 @@ from urllib.parse import urlsplit
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
-from shared.errors import (
-    BrokerFull,
-    BrokerUnavailable,
-    ConfigurationError,
-    LinkLost,
-    PayloadTooLarge,
-    RyzansteinError,
-)
+from shared.errors import BrokerFull, BrokerUnavailable, ConfigurationError, LinkLost, PayloadTooLarge, RyzansteinError
 
 # Everything that a call of nats-py raises because of the broker or the way to it.
 BROKER_ERRORS = (nats.errors.Error, TimeoutError, OSError)
@@ -63,17 +56,13 @@ def exists_otherwise(error: Exception) -> bool:
 def broker_error(doing: str, error: Exception) -> RyzansteinError:
     """The error for a broker that did not do what `doing` says ("read the bucket groups")."""
     if isinstance(error, nats.errors.MaxPayloadError):
-        return PayloadTooLarge(
-            f"NATS did not {doing}: it is larger than max_payload; raise that of the server."
-        )
+        return PayloadTooLarge(f"NATS did not {doing}: it is larger than max_payload; raise that of the server.")
     if lacks_jetstream(error):
         return BrokerUnavailable(
             f"NATS did not {doing}: it runs without JetStream; start nats-server with -js -sd DIRECTORY."
         )
     if lacks_room(error):
-        return BrokerFull(
-            f"NATS did not {doing}: {reason_of(error)}; free disk space, or raise its storage limits."
-        )
+        return BrokerFull(f"NATS did not {doing}: {reason_of(error)}; free disk space, or raise its storage limits.")
     kind = LinkLost if isinstance(error, ConnectionBroke) else BrokerUnavailable
     return kind(f"NATS did not {doing} ({reason_of(error)}); is it running? Try again.")
 
@@ -104,9 +93,7 @@ def server_urls(setting: str) -> list[str]:
     """
     urls = [url if "://" in url else f"nats://{url}" for part in setting.split(",") if (url := part.strip())]
     if not urls:
-        raise ConfigurationError(
-            "No NATS address is set; set RYZANSTEIN_NATS_URL or --nats-url to nats://host:port."
-        )
+        raise ConfigurationError("No NATS address is set; set RYZANSTEIN_NATS_URL or --nats-url to nats://host:port.")
     for url in urls:
         if not _is_address(url):
             raise ConfigurationError(
@@ -128,7 +115,5 @@ def without_password(urls: str) -> str:
     """`urls` fit for a message: credentials in them are left out."""
     return ",".join(
         f"{scheme}://{rest.rpartition('@')[2]}" if separator else url.rpartition("@")[2]
-        for url, scheme, separator, rest in (
-            (url.strip(), *url.strip().partition("://")) for url in urls.split(",")
-        )
+        for url, scheme, separator, rest in ((url.strip(), *url.strip().partition("://")) for url in urls.split(","))
     )

@@ -72,9 +72,7 @@ def replay(bus: Bus, consumer: str, begin: StartPosition) -> AsyncIterator[Token
     return JournalReader(bus, consumer).read(begin)
 
 
-async def recorded_since(
-    bus: Bus, writer: str, since: float
-) -> AsyncIterator[tuple[float, GenerationRecords]]:
+async def recorded_since(bus: Bus, writer: str, since: float) -> AsyncIterator[tuple[float, GenerationRecords]]:
     """The records of the gateway that writes as `writer`, from `since` (unix seconds by the broker's clock) on, each
     with the time at which it was stored."""
     reader = SubjectReader(bus, subjects.records(writer, "*"), GenerationRecords)
@@ -90,9 +88,7 @@ async def recorded_in(bus: Bus, writer: str, slot: str) -> AsyncGenerator[Genera
     decoder = msgspec.msgpack.Decoder(GenerationRecords)
     while True:
         try:
-            message = await bus.jetstream().get_msg(
-                subjects.JOURNAL_STREAM, seq=number + 1, subject=subject, next=True
-            )
+            message = await bus.jetstream().get_msg(subjects.JOURNAL_STREAM, seq=number + 1, subject=subject, next=True)
         except NotFoundError:
             return
         number = message.seq or 0
@@ -112,9 +108,7 @@ def from_moment(since: float) -> ConsumerConfig:
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=30, mem_storage=True)
     if not since:
         return config
-    return config.evolve(
-        deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=datetime.fromtimestamp(since, UTC)
-    )
+    return config.evolve(deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=datetime.fromtimestamp(since, UTC))
 
 
 class SubjectReader(Generic[T]):
@@ -157,9 +151,7 @@ class SubjectReader(Generic[T]):
         if behind > 0:
             info = await self._bus.jetstream().stream_info(subjects.JOURNAL_STREAM)
             if info.state.last_seq >= behind:
-                return from_moment(0).evolve(
-                    deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=behind + 1
-                )
+                return from_moment(0).evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=behind + 1)
             self._read_to = 0  # the stream was made anew
         return from_moment(begin.since if begin.behind else 0)
 

@@ -267,10 +267,7 @@ class Bucket(Generic[T]):
     async def _pages(self, keys: str, *, headers_only: bool) -> AsyncGenerator[tuple[str, Msg], None]:
         """The messages of entries that are not deleted."""
         config = ConsumerConfig(
-            ack_policy=AckPolicy.NONE,
-            inactive_threshold=SCAN_KEPT,
-            mem_storage=True,
-            headers_only=headers_only or None,
+            ack_policy=AckPolicy.NONE, inactive_threshold=SCAN_KEPT, mem_storage=True, headers_only=headers_only or None
         )
         subject = self._subject(keys)
         reading = read_stream(self._bus, f"KV_{self._name}", subject, config, timeout=READ_TIMEOUT)
@@ -305,9 +302,7 @@ class Bucket(Generic[T]):
                 else:
                     note(*update)
 
-    async def watch_revisions(
-        self, keys: str = ">"
-    ) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
+    async def watch_revisions(self, keys: str = ">") -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
         """As `watch`, with the revision of each value; 0: not known. `keys`: as of `scan`.
 
         A watcher is opened again when it is lost or the connection was: everything

@@ -180,16 +180,12 @@ class Objects:
 
         await self.write(name, parts(), nuid=secrets.token_hex(11), fresh=fresh)
 
-    async def _write_chunks(
-        self, nuid: str, parts: AsyncIterable[bytes], limit: int
-    ) -> tuple[int, int, bytes]:
+    async def _write_chunks(self, nuid: str, parts: AsyncIterable[bytes], limit: int) -> tuple[int, int, bytes]:
         digest, size, count = hashlib.sha256(), 0, 0
         async for chunk in _chunks(parts):
             size += len(chunk)
             if limit and size > limit:
-                raise PayloadTooLarge(
-                    f"The file is larger than the {limit:,} bytes that are left for it; split it."
-                )
+                raise PayloadTooLarge(f"The file is larger than the {limit:,} bytes that are left for it; split it.")
             await self._publish(self._chunks(nuid), chunk, {"Nats-Msg-Id": f"{nuid}-{count}"})
             digest.update(chunk)
             count += 1
@@ -213,9 +209,7 @@ class Objects:
             await self._bus.jetstream().publish(subject, data, headers=headers)
         except BROKER_ERRORS as error:
             if lacks_room(error):
-                limit = "raise its limit" + (
-                    f" ({self._setting} sets that of a new one)" if self._setting else ""
-                )
+                limit = "raise its limit" + (f" ({self._setting} sets that of a new one)" if self._setting else "")
                 raise StorageFull(
                     f"The object store {self._name} is full ({reason_of(error)}); delete files that are not needed, or "
                     f"{limit}."
@@ -294,9 +288,7 @@ class Objects:
         """Removes that one; what was written as its name since then stays."""
         with translated(f"delete an object of {self._name}"):
             jetstream = self._bus.jetstream()
-            await jetstream.purge_stream(
-                self._stream, seq=version.revision + 1, subject=self._meta(version.name)
-            )
+            await jetstream.purge_stream(self._stream, seq=version.revision + 1, subject=self._meta(version.name))
             await jetstream.purge_stream(self._stream, subject=self._chunks(version.nuid))
 
     async def purge(self, nuid: str) -> None:

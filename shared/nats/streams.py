@@ -266,9 +266,7 @@ class StreamWatch:
         subscription: Subscription | None = None
         try:
             inbox = bus.client.new_inbox()
-            subscription = await bus.client.subscribe(
-                inbox, cb=watch._take, pending_bytes_limit=DEFAULT_PENDING_BYTES
-            )
+            subscription = await bus.client.subscribe(inbox, cb=watch._take, pending_bytes_limit=DEFAULT_PENDING_BYTES)
             await watch._begin(stream, subject, inbox)
             yield watch
         finally:

@@ -79,9 +79,7 @@ def writing_of(job: str, attempt: int, name: str) -> str:
     return f"{job}.{attempt}.{name}"
 
 
-async def clear_objects(
-    objects: Objects, job: str, keep: Collection[str] = (), before: int | None = None
-) -> int:
+async def clear_objects(objects: Objects, job: str, keep: Collection[str] = (), before: int | None = None) -> int:
     """Removes a job's objects but those named in `keep`, and what was cut off while it was written; with `before` only
     what attempts before that one have written. Returns how many. Raises `BrokerUnavailable`."""
     gone = 0

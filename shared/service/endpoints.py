@@ -64,9 +64,7 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
-            "ryzanstein_service_ready",
-            "1 while the service is ready, as /ready answers.",
-            self._health().ready,
+            "ryzanstein_service_ready", "1 while the service is ready, as /ready answers.", self._health().ready
         )
         yield GaugeMetricFamily(
             "ryzanstein_nats_connected", "1 while the service is connected to NATS.", self._connected()
@@ -195,12 +193,7 @@ class QuickHistograms(Collector):
     """A family of them. The values of its labels must be few: nothing is ever dropped."""
 
     def __init__(
-        self,
-        name: str,
-        documentation: str,
-        labels: Sequence[str],
-        bounds: Sequence[float],
-        registry: CollectorRegistry,
+        self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
         self._name = name
         self._documentation = documentation

@@ -140,6 +140,4 @@ class HttpServer:
 
 def _is_websocket(connection: object) -> bool:
     """By its name: most services have no WebSockets, and no package for them."""
-    return any(
-        kind.__module__.startswith("uvicorn.protocols.websockets") for kind in type(connection).__mro__
-    )
+    return any(kind.__module__.startswith("uvicorn.protocols.websockets") for kind in type(connection).__mro__)

@@ -65,9 +65,7 @@ class Service(abc.ABC):
         self._ended = asyncio.Event()
         self._failure: BaseException | None = None
         self.registry.register(
-            StateCollector(
-                self.health, lambda: self._connected, lambda: self._bus.reconnects if self._bus else 0
-            )
+            StateCollector(self.health, lambda: self._connected, lambda: self._bus.reconnects if self._bus else 0)
         )
 
     # --- for subclasses --------------------------------------------------------------------------

@@ -108,10 +108,7 @@ def configure_logging(
     colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     # Plain: the other formatters of structlog show the values of variables, prompts among them.
     renderer: list[Processor] = (
-        [
-            _escaped,
-            structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback),
-        ]
+        [_escaped, structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -195,9 +192,7 @@ def _escaped(logger: Any, name: str, event: EventDict) -> EventDict:
     """Nothing that a client wrote moves an operator's cursor or colours its terminal. For the console renderer, which
     writes texts as they are; JSON has them escaped."""
     return {
-        key: value.translate(_BESIDE_LINES if key in _OF_LINES else _CONTROLS)
-        if isinstance(value, str)
-        else value
+        key: value.translate(_BESIDE_LINES if key in _OF_LINES else _CONTROLS) if isinstance(value, str) else value
         for key, value in event.items()
     }
 

@@ -47,12 +47,7 @@ class Prometheus:
     """Use as an asynchronous context manager. `targets` is asked again and again: services come and go."""
 
     def __init__(
-        self,
-        directory: Path,
-        rules: Document,
-        targets: Callable[[], Iterable[Target]],
-        *,
-        interval: float = 5.0,
+        self, directory: Path, rules: Document, targets: Callable[[], Iterable[Target]], *, interval: float = 5.0
     ) -> None:
         """`interval`: seconds between two scrapes of a target."""
         need("prometheus")
@@ -132,9 +127,7 @@ class Prometheus:
 
     async def fired_within(self, seconds: float) -> set[str]:
         window = f"{round(seconds * 1000)}ms"
-        found = await self.query(
-            f'count by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{window}]))'
-        )
+        found = await self.query(f'count by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{window}]))')
         return {sample["metric"]["alertname"] for sample in found}
 
     async def until_firing(self, name: str, seconds: float) -> dict[str, Any]:

@@ -121,16 +121,12 @@ def test_every_block_is_of_a_known_kind() -> None:
 
 
 def test_each_runbook_has_something_to_run() -> None:
-    ran = {
-        block.runbook for block in runbooks.blocks() if block.language == "sh" and block.kind in runbooks.RUN
-    }
+    ran = {block.runbook for block in runbooks.blocks() if block.language == "sh" and block.kind in runbooks.RUN}
     assert ran == {rules.kebab(alert["alert"]) for alert in rules.alerts(rules.load())}
 
 
 def test_queries_can_be_read(tmp_path: Path) -> None:
-    recorded = [
-        {"record": f"query:{number}", "expr": query} for number, query in enumerate(runbooks.queries())
-    ]
+    recorded = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(runbooks.queries())]
     path = tmp_path / "queries.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": recorded}]}))
     run_promtool("check", "rules", str(path))

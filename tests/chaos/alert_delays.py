@@ -55,9 +55,7 @@ class Delays:
             await asyncio.sleep(QUIET)
             await self._count(event, at, set())
 
-    async def measure(
-        self, fault: str, inject: Act, heal: Act, *alerts: str, consequences: Sequence[str] = ()
-    ) -> None:
+    async def measure(self, fault: str, inject: Act, heal: Act, *alerts: str, consequences: Sequence[str] = ()) -> None:
         """`alerts` are those that must come; then everything is healed, and they must be over. `consequences` may
         come, since they are true."""
         if self._only not in fault:

@@ -194,9 +194,7 @@ class House:
             await self.start(member.instance)
         await self.all_ready()
 
-    def _add(
-        self, service: str, number: int, group: str = "", executor_arguments: Sequence[str] = ()
-    ) -> None:
+    def _add(self, service: str, number: int, group: str = "", executor_arguments: Sequence[str] = ()) -> None:
         instance = f"{service}-{number}"
         link = self._link(instance)
         arguments = ["--host", link.host]
@@ -207,16 +205,7 @@ class House:
             arguments += (
                 executor_arguments
                 or self.plan.executor_arguments
-                or (
-                    [
-                        "--engine",
-                        "stub",
-                        "--served-model-name",
-                        "stub",
-                        "--stub-step-ms",
-                        str(self.plan.step_ms),
-                    ]
-                )
+                or (["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", str(self.plan.step_ms)])
             )
         log = self.directory / f"{instance}.log"
         self.members[instance] = Member(service, instance, arguments, log, link)

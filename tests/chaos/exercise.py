@@ -53,9 +53,7 @@ def row_of(
         whole - at,
         median(gaps) * 1e3 if gaps and detected is not None else None,
         len(hit),
-        max(
-            (r.stall() for r in streams if r.started <= whole and (not r.ended or r.ended > at)), default=0.0
-        ),
+        max((r.stall() for r in streams if r.started <= whole and (not r.ended or r.ended > at)), default=0.0),
         len(records),
         sum(bool(r.broken or r.refused) for r in records),
     )

@@ -81,10 +81,7 @@ class Forwarder:
             task.add_done_callback(self._tasks.discard)
 
     async def _pump(
-        self,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        change: Callable[[bytes], bytes] | None,
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, change: Callable[[bytes], bytes] | None
     ) -> None:
         try:
             while data := await source.read(1 << 16):
@@ -230,9 +227,7 @@ async def namespaces_work() -> bool:
         return False
     link = NamespaceLink()
     await link.prepare(1)
-    process = await asyncio.create_subprocess_exec(
-        *link.prefix, "sleep", "60", stderr=asyncio.subprocess.DEVNULL
-    )
+    process = await asyncio.create_subprocess_exec(*link.prefix, "sleep", "60", stderr=asyncio.subprocess.DEVNULL)
     try:
         await link.attach(process.pid)
         await link.cut()

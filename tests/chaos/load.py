@@ -132,9 +132,7 @@ class Load:
 
     async def __aenter__(self) -> "Load":
         self.resumable = await resume.is_offered(self._gateways()[0][1])
-        self._running = [
-            asyncio.create_task(self._client(number, self._kind(number))) for number in range(self._all)
-        ]
+        self._running = [asyncio.create_task(self._client(number, self._kind(number))) for number in range(self._all)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -186,9 +184,7 @@ class Load:
 
     def check(self, *, may_refuse: bool = False) -> None:
         """Raises with every token that was wrong and every request that was not answered."""
-        faults = [
-            f"{record.kind} {record.identity}: {record.fault}" for record in self.records if record.fault
-        ]
+        faults = [f"{record.kind} {record.identity}: {record.fault}" for record in self.records if record.fault]
         if not may_refuse:
             faults += [
                 f"{record.kind} {record.identity}: refused with {record.refused}"
@@ -252,12 +248,7 @@ class Load:
 
     async def _send(self, address: str, record: Record) -> None:
         if record.kind == "websocket":
-            message = {
-                "type": "generate",
-                "id": "a",
-                "request": record.task.body,
-                "background": resume.BACKGROUND,
-            }
+            message = {"type": "generate", "id": "a", "request": record.task.body, "background": resume.BACKGROUND}
             await self._websocket(address, message, record)
         elif record.kind == "sse":
             body = {**record.task.body, "stream": True}
@@ -331,9 +322,7 @@ class Load:
         except TimeoutError:
             faults = [record.fault for record in self.records if record.fault]
             open_ones = [(r.kind, r.identity, len(r.text), r.refused) for r in self.records if not _over(r)]
-            raise AssertionError(
-                f"{what}: not within {seconds:g} s; faults {faults[:5]}, open {open_ones}"
-            ) from None
+            raise AssertionError(f"{what}: not within {seconds:g} s; faults {faults[:5]}, open {open_ones}") from None
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[Any]:

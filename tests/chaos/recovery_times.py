@@ -19,15 +19,7 @@ from tests.chaos.expected import stub_tasks
 from tests.chaos.faults import all_faults
 from tests.chaos.load import Load
 
-FAULTS = (
-    "kill-rank-0",
-    "kill-ring",
-    "stop-rank-0",
-    "kill-gateway",
-    "kill-scheduler",
-    "kill-monitor",
-    "kill-nats",
-)
+FAULTS = ("kill-rank-0", "kill-ring", "stop-rank-0", "kill-gateway", "kill-scheduler", "kill-monitor", "kill-nats")
 
 
 async def measure(rounds: int, directory: Path) -> dict[str, list[Row]]:

@@ -48,10 +48,7 @@ def _prometheus() -> None:
 async def test_a_few_faults_are_alerted_and_over_when_they_are(tmp_path: Path) -> None:
     """The part that runs with all other tests."""
     plan = Plan(gateways=1, schedulers=1, monitors=1, executors=1, tp=1)
-    async with (
-        House(tmp_path / "house", plan) as house,
-        watched(house, tmp_path / "prometheus", factor=30) as seen,
-    ):
+    async with House(tmp_path / "house", plan) as house, watched(house, tmp_path / "prometheus", factor=30) as seen:
         await seen.until_seen("sum(ryzanstein_service_ready) == 4")
         await kill(house, "scheduler-0")
         await fires(seen, "RyzansteinNoScheduler", severity="page")
@@ -252,18 +249,12 @@ async def test_a_batch_that_nobody_computes(tmp_path: Path) -> None:
     plan = Plan(gateways=1, schedulers=1, monitors=1, executors=1, tp=1)
     async with House(tmp_path / "house", plan) as house, watched(house, tmp_path / "prometheus") as seen:
         ((_, address),) = house.addresses()
-        line = (
-            '{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"stub","prompt":"x"}}\n'
-        )
+        line = '{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"stub","prompt":"x"}}\n'
         async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=30) as http:
             files = {"file": ("input.jsonl", line.encode())}
             sent = (await http.post("/v1/files", data={"purpose": "batch"}, files=files)).raise_for_status()
             await kill(house, "executor-0")
-            body = {
-                "input_file_id": sent.json()["id"],
-                "endpoint": "/v1/completions",
-                "completion_window": "24h",
-            }
+            body = {"input_file_id": sent.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
             (await http.post("/v1/batches", json=body)).raise_for_status()
         await fires(seen, "RyzansteinBatchesStuck")
         await start(house, "executor-0")

@@ -54,9 +54,7 @@ async def test_slow_readers_cost_bounded_memory_and_hold_up_nobody(
             grown = []
             sampling = asyncio.create_task(_sample(lambda: house.memory("gateway-0") - before, grown))
             await house.watch.until(
-                lambda: house.work("executor-0") < SLOW_CLIENTS // 2,
-                180,
-                "the ring has produced what they do not read",
+                lambda: house.work("executor-0") < SLOW_CLIENTS // 2, 180, "the ring has produced what they do not read"
             )
             await load.settled(time.monotonic())
             sampling.cancel()

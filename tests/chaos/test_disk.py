@@ -24,9 +24,7 @@ def load_of(house: House) -> Load:
     return Load(house.addresses, stub_tasks(chance, 120), short=stub_tasks(chance, 6))
 
 
-async def test_a_full_disk_is_told_to_clients_and_loses_nothing(
-    tmp_path: Path, note: Callable[[Row], None]
-) -> None:
+async def test_a_full_disk_is_told_to_clients_and_loses_nothing(tmp_path: Path, note: Callable[[Row], None]) -> None:
     """NATS switches JetStream off when a write fails for lack of space, until it is started again."""
     async with House(tmp_path, Plan(store="tmpfs")) as house:
         if not house.disk.mounted:

@@ -21,16 +21,7 @@ INNOCENT = 19
     "fault", ["crash", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("exit", "error", "hang"))]
 )
 async def test_a_fatal_request_ends_two_rings_and_gets_an_error(fault: str, tmp_path: Path) -> None:
-    arguments = (
-        "--engine",
-        "stub",
-        "--served-model-name",
-        "stub",
-        "--stub-step-ms",
-        "20",
-        "--stub-fault",
-        fault,
-    )
+    arguments = ("--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "20", "--stub-fault", fault)
     plan = Plan(gateways=2, schedulers=1, monitors=2, executors=3, tp=1, executor_arguments=arguments)
     downs: dict[tuple[str, int], str] = {}
     async with House(tmp_path / "house", plan) as house:

@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 ALWAYS = ("kill-rank-0", "kill-gateway", "kill-scheduler", "kill-nats")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.chaos) for n in all_faults()]
-)
+@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.chaos) for n in all_faults()])
 async def test_nothing_is_lost_by(name: str, house: House, load: Loader, note: Callable[[Row], None]) -> None:
     fault = all_faults()[name]()
     async with load(house) as clients:

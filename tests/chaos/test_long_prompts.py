@@ -13,16 +13,7 @@ from tests.chaos.cluster_fixture import House, Plan
 
 BEGINNING = [5 + (at * at + at // 7) % 200 for at in range(4200)]
 PROMPT = BEGINNING + [5 + (3 * at) % 200 for at in range(2800)]
-ARGUMENTS = (
-    "--engine",
-    "stub",
-    "--served-model-name",
-    "stub",
-    "--stub-step-ms",
-    "5",
-    "--stub-us-per-token",
-    "1000",
-)
+ARGUMENTS = ("--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", "5", "--stub-us-per-token", "1000")
 
 
 def body(prompt: list[int], **fields: object) -> dict[str, Any]:
@@ -37,9 +28,7 @@ async def test_a_long_prompt_goes_on_where_its_beginning_is(tmp_path: Path) -> N
     async with House(tmp_path / "house", plan) as house:
         ((_, address),) = house.addresses()
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=120) as http:
-            first = await http.post(
-                "/v1/completions", json=body(BEGINNING), headers={"x-session-id": "first"}
-            )
+            first = await http.post("/v1/completions", json=body(BEGINNING), headers={"x-session-id": "first"})
             assert first.status_code == 200, house.logs()
             streamed = body(PROMPT, stream=True, stream_options={"include_usage": True})
             told, text, usage = [], "", {}

@@ -40,9 +40,7 @@ def _packed_model(scratch: Path) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=["bf16", "packed"])
-async def real_house(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[House]:
+async def real_house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
     """Two rings of two ranks, one thread each."""
     directory = _packed_model(tmp_path_factory.mktemp("models"))
     arguments = ["--model", str(directory), "--served-model-name", DEFAULT_MODEL]
@@ -88,16 +86,10 @@ FAULTS = ("kill-rank-0", "kill-rank-1", "stop-rank-1", "kill-ring", "stop-ring")
 
 
 @pytest.mark.parametrize(
-    ("real_house", "name"),
-    [*(("bf16", name) for name in FAULTS), ("packed", "kill-ring")],
-    indirect=["real_house"],
+    ("real_house", "name"), [*(("bf16", name) for name in FAULTS), ("packed", "kill-ring")], indirect=["real_house"]
 )
 async def test_a_real_models_answers_are_the_undisturbed_ones(
-    name: str,
-    real_house: House,
-    tasks: list[Task],
-    note: Callable[[Row], None],
-    request: pytest.FixtureRequest,
+    name: str, real_house: House, tasks: list[Task], note: Callable[[Row], None], request: pytest.FixtureRequest
 ) -> None:
     weights = request.node.callspec.params["real_house"]
     fault = all_faults()[name]()

@@ -54,9 +54,7 @@ class Watch:
 
     async def down(self, group: str, since: float, seconds: float = 30) -> float:
         """When the loss of `group` was told after `since`."""
-        return await self.until(
-            lambda: self._event(group, "down", since), seconds, f"{group} is told to be down"
-        )
+        return await self.until(lambda: self._event(group, "down", since), seconds, f"{group} is told to be down")
 
     async def up(self, group: str, since: float, seconds: float = 150) -> float:
         return await self.until(lambda: self._event(group, "up", since), seconds, f"{group} is told to be up")

@@ -22,7 +22,5 @@ def node_with(package: str) -> tuple[str, str]:
     modules = os.environ.get("RYZANSTEIN_CLIENTS_NODE", "")
     node = shutil.which("node")
     if node is None or not modules or not (Path(modules) / "node_modules" / package).is_dir():
-        pytest.skip(
-            f"NOT JUDGED BY the {package} npm package: RYZANSTEIN_CLIENTS_NODE names no directory that has it"
-        )
+        pytest.skip(f"NOT JUDGED BY the {package} npm package: RYZANSTEIN_CLIENTS_NODE names no directory that has it")
     return node, modules

@@ -101,9 +101,7 @@ LLM = """
 """
 
 
-async def test_llm(
-    gateway: RunningGateway, script: Script, ring: FakeRing, program: Program, tmp_path: Path
-) -> None:
+async def test_llm(gateway: RunningGateway, script: Script, ring: FakeRing, program: Program, tmp_path: Path) -> None:
     python = python_with("llm")
     (tmp_path / "extra-openai-models.yaml").write_text(LLM.format(url=gateway.url))
 
@@ -112,10 +110,7 @@ async def test_llm(
         return await program(*asked, *given, LLM_USER_PATH=str(tmp_path), HOME=str(tmp_path))
 
     script.turns = [("Ann is 31", '{"name": "Ann", "age": 31}'), *WEATHER]
-    assert json.loads(await ask("Ann is 31 years old.", "--schema", "name, age int")) == {
-        "name": "Ann",
-        "age": 31,
-    }
+    assert json.loads(await ask("Ann is 31 years old.", "--schema", "name, age int")) == {"name": "Ann", "age": 31}
     assert is_closed(ring)
     weather = 'def weather(city: str) -> str:\n    return f"{city}: 17 degrees"'
     said = await ask("What is the weather in Rome?", "--functions", weather)

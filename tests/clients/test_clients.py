@@ -42,9 +42,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def run(*command: str, timeout: float = 150) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
@@ -205,16 +203,12 @@ def test_lm_eval(tmp_path: Path) -> None:
     python = python_with("lm_eval")
     directory = ensure_model(DEFAULT_MODEL, LocalSettings().store, lambda stage, done, total: None)[1]
     with Stack(tmp_path, "--dtype", "fp32", "--no-smoke-test") as stack:
-        seen = run(
-            python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory), timeout=500
-        )
+        seen = run(python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory), timeout=500)
     judge = Judge(directory)
     completions, rights = seen["completions"]["samples"], 0
     for line, judged in zip(lines_of("choices"), completions["choices"], strict=True):
         expected = [judge.of(line["question"], f" {ending}") for ending in line["endings"]]
-        assert [float(value) for value, _ in judged] == pytest.approx(
-            [value for value, _ in expected], abs=1e-3
-        )
+        assert [float(value) for value, _ in judged] == pytest.approx([value for value, _ in expected], abs=1e-3)
         assert [str(greedy) for _, greedy in judged] == [str(greedy) for _, greedy in expected]
         rights += max(range(len(expected)), key=lambda at: expected[at][0]) == line["right"]
     assert seen["completions"]["results"]["choices"]["acc,none"] == rights / len(lines_of("choices"))

@@ -33,9 +33,7 @@ def launched(gateway: RunningGateway, program: Program, tmp_path: Path) -> Launc
     async def run(name: str, *arguments: str, **variables: str) -> str:
         path = os.pathsep.join((os.environ.get("RYZANSTEIN_CLIENTS_PATH", ""), os.environ["PATH"]))
         if shutil.which(CLIENTS[name].program, path=path) is None:
-            pytest.skip(
-                f"NOT JUDGED BY {name}: no program {CLIENTS[name].program} in RYZANSTEIN_CLIENTS_PATH"
-            )
+            pytest.skip(f"NOT JUDGED BY {name}: no program {CLIENTS[name].program} in RYZANSTEIN_CLIENTS_PATH")
         command = [sys.executable, "-m", "services.cli", "launch", name, "--url", gateway.url]
         command += ["--data-dir", str(tmp_path / "data"), "--", *arguments]
         root = str(Path(__file__).parents[2])

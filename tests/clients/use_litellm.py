@@ -16,15 +16,9 @@ streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 vectors = litellm.embedding(**common, input=["Hi", "there"])
 ranked = {}
 for provider in ("hosted_vllm", "jina_ai", "cohere"):
-    asked = {
-        "model": f"{provider}/{model}",
-        "query": "Which?",
-        "documents": ["This one.", "That one.", "None."],
-    }
+    asked = {"model": f"{provider}/{model}", "query": "Which?", "documents": ["This one.", "That one.", "None."]}
     answer = litellm.rerank(**asked, top_n=2, api_base=url, api_key="none")
-    ranked[provider] = [
-        [one["index"], one["relevance_score"], one["document"]["text"]] for one in answer.results
-    ]
+    ranked[provider] = [[one["index"], one["relevance_score"], one["document"]["text"]] for one in answer.results]
 json.dump(
     {
         "whole": [whole.choices[0].message.content, whole.usage.completion_tokens],

@@ -24,9 +24,7 @@ class Person(BaseModel):
 async def main() -> None:
     client = AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
     model = AnthropicModel(name, provider=AnthropicProvider(anthropic_client=client))
-    agent = Agent(
-        model, output_type=Person, instructions="Name somebody.", model_settings={"max_tokens": 400}
-    )
+    agent = Agent(model, output_type=Person, instructions="Name somebody.", model_settings={"max_tokens": 400})
     done = await agent.run("Who is it?")
     plain = Agent(model, model_settings={"max_tokens": 8})
     async with plain.run_stream("Hi") as streamed:

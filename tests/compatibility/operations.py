@@ -78,16 +78,8 @@ class Operation(NamedTuple):
     anew: str = ""  # what of the set-up is made again just before it
 
 
-CHAT_TOOL = {
-    "type": "function",
-    "function": {"name": "x", "parameters": {"type": "object", "properties": {}}},
-}
-RESPONSE_TOOL = {
-    "type": "function",
-    "name": "x",
-    "strict": None,
-    "parameters": {"type": "object", "properties": {}},
-}
+CHAT_TOOL = {"type": "function", "function": {"name": "x", "parameters": {"type": "object", "properties": {}}}}
+RESPONSE_TOOL = {"type": "function", "name": "x", "strict": None, "parameters": {"type": "object", "properties": {}}}
 # Its input is never empty, as a text's might be.
 CUSTOM_TOOL = {
     "type": "custom",
@@ -102,10 +94,7 @@ OPERATIONS = (
         "chat.completions.create",
         "POST",
         "/chat/completions",
-        (
-            chat_create_params.CompletionCreateParamsNonStreaming,
-            chat_create_params.CompletionCreateParamsStreaming,
-        ),
+        (chat_create_params.CompletionCreateParamsNonStreaming, chat_create_params.CompletionCreateParamsStreaming),
         {"model": "stub", "messages": HELLO, "max_tokens": 4},
         answers=ChatCompletion,
         chunks=ChatCompletionChunk,
@@ -147,10 +136,7 @@ OPERATIONS = (
         "responses.create",
         "POST",
         "/responses",
-        (
-            response_create_params.ResponseCreateParamsNonStreaming,
-            response_create_params.ResponseCreateParamsStreaming,
-        ),
+        (response_create_params.ResponseCreateParamsNonStreaming, response_create_params.ResponseCreateParamsStreaming),
         {"model": "stub", "input": "Hi", "max_output_tokens": 16},
         answers=Response,
         events=ResponseStreamEvent,
@@ -192,10 +178,7 @@ OPERATIONS = (
         in_query=("include",),
     ),
     Operation(
-        "conversations.items.list",
-        "GET",
-        "/conversations/{conversation}/items",
-        (item_list_params.ItemListParams,),
+        "conversations.items.list", "GET", "/conversations/{conversation}/items", (item_list_params.ItemListParams,)
     ),
     Operation(
         "conversations.items.retrieve",
@@ -203,12 +186,8 @@ OPERATIONS = (
         "/conversations/{conversation}/items/{conversation_item}",
         (item_retrieve_params.ItemRetrieveParams,),
     ),
-    Operation(
-        "conversations.items.delete", "DELETE", "/conversations/{conversation}/items/{conversation_item}"
-    ),
-    Operation(
-        "conversations.delete", "DELETE", "/conversations/{conversation}", answers=ConversationDeletedResource
-    ),
+    Operation("conversations.items.delete", "DELETE", "/conversations/{conversation}/items/{conversation_item}"),
+    Operation("conversations.delete", "DELETE", "/conversations/{conversation}", answers=ConversationDeletedResource),
     Operation(
         "responses.compact",
         "POST",
@@ -255,28 +234,13 @@ OPERATIONS = (
     Operation("files.retrieve", "GET", "/files/{file}", answers=FileObject),
     Operation("files.list", "GET", "/files", (file_list_params.FileListParams,)),
     Operation("files.content", "GET", "/files/{file}/content"),
-    Operation(
-        "batches.create", "POST", "/batches", (batch_create_params.BatchCreateParams,), BATCH, answers=Batch
-    ),
+    Operation("batches.create", "POST", "/batches", (batch_create_params.BatchCreateParams,), BATCH, answers=Batch),
     Operation("batches.retrieve", "GET", "/batches/{batch}", answers=Batch),
     Operation("batches.list", "GET", "/batches", (batch_list_params.BatchListParams,)),
     Operation("batches.cancel", "POST", "/batches/{long}/cancel", answers=Batch, anew="long"),
-    Operation(
-        "uploads.create",
-        "POST",
-        "/uploads",
-        (upload_create_params.UploadCreateParams,),
-        UPLOAD,
-        answers=Upload,
-    ),
+    Operation("uploads.create", "POST", "/uploads", (upload_create_params.UploadCreateParams,), UPLOAD, answers=Upload),
     Operation("uploads.parts.create", "POST", "/uploads/{upload}/parts", form="data", answers=UploadPart),
-    Operation(
-        "uploads.complete",
-        "POST",
-        "/uploads/{upload}/complete",
-        base={"part_ids": ["{part}"]},
-        answers=Upload,
-    ),
+    Operation("uploads.complete", "POST", "/uploads/{upload}/complete", base={"part_ids": ["{part}"]}, answers=Upload),
     Operation("uploads.cancel", "POST", "/uploads/{cancelled}/cancel", answers=Upload),
     Operation("files.delete", "DELETE", "/files/{file}", answers=FileDeleted),
     Operation("fine_tuning.jobs.retrieve", "GET", "/fine_tuning/jobs/{tuned}", answers=FineTuningJob),
@@ -307,9 +271,7 @@ OPERATIONS = (
     Operation("fine_tuning.jobs.cancel", "POST", "/fine_tuning/jobs/{waiting}/cancel"),
 )
 
-TRAINING_FILE = (
-    b'{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello."}]}\n' * 10
-)
+TRAINING_FILE = b'{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello."}]}\n' * 10
 BATCH_FILE = (
     b'{"custom_id":"1","method":"POST","url":"/v1/chat/completions",'
     b'"body":{"model":"stub","messages":[{"role":"user","content":"Hi"}],"max_tokens":4}}\n'
@@ -326,12 +288,7 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         {"model": "stub", "messages": HELLO, "max_tokens": 4, "store": True, "metadata": {"key": "value"}},
     ),
     ("response", "POST", "/responses", {"model": "stub", "input": "Hi", "max_output_tokens": 16}),
-    (
-        "background",
-        "POST",
-        "/responses",
-        {"model": "stub", "input": "Hi", "max_output_tokens": 16, "background": True},
-    ),
+    ("background", "POST", "/responses", {"model": "stub", "input": "Hi", "max_output_tokens": 16, "background": True}),
     ("conversation", "POST", "/conversations", {"items": HELLO}),
     ("file", "POST", "/files", {"purpose": "batch"}),
     ("upload", "POST", "/uploads", UPLOAD | {"bytes": len(BATCH_FILE)}),
@@ -341,12 +298,7 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("long_file", "POST", "/files", {"purpose": "batch"}),
     ("long", "POST", "/batches", BATCH | {"input_file_id": "{long_file}"}),
     ("training_file", "POST", "/files", {"purpose": "fine-tune"}),
-    (
-        "tuned",
-        "POST",
-        "/fine_tuning/jobs",
-        TUNING | {"hyperparameters": {"n_epochs": 3}, "metadata": {"key": "value"}},
-    ),
+    ("tuned", "POST", "/fine_tuning/jobs", TUNING | {"hyperparameters": {"n_epochs": 3}, "metadata": {"key": "value"}}),
     ("waiting", "POST", "/fine_tuning/jobs", TUNING),
 )
 
@@ -362,25 +314,16 @@ _BUILT_IN = (
 EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"image", "images: the models that are served read and write text"),
     (r"audio|voice", "audio: the models that are served read and write text"),
-    (
-        rf"type=[a-z_.]*({_BUILT_IN})",
-        "tools that run at OpenAI, or that its models alone are trained to call",
-    ),
+    (rf"type=[a-z_.]*({_BUILT_IN})", "tools that run at OpenAI, or that its models alone are trained to call"),
     (r" (web_search_options|max_tool_calls)", "tools that run at OpenAI"),
-    (
-        r"url_citation|annotations\[\]|annotation\.added",
-        "what OpenAI's tools cite, of which there are none here",
-    ),
+    (r"url_citation|annotations\[\]|annotation\.added", "what OpenAI's tools cite, of which there are none here"),
     (
         r"type=response\.refusal",
         "said in a channel of its own by OpenAI's models; those that are served refuse in words, as an ordinary text",
     ),
     (r"moderation", "a service of OpenAI's, with models of its own"),
     (r"encrypted_content", "sealed by OpenAI, to be opened there"),
-    (
-        r"^responses.create (access_programs|prompt)($|[.\[])",
-        "programmes and templates that are kept at OpenAI",
-    ),
+    (r"^responses.create (access_programs|prompt)($|[.\[])", "programmes and templates that are kept at OpenAI"),
 )
 # (pattern of "operation path", why it is not taken) for each that has a meaning and is refused, wholly or in part.
 REFUSED: tuple[tuple[str, str], ...] = (
@@ -389,22 +332,13 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "a server that fetches what clients name lets them reach whatever it reaches; send the file, or upload it",
     ),
     (r"\basync$", "a tool's result is awaited: no model that is served was trained to go on before it"),
-    (
-        r"allowed_callers",
-        "nothing but the model calls a tool here: `programmatic` is a program that runs at OpenAI",
-    ),
+    (r"allowed_callers", "nothing but the model calls a tool here: `programmatic` is a program that runs at OpenAI"),
     (
         r"grammar\]\.(grammar\.)?syntax",
         "models write the input of a tool as a JSON text, which a grammar in Lark's notation does not describe",
     ),
-    (
-        r"^conversations\S* items\[type=compaction_trigger\]",
-        "it asks for a response, which adding items is not",
-    ),
-    (
-        r"comparison_response_id",
-        "what of another prompt's blocks is left is known to the ring alone, and not told",
-    ),
+    (r"^conversations\S* items\[type=compaction_trigger\]", "it asks for a response, which adding items is not"),
+    (r"comparison_response_id", "what of another prompt's blocks is left is known to the ring alone, and not told"),
     (r"^completions.create suffix", "no open model says how it was taught to fill in the middle"),
     (r" modalities", "audio: the models that are served read and write text"),
     (

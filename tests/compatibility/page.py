@@ -8,12 +8,7 @@ from tests.compatibility.operations import EXCLUDED, REFUSED, why_refused
 from tests.compatibility.probe import Found, Row
 
 COMMAND = "python -m tests.compatibility"
-WORDS = {
-    "honoured": "taken",
-    "partly": "taken in part",
-    "refused": "refused by name",
-    "missing": "**missing**",
-}
+WORDS = {"honoured": "taken", "partly": "taken in part", "refused": "refused by name", "missing": "**missing**"}
 
 
 class Count:
@@ -134,16 +129,9 @@ def _refused(found: Sequence[Found]) -> str:
     for operation, row in refused(found):
         name = "compaction_trigger" if "compaction_trigger" in row.path else row.path.rpartition(".")[2]
         names.setdefault(why_refused(operation, row.path), {})[f"`{name}`"] = None
-    lines = [
-        "## With a meaning, and not taken",
-        "",
-        "| parameters | how many | why |",
-        "| --- | ---: | --- |",
-    ]
+    lines = ["## With a meaning, and not taken", "", "| parameters | how many | why |", "| --- | ---: | --- |"]
     lines += [
-        f"| {', '.join(names[reason])} | {counts[reason]} | {reason} |"
-        for _, reason in REFUSED
-        if counts[reason]
+        f"| {', '.join(names[reason])} | {counts[reason]} | {reason} |" for _, reason in REFUSED if counts[reason]
     ]
     return "\n".join(lines) + "\n"
 
@@ -178,12 +166,7 @@ def _summary_line(name: str, there: str, rows: Sequence[Row]) -> str:
 
 
 def _excluded() -> str:
-    lines = [
-        "## Without a meaning here",
-        "",
-        "| parameters and events whose path matches | why |",
-        "| --- | --- |",
-    ]
+    lines = ["## Without a meaning here", "", "| parameters and events whose path matches | why |", "| --- | --- |"]
     for pattern, reason in EXCLUDED:
         escaped = pattern.replace("|", "\\|")
         lines.append(f"| `{escaped}` | {reason} |")

@@ -121,25 +121,18 @@ class Prober:
                 await self._set_up(*step)
         plain = await self._send(operation, self._filled(operation.base))
         tried = await asyncio.gather(
-            *(
-                self._parameter(operation, one)
-                for one in parameters(*operation.kinds)
-                if one.path not in IN_PATH
-            )
+            *(self._parameter(operation, one) for one in parameters(*operation.kinds) if one.path not in IN_PATH)
         )
         more = [await self._send(operation, self._filled(operation.base | body)) for body in operation.also]
         more += [
-            await self._send(operation, operation.base | body, http=self._reasoning)
-            for body in operation.reasoning
+            await self._send(operation, operation.base | body, http=self._reasoning) for body in operation.reasoning
         ]
         more += await self._faults(operation)
         answers = [plain, *more, *(answer for several, _ in tried for answer in several)]
         seen = {path for answer in answers if answer.status_code < 400 for path in _paths(answer)}
         names = event_types(operation.events) if operation.events else []
         sent = {str(event.get("type")) for answer in answers for event in _events(answer)}
-        events = [
-            Row(name, _seen(name, sent), why_excluded(operation.name, f"type={name}")) for name in names
-        ]
+        events = [Row(name, _seen(name, sent), why_excluded(operation.name, f"type={name}")) for name in names]
         rows = [row for _, row in tried]
         return Found(operation, plain.status_code < 400, rows, _fields(operation, seen), events)
 
@@ -147,10 +140,7 @@ class Prober:
         """What a server tells whose engine fails, and one that ends."""
         if self._failing is None:
             return []
-        found = [
-            await self._send(operation, operation.base | body, http=self._failing)
-            for body in operation.failing
-        ]
+        found = [await self._send(operation, operation.base | body, http=self._failing) for body in operation.failing]
         for body in operation.cut:
             sent = operation.base | body
             async with self._failing.stream(operation.method, f"/v1{operation.path}", json=sent) as answer:
@@ -173,9 +163,7 @@ class Prober:
         answers = [await self._send(operation, body, http=http) for body in bodies]
         tried = [_tried(body, operation, one) for body in bodies]
         verdicts = [verdict_of(answer, names) for answer, names in zip(answers, tried, strict=True)]
-        refused = [
-            str(value) for value, verdict in zip(values, verdicts, strict=True) if verdict != "honoured"
-        ]
+        refused = [str(value) for value, verdict in zip(values, verdicts, strict=True) if verdict != "honoured"]
         if "honoured" in verdicts and refused:
             return answers, Row(one.path, "partly", excluded, tuple(refused))
         verdict = "missing" if "missing" in verdicts else verdicts[0]
@@ -241,9 +229,7 @@ def verdict_of(answer: httpx.Response, names: tuple[str, ...]) -> Verdict:
 
 def _fields(operation: Operation, seen: set[str]) -> list[Row]:
     known = response_fields(operation.answers) if operation.answers else []
-    known += (
-        [path for path in response_fields(operation.chunks) if path not in known] if operation.chunks else []
-    )
+    known += [path for path in response_fields(operation.chunks) if path not in known] if operation.chunks else []
     return [Row(path, _seen(path, seen), why_excluded(operation.name, path)) for path in known]
 
 
@@ -257,11 +243,7 @@ def _form(body: dict[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if name == "file":
             continue
-        flat |= (
-            {f"{name}[{key}]": inner for key, inner in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
+        flat |= {f"{name}[{key}]": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat
 
 

@@ -6,17 +6,7 @@ import re
 from typing import Any
 
 from tests.compatibility.operations import CHAT_TOOL, RESPONSE_TOOL
-from tests.compatibility.walk import (
-    Parameter,
-    Step,
-    bare,
-    element,
-    fields_of,
-    is_object,
-    literals,
-    members,
-    required,
-)
+from tests.compatibility.walk import Parameter, Step, bare, element, fields_of, is_object, literals, members, required
 
 SUMMARY = base64.b64encode(b'{"summary":"x"}').decode()
 # By path: what to send where a value that fits the type alone would not do.
@@ -135,9 +125,7 @@ QUERIES: dict[tuple[str, str], Any] = {
     ("fine_tuning.jobs.checkpoints.list", "after"): "{checkpoint}",
 }
 # By the same: what stands beside one that is of no use alone.
-QUERY_BESIDE: dict[tuple[str, str], dict[str, Any]] = {
-    ("responses.retrieve", "starting_after"): {"stream": "true"}
-}
+QUERY_BESIDE: dict[tuple[str, str], dict[str, Any]] = {("responses.retrieve", "starting_after"): {"stream": "true"}}
 
 
 def sample(path: str, kind: Any, depth: int = 0) -> Any:

@@ -161,12 +161,7 @@ def response_fields(kind: Any, prefix: str = "", above: tuple[Any, ...] = ()) ->
         inner = element(one)
         if inner is not None:
             found |= dict.fromkeys(response_fields(inner, prefix.removesuffix(".") + "[].", above))
-        elif (
-            isinstance(one, type)
-            and issubclass(one, pydantic.BaseModel)
-            and one not in above
-            and len(above) < DEPTH
-        ):
+        elif isinstance(one, type) and issubclass(one, pydantic.BaseModel) and one not in above and len(above) < DEPTH:
             for name, field in one.model_fields.items():
                 found[prefix + name] = None
                 found |= dict.fromkeys(response_fields(field.annotation, f"{prefix}{name}.", (*above, one)))

@@ -53,19 +53,13 @@ def tables() -> str:
     parts = []
     for title, introduction, kind, base in _SECTIONS:
         fields = {
-            name: field
-            for name, field in kind.model_fields.items()
-            if base is None or name not in base.model_fields
+            name: field for name, field in kind.model_fields.items() if base is None or name not in base.model_fields
         }
         rows = [_row(name, field) for name, field in fields.items()]
         table = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
-        parts.append(
-            "\n".join([f"## {title}", "", *([introduction, ""] if introduction else []), *table, ""])
-        )
+        parts.append("\n".join([f"## {title}", "", *([introduction, ""] if introduction else []), *table, ""]))
     others = [f"| `{name}` | {meaning} |" for name, meaning in OTHERS.items()]
-    parts.append(
-        "\n".join(["## Other variables", "", "| variable | meaning |", "| --- | --- |", *others, ""])
-    )
+    parts.append("\n".join(["## Other variables", "", "| variable | meaning |", "| --- | --- |", *others, ""]))
     return "\n".join(parts)
 
 
@@ -87,12 +81,7 @@ def undescribed() -> list[str]:
 
 def _row(name: str, field: FieldInfo) -> str:
     meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-    cells = (
-        f"`{ENV_PREFIX}{name.upper()}`",
-        _bounded(field),
-        _default(field),
-        meaning,
-    )
+    cells = (f"`{ENV_PREFIX}{name.upper()}`", _bounded(field), _default(field), meaning)
     return f"| {' | '.join(cells)} |"
 
 
@@ -101,9 +90,7 @@ def _type(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" if value else "empty" for value in typing.get_args(annotation))
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(
-            "unset" if one is type(None) else _type(one) for one in typing.get_args(annotation)
-        )
+        return " or ".join("unset" if one is type(None) else _type(one) for one in typing.get_args(annotation))
     known = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path", SecretStr: "secret"}
     return known[annotation]
 
@@ -139,9 +126,7 @@ def _size(value: Any) -> str:
 def _bounded(field: FieldInfo) -> str:
     """Type and bounds; where a text is one of a few, these alone."""
     bounds = _bounds(field)
-    return (
-        bounds if bounds.startswith("one of") else ", ".join(filter(None, (_type(field.annotation), bounds)))
-    )
+    return bounds if bounds.startswith("one of") else ", ".join(filter(None, (_type(field.annotation), bounds)))
 
 
 def _bounds(field: FieldInfo) -> str:

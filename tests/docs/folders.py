@@ -30,7 +30,5 @@ def decisions() -> str:
     """Each decision by its number and title."""
     pages = sorted((ROOT / "docs" / "adr").glob("0*.md"))
     titles = (page.read_text().partition("\n")[0].partition(": ")[2] for page in pages)
-    rows = (
-        f"| [{page.name[:4]}]({page.name}) | {title} |" for page, title in zip(pages, titles, strict=True)
-    )
+    rows = (f"| [{page.name[:4]}]({page.name}) | {title} |" for page, title in zip(pages, titles, strict=True))
     return "\n".join(["| | decision |", "| --- | --- |", *rows])

@@ -28,17 +28,12 @@ def served() -> str:
 
 
 def encoders() -> str:
-    lines = [
-        "| architecture | `model_type` | for example | shown | ranks |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| architecture | `model_type` | for example | shown | ranks |", "| --- | --- | --- | --- | --- |"]
     lines += [
         f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {'1' if row.one_rank else '1, 2'} |"
         for name, row in ENCODERS.items()
     ]
-    lines.append(
-        "| Gemma 3 (text) | `gemma3_text` | EmbeddingGemma | looks ahead; windows to both sides | 1, 2 |"
-    )
+    lines.append("| Gemma 3 (text) | `gemma3_text` | EmbeddingGemma | looks ahead; windows to both sides | 1, 2 |")
     return "\n".join(lines)
 
 

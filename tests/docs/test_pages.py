@@ -69,8 +69,5 @@ def test_the_readme_is_short() -> None:
 
 def test_a_path_that_is_not_there_is_found() -> None:
     text = "See `services/gateway/nowhere.py`, `nowhere.c` and `python -m benchmarks.nowhere`."
-    assert [name for name in paths_named(text) if not exists(name)] == [
-        "services/gateway/nowhere.py",
-        "nowhere.c",
-    ]
+    assert [name for name in paths_named(text) if not exists(name)] == ["services/gateway/nowhere.py", "nowhere.c"]
     assert list(modules_named(text)) == ["benchmarks.nowhere"]

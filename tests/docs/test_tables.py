@@ -32,9 +32,7 @@ def test_a_table_has_rows_of_the_same_cells(name: str) -> None:
         assert set(rows) == {rows[0]}
 
 
-def test_the_command_prints_a_table(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tests.docs", "folders"])
     main()
     assert capsys.readouterr().out == TABLES["folders"]() + "\n"
@@ -60,9 +58,7 @@ def test_every_setting_is_described() -> None:
 
 def test_every_variable_that_the_product_reads_is_in_the_table() -> None:
     sources = [path for part in ("services", "shared") for path in (ROOT / part).rglob("*.py")]
-    found = {
-        name for path in sources for name in re.findall(r"\bRYZANSTEIN_[A-Z_]*[A-Z]\b", path.read_text())
-    }
+    found = {name for path in sources for name in re.findall(r"\bRYZANSTEIN_[A-Z_]*[A-Z]\b", path.read_text())}
     known = names() | {name for name in found if name.startswith("RYZANSTEIN_NATS_PASSWORD_")}
     assert found - known == set()
     assert {name for name in OTHERS if "<" not in name} <= found

@@ -136,9 +136,7 @@ class Tab:
         await self.click(selector)
         while not self.choosers:
             await self.run("null")  # events come before the answers to what is asked behind them
-        await self.call(
-            "DOM.setFileInputFiles", files=[str(path) for path in paths], backendNodeId=self.choosers[0]
-        )
+        await self.call("DOM.setFileInputFiles", files=[str(path) for path in paths], backendNodeId=self.choosers[0])
 
     async def type(self, text: str) -> None:
         """Into the field that has the focus."""
@@ -147,9 +145,7 @@ class Tab:
     async def press(self, key: str, code: int, text: str = "", **extra: Any) -> None:
         """`extra`: `modifiers` (8: Shift), `commands` of the editor such as `paste`."""
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, **extra}
-        await self.call(
-            "Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {})
-        )
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
         await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
 

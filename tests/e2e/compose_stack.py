@@ -85,9 +85,7 @@ class ComposeStack:
     def state(self, service: str) -> tuple[int, str]:
         """How often the engine has started its container again, and whether it is healthy."""
         container = self._everything.get_container(service, include_all=True)
-        ended = subprocess.run(
-            ["docker", "inspect", str(container.ID)], capture_output=True, text=True, check=True
-        )
+        ended = subprocess.run(["docker", "inspect", str(container.ID)], capture_output=True, text=True, check=True)
         (found,) = json.loads(ended.stdout)
         return found["RestartCount"], found["State"]["Health"]["Status"]
 

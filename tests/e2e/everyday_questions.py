@@ -43,9 +43,7 @@ class Question(msgspec.Struct, frozen=True):
     answers: list[str]  # words or numbers, any of which makes a text right
 
     def is_answered(self, text: str) -> bool:
-        return any(
-            re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) for answer in self.answers
-        )
+        return any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) for answer in self.answers)
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,7 @@ class Asked:
             )
             for one in questions
         ]
-        self.stops = end_tokens(
-            *(read_json(directory / name) for name in ("config.json", "generation_config.json"))
-        )
+        self.stops = end_tokens(*(read_json(directory / name) for name in ("config.json", "generation_config.json")))
         self.ways = [GREEDY, *(structs.replace(own, seed=seed) for seed in SEEDS)]
 
     def texts(self, tokens: Sequence[list[int]]) -> Texts:
@@ -164,8 +160,6 @@ def by_transformers(asked: Asked, model: Any) -> Texts:
 def _last_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     """[rows, vocabulary], of the last of `tokens` [rows, n], which come after what `cache` has."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    said = model(
-        input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-    )
+    said = model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
     logits: torch.Tensor = said.logits[:, -1].float()
     return logits

@@ -23,12 +23,7 @@ class Stack:
     """A local stack on a data directory of its own. Use as a context manager."""
 
     def __init__(
-        self,
-        data_dir: Path,
-        *arguments: str,
-        command: Sequence[str] = CLI,
-        cwd: Path | None = None,
-        **environment: str,
+        self, data_dir: Path, *arguments: str, command: Sequence[str] = CLI, cwd: Path | None = None, **environment: str
     ) -> None:
         self.data_dir = data_dir
         self.output = ""
@@ -77,9 +72,7 @@ class Stack:
         except subprocess.TimeoutExpired:
             self.process.kill()
             rest, _none = self.process.communicate()
-            raise AssertionError(
-                f"up did not end when told to:\n{self.output}{rest}\n{self.logs()}"
-            ) from None
+            raise AssertionError(f"up did not end when told to:\n{self.output}{rest}\n{self.logs()}") from None
 
     def read_until(self, text: str) -> None:
         """Reads the command's output up to a line with `text`; fails with all of it when it ends before."""
@@ -96,9 +89,7 @@ class Stack:
     def pid_of(self, program: str) -> int:
         """Of the one process below `up` in whose command line `program` is a word, or ends one."""
         found = [
-            process.pid
-            for process in self.descendants()
-            if any(word.endswith(program) for word in process.cmdline())
+            process.pid for process in self.descendants() if any(word.endswith(program) for word in process.cmdline())
         ]
         assert len(found) == 1, f"{program}: {found}"
         return found[0]

@@ -35,9 +35,7 @@ async def register_many(stack: Stack, digest: str) -> None:
             await names.put(f"a{number}", AdapterRecord(f"a{number}", "stub", "/a", digest, 8, 400))
 
 
-async def complete(
-    client: httpx.AsyncClient, number: int, tokens: int, began: asyncio.Event
-) -> tuple[str, str]:
+async def complete(client: httpx.AsyncClient, number: int, tokens: int, began: asyncio.Event) -> tuple[str, str]:
     """The text that the adapter of that number writes, read from a stream, and what answers. `began`: its first tokens
     have come."""
     body = {"model": f"a{number}", "prompt": "x", "max_tokens": tokens, "seed": number, "stream": True}

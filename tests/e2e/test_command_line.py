@@ -60,12 +60,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
     where = ("--data-dir", str(two_groups.data_dir))
     status = json.loads(run_cli("status", "--json", *where).stdout)
     assert set(status) == {"services", "groups", "hosts"}
-    assert {one["name"] for one in status["services"]} == {
-        "gateway",
-        "scheduler",
-        "health-monitor",
-        "executor",
-    }
+    assert {one["name"] for one in status["services"]} == {"gateway", "scheduler", "health-monitor", "executor"}
     for service in status["services"]:
         assert set(service) == {"name", "instance", "pid", "state"}
         assert service["state"] == "ready"
@@ -100,9 +95,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
 @pytest.mark.slow
 def test_chat_answers(two_groups: Stack) -> None:
     where = ("--data-dir", str(two_groups.data_dir))
-    one = run_cli(
-        "chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "20", *where
-    )
+    one = run_cli("chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "20", *where)
     assert one.returncode == 0
     assert "Paris" in one.stdout
     talk = subprocess.run(
@@ -120,9 +113,7 @@ def test_chat_answers(two_groups: Stack) -> None:
 @pytest.mark.slow
 def test_every_service_answers_its_operations_paths(two_groups: Stack) -> None:
     urls = {
-        word.strip(";")
-        for word in two_groups.output.replace("│", " ").split()
-        if word.startswith("http://127.0.0.1")
+        word.strip(";") for word in two_groups.output.replace("│", " ").split() if word.startswith("http://127.0.0.1")
     }
     bases = {"/".join(url.split("/")[:3]) for url in urls}
     assert len(bases) == 5, two_groups.output
@@ -135,9 +126,7 @@ def test_every_service_answers_its_operations_paths(two_groups: Stack) -> None:
 def test_one_request_id_is_in_every_log(two_groups: Stack) -> None:
     body = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     headers = {"x-request-id": "follow-me"}
-    reply = httpx.post(
-        f"{two_groups.url}/v1/chat/completions", json=body, headers=headers, trust_env=False, timeout=60
-    )
+    reply = httpx.post(f"{two_groups.url}/v1/chat/completions", json=body, headers=headers, trust_env=False, timeout=60)
     assert reply.headers["x-request-id"] == "follow-me"
     for service in ("gateway", "scheduler", "executor"):
         assert "follow-me" in two_groups.logs(f"{service}-*.log"), service
@@ -169,18 +158,12 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         pytest.param(["--nats-url", "what"], "is no NATS address", marks=pytest.mark.slow),
         (["--nats-url", "nats://127.0.0.1:1", "--engine", "stub"], "did not answer within"),
         (["--model", "/nowhere/at/all"], "'/nowhere/at/all' is not a model"),
-        pytest.param(
-            ["--model", "/nowhere/model.gguf"], "does not exist; check the path", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["--model", "/etc/hostname"], "is neither a model directory nor a GGUF", marks=pytest.mark.slow
-        ),
+        pytest.param(["--model", "/nowhere/model.gguf"], "does not exist; check the path", marks=pytest.mark.slow),
+        pytest.param(["--model", "/etc/hostname"], "is neither a model directory nor a GGUF", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_options_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = run_cli(
-        "up", "--port", "0", "--data-dir", str(tmp_path), *arguments, RYZANSTEIN_NATS_CONNECT_TIMEOUT="1"
-    )
+    result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), *arguments, RYZANSTEIN_NATS_CONNECT_TIMEOUT="1")
     assert result.returncode == 1
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr + result.stdout

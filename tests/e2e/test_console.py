@@ -92,9 +92,7 @@ async def test_a_chat_streams_and_is_kept(tab: Tab, stack: Stack) -> None:
     await tab.until("document.querySelectorAll('#transcript > li').length === 4")
 
 
-async def test_stop_ends_the_generation_at_the_gateway_and_it_can_be_continued(
-    tab: Tab, stack: Stack
-) -> None:
+async def test_stop_ends_the_generation_at_the_gateway_and_it_can_be_continued(tab: Tab, stack: Stack) -> None:
     await ask(tab, "On and on", 3000)
     await tab.until(TEXT)
     rows = "[...document.querySelectorAll('#generations tbody tr')].map(row => row.cells[2]?.textContent)"

@@ -90,9 +90,7 @@ def test_unknown_groups_are_named_with_those_that_are_there(stack: Stack, tmp_pa
 
 
 @pytest.mark.nightly
-def test_a_drain_that_takes_longer_than_one_waits_says_what_is_left_and_can_be_taken_back(
-    stack: Stack,
-) -> None:
+def test_a_drain_that_takes_longer_than_one_waits_says_what_is_left_and_can_be_taken_back(stack: Stack) -> None:
     stream = Stream(stack, 5000)
     assert stream.reads(1)
     while not (groups := running(stack)):

@@ -27,9 +27,7 @@ CONTEXTS = {
 PASSAGE = "Once upon a time there was a river. " * 40  # more tokens than a step computes of a prompt
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("two_groups", marks=pytest.mark.nightly), "one_ring_of_two"]
-)
+@pytest.fixture(scope="module", params=[pytest.param("two_groups", marks=pytest.mark.nightly), "one_ring_of_two"])
 def http(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     stack: Stack = request.getfixturevalue(request.param)
     with httpx.Client(base_url=stack.url, trust_env=False, timeout=120) as client:
@@ -85,9 +83,7 @@ def read(choice: dict[str, Any], begin: int) -> tuple[float, bool]:
 
 def test_continuations(http: httpx.Client, reference: Reference) -> None:
     """Multiple choice: every continuation of every context, several prompts a request."""
-    pairs = [
-        (reference.ids(context), reference.ids(end)) for context, ends in CONTEXTS.items() for end in ends
-    ]
+    pairs = [(reference.ids(context), reference.ids(end)) for context, ends in CONTEXTS.items() for end in ends]
     choices = ask(http, [context + end for context, end in pairs])
     judged = [read(choice, len(context)) for choice, (context, _) in zip(choices, pairs, strict=True)]
     for (ours, greedy), (context, end) in zip(judged, pairs, strict=True):

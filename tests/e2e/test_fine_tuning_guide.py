@@ -22,13 +22,7 @@ def guide() -> str:
     """Its blocks of shell and Python, one after the other, as one script: variables of the shell go on."""
     found = _BLOCK.findall((ROOT / "docs" / "fine-tuning.md").read_text())
     script = "\n".join(code if kind == "sh" else f"python - <<'PYTHON'\n{code}PYTHON" for kind, code in found)
-    for part in (
-        "fine-tune create",
-        "client.fine_tuning.jobs.create",
-        "curl",
-        "--method dpo",
-        "--format gguf",
-    ):
+    for part in ("fine-tune create", "client.fine_tuning.jobs.create", "curl", "--method dpo", "--format gguf"):
         assert part in script
     return script
 
@@ -47,9 +41,7 @@ def not_giving_way(directory: Path) -> str:
     """A path for Python, with which trainers run as other processes do: beside other tests a trainer, which computes
     where nobody else does, would hardly be scheduled."""
     directory.mkdir()
-    (directory / "sitecustomize.py").write_text(
-        "import os\nos.sched_setscheduler = os.setpriority = lambda *_: None\n"
-    )
+    (directory / "sitecustomize.py").write_text("import os\nos.sched_setscheduler = os.setpriority = lambda *_: None\n")
     return f"{directory}:{ROOT}"
 
 

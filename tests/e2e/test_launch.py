@@ -44,7 +44,5 @@ def test_a_stack_is_started_for_a_client_and_ends_with_it(tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1] == "tokens 4"
     log = (tmp_path / "data" / "launch" / "stack.log").read_text()
     assert log.rstrip().endswith("Stopped.")
-    ours = [
-        p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())
-    ]
+    ours = [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())]
     assert not ours

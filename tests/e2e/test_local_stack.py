@@ -53,8 +53,7 @@ def list_models(stack: Stack) -> list[str]:
     address = stack.output.partition("gRPC  ")[2].split()[0]
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(
-            "/ryzanstein.v1.InferenceService/ListModels",
-            response_deserializer=pb.ListModelsResponse.FromString,
+            "/ryzanstein.v1.InferenceService/ListModels", response_deserializer=pb.ListModelsResponse.FromString
         )
         return [model.id for model in call(b"", timeout=20, wait_for_ready=True).models]
 
@@ -99,16 +98,12 @@ def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None
         deadline = time.monotonic() + 60
         while answered() != "gateway-1":
             assert time.monotonic() < deadline, stack.logs("gateway*")
-        while {one["state"] for one in stack.status()["services"] if "gateway" in one["instance"]} != {
-            "ready"
-        }:
+        while {one["state"] for one in stack.status()["services"] if "gateway" in one["instance"]} != {"ready"}:
             assert time.monotonic() < deadline, stack.status()
 
 
 @pytest.mark.nightly
-async def test_two_stacks_on_one_nats_leave_each_other_alone(
-    tmp_path: Path, nats_settings: CommonSettings
-) -> None:
+async def test_two_stacks_on_one_nats_leave_each_other_alone(tmp_path: Path, nats_settings: CommonSettings) -> None:
     """One is told of it by its option, the other by the environment; neither shows the password."""
     password = nats_settings.nats_password.get_secret_value()
     url = nats_settings.nats_url.replace("://", f"://{nats_settings.nats_user}:{password}@")
@@ -151,9 +146,7 @@ def test_a_signal_ends_a_download_that_hangs(tmp_path: Path, number: signal.Sign
         finally:
             stack.__exit__()
     assert not [process for process in processes if process.is_running()]
-    left = [
-        file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.parent.name != ".locks"
-    ]
+    left = [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.parent.name != ".locks"]
     assert left == []
 
 
@@ -161,17 +154,7 @@ def test_a_machine_with_too_few_gpus_says_so_before_anything_starts(tmp_path: Pa
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: GPU-1)'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    command = (
-        "up",
-        "--port",
-        "0",
-        "--replicas",
-        "2",
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--model",
-        "/none",
-    )
+    command = ("up", "--port", "0", "--replicas", "2", "--data-dir", str(tmp_path / "data"), "--model", "/none")
     result = run_cli(*command, PATH=path)
     assert result.returncode == 1
     assert result.stderr.startswith("error: 2 groups of 1 rank need 2 GPUs, and 1 can be used here;")

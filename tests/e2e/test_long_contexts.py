@@ -29,13 +29,7 @@ models:
   - {name: endless, source: HERE/endless, least: 1, settings: {dtype: bf16, kv_memory: 67108864}}
 """
 POSITIONS = 128 << 10  # of the second model: of one small layer, that it takes a minute
-NARROW = {
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "hidden_size": 64,
-}
+NARROW = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
 LENGTH = 600
 FIRST, *REST = PASSAGE
 
@@ -45,12 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("long")
     model = make_induction_model(directory / "model")
     endless = make_model(
-        directory / "endless",
-        "llama",
-        vocab_size=TOKENS,
-        max_position_embeddings=POSITIONS,
-        eos_token_id=END,
-        **NARROW,
+        directory / "endless", "llama", vocab_size=TOKENS, max_position_embeddings=POSITIONS, eos_token_id=END, **NARROW
     )
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(TOKENS)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
@@ -116,13 +105,7 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        body = {
-            "model": "endless",
-            "prompt": [1, 2],
-            "max_tokens": 100_000,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        body = {"model": "endless", "prompt": [1, 2], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
         url = f"{self._stack.url}/v1/completions"
         with httpx.stream("POST", url, json=body, trust_env=False, timeout=120) as answer:
             for line in answer.iter_lines():
@@ -164,10 +147,7 @@ def test_a_prompt_of_128k_tokens_beside_a_stream(stack: Stack) -> None:
     assert 0 < told[0] < told[1] < told[2] < len(prompt), "it says how far it is"
     assert seen[0] < seen[1] < seen[2], "the stream goes on meanwhile"
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]][-1] == "length"
-    assert (chunks[-1]["usage"]["prompt_tokens"], chunks[-1]["usage"]["completion_tokens"]) == (
-        len(prompt),
-        8,
-    )
+    assert (chunks[-1]["usage"]["prompt_tokens"], chunks[-1]["usage"]["completion_tokens"]) == (len(prompt), 8)
 
 
 def test_a_prompt_longer_than_positions_allow_is_refused_with_both_numbers(stack: Stack) -> None:

@@ -26,9 +26,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     for number, name in enumerate(("sql", "late")):
         make_adapter(directory / name, number)
     (directory / "models.yaml").write_text(FILE.replace("HERE", str(directory)))
-    with Stack(
-        directory / "data", "--engine", "stub", "--models-file", str(directory / "models.yaml")
-    ) as running:
+    with Stack(directory / "data", "--engine", "stub", "--models-file", str(directory / "models.yaml")) as running:
         yield running
 
 
@@ -119,13 +117,7 @@ def test_the_next_start_keeps_what_was_added_and_no_more(stack: Stack) -> None:
 def test_a_models_file_with_errors_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("models:\n  - name: a\n    tp: 1\n  - least: 2\n")
     done = run_cli(
-        "up",
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--models-file",
-        str(tmp_path / "models.yaml"),
-        "--port",
-        "0",
+        "up", "--data-dir", str(tmp_path / "data"), "--models-file", str(tmp_path / "models.yaml"), "--port", "0"
     )
     assert done.returncode == 1
     assert "has 2 errors; nothing was applied:\n  line 3: There is no `tp`" in done.stderr

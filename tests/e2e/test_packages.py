@@ -32,17 +32,7 @@ class Without:
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
-OTHERS = {
-    "torch",
-    "transformers",
-    "typer",
-    "rich",
-    "httpx",
-    "huggingface_hub",
-    "psutil",
-    "accelerate",
-    "gguf",
-}
+OTHERS = {"torch", "transformers", "typer", "rich", "httpx", "huggingface_hub", "psutil", "accelerate", "gguf"}
 
 
 def without(directory: Path, packages: set[str]) -> dict[str, str]:
@@ -60,9 +50,7 @@ async def test_a_service_starts_without_the_packages_of_others(
         monkeypatch.setenv(name, value)
     port = ("--port", "0") if service == "gateway" else ()
     arguments = ("serve", service, *port)
-    async with service_process(
-        bus, nats_settings, "services.cli", tmp_path, *arguments, instance="one"
-    ) as process:
+    async with service_process(bus, nats_settings, "services.cli", tmp_path, *arguments, instance="one") as process:
         beat = await process.wait_ready()
         assert beat.pid == process.process.pid, "`serve` has become the service"
         assert await process.end() == 0
@@ -85,14 +73,8 @@ def test_the_command_line_without_its_packages_says_what_to_install(tmp_path: Pa
 
 
 def test_up_says_what_installs_the_whole_stack(tmp_path: Path) -> None:
-    for package, needs in (
-        ("typer", "The command line"),
-        ("torch", "The executor"),
-        ("starlette", "The gateway"),
-    ):
-        result = run_cli(
-            "up", "--port", "0", "--data-dir", str(tmp_path), **without(tmp_path / package, {package})
-        )
+    for package, needs in (("typer", "The command line"), ("torch", "The executor"), ("starlette", "The gateway")):
+        result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), **without(tmp_path / package, {package}))
         assert result.returncode == 1
         assert result.stderr.startswith(f"error: {needs} needs")
         assert package in result.stderr
@@ -114,6 +96,4 @@ def test_a_service_without_its_packages_says_what_to_install(tmp_path: Path) -> 
 def test_a_service_that_is_none_is_said() -> None:
     result = run_cli("serve", "everything")
     assert result.returncode == 1
-    assert result.stderr.startswith(
-        "error: There is no service 'everything' to serve; it is one of executor,"
-    )
+    assert result.stderr.startswith("error: There is no service 'everything' to serve; it is one of executor,")

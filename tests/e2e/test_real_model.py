@@ -44,12 +44,7 @@ def connect() -> Iterator[Connect]:
 
 
 def answer(
-    client: openai.OpenAI,
-    prompt: str,
-    max_tokens: int = 32,
-    *,
-    temperature: float = 0,
-    seed: int | None = None,
+    client: openai.OpenAI, prompt: str, max_tokens: int = 32, *, temperature: float = 0, seed: int | None = None
 ) -> str:
     reply = client.chat.completions.create(
         model=DEFAULT_MODEL,
@@ -70,10 +65,7 @@ def reference(directory: Path, prompts: list[str], max_tokens: int = 32) -> list
     texts = []
     for prompt in prompts:
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
@@ -217,18 +209,12 @@ def test_vectors_are_those_of_transformers(
 
 def test_no_text_ends_before_it_may(connect: Connect, two_groups: Stack) -> None:
     client = connect(two_groups)
-    short = client.chat.completions.create(
-        model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=60
-    )
+    short = client.chat.completions.create(model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=60)
     assert short.choices[0].finish_reason == "stop"
     assert short.usage is not None
     least = short.usage.completion_tokens + 5
     longer = client.chat.completions.create(
-        model=DEFAULT_MODEL,
-        messages=QUESTION,
-        temperature=0,
-        max_tokens=least + 20,
-        extra_body={"min_tokens": least},
+        model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=least + 20, extra_body={"min_tokens": least}
     )
     assert longer.usage is not None
     assert longer.usage.completion_tokens >= least
@@ -276,9 +262,7 @@ def test_seeded_sampling_does_not_depend_on_the_ring(
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(
-    ("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (0.9, 7)]
-)
+@pytest.mark.parametrize(("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (0.9, 7)])
 def test_a_killed_rank_comes_back_and_the_answer_is_whole(
     connect: Connect, one_ring_of_two: Stack, temperature: float, seed: int | None
 ) -> None:

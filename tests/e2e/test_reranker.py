@@ -62,9 +62,7 @@ def test_scores_over_http(stack: Stack, directory: Path) -> None:
         assert ranked.status_code == 200, ranked.text
         shown = {one["index"]: one["relevance_score"] for one in ranked.json()["results"]}
         assert [shown[index] for index in range(3)] == pytest.approx(expected, abs=1e-4)
-        scores = http.post(
-            "/v1/score", json={"model": "tiny-reranker", "text_1": QUERY, "text_2": DOCUMENTS}
-        ).json()
+        scores = http.post("/v1/score", json={"model": "tiny-reranker", "text_1": QUERY, "text_2": DOCUMENTS}).json()
         likely = torch.sigmoid(torch.tensor(expected)).tolist()
         assert [one["score"] for one in scores["data"]] == pytest.approx(likely, abs=1e-4)
 
@@ -76,26 +74,19 @@ def test_a_language_model_answers_yes_or_no(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = ensure_model(DEFAULT_MODEL, LocalSettings().store, lambda stage, done, total: None)[1]
-    query, documents = (
-        "What is the capital of France?",
-        ["Bread is baked.", "Paris is the capital of France."],
-    )
+    query, documents = ("What is the capital of France?", ["Bread is baked.", "Paris is the capital of France."])
     with (
         Stack(tmp_path, "--dtype", "fp32", "--no-smoke-test") as stack,
         httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http,
     ):
-        answer = http.post(
-            "/v1/score", json={"model": DEFAULT_MODEL, "queries": query, "documents": documents}
-        )
+        answer = http.post("/v1/score", json={"model": DEFAULT_MODEL, "queries": query, "documents": documents})
         assert answer.status_code == 200, answer.text
     tokenizer, model = AutoTokenizer.from_pretrained(str(directory)), load_reference(directory)
     answers = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
     for document, scored in zip(documents, answer.json()["data"], strict=True):
         pair = f"<Instruct>: {INSTRUCT}\n<Query>: {query}\n<Document>: {document}"
         chat = [{"role": "system", "content": JUDGE}, {"role": "user", "content": pair}]
-        inputs = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.inference_mode():
             logits = model(inputs["input_ids"]).logits[0, -1, answers]
         assert scored["score"] == pytest.approx(logits.softmax(0)[0].item(), abs=1e-4)

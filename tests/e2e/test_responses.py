@@ -24,9 +24,7 @@ def test_a_response_says_what_a_chat_completion_says(connect: Connect, two_group
     client = connect(two_groups)
     made = client.responses.create(model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32)
     assert made.output_text == answer(client, QUESTION)
-    with client.responses.stream(
-        model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32
-    ) as stream:
+    with client.responses.stream(model=DEFAULT_MODEL, input=QUESTION, temperature=0, max_output_tokens=32) as stream:
         final = stream.until_done().get_final_response()
     assert final.output_text == made.output_text
     assert "Paris" in made.output_text
@@ -75,9 +73,7 @@ def test_a_sessions_next_turn_is_computed_ahead(connect: Connect, two_groups: St
         {"role": "assistant", "content": "January, February, March and so on. " * 8},
     ]
     body = {"model": DEFAULT_MODEL, "messages": talk}
-    first, again = (
-        client.post("/sessions/months/prefill", cast_to=httpx.Response, body=body).json() for _ in range(2)
-    )
+    first, again = (client.post("/sessions/months/prefill", cast_to=httpx.Response, body=body).json() for _ in range(2))
     assert (first["status"], again["status"]) == ("completed", "completed")
     assert first["computed_tokens"] > again["computed_tokens"]
     assert again["computed_tokens"] <= 16, "a block at most"

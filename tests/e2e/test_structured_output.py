@@ -51,9 +51,7 @@ class Client:
 
     def __init__(self, stack: Stack, model: str) -> None:
         self.http = httpx.Client(trust_env=False, timeout=120)
-        self.openai = openai.OpenAI(
-            base_url=f"{stack.url}/v1", api_key="none", max_retries=0, http_client=self.http
-        )
+        self.openai = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, http_client=self.http)
         self.model, self.url = model, stack.url
 
     def body(self, **fields: Any) -> dict[str, Any]:
@@ -62,9 +60,7 @@ class Client:
 
     def ask(self, **fields: Any) -> Any:
         """A chat completion; fields of vLLM's too."""
-        extra = {
-            name: fields.pop(name) for name in list(fields) if name.startswith(("guided_", "structured_"))
-        }
+        extra = {name: fields.pop(name) for name in list(fields) if name.startswith(("guided_", "structured_"))}
         return self.openai.chat.completions.create(**self.body(**fields), extra_body=extra)
 
     def text(self, **fields: Any) -> str:
@@ -93,9 +89,7 @@ def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 def test_the_official_client_parses_into_pydantic_models(client: Client) -> None:
     for seed in range(4):
-        reply = client.openai.chat.completions.parse(
-            **client.body(max_tokens=2000, seed=seed), response_format=Person
-        )
+        reply = client.openai.chat.completions.parse(**client.body(max_tokens=2000, seed=seed), response_format=Person)
         assert isinstance(reply.choices[0].message.parsed, Person)
 
 
@@ -111,9 +105,7 @@ def test_the_pages_example(stub: Stack, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_choice_is_held_to_the_form(client: Client) -> None:
-    reply = client.ask(
-        n=4, guided_regex=r"\d{2}-[a-f]{5}", logprobs=True, top_logprobs=2, logit_bias={"65": 5}
-    )
+    reply = client.ask(n=4, guided_regex=r"\d{2}-[a-f]{5}", logprobs=True, top_logprobs=2, logit_bias={"65": 5})
     texts = {choice.message.content for choice in reply.choices}
     assert len(texts) == 4
     for choice in reply.choices:
@@ -235,9 +227,7 @@ def test_the_model_answers_into_a_pydantic_model(two_groups: Stack) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (1.0, 7)]
-)
+@pytest.mark.parametrize(("temperature", "seed"), [pytest.param(0.0, None, marks=pytest.mark.nightly), (1.0, 7)])
 def test_one_rank_two_ranks_and_a_failover_give_the_same_text(
     two_groups: Stack, one_ring_of_two: Stack, temperature: float, seed: int | None
 ) -> None:

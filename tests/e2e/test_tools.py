@@ -56,9 +56,7 @@ def test_a_small_model_calls_what_is_demanded(client: openai.OpenAI, choice: Any
     ) as stream:
         final = stream.get_final_completion()
     (call,) = final.choices[0].message.tool_calls or ()
-    assert isinstance(
-        call.function.parsed_arguments, GetWeather if call.function.name == "get_weather" else Now
-    )
+    assert isinstance(call.function.parsed_arguments, GetWeather if call.function.name == "get_weather" else Now)
     assert final.choices[0].finish_reason == finish
     assert final.choices[0].message.content is None
 

@@ -27,9 +27,7 @@ KERNELS = "services/executor/native/_kernels.abi3.so"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LIBRARY = f"ryzanstein__mypyc{SUFFIX}"
-COMPILED = {name.removesuffix(".py") + SUFFIX for name in PROJECT["tool"]["ryzanstein"]["compiled"]} | {
-    LIBRARY
-}
+COMPILED = {name.removesuffix(".py") + SUFFIX for name in PROJECT["tool"]["ryzanstein"]["compiled"]} | {LIBRARY}
 BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")  # what a build needs beside the packages
 # Of the environment of what is installed: without the tests' own way to the tree.
 WITHOUT_TREE = {"PYTHONPATH": ""}
@@ -53,11 +51,7 @@ def build(directory: Path, **environment: str) -> Path:
         shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(tree)]
     built = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": "", **environment},
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": "", **environment}
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return next(directory.glob("*.whl"))
@@ -67,17 +61,7 @@ def install(wheel: Path, directory: Path) -> Path:
     """An environment that has `wheel`, and of this one's packages what it depends on; gives its programs' folder."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     python = directory / "bin" / "python"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     borrowed = directory / "lib" / version / "site-packages" / "borrowed.pth"
@@ -147,12 +131,7 @@ def test_what_is_installed_serves_with_native_kernels_and_compiled_modules(
 ) -> None:
     programs = install(wheel, tmp_path / "installed")
     where = said(
-        [
-            str(programs / "python"),
-            "-P",
-            "-c",
-            "import services, shared; print(services.__file__, shared.__file__)",
-        ],
+        [str(programs / "python"), "-P", "-c", "import services, shared; print(services.__file__, shared.__file__)"],
         elsewhere,
     )
     assert all(Path(file).is_relative_to(programs.parent) for file in where.split())

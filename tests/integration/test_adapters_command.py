@@ -125,11 +125,7 @@ async def test_an_adapter_waits_for_a_host_that_has_its_base(bus: Bus, host: Hos
     said = await command.run("load", "sql", "org/sql", "--no-wait", "--revision", "v1")
     assert said == "sql: waits until a host has the files of its base base.\n"
     (listed,) = await command.json("list")
-    assert (listed["digest"], listed["wanted"]["source"], listed["wanted"]["revision"]) == (
-        "",
-        "org/sql",
-        "v1",
-    )
+    assert (listed["digest"], listed["wanted"]["source"], listed["wanted"]["revision"]) == ("", "org/sql", "v1")
     assert "org/sql" in await command.run("list")
     with pytest.raises(DeadlineExceeded, match=r"sql could not be read within 0.2 s; it goes on. See `ryzan"):
         await command.run("load", "sql", "org/sql", "--timeout", "0.2")

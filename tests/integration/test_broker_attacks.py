@@ -124,12 +124,7 @@ class Attack:
             if self.rights.may("publish", _consumer(name)) and name not in _PLAIN
         )
         heartbeats = await self._client.subscribe(inbox)
-        config = {
-            "deliver_subject": inbox,
-            "idle_heartbeat": 10**8,
-            "deliver_policy": "new",
-            "ack_policy": "none",
-        }
+        config = {"deliver_subject": inbox, "idle_heartbeat": 10**8, "deliver_policy": "new", "ack_policy": "none"}
         await self.ask(_consumer(stream), {"stream_name": stream, "config": config})
         for _ in range(3):
             await heartbeats.next_msg(timeout=10)
@@ -142,9 +137,7 @@ def _consumer(stream: str) -> str:
 def streams_of(given: Rights) -> list[str]:
     """Those that stand in a user's rights to JetStream."""
     api = (subject.split(".") for subject in given.publish if subject.startswith("$JS.API."))
-    return sorted(
-        {part for parts in api for part in parts if part.startswith(("KV_", "OBJ_")) or part in _PLAIN}
-    )
+    return sorted({part for parts in api for part in parts if part.startswith(("KV_", "OBJ_")) or part in _PLAIN})
 
 
 _PLAIN = {
@@ -212,11 +205,7 @@ async def listening(server: LocalNats, attacker: User) -> tuple[list[Client], di
 
 
 @pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param(False, id="streams there"),
-        pytest.param(True, id="no streams yet", marks=pytest.mark.slow),
-    ],
+    "before", [pytest.param(False, id="streams there"), pytest.param(True, id="no streams yet", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("user", ATTACKERS)
 async def test_who_takes_a_service_over_makes_no_key_and_says_nothing_that_it_may_not(

@@ -71,9 +71,7 @@ async def test_a_flush_is_asked_behind_what_was_published_and_subscribed(
     assert transport is not None
     write, writelines = transport.write, transport.writelines
     monkeypatch.setattr(transport, "write", lambda data: (sent.extend(data), write(data))[1])
-    monkeypatch.setattr(
-        transport, "writelines", lambda data: (sent.extend(b"".join(data)), writelines(data))[1]
-    )
+    monkeypatch.setattr(transport, "writelines", lambda data: (sent.extend(b"".join(data)), writelines(data))[1])
 
     async def handle(frame: TokenFrame) -> None: ...
 
@@ -138,17 +136,13 @@ async def test_a_slow_consumer_is_told_of_the_gap(bus: Bus) -> None:
         await bus.publish(subjects.tokens("slow"), TokenFrame("g", 1, step, []))
     await asyncio.wait_for(gap.wait(), 5)
     release.set()
-    assert [frame.step async for frame in replay(bus, "slow", StartPosition(since=time.time() - 10))] == list(
-        range(50)
-    )
+    assert [frame.step async for frame in replay(bus, "slow", StartPosition(since=time.time() - 10))] == list(range(50))
 
 
 async def test_compare_and_set_has_one_winner(bus: Bus) -> None:
     pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)
     assert await pins.get("a session/with any: name") is None
-    first, second = await asyncio.gather(
-        pins.create("s", SessionPin("g1", 1)), pins.create("s", SessionPin("g2", 1))
-    )
+    first, second = await asyncio.gather(pins.create("s", SessionPin("g1", 1)), pins.create("s", SessionPin("g2", 1)))
     assert (first is None) != (second is None)
     entry = await pins.get("s")
     assert entry is not None
@@ -493,9 +487,7 @@ async def test_a_closed_connection_is_no_riddle(nats_settings: CommonSettings) -
         await Objects(connection, "files").put("a", b"x")
 
 
-async def test_more_replicas_than_there_are_servers_are_refused_in_one_sentence(
-    nats_settings: CommonSettings,
-) -> None:
+async def test_more_replicas_than_there_are_servers_are_refused_in_one_sentence(nats_settings: CommonSettings) -> None:
     connection = await Bus.connect(nats_settings.model_copy(update={"nats_replicas": 3}), "test")
     with pytest.raises(ConfigurationError, match=r"cannot keep 3 replicas .* RYZANSTEIN_NATS_REPLICAS"):
         await ensure_streams(connection)

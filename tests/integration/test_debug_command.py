@@ -126,6 +126,4 @@ async def test_a_profile_s_files_go_into_a_directory_that_can_be_made(
     assert [one.trace for one in found] == ["rank-0"]
     assert (tmp_path / "new" / "rank-0").read_bytes() == b"trace"
     with pytest.raises(ConfigurationError, match=r"rank-0 cannot be made .*; name another with --output"):
-        await fetch_profile(
-            nats_settings, "g", ProfileCommand(), tmp_path / "new" / "rank-0", lambda text: None
-        )
+        await fetch_profile(nats_settings, "g", ProfileCommand(), tmp_path / "new" / "rank-0", lambda text: None)

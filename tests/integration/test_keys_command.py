@@ -33,9 +33,7 @@ def command(nats_settings: CommonSettings) -> Command:
     return Command(nats_settings)
 
 
-async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
-    command: Command, bus: Bus
-) -> None:
+async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(command: Command, bus: Bus) -> None:
     limits = ("--requests-per-minute", "5", "--tokens-per-minute", "700", "--concurrent", "2")
     made = await command.run(
         "create", "--tenant", "acme", "--name", "ci", "--expires", "30d", "--manage-models", *limits
@@ -56,11 +54,7 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
     assert "has two names" in str(twice.exception)
     table = (await command.run("list")).stdout
     assert [line.split()[0] for line in table.splitlines()] == ["id", identity, (parse(other) or "")[0]]
-    assert [line.split()[-2:] for line in table.splitlines()] == [
-        ["models", "keys"],
-        ["manage", "-"],
-        ["-", "view"],
-    ]
+    assert [line.split()[-2:] for line in table.splitlines()] == [["models", "keys"], ["manage", "-"], ["-", "view"]]
     shown = json.loads((await command.run("show", token, "--json")).stdout)
     assert (shown["manage_models"], shown["view_keys"]) == (True, False)
     assert (shown["id"], shown["state"], shown["limits"]["tokens_per_minute"]) == (identity, "active", 700)

@@ -45,12 +45,7 @@ async def test_ready_draining_gone(bus: Bus, nats_settings: CommonSettings) -> N
     assert (beat.service, beat.instance, beat.pid) == ("scheduler", service.instance, os.getpid())
     async with httpx.AsyncClient(trust_env=False) as client:
         answer = (await client.get(f"http://{beat.address}/ready")).json()
-        assert answer == {
-            "service": "scheduler",
-            "instance": service.instance,
-            "state": "ready",
-            "ready": True,
-        }
+        assert answer == {"service": "scheduler", "instance": service.instance, "state": "ready", "ready": True}
         assert (await client.head(f"http://{beat.address}/metrics")).content == b""
         metrics = (await client.get(f"http://{beat.address}/metrics")).text
         assert "ryzanstein_service_ready 1.0" in metrics
@@ -82,9 +77,7 @@ async def test_a_taken_port_is_named(nats_settings: CommonSettings) -> None:
 async def test_the_process_ends_well_on_a_signal(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, number: signal.Signals
 ) -> None:
-    async with service_process(
-        bus, nats_settings, "tests.example_service", tmp_path, instance="example"
-    ) as process:
+    async with service_process(bus, nats_settings, "tests.example_service", tmp_path, instance="example") as process:
         await process.wait_ready()
         assert await process.end(number) == 0
     events = [json.loads(line) for line in process.log.read_text().splitlines()]
@@ -227,9 +220,7 @@ def test_a_fault_of_its_own_is_logged_and_one_sentence(capsys: pytest.CaptureFix
     )
 
 
-async def test_an_empty_address_is_one_sentence(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_an_empty_address_is_one_sentence(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     async with service_process(
         bus, nats_settings, "tests.example_service", tmp_path, "--nats-url", "", instance="example"
     ) as process:

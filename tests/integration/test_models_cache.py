@@ -75,9 +75,7 @@ def models(cache: Path) -> set[str]:
     return {path.name for path in cache.glob("[!.]*")}
 
 
-async def test_garbage_is_collected_by_the_registry(
-    bus: Bus, nats_settings: CommonSettings, cache: Path
-) -> None:
+async def test_garbage_is_collected_by_the_registry(bus: Bus, nats_settings: CommonSettings, cache: Path) -> None:
     await register(bus)
     with hold_model(cache / "org--held", cache):
         said = json.loads(await run(nats_settings, "gc", "--to", "3.1MB", "--dry-run", "--json"))
@@ -98,9 +96,7 @@ async def test_garbage_is_collected_by_the_registry(
         await run(nats_settings, "gc", "--to", "much")
 
 
-def test_without_a_registry_it_must_be_said_that_none_counts(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_registry_it_must_be_said_that_none_counts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "CONNECT_TIMEOUT", 0.2)
 
     def gc(*arguments: str) -> BaseException | None:
@@ -126,11 +122,7 @@ def test_a_cache_that_is_not_writable_says_so(cache: Path, what: list[str]) -> N
 
 
 async def test_a_pull_makes_room_for_itself(
-    bus: Bus,
-    nats_settings: CommonSettings,
-    cache: Path,
-    hub: type[HubServer],
-    monkeypatch: pytest.MonkeyPatch,
+    bus: Bus, nats_settings: CommonSettings, cache: Path, hub: type[HubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a mirror, which changes the file: that ends it before what comes is converted, which takes long."""
     await register(bus)

@@ -88,9 +88,7 @@ class Cluster:
     async def group(self, model: str, state: Any) -> None:
         name = f"{HOST}/{model}"
         load = GroupLoad(running=0, waiting=0, free_blocks=1, total_blocks=1)
-        await self.groups.put(
-            name, GroupRecord(name, model, state, 1, [], load, instance=HOST, memory=3 << 30)
-        )
+        await self.groups.put(name, GroupRecord(name, model, state, 1, [], load, instance=HOST, memory=3 << 30))
 
     async def _answer(self, command: HostCommand) -> HostReply:
         self.told.append(command)
@@ -191,9 +189,7 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
     entry = await cluster.registry.get("chat")
     assert entry is not None
     assert (entry.value.action, entry.value.force) == ("unload", True)
-    assert (
-        await command.run("remove", "chat", "--files") == "chat: unloaded\nchat is removed with its files.\n"
-    )
+    assert await command.run("remove", "chat", "--files") == "chat: unloaded\nchat is removed with its files.\n"
     assert cluster.told == [RemoveModel(msgspec.structs.replace(entry.value))]
     assert await cluster.registry.items() == {}
 
@@ -212,9 +208,7 @@ async def test_what_can_be_told_from_its_name_is_added_when_it_is_loaded(
     assert "tiny is loaded" in await command.run("load", str(tmp_path / "tiny"))
 
 
-async def test_errors_are_one_sentence(
-    command: Command, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_errors_are_one_sentence(command: Command, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.model_status.JUST_ASKED", 0.5)
     monkeypatch.setattr("services.cli.cluster_models.SETTLED", 0.3)
     with pytest.raises(UnknownModel, match="there is none yet"):
@@ -235,9 +229,7 @@ async def test_errors_are_one_sentence(
         await command.run("set", "large", "--setting", "tp=99")
     with pytest.raises(ConfigurationError, match=r"`settings\.tpp`; tp may be meant"):
         await command.run("set", "large", "--setting", "tpp=1")
-    with pytest.raises(
-        ConfigurationError, match="--sparse-attention: 'much' is none of on, off, pages, window"
-    ):
+    with pytest.raises(ConfigurationError, match="--sparse-attention: 'much' is none of on, off, pages, window"):
         await command.run("set", "large", "--sparse-attention", "much")
     with pytest.raises(ConfigurationError, match=r"Invalid `sparse_attention\.threshold`: it is 9, below"):
         await command.run("set", "large", "--sparse-attention", "threshold=9")
@@ -281,9 +273,7 @@ models:
 """
 
 
-async def test_a_file_leaves_what_it_does_not_declare(
-    command: Command, cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_a_file_leaves_what_it_does_not_declare(command: Command, cluster: Cluster, tmp_path: Path) -> None:
     """Such as sampling defaults that Ollama's API has set, but for those of an alias that is gone."""
     file = tmp_path / "models.yaml"
     file.write_text(FILE.replace("least: 1", "aliases: [x, y]"))
@@ -321,9 +311,7 @@ async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, 
     assert sorted(specs) == ["a", "c", "mine"]
     assert (specs["a"].action, specs["a"].most, specs["a"].origin) == ("unload", 2, "file")
     file.write_text(FILE.replace("name: a", "name: mine\n    aliases: [c]") + "    tp: 1\n")
-    with pytest.raises(
-        ConfigurationError, match=r"has 1 error; nothing was applied:\n  line 8: There is no `tp`"
-    ):
+    with pytest.raises(ConfigurationError, match=r"has 1 error; nothing was applied:\n  line 8: There is no `tp`"):
         await command.run("apply", "-f", str(file))
     file.write_text(FILE.replace("name: a", "name: d\n    aliases: [mine]"))
     with pytest.raises(ConfigurationError, match="'mine' of 'd' is taken by the model mine"):
@@ -335,9 +323,7 @@ async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, 
         await command.run("apply", "-f", str(tmp_path / "none"))
 
 
-async def test_what_is_pinned_has_to_fit_the_hosts(
-    command: Command, cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_what_is_pinned_has_to_fit_the_hosts(command: Command, cluster: Cluster, tmp_path: Path) -> None:
     cluster.said = {name: HostModel(name, "stored", memory=2 << 39) for name in ("a", "b")}
     await cluster.write_host()
     assert "all pinned models fit" not in await command.run("add", "a", "--source", "org/a", "--pin")

@@ -172,9 +172,7 @@ def settings_of(server: LocalNats, user: str) -> CommonSettings:
 
 
 @pytest.mark.parametrize("user", USERS)
-async def test_the_broker_lets_each_user_do_what_the_table_says_and_nothing_else(
-    server: LocalNats, user: str
-) -> None:
+async def test_the_broker_lets_each_user_do_what_the_table_says_and_nothing_else(server: LocalNats, user: str) -> None:
     refused: set[tuple[str, str]] = set()
 
     async def on_error(error: Exception) -> None:

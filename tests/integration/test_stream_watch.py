@@ -72,9 +72,7 @@ async def test_heartbeats_keep_a_watch_where_nothing_happens(
         assert len(await bus.jetstream().consumers_info(STREAM)) == 1
 
 
-@pytest.mark.parametrize(
-    ("heartbeat", "follows"), [(600.0, True), (0.2, False)], ids=["by the next", "by a heartbeat"]
-)
+@pytest.mark.parametrize(("heartbeat", "follows"), [(600.0, True), (0.2, False)], ids=["by the next", "by a heartbeat"])
 async def test_a_message_that_was_lost_on_the_way_is_missed(
     pins: Bucket[SessionPin], monkeypatch: pytest.MonkeyPatch, heartbeat: float, follows: bool
 ) -> None:

@@ -79,9 +79,7 @@ async def test_more_entries_than_a_page_are_all_read(bus: Bus) -> None:
     assert sorted(await names(bucket, "acme")) == wanted
 
 
-async def test_an_entry_that_changes_while_it_is_read_comes_once(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_entry_that_changes_while_it_is_read_comes_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PAGE", 1)
     bucket = await opened(bus)
     for name in "abc":

@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if PROMETHEUS is None:
         print(
-            "error: there is no `prometheus` on the path; install it (Debian: apt install prometheus).",
-            file=sys.stderr,
+            "error: there is no `prometheus` on the path; install it (Debian: apt install prometheus).", file=sys.stderr
         )
         return 1
     with (
@@ -52,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         began = time.time()
         delays = _live(house, given.seconds)
-        print(
-            f"a request was in Prometheus after {', '.join(f'{delay:.1f}' for delay in delays)} s", flush=True
-        )
+        print(f"a request was in Prometheus after {', '.join(f'{delay:.1f}' for delay in delays)} s", flush=True)
         assert house.prometheus is not None
         for board in dashboards():
             path = given.into / f"dashboard-{board.name}.png"
@@ -71,9 +68,7 @@ def _live(house: Observed, seconds: float) -> list[float]:
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
         for _ in range(5):
             time.sleep(0.7)
-            assert http.post(
-                "/v1/completions", json={"model": "stub", "prompt": "x", "max_tokens": 1}
-            ).is_success
+            assert http.post("/v1/completions", json={"model": "stub", "prompt": "x", "max_tokens": 1}).is_success
             before = float(house.prometheus.query(expr)[0]["value"][1]) if _known(house, expr) else 0.0
             delays.append(seconds_until_shown(house, expr, before))
         end = time.monotonic() + seconds
@@ -90,9 +85,7 @@ def _live(house: Observed, seconds: float) -> list[float]:
 
 def _kill_a_ring(house: Observed) -> None:
     """Another goes on with what it had, and it comes back."""
-    ranks = [
-        process for process in house.stack.descendants() if "services.executor.rank" in process.cmdline()
-    ]
+    ranks = [process for process in house.stack.descendants() if "services.executor.rank" in process.cmdline()]
     ranks[0].kill()
 
 
@@ -117,9 +110,7 @@ def _drawn(board: Dashboard, prometheus: Prometheus, begin: float, end: float) -
         place = panel.place
         x, y = place["x"] / 24, 1 - (place["y"] + 1.2 + place["h"]) / whole
         if panel.type == "row":
-            figure.text(
-                0.008, y + 0.5 / whole, panel.title, fontsize=8, color=INK, weight="bold", va="center"
-            )
+            figure.text(0.008, y + 0.5 / whole, panel.title, fontsize=8, color=INK, weight="bold", va="center")
             continue
         box = (x + 0.004, y + 0.1 / whole, place["w"] / 24 - 0.008, (place["h"] - 0.2) / whole)
         if panel.type == "stat":
@@ -154,10 +145,7 @@ def _graph(
     axes = figure.add_axes((x + 0.032, y + 1.25 / whole, width - 0.036, height - 2.2 / whole))
     figure.text(x + 0.002, y + height - 0.45 / whole, panel.title, fontsize=7, color=INK, va="center")
     lines = [
-        (
-            _legend(query, sample["metric"]),
-            [(float(at) - end, float(value)) for at, value in sample["values"]],
-        )
+        (_legend(query, sample["metric"]), [(float(at) - end, float(value)) for at, value in sample["values"]])
         for query in panel.queries
         for sample in prometheus.query_range(_expanded(query), begin, end, STEP)
     ]
@@ -180,18 +168,14 @@ def _graph(
         )  # fmt: skip
 
 
-def _stack(
-    axes: Axes, lines: list[tuple[str, list[tuple[float, float]]]], colors: list[str], begin: float
-) -> None:
+def _stack(axes: Axes, lines: list[tuple[str, list[tuple[float, float]]]], colors: list[str], begin: float) -> None:
     times = [begin + STEP * index for index in range(math.floor(-begin / STEP) + 1)]
     heights = []
     for _, points in lines:
         at = {round((moment - begin) / STEP): value for moment, value in points}
         known = [at.get(index, 0.0) for index in range(len(times))]
         heights.append([0.0 if math.isnan(value) else value for value in known])
-    axes.stackplot(
-        times, *heights, labels=[name for name, _ in lines], colors=colors, alpha=0.6, linewidth=0.4
-    )
+    axes.stackplot(times, *heights, labels=[name for name, _ in lines], colors=colors, alpha=0.6, linewidth=0.4)
 
 
 def _axis(axes: Axes, panel: Panel) -> None:

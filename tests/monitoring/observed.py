@@ -35,10 +35,7 @@ class Observed(NamedTuple):
 
     def metrics(self, job: str) -> list[str]:
         """What each instance of a service answers on /metrics now."""
-        return [
-            httpx.get(f"http://{target}/metrics", trust_env=False, timeout=20).text
-            for target in self.targets[job]
-        ]
+        return [httpx.get(f"http://{target}/metrics", trust_env=False, timeout=20).text for target in self.targets[job]]
 
 
 @contextlib.contextmanager

@@ -24,10 +24,7 @@ class MadeUp(Prometheus):
             return []
         times = [start + step * index for index in range(int((end - start) / step) + 1)]
         return [
-            {
-                "metric": {"group": name},
-                "values": [[at, str(height * math.sin(at / 30) ** 2)] for at in times],
-            }
+            {"metric": {"group": name}, "values": [[at, str(height * math.sin(at / 30) ** 2)] for at in times]}
             for name, height in (("a", 1.0), ("b", 0.4))
         ]
 

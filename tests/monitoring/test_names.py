@@ -7,9 +7,7 @@ from tests.monitoring.catalogue import Entry, catalogue
 ENTRIES = [entry for entries in catalogue().values() for entry in entries]
 OURS = [entry for entry in ENTRIES if entry.name.startswith("ryzanstein_")]
 UNITS = ("seconds", "bytes", "ratio")
-NOT_BASE = re.compile(
-    r"_(ms|us|ns|milliseconds|microseconds|minutes|hours|kb|mb|gb|kilobytes|megabytes|percent)(_|$)"
-)
+NOT_BASE = re.compile(r"_(ms|us|ns|milliseconds|microseconds|minutes|hours|kb|mb|gb|kilobytes|megabytes|percent)(_|$)")
 
 
 def test_every_metric_is_ours_vllms_or_the_processs() -> None:
@@ -26,8 +24,7 @@ def faults(entry: Entry) -> list[str]:
         "what it measures is said": len(entry.meaning) > 10 and entry.meaning.endswith("."),
         "its type is not in its name": not re.search(r"(counter|gauge|histogram)", entry.name),
         "its labels are not in its name": not any(f"_by_{label}" in entry.name for label in entry.labels),
-        "histograms of time are in seconds": entry.type != "histogram"
-        or entry.name.endswith((*UNITS, "_size")),
+        "histograms of time are in seconds": entry.type != "histogram" or entry.name.endswith((*UNITS, "_size")),
         "no label that Prometheus sets": not {"job", "instance", "le", "quantile"} & set(entry.labels),
     }
     return [rule for rule, holds in rules.items() if not holds]
@@ -53,9 +50,7 @@ OF_THE_HOST = ("groups", "host_", "model_load", "models_sleeping", "training")
 
 def test_every_metric_of_a_group_names_it_and_its_model() -> None:
     prefix = "ryzanstein_executor_"
-    names = {
-        entry.name: set(entry.labels) for entry in catalogue()["executor"] if entry.name.startswith(prefix)
-    }
+    names = {entry.name: set(entry.labels) for entry in catalogue()["executor"] if entry.name.startswith(prefix)}
     host = {name for name in names if name.removeprefix(prefix).startswith(OF_THE_HOST)}
     assert len(host) == 13
     for name in names.keys() - host:

@@ -40,9 +40,7 @@ def busy(house: Observed) -> Iterator[Observed]:
 @pytest.fixture
 def prometheus(busy: Observed) -> Prometheus:
     if busy.prometheus is None:
-        pytest.skip(
-            "There is no `prometheus` on the path: NO QUERY OF A DASHBOARD WAS RUN. Debian has a package."
-        )
+        pytest.skip("There is no `prometheus` on the path: NO QUERY OF A DASHBOARD WAS RUN. Debian has a package.")
     return busy.prometheus
 
 
@@ -59,9 +57,7 @@ def test_promtool_finds_nothing_to_say(busy: Observed) -> None:
     if promtool is None:
         pytest.skip("There is no `promtool` on the path: ONLY OUR OWN RULES FOR NAMES WERE CHECKED.")
     for text in chain.from_iterable(map(busy.metrics, JOBS)):
-        ours = "".join(
-            line + "\n" for line in text.splitlines() if "vllm:" not in line
-        )  # the colon is theirs
+        ours = "".join(line + "\n" for line in text.splitlines() if "vllm:" not in line)  # the colon is theirs
         checked = subprocess.run(
             [promtool, "check", "metrics"], input=ours, capture_output=True, text=True, check=False
         )
@@ -102,9 +98,7 @@ def numbers(result: list[Any]) -> list[float]:
 
 def empty(prometheus: Prometheus, panel: Panel) -> list[str]:
     """The panel's queries that show nothing. Fails on one that Prometheus refuses."""
-    return [
-        query.expr for query in panel.queries if not numbers(prometheus.query(expanded(query.expr, INTERVAL)))
-    ]
+    return [query.expr for query in panel.queries if not numbers(prometheus.query(expanded(query.expr, INTERVAL)))]
 
 
 def must_show(panel: Panel) -> bool:

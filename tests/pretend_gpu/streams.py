@@ -169,9 +169,7 @@ class Host:
 
         def arrive() -> None:
             if not torch.equal(_bits(source), _bits(was)):
-                raise Misuse(
-                    "pinned memory was written to while the device may still have been copying from it"
-                )
+                raise Misuse("pinned memory was written to while the device may still have been copying from it")
 
         self._under_way(arrive, _memory(source))
 
@@ -194,9 +192,7 @@ class Host:
         with self._lock:
             found = [c for c in self._copies if c.into[0] < first + source.nbytes and first < c.into[1]]
             if any(copy.number > clock.get(copy.stream, 0) for copy in found):
-                raise Misuse(
-                    "the device copies from pinned memory that another stream may still be copying to"
-                )
+                raise Misuse("the device copies from pinned memory that another stream may still be copying to")
             self._end(found)
 
     def _end(self, over: list[_Copy]) -> None:
@@ -224,9 +220,7 @@ class Host:
                 apart = old.end <= new.first or new.end <= old.first or not (old.writes or writes)
                 known = max(stream.clock.get(old.stream, 0), self._done.get(old.stream, 0))
                 if not apart and old.stream is not stream and old.number > known:
-                    raise Misuse(
-                        f"{by} and another stream use the same memory and do not wait for each other"
-                    )
+                    raise Misuse(f"{by} and another stream use the same memory and do not wait for each other")
             # What lies within the new use and came before it is known to have, from now on.
             uses[:] = [old for old in uses if not (writes and new.first <= old.first and old.end <= new.end)]
             if not any(old == new._replace(number=old.number) for old in uses):

@@ -48,12 +48,7 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "DeviceTensor":
         made: DeviceTensor = Tensor._make_wrapper_subclass(
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=CUDA,
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CUDA
         )
         made.held = held
         return made
@@ -100,9 +95,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "__repr__":
         return f"{args[0].held!r} on cuda:0"
     if name == "numpy":
-        raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host"
-        )
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to the host")
     if name in {"copy_", "to", "cpu", "cuda"}:
         return _move(func, name, args, kwargs)
     if name in ANSWERS or _by_mask(name, args):
@@ -152,9 +145,7 @@ def place(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "pin_memory":
         return HOST.pin(args[0].clone())
     if not is_cuda(kwargs.get("device")):
-        made = func(
-            *args, **{key: value for key, value in kwargs.items() if key != "pin_memory" or not pinned}
-        )
+        made = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory" or not pinned})
         return HOST.pin(made) if pinned else made
     if name in {"tensor", "as_tensor", "asarray"}:
         HOST.wait_for_stream(f"torch.{name} of the host's numbers")
@@ -255,9 +246,7 @@ def _by_mask(name: str, args: Any) -> bool:
 
 
 def _refuse_the_host_s(name: str, args: Any, kwargs: Any) -> None:
-    others = [
-        one for one in _leaves(args, kwargs) if isinstance(one, Tensor) and not isinstance(one, DeviceTensor)
-    ]
+    others = [one for one in _leaves(args, kwargs) if isinstance(one, Tensor) and not isinstance(one, DeviceTensor)]
     if name in {"__getitem__", "__setitem__"}:
         if any(one.dim() for one in others):
             HOST.wait_for_stream(f"{name} with a tensor of the host")
@@ -271,9 +260,7 @@ def _refuse_the_host_s(name: str, args: Any, kwargs: Any) -> None:
 def _check_uses(name: str, args: Any, kwargs: Any) -> None:
     """That no other stream is at what this reads and writes."""
     written = [one for one in _leaves((kwargs.get("out"),), {}) if isinstance(one, DeviceTensor)]
-    in_place = (
-        (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-    )
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
     if in_place and isinstance(args[0], DeviceTensor):
         written.append(args[0])
     if name in VIEWS and not written:

@@ -8,12 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # All that name an image which is not ours.
-FILES = (
-    "Dockerfile",
-    "compose/.env",
-    "k8s/base/nats/statefulset.yaml",
-    "k8s/components/monitoring/nats-exporter.yaml",
-)
+FILES = ("Dockerfile", "compose/.env", "k8s/base/nats/statefulset.yaml", "k8s/components/monitoring/nats-exporter.yaml")
 _NAMED = re.compile(
     r"^(?P<before>(?:ARG )?\w+_IMAGE=|\s+image: )(?P<name>[\w./-]+:[\w.-]+)(?P<digest>@sha256:[0-9a-f]{64})?$",
     re.MULTILINE,
@@ -32,9 +27,7 @@ def with_digests(text: str, digests: dict[str, str]) -> str:
     """`digests`: sha256:... by name and tag."""
     return _NAMED.sub(
         lambda named: (
-            f"{named['before']}{named['name']}@{digests[named['name']]}"
-            if named["name"] in digests
-            else named[0]
+            f"{named['before']}{named['name']}@{digests[named['name']]}" if named["name"] in digests else named[0]
         ),
         text,
     )
@@ -49,9 +42,7 @@ def digest_of(name: str) -> str:
         sys.exit("error: There is no `docker` on the path; install it with its plugin buildx.")
     if asked.returncode:
         reason = asked.stderr.strip().partition("\n")[0]
-        sys.exit(
-            f"error: docker cannot tell the digest of {name} ({reason}); is its registry reached from here?"
-        )
+        sys.exit(f"error: docker cannot tell the digest of {name} ({reason}); is its registry reached from here?")
     return asked.stdout.strip()
 
 

@@ -43,9 +43,7 @@ def extras_asked(packages: Iterable[Distribution]) -> dict[str, set[str]]:
     asked: dict[str, set[str]] = {}
     for line in (line for package in packages for line in package.requires or []):
         if match := re.match(r"([\w.-]+) *\[([^]]+)\]", line):
-            asked.setdefault(normal(match[1]), set()).update(
-                normal(one.strip()) for one in match[2].split(",")
-            )
+            asked.setdefault(normal(match[1]), set()).update(normal(one.strip()) for one in match[2].split(","))
     return asked
 
 
@@ -61,9 +59,7 @@ def debian() -> list[dict[str, str]]:
     fields = [dict(re.findall(r"^([\w-]+): (.*)$", one, re.MULTILINE)) for one in text.split("\n\n")]
     wanted = ("Package", "Version", "Architecture")
     return [
-        {name.lower(): one[name] for name in wanted}
-        for one in fields
-        if "installed" in one.get("Status", "").split()
+        {name.lower(): one[name] for name in wanted} for one in fields if "installed" in one.get("Status", "").split()
     ]
 
 

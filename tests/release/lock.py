@@ -47,23 +47,9 @@ def pins(text: str) -> list[Pin]:
 
 def resolved(*arguments: str, stdin: str = "") -> str:
     """What uv's resolver says."""
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "compile",
-        "--generate-hashes",
-        "--no-annotate",
-        "--no-header",
-    ]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--generate-hashes", "--no-annotate", "--no-header"]
     return subprocess.run(
-        [*command, "--quiet", *arguments],
-        input=stdin,
-        cwd=ROOT,
-        check=True,
-        text=True,
-        stdout=subprocess.PIPE,
+        [*command, "--quiet", *arguments], input=stdin, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE
     ).stdout
 
 
@@ -72,9 +58,7 @@ def with_builds_for_cpus(now: list[Pin], before: list[Pin]) -> list[Pin]:
     for torch in (pin for pin in now if pin.requirement.name == "torch"):
         kept = [pin for pin in before if pin.requirement == torch.requirement]
         if not kept:
-            kept = pins(
-                resolved("--no-deps", "--index-url", TORCH_CPU_INDEX, "-", stdin=str(torch.requirement))
-            )
+            kept = pins(resolved("--no-deps", "--index-url", TORCH_CPU_INDEX, "-", stdin=str(torch.requirement)))
         torch.hashes = sorted({*torch.hashes, *(one for pin in kept for one in pin.hashes)})
     return now
 

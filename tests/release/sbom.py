@@ -81,9 +81,7 @@ def image(name: str, base: str, held: dict[str, Any]) -> Bom:
     """`base`: the image that it is made from, whose own packages an inventory tells only where it has Python."""
     bom = bom_of(_ours(name, ComponentType.CONTAINER, []), held)
     tagged, _, digest = base.partition("@sha256:")
-    bom.components.add(
-        Component(name=tagged, type=ComponentType.CONTAINER, hashes=_hashes([digest] if digest else []))
-    )
+    bom.components.add(Component(name=tagged, type=ComponentType.CONTAINER, hashes=_hashes([digest] if digest else [])))
     return bom
 
 

@@ -32,9 +32,7 @@ def needed() -> set[str]:
     """What `ryzanstein[all]` installs here, by the packages' own metadata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    served = [
-        line for name in extras.keys() - {"dev", "docs", "clients", "training"} for line in extras[name]
-    ]
+    served = [line for name in extras.keys() - {"dev", "docs", "clients", "training"} for line in extras[name]]
     waiting = [(one, "") for one in map(Requirement, [*project["dependencies"], *served])]
     names: set[str] = set()
     while waiting:
@@ -71,9 +69,7 @@ def test_that_of_a_wheel_names_what_it_needs_with_version_hash_and_licence(tmp_p
 def test_that_of_an_image_is_what_a_bare_python_finds_there() -> None:
     """The inventory is a script for the image's own Python."""
     script = Path(inventory.__file__).read_text()
-    ended = subprocess.run(
-        [sys.executable, "-I", "-"], input=script, capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-I", "-"], input=script, capture_output=True, text=True, check=True)
     held = json.loads(ended.stdout)
     held["debian"] = [{"package": "libc6", "version": "2.36-9", "architecture": "amd64"}]
     found = read(sbom.image("ryzanstein/cli:1", f"python:3@sha256:{'a' * 64}", held))

@@ -25,9 +25,7 @@ def ended(durations: Durations, names: list[str], lane: str, seconds: float) -> 
     for name in names:
         for phase in ("setup", "call", "teardown"):
             durations.pytest_runtest_logreport(
-                pytest.TestReport(
-                    name, (name, 1, name), {lane: 1}, "passed", None, phase, duration=seconds / 3
-                )
+                pytest.TestReport(name, (name, 1, name), {lane: 1}, "passed", None, phase, duration=seconds / 3)
             )
 
 
@@ -72,10 +70,7 @@ def test_a_part_of_a_lane_is_not_kept(tmp_path: Path, tests: list[str], whole: b
 
 
 def test_the_table_tells_the_lanes_apart(tmp_path: Path) -> None:
-    lanes = {
-        "fast": {"tests/unit/a.py::a": 1.5, "tests/unit/b.py::b": 2.0},
-        "slow": {"tests/e2e/c.py::c": 30.0},
-    }
+    lanes = {"fast": {"tests/unit/a.py::a": 1.5, "tests/unit/b.py::b": 2.0}, "slow": {"tests/e2e/c.py::c": 30.0}}
     (tmp_path / "durations.json").write_text(json.dumps(lanes))
     assert [*table(kept(tmp_path / "durations.json"), 2, 1)] == [
         "     3.5 s      2  fast tests, one after the other",

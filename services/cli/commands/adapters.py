@@ -20,8 +20,7 @@ from shared.registry import DeclaredAdapter, adapter_problems, nearest, other_ba
 PULL_TIMEOUT = 600.0  # seconds for a host to fetch, check and store an adapter
 
 adapters_app = typer.Typer(
-    help="LoRA adapters of the models that a running stack serves: load, unload, list, show.",
-    no_args_is_help=True,
+    help="LoRA adapters of the models that a running stack serves: load, unload, list, show.", no_args_is_help=True
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name that clients use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs: as JSON.")]
@@ -52,19 +51,13 @@ async def load(
     models: ClusterModels,
     name: Name,
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE", help="Directory of peft's files on the hosts, or hub name (ORG/NAME)."
-        ),
+        str, typer.Argument(metavar="SOURCE", help="Directory of peft's files on the hosts, or hub name (ORG/NAME).")
     ],
     model: Annotated[str, typer.Option(help="Base model; optional if there is only one model.")] = "",
     replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Replace one of that name; running requests finish with the old one."),
+        bool, typer.Option("--replace", help="Replace one of that name; running requests finish with the old one.")
     ] = False,
-    revision: Annotated[
-        str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
-    ] = "",
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")] = "",
     wait: Annotated[
         bool, typer.Option(help="If no host has the base's files yet, wait until one has read the adapter.")
     ] = True,
@@ -149,13 +142,9 @@ def _check_declared(now: ModelsSnapshot, adapter: DeclaredAdapter, *, replace: b
         raise ConfigurationError(f"A model is called {adapter.name!r}; give the adapter another name.")
     if (known := now.adapters.get(adapter.name)) is not None:
         if known.digest and not replace:
-            raise ConfigurationError(
-                f"There is an adapter {adapter.name!r} already; replace it with --replace."
-            )
+            raise ConfigurationError(f"There is an adapter {adapter.name!r} already; replace it with --replace.")
     elif len(now.adapters) >= MAX_ADAPTERS:
-        raise ConfigurationError(
-            f"There are {MAX_ADAPTERS:,} adapters, the most there may be; unload one first."
-        )
+        raise ConfigurationError(f"There are {MAX_ADAPTERS:,} adapters, the most there may be; unload one first.")
 
 
 @contextlib.contextmanager
@@ -201,10 +190,7 @@ def _show(now: ModelsSnapshot, record: AdapterRecord, *, as_json: bool) -> None:
         return
     if record.digest:
         size, where = megabytes(record.bytes), ", ".join(_groups_with(now, record)) or "no group yet"
-        say(
-            console(),
-            f"{record.name}: adapter of {record.model}, rank {record.rank}, {size}, from {record.source}.",
-        )
+        say(console(), f"{record.name}: adapter of {record.model}, rank {record.rank}, {size}, from {record.source}.")
         say(console(), f"Digest {record.digest}; in memory of {where}.")
     _say_notes(now, [record])
 

@@ -15,25 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from services.cli.gateway_client import (
-    TIMEOUT,
-    GatewayClient,
-    RequestRefused,
-    connected,
-    metadata_of,
-    patiently,
-    save,
-)
-from services.cli.target import (
-    ApiKey,
-    DataDir,
-    Gateway,
-    NatsUrl,
-    Url,
-    gateway_of_stack,
-    nats_of_stack,
-    with_options_of,
-)
+from services.cli.gateway_client import TIMEOUT, GatewayClient, RequestRefused, connected, metadata_of, patiently, save
+from services.cli.target import ApiKey, DataDir, Gateway, NatsUrl, Url, gateway_of_stack, nats_of_stack, with_options_of
 from services.cli.ui import bar_columns, console, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, RyzansteinError
@@ -263,9 +246,7 @@ def _judge(batch: Batch) -> None:
     counts = batch["request_counts"]
     if batch["status"] != "completed" or counts["failed"]:
         if batch["status"] == "failed" and not counts["total"]:
-            raise BatchUnfinished(
-                f"No line was run: {_what_is_wrong(batch)} Correct the file and submit it again."
-            )
+            raise BatchUnfinished(f"No line was run: {_what_is_wrong(batch)} Correct the file and submit it again.")
         raise BatchUnfinished(
             f"The batch is {batch['status']}: {counts['completed']} of {counts['total']} lines are answered, "
             f"{counts['failed']} failed."
@@ -325,9 +306,7 @@ def print_batch(batch: Batch, console: Console) -> None:
     counts = batch["request_counts"]
     rows = [("field", "value"), ("id", batch["id"]), ("status", batch["status"])]
     rows += [(name, batch[name]) for name in ("endpoint", "model", "input_file_id") if batch[name]]
-    rows.append(
-        ("lines", f"{counts['completed']} completed, {counts['failed']} failed, {counts['total']} in all")
-    )
+    rows.append(("lines", f"{counts['completed']} completed, {counts['failed']} failed, {counts['total']} in all"))
     rows += [(name, batch[name]) for name in FILE_FIELDS.values() if batch[name]]
     rows += [(name, _time(batch[name])) for name in ("created_at", "expires_at") if batch[name]]
     print_columns(console, rows[1:])

@@ -30,15 +30,12 @@ def chat(
     url: Url = "",
     ca: Annotated[
         str,
-        typer.Option(
-            envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."
-        ),
+        typer.Option(envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."),
     ] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None,
     plain: Annotated[
-        bool,
-        typer.Option("--plain", help="Show answers as plain text; a terminal renders Markdown otherwise."),
+        bool, typer.Option("--plain", help="Show answers as plain text; a terminal renders Markdown otherwise.")
     ] = False,
     data_dir: DataDir = None,
     api_key: ApiKey = "",
@@ -107,9 +104,7 @@ class Conversation:
             elif name in self._commands:
                 self._commands[name](rest.strip())
             else:
-                self._say(
-                    f"There is no command /{name}; /help lists them. A question may begin with a space."
-                )
+                self._say(f"There is no command /{name}; /help lists them. A question may begin with a space.")
         except KeyboardInterrupt:
             self._screen.print("(stopped)", style="dim")
         except RyzansteinError as error:
@@ -158,16 +153,12 @@ def show_answer(client: ChatClient, screen: Console, prompt: str, options: ChatO
             reading.stop()
         printer.end()
     if client.plain and not known and screen.is_terminal:
-        screen.print(
-            "(no chat template: the model completes each text by itself, without a conversation)", style="dim"
-        )
+        screen.print("(no chat template: the model completes each text by itself, without a conversation)", style="dim")
 
 
 def _show_progress(reading: Status, computed: int, total: int) -> None:
     """Of a long prompt, until the first text comes."""
-    reading.update(
-        f"[dim]the prompt is read: {computed:,} of {total:,} tokens, {computed / max(1, total):.0%}[/]"
-    )
+    reading.update(f"[dim]the prompt is read: {computed:,} of {total:,} tokens, {computed / max(1, total):.0%}[/]")
     reading.start()
 
 

@@ -107,13 +107,10 @@ async def undrain_group(settings: CommonSettings, group: str) -> None:
 
 async def _command(bus: Bus, record: GroupRecord, command: ControlCommand) -> None:
     try:
-        reply = await bus.request(
-            subjects.control(record.group), command, ControlReply, timeout=ANSWER_TIMEOUT
-        )
+        reply = await bus.request(subjects.control(record.group), command, ControlReply, timeout=ANSWER_TIMEOUT)
     except BrokerUnavailable:
         raise BrokerUnavailable(
-            f"The group {record.group} ({record.state}) does not answer; wait until it is ready, or stop its "
-            "executor."
+            f"The group {record.group} ({record.state}) does not answer; wait until it is ready, or stop its executor."
         ) from None
     if not reply.ok:
         raise ConfigurationError(reply.error)

@@ -46,9 +46,7 @@ debug_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Group = Annotated[
-    str, typer.Argument(help="The group, as `ryzanstein status` names it. Default: the only one.")
-]
+Group = Annotated[str, typer.Argument(help="The group, as `ryzanstein status` names it. Default: the only one.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=1, max=600)]
 
 
@@ -59,9 +57,7 @@ def dump(
         Path | None, typer.Option(help="Write all of it there, as JSON.", dir_okay=False, metavar="FILE")
     ] = None,
     json: AsJson = False,
-    wait: Annotated[
-        float, typer.Option(help="Seconds to wait for ranks that do not answer.", min=0, max=30)
-    ] = 1.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for ranks that do not answer.", min=0, max=30)] = 1.0,
     timeout: Timeout = 30.0,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -86,11 +82,7 @@ def dump(
 
 @debug_app.command()
 def plans(
-    group: Group = "",
-    json: AsJson = False,
-    timeout: Timeout = 30.0,
-    data_dir: DataDir = None,
-    nats_url: NatsUrl = "",
+    group: Group = "", json: AsJson = False, timeout: Timeout = 30.0, data_dir: DataDir = None, nats_url: NatsUrl = ""
 ) -> None:
     """Show the last step plans: tokens, sequences and KV blocks of each step, and how long it took."""
     found = asyncio.run(fetch_dump(nats_of_stack(data_dir, nats_url), group, 0.0, timeout))
@@ -103,9 +95,7 @@ def plans(
 @debug_app.command()
 def profile(
     group: Group = "",
-    steps: Annotated[
-        int | None, typer.Option(help="Steps to profile.", min=1, max=500, show_default="20")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to profile.", min=1, max=500, show_default="20")] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Seconds to profile, instead of --steps.", min=0.1, max=60)
     ] = None,
@@ -114,10 +104,7 @@ def profile(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the traces.",
-            file_okay=False,
-            metavar="DIR",
-            show_default="./profile-GROUP-TIME",
+            help="Directory for the traces.", file_okay=False, metavar="DIR", show_default="./profile-GROUP-TIME"
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the steps.", min=1, max=600)] = 60.0,
@@ -154,9 +141,7 @@ def _numbers(ranks: str) -> list[int]:
         return []
     numbers = [part.strip() for part in ranks.split(",")]
     if not all(number.isascii() and number.isdecimal() for number in numbers):
-        raise ConfigurationError(
-            f"--ranks cannot be {ranks!r}; it is all, or numbers with commas such as 0,1."
-        )
+        raise ConfigurationError(f"--ranks cannot be {ranks!r}; it is all, or numbers with commas such as 0,1.")
     return [int(number) for number in numbers]
 
 
@@ -186,11 +171,7 @@ async def fetch_dump(settings: CommonSettings, group: str, wait: float, timeout:
 
 
 async def fetch_profile(
-    settings: CommonSettings,
-    group: str,
-    command: ProfileCommand,
-    output: Path,
-    report: Callable[[str], object],
+    settings: CommonSettings, group: str, command: ProfileCommand, output: Path, report: Callable[[str], object]
 ) -> list[ProfileSummary]:
     """Traces go to the directory `output`, which is made. `report` is told how it goes. Raises as `fetch_dump`."""
     async with Bus.session(settings, "ryzanstein debug") as bus:
@@ -278,9 +259,7 @@ class _Executor:
         data = bytearray()
         while len(data) < size:
             command = FetchCommand(job, name, len(data))
-            piece = await self._bus.request(
-                subjects.debug(self._group), command, Piece, timeout=ANSWER_TIMEOUT
-            )
+            piece = await self._bus.request(subjects.debug(self._group), command, Piece, timeout=ANSWER_TIMEOUT)
             if not piece.data:
                 raise BrokerUnavailable(f"The executor does not have {name} any more; ask again.")
             data += piece.data
@@ -355,9 +334,7 @@ def _lines(dump: Dump) -> Iterator[str]:
         yield "Queues and KV blocks"
         load = dump.load
         yield "  the leader did not answer; the board has: " + ", ".join(
-            f"{name} {load[name]:g}"
-            for name in ("running", "waiting", "free_blocks", "total_blocks")
-            if name in load
+            f"{name} {load[name]:g}" for name in ("running", "waiting", "free_blocks", "total_blocks") if name in load
         )
     if dump.plans:
         yield ""
@@ -423,9 +400,7 @@ def _leader(leader: LeaderDump) -> Iterator[str]:
     yield ""
     yield "Queues"
     counts = ", ".join(f"{count} {name}" for name, count in sorted(leader.counts.items()) if " " not in name)
-    yield f"  {counts or 'empty'}" + (
-        "" if leader.by_loop else "; read beside an event loop that does not turn"
-    )
+    yield f"  {counts or 'empty'}" + ("" if leader.by_loop else "; read beside an event loop that does not turn")
     if leader.queues:
         recurrent = bool(leader.allocator.state_slots)
         head = ["generation", "state", "lane", "attempt", "age s", "prompt", "output", "computed", "blocks"]
@@ -472,11 +447,7 @@ def _blocks(blocks: AllocatorDump) -> Iterator[str]:
 
 def _plan(plan: PlanDump) -> str:
     copies = (("saves", plan.saves), ("compressions", plan.compressions), ("restores", plan.restores))
-    states = (
-        ("snapshots", plan.snapshots),
-        ("saved snapshots", plan.snapshot_saves),
-        ("loaded", plan.snapshot_loads),
-    )
+    states = (("snapshots", plan.snapshots), ("saved snapshots", plan.snapshot_saves), ("loaded", plan.snapshot_loads))
     extra = "".join(f", {count} {name}" for name, count in (*copies, ("pools", plan.pools), *states) if count)
     took = f"{plan.ms:.1f} ms" if plan.ms else "not over"
     return (

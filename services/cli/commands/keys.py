@@ -42,9 +42,7 @@ keys_app = typer.Typer(
     help="API keys. Once one exists, gateways require a key.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Identity = Annotated[
-    str, typer.Argument(metavar="ID", help="The key's id: the part between rz- and the next -.")
-]
+Identity = Annotated[str, typer.Argument(metavar="ID", help="The key's id: the part between rz- and the next -.")]
 
 
 class KeyStatus(msgspec.Struct, frozen=True):
@@ -65,29 +63,21 @@ class KeyStatus(msgspec.Struct, frozen=True):
 @keys_app.command()
 def create(
     what_for: Annotated[str, typer.Argument(help="What it is for, as --name.", metavar="[NAME]")] = "",
-    tenant: Annotated[
-        str, typer.Option(help="Tenant that owns the key; tenants are isolated from each other.")
-    ] = (DEFAULT_TENANT),
+    tenant: Annotated[str, typer.Option(help="Tenant that owns the key; tenants are isolated from each other.")] = (
+        DEFAULT_TENANT
+    ),
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
     requests_per_minute: Annotated[int, typer.Option(help="0: the gateways' default.", min=0)] = 0,
     tokens_per_minute: Annotated[int, typer.Option(help="0: the gateways' default.", min=0)] = 0,
-    concurrent: Annotated[
-        int, typer.Option(help="Concurrent generations. 0: the gateways' default.", min=0)
-    ] = 0,
+    concurrent: Annotated[int, typer.Option(help="Concurrent generations. 0: the gateways' default.", min=0)] = 0,
     expires: Annotated[
         str, typer.Option(help="After 90s, 30m, 12h, 30d or 4w, or on a date (ISO 8601).", metavar="WHEN")
     ] = "",
     manage_models: Annotated[
-        bool,
-        typer.Option(
-            "--manage-models", help="Allow it to register, load, unload and remove models over the API."
-        ),
+        bool, typer.Option("--manage-models", help="Allow it to register, load, unload and remove models over the API.")
     ] = False,
     view_keys: Annotated[
-        bool,
-        typer.Option(
-            "--view-keys", help="Allow it to list all keys and their use over the API, never a secret."
-        ),
+        bool, typer.Option("--view-keys", help="Allow it to list all keys and their use over the API, never a secret.")
     ] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -177,9 +167,7 @@ def _unknown(identity: str) -> ConfigurationError:
     return ConfigurationError(f"There is no key {identity!r}; `ryzanstein keys list` shows them.")
 
 
-def _with_bucket(
-    data_dir: Path | None, nats_url: str, work: Callable[[Bucket[KeyRecord]], Awaitable[T]]
-) -> T:
+def _with_bucket(data_dir: Path | None, nats_url: str, work: Callable[[Bucket[KeyRecord]], Awaitable[T]]) -> T:
     settings: CommonSettings = nats_of_stack(data_dir, nats_url)
 
     async def run() -> T:

@@ -28,9 +28,7 @@ def log_level(
     level: Annotated[
         str, typer.Argument(metavar="|".join((*LEVELS, "usual")), help="Without it: show the current levels.")
     ] = "",
-    duration: Annotated[
-        str, typer.Option("--for", help="Reset after this time: 30s, 10m, 2h.", metavar="TIME")
-    ] = "",
+    duration: Annotated[str, typer.Option("--for", help="Reset after this time: 30s, 10m, 2h.", metavar="TIME")] = "",
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
@@ -79,9 +77,7 @@ def meant_by(
     ]
     if not found:
         names = ", ".join(record.instance for record in present) or "none"
-        raise ConfigurationError(
-            f"No service, instance or group is called {target}; the instances are: {names}."
-        )
+        raise ConfigurationError(f"No service, instance or group is called {target}; the instances are: {names}.")
     return found
 
 

@@ -119,8 +119,7 @@ def snapshot(
     groups = [group for group in groups if group.instance not in silent]
     status = StackStatus(
         services=sorted(
-            [*map(_service, services), *map(_unheard, silent.values())],
-            key=lambda one: (one.name, one.instance),
+            [*map(_service, services), *map(_unheard, silent.values())], key=lambda one: (one.name, one.instance)
         ),
         groups=list(map(_group, groups)),
         hosts=[
@@ -133,8 +132,7 @@ def snapshot(
     return StackSnapshot(
         status,
         {group.group: group.weight for group in groups},
-        frozenset(service.instance for service in services if own and service.pid_namespace == own)
-        | silent.keys(),
+        frozenset(service.instance for service in services if own and service.pid_namespace == own) | silent.keys(),
         {group.group: group.instance for group in groups},
     )
 

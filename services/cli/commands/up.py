@@ -37,20 +37,13 @@ def up(
     served_model_name: Annotated[
         str,
         typer.Option(
-            help="The name by which requests ask for the first --model.",
-            metavar="NAME",
-            show_default="its own name",
+            help="The name by which requests ask for the first --model.", metavar="NAME", show_default="its own name"
         ),
     ] = "",
     models_file: Annotated[
-        str,
-        typer.Option(
-            help="models.yaml: further models to serve; without --model, only these.", metavar="FILE"
-        ),
+        str, typer.Option(help="models.yaml: further models to serve; without --model, only these.", metavar="FILE")
     ] = "",
-    tp: Annotated[
-        int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)
-    ] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)] = 1,
     replicas: Annotated[int, typer.Option(help="Executor groups.", min=1)] = 1,
     gateways: Annotated[
         int | None,
@@ -64,10 +57,7 @@ def up(
     schedulers: Annotated[
         int | None,
         typer.Option(
-            help="Scheduler processes; with 2, requests continue while one restarts.",
-            min=1,
-            max=16,
-            show_default="1",
+            help="Scheduler processes; with 2, requests continue while one restarts.", min=1, max=16, show_default="1"
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="|".join(DTYPES))] = "auto",
@@ -82,9 +72,7 @@ def up(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Data type of full KV blocks; bf16: uncompressed.",
-            metavar="|".join(KV_DTYPES),
-            show_default="auto",
+            help="Data type of full KV blocks; bf16: uncompressed.", metavar="|".join(KV_DTYPES), show_default="auto"
         ),
     ] = None,
     weights_memory: Annotated[
@@ -104,9 +92,7 @@ def up(
             metavar="NAME|DIR|FILE.gguf|mtp",
         ),
     ] = "",
-    port: Annotated[
-        int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)
-    ] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[
         int | None,
         typer.Option(
@@ -124,14 +110,11 @@ def up(
     ] = "torch",
     tls_certificate: Annotated[
         Path | None,
-        typer.Option(
-            help="Certificate chain (PEM): the API is at https:// then. With --tls-key.", dir_okay=False
-        ),
+        typer.Option(help="Certificate chain (PEM): the API is at https:// then. With --tls-key.", dir_okay=False),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).", dir_okay=False)] = None,
     tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(help="Authorities that must have signed clients' certificates (PEM).", dir_okay=False),
+        Path | None, typer.Option(help="Authorities that must have signed clients' certificates (PEM).", dir_okay=False)
     ] = None,
     tool_parser: Annotated[
         str | None,

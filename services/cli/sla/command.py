@@ -84,20 +84,13 @@ def sla(
         str, option(help="Journal: a model with waiting requests and no token for this long is down.")
     ] = "10s",
     target_availability: Annotated[float, option(help="In per cent, of the time.", min=0, max=100)] = 99.9,
-    target_error_rate: Annotated[
-        float, option(help="In per cent, of the requests; at most.", min=0, max=100)
-    ] = 0.1,
+    target_error_rate: Annotated[float, option(help="In per cent, of the requests; at most.", min=0, max=100)] = 0.1,
     target_mttr: Annotated[str, option(help="Mean time to recovery, at most; like 5m.")] = "5m",
-    target_first_token: Annotated[
-        str, option(help="95th percentile, at most; like 2s.", show_default="none")
-    ] = "",
-    target_between_tokens: Annotated[
-        str, option(help="Likewise, between two tokens.", show_default="none")
-    ] = "",
+    target_first_token: Annotated[str, option(help="95th percentile, at most; like 2s.", show_default="none")] = "",
+    target_between_tokens: Annotated[str, option(help="Likewise, between two tokens.", show_default="none")] = "",
     target_end_to_end: Annotated[str, option(help="Likewise, of whole requests.", show_default="none")] = "",
     check: Annotated[
-        bool,
-        option("--check", help="Exit code 2 where a target is missed, or the source has no data for it."),
+        bool, option("--check", help="Exit code 2 where a target is missed, or the source has no data for it.")
     ] = False,
     form: Annotated[str, option("--format", help="Output format.", metavar="|".join(FORMATS))] = "table",
     data_dir: DataDir = None,
@@ -116,10 +109,7 @@ def sla(
         prometheus = prometheus or os.environ.get("RYZANSTEIN_PROMETHEUS_URL", "")
     zone = zone_of(timezone)
     period = period_of(begin, end, last, time.time(), zone)
-    targets: dict[Indicator, float] = {
-        "availability": target_availability / 100,
-        "error_rate": target_error_rate / 100,
-    }
+    targets: dict[Indicator, float] = {"availability": target_availability / 100, "error_rate": target_error_rate / 100}
     times: dict[Indicator, str] = {
         "mttr": target_mttr,
         "first_token_p95": target_first_token,

@@ -25,16 +25,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
 from services.cli.sla.periods import Interval, local_time
-from services.cli.sla.report import (
-    Latencies,
-    NoData,
-    Reason,
-    Report,
-    ReportScope,
-    Requests,
-    outages_of,
-    scope_of,
-)
+from services.cli.sla.report import Latencies, NoData, Reason, Report, ReportScope, Requests, outages_of, scope_of
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages import TokenEntry, TokenFrame
@@ -322,12 +313,7 @@ _records = msgspec.msgpack.Decoder(GenerationRecords)
 
 
 async def from_journal(
-    settings: CommonSettings,
-    period: Interval,
-    *,
-    silence: float,
-    zone: tzinfo,
-    progress: Callable[[float], None],
+    settings: CommonSettings, period: Interval, *, silence: float, zone: tzinfo, progress: Callable[[float], None]
 ) -> Report:
     """Reads the journal from a while before the period to its end; `progress` is told the share that is done.
 
@@ -358,11 +344,7 @@ async def _covered(bus: Bus, period: Interval, zone: tzinfo) -> Interval:
     first = await _first(bus) if info.state.messages else None
     now, config, state = time.time(), info.config, info.state
     begin = max(period.begin, now - (config.max_age or float("inf")))
-    if (
-        state.first_seq > 1
-        and first is not None
-        and 0 < (config.max_bytes or 0) <= state.bytes + bus.max_payload
-    ):
+    if state.first_seq > 1 and first is not None and 0 < (config.max_bytes or 0) <= state.bytes + bus.max_payload:
         begin = max(begin, first)
     if state.first_seq <= 1 and info.created is not None:
         begin = max(begin, info.created.timestamp())

@@ -80,12 +80,7 @@ Answers = dict[str, list[Sample]]
 
 
 def from_prometheus(
-    client: httpx.Client,
-    period: Interval,
-    *,
-    step: float,
-    gateway_job: str,
-    progress: Callable[[float], None],
+    client: httpx.Client, period: Interval, *, step: float, gateway_job: str, progress: Callable[[float], None]
 ) -> Report:
     """Asks for everything that a report needs; `step`: 0 for as fine as the period allows. Raises `NoData`, and what
     `ask` raises."""
@@ -101,9 +96,7 @@ def from_prometheus(
                 "/metrics, or ask for a period that it has."
             )
     seconds = min(period.seconds, sum(one.value for one in answers["covered"]) * math.ceil(step))
-    models = {
-        one.labels.get("model", "") for name in ("requests", "output", "up_of") for one in answers[name]
-    }
+    models = {one.labels.get("model", "") for name in ("requests", "output", "up_of") for one in answers[name]}
     scopes = [_scope(answers, model, seconds) for model in sorted({"", *models})]
     covered = Interval(period.end - seconds, period.end)
     return Report(_where(client), *period, [covered], scopes, _notes(answers, scopes))
@@ -140,9 +133,7 @@ def _scope(answers: Answers, model: str, covered: float) -> ReportScope:
 
 
 def _notes(answers: Answers, scopes: list[ReportScope]) -> list[str]:
-    notes = [
-        "Prometheus knows when groups and gateways were up; the journal knows each outage and interruption."
-    ]
+    notes = ["Prometheus knows when groups and gateways were up; the journal knows each outage and interruption."]
     if not answers["up_of"]:
         notes.append("The executors' metrics name no model: which model had no ready group is not known.")
     if len(scopes) > 1:
@@ -170,9 +161,7 @@ def client_of(
             "--prometheus-basic-auth-file."
         )
     if token_file and basic_auth_file:
-        raise ConfigurationError(
-            "A Prometheus takes a bearer token or a user's password; name one of the files."
-        )
+        raise ConfigurationError("A Prometheus takes a bearer token or a user's password; name one of the files.")
     headers = {"authorization": f"Bearer {_secret(token_file)}"} if token_file else {}
     user, colon, password = (_secret(basic_auth_file) if basic_auth_file else "").partition(":")
     if user and not colon:

@@ -23,9 +23,7 @@ TIMES = ("first_token", "between_tokens", "end_to_end", "interruption")
 OUTAGES = 20  # that are listed one by one; JSON has all
 
 Reason = Literal["silent", "failing"]
-Indicator = Literal[
-    "availability", "error_rate", "mttr", "first_token_p95", "between_tokens_p95", "end_to_end_p95"
-]
+Indicator = Literal["availability", "error_rate", "mttr", "first_token_p95", "between_tokens_p95", "end_to_end_p95"]
 
 
 class NoData(RyzansteinError):
@@ -188,9 +186,7 @@ def outages_of(causes: Iterable[tuple[Interval, Reason]], covered: Interval) -> 
     return found
 
 
-def scope_of(
-    model: str, counts: Mapping[str, float], times: Mapping[str, Percentiles], **figures: Any
-) -> ReportScope:
+def scope_of(model: str, counts: Mapping[str, float], times: Mapping[str, Percentiles], **figures: Any) -> ReportScope:
     """`counts` by the fields of `Requests` and `Tokens`, `times` by those of latencies; `figures`: other fields."""
     whole = {name: round(count) for name, count in counts.items()}
     requests = msgspec.convert(whole, Requests)

@@ -26,11 +26,7 @@ async def declare(models: ClusterModels, plan: StackPlan) -> float:
     now, since = await models.read(), time.time()
     own = plan.own_spec()
     wanted = [spec for spec in ([own] if own else []) + plan.further if _is_ours(now, spec)]
-    adapters = [
-        one
-        for one in plan.adapters
-        if (known := now.adapters.get(one.name)) is None or known.origin == ORIGIN
-    ]
+    adapters = [one for one in plan.adapters if (known := now.adapters.get(one.name)) is None or known.origin == ORIGIN]
     await apply(models, wanted, adapters, ORIGIN)
     return since
 

@@ -53,9 +53,7 @@ def single(user: str, password: str) -> str:
 def per_user(passwords: Mapping[User, str]) -> str:
     """An account for each user, with its rights. Passwords are written as they are given: quoted text, or a
     `$VARIABLE`."""
-    return _accounts(
-        accounts(), {account_of(user): _user(user, passwords[user], rights(user)) for user in USERS}
-    )
+    return _accounts(accounts(), {account_of(user): _user(user, passwords[user], rights(user)) for user in USERS})
 
 
 def _accounts(table: Mapping[str, NatsAccount], users: Mapping[str, str]) -> str:
@@ -177,9 +175,7 @@ class LocalNats:
     User and password stand in a file that only its owner can read, never in the process's arguments.
     """
 
-    def __init__(
-        self, directory: Path, *, port: int = -1, more: str = "", least_rights: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, *, port: int = -1, more: str = "", least_rights: bool = False) -> None:
         """`more`: lines that are added to the server's configuration. `least_rights`: a user for each service,
         with its own password; `user` is the operator's then, else one that may do everything."""
         self._directory = directory
@@ -265,8 +261,7 @@ class LocalNats:
         while True:
             if self._process.returncode is not None:
                 raise ConfigurationError(
-                    f"nats-server ended with code {self._process.returncode} at its start; "
-                    f"its log is {self.log}."
+                    f"nats-server ended with code {self._process.returncode} at its start; its log is {self.log}."
                 )
             if ports_file.exists() and (text := ports_file.read_text()):
                 try:

@@ -46,12 +46,7 @@ class Child:
     """Started, waited for and stopped; may be started again once it has ended."""
 
     def __init__(
-        self,
-        service: str,
-        instance: str,
-        arguments: list[str],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
+        self, service: str, instance: str, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         self.service = service
         self.instance = instance
@@ -183,9 +178,7 @@ class StackPlan(msgspec.Struct, frozen=True):
             draft_model=self.draft_model or None,
         )
         source = self.model or self.served_model_name
-        return ModelSpec(
-            self.served_model_name, source, settings=settings, least=1, most=self.replicas, origin="up"
-        )
+        return ModelSpec(self.served_model_name, source, settings=settings, least=1, most=self.replicas, origin="up")
 
 
 class LocalStack:
@@ -454,8 +447,7 @@ class LocalStack:
     def _raise_if_ended(self) -> None:
         if self._nats is not None and self._nats.returncode is not None:
             raise ConfigurationError(
-                f"nats-server {ending(self._nats.returncode)} while the services started; "
-                f"its log is {self._nats.log}."
+                f"nats-server {ending(self._nats.returncode)} while the services started; its log is {self._nats.log}."
             )
         for child in self.children:
             if child.returncode is not None:
@@ -484,9 +476,7 @@ class LocalStack:
             await self._again(lambda: nats.start(die_with_parent()), "NATS", pauses, on_event)
             on_event("NATS is back.")
 
-    async def _again(
-        self, start: Callable[[], Awaitable[None]], name: str, pauses: Backoff, on_event: Tell
-    ) -> None:
+    async def _again(self, start: Callable[[], Awaitable[None]], name: str, pauses: Backoff, on_event: Tell) -> None:
         while True:
             await asyncio.sleep(pauses.next(time.monotonic()))
             try:
@@ -519,9 +509,7 @@ def reachable(address: str) -> str:
     return f"127.0.0.1:{port}" if listens_on.version == 4 else f"[::1]:{port}"
 
 
-def reserve_ops_ports(
-    host: str, names: Iterable[str], remembered: Path
-) -> tuple[list[socket.socket], dict[str, int]]:
+def reserve_ops_ports(host: str, names: Iterable[str], remembered: Path) -> tuple[list[socket.socket], dict[str, int]]:
     """Sockets that keep a port for each of the services `names`, and which: the one in the file `remembered` where that
     is free, else one that the system chooses. The file has them afterwards."""
     known: dict[str, int] = {}

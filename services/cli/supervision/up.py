@@ -153,13 +153,7 @@ class Up:
     """One run of the command."""
 
     def __init__(
-        self,
-        plan: StackPlan,
-        settings: StackSettings,
-        console: Console,
-        *,
-        nats_url: str = "",
-        smoke_test: bool,
+        self, plan: StackPlan, settings: StackSettings, console: Console, *, nats_url: str = "", smoke_test: bool
     ) -> None:
         """`plan`: as the options say, `model` by any of its names. `grpc_port`, where none is asked for: the usual
         one, or another where that is taken or `port` is the system's to choose."""
@@ -212,9 +206,7 @@ class Up:
         """Waits for the model. Raises what kept it from being made ready."""
         assert self._model is not None, "it is being made ready"
         name, directory = await self._model
-        return msgspec.structs.replace(
-            plan, model=directory, served_model_name=self._plan.served_model_name or name
-        )
+        return msgspec.structs.replace(plan, model=directory, served_model_name=self._plan.served_model_name or name)
 
     async def _cancel_model(self) -> None:
         if self._model is not None:
@@ -364,9 +356,7 @@ class Up:
             certificate=self._settings.tls_certificate,
             model=stack.plan.served_model_name,
             directory=stack.plan.model,
-            started=[
-                StartedProcess(child.service, child.instance, child.pid or 0) for child in stack.children
-            ],
+            started=[StartedProcess(child.service, child.instance, child.pid or 0) for child in stack.children],
         )
         write_run_file(self._plan.data_dir, note)
 
@@ -387,9 +377,7 @@ class Up:
         self._say(f"gRPC  {stack.grpc_address}")
         self._say(f"Logs  {stack.logs}")
         if bound := sum(beat.group.kv_bytes for beat in stack.beats.values() if beat.group is not None):
-            self._say(
-                f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)"
-            )
+            self._say(f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)")
 
         for beat in stack.beats.values():
             if beat.group is not None and beat.group.streamed is not None:
@@ -423,9 +411,7 @@ class Up:
                 await self._show_answer(url, model, SMOKE_TEST_PROMPT)
             except (NoChatTemplate, TemplateRefused):
                 path = TEXT
-                self._say(
-                    "(the model has no chat template that takes a question: it completes a text instead)"
-                )
+                self._say("(the model has no chat template that takes a question: it completes a text instead)")
                 await self._show_answer(url, model, SMOKE_TEST_TEXT, plain=True)
         except GeneratesNoText as error:
             path = VECTORS if VECTORS in error.message else ""

@@ -113,15 +113,10 @@ class SharedMemory:
         self._pidfds: list[int] = []
         if area.size != self._library.rz_ring_area_bytes(world_size, lanes, PIECE_BYTES):
             raise _lost(-4, timeout)
-        self._ring: int | None = self._library.rz_ring_open(
-            area.address, rank, world_size, lanes, PIECE_BYTES
-        )
+        self._ring: int | None = self._library.rz_ring_open(area.address, rank, world_size, lanes, PIECE_BYTES)
         if not self._ring:
             raise _lost(-4, timeout)
-        self._sums = {
-            torch.float32: self._library.rz_ring_sum_f32,
-            torch.bfloat16: self._library.rz_ring_sum_bf16,
-        }
+        self._sums = {torch.float32: self._library.rz_ring_sum_f32, torch.bfloat16: self._library.rz_ring_sum_bf16}
 
     def meet(self, timeout: float) -> None:
         """Waits for all ranks, for `timeout` seconds; then the area can no longer be opened, and the end
@@ -164,9 +159,7 @@ class SharedMemory:
 
     def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
         tensor = tensor.contiguous()
-        parts = (
-            [tensor.new_empty((*tensor.shape[:-1], width)) for width in widths] if self.rank == 0 else None
-        )
+        parts = [tensor.new_empty((*tensor.shape[:-1], width)) for width in widths] if self.rank == 0 else None
         if parts is not None:
             parts[0] = tensor
         rows = math.prod(tensor.shape[:-1])
@@ -214,9 +207,7 @@ class SharedMemory:
         addresses = None if parts is None else (ctypes.c_void_p * ranks)(*(part.data_ptr() for part in parts))
         lengths = (ctypes.c_size_t * ranks)(*sizes)
         with span("communicate: gather"):
-            code = self._library.rz_ring_gather(
-                self._ring, tensor.data_ptr(), lengths, addresses, self.timeout_ns
-            )
+            code = self._library.rz_ring_gather(self._ring, tensor.data_ptr(), lengths, addresses, self.timeout_ns)
         self._check(code)
 
     def _check(self, code: int) -> None:
@@ -236,6 +227,4 @@ def _library() -> Any:
 
 def _lost(code: int, timeout: float) -> RingLost:
     reason = _REASONS[code].format(timeout=timeout)
-    return RingLost(
-        f"A rank of the ring is gone ({reason}); the ring is restarted and the request continues."
-    )
+    return RingLost(f"A rank of the ring is gone ({reason}); the ring is restarted and the request continues.")

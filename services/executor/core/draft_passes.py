@@ -69,9 +69,7 @@ def slots_before(plan: StepPlan, block_size: int) -> Int32Array:
     return before
 
 
-def plan_for_draft(
-    plan: StepPlan, vocab_size: int, context_length: int, names: Int32Array | None = None
-) -> StepPlan:
+def plan_for_draft(plan: StepPlan, vocab_size: int, context_length: int, names: Int32Array | None = None) -> StepPlan:
     """What a draft model that knows so many tokens and positions computes of `plan`: all rows, and the logits of those
     that are sampled where the plan is `of_draft`. `names`: its own token for each of the plan's, where it has another
     vocabulary."""

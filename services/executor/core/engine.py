@@ -158,9 +158,7 @@ class BadLogits(InternalError):
     """Some rows of logits are not numbers. `rows` are their indices."""
 
     def __init__(self, rows: list[int]) -> None:
-        super().__init__(
-            f"The model's logits of rows {rows} are NaN or infinite; check the weights and the data type."
-        )
+        super().__init__(f"The model's logits of rows {rows} are NaN or infinite; check the weights and the data type.")
         self.rows = rows
 
 

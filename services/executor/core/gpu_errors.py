@@ -37,22 +37,16 @@ _FAULTS = (
     ),
     Fault(220, r"NVLink", f"{_RESTART}; if it comes again, look at `nvidia-smi nvlink --errorcounters`"),
     Fault(
-        46,
-        r"busy or unavailable",
-        f"{_RESTART}; look at `nvidia-smi` for who holds the GPU, or for its compute mode",
+        46, r"busy or unavailable", f"{_RESTART}; look at `nvidia-smi` for who holds the GPU, or for its compute mode"
     ),
     Fault(
-        802,
-        r"system not yet initialized",
-        f"{_RESTART}; start the fabric manager (nvidia-fabricmanager) of this host",
+        802, r"system not yet initialized", f"{_RESTART}; start the fabric manager (nvidia-fabricmanager) of this host"
     ),
 )
 _OTHER = f"{_RESTART}; if it comes again, look for Xid messages of the driver in `dmesg`"
 _PREFIXES = ("CUDA error", "Triton Error [CUDA]")
 # Of libraries that take memory without torch: kernels as they are loaded, cuBLAS as it begins.
-_NO_MEMORY = re.compile(
-    r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): (out of memory|CUBLAS\w+ALLOC_FAILED)"
-)
+_NO_MEMORY = re.compile(r"(CUDA error|CUDA driver error|Triton Error \[CUDA\]): (out of memory|CUBLAS\w+ALLOC_FAILED)")
 _OUT_OF_MEMORY = (
     "lower RYZANSTEIN_GPU_MEMORY_UTILIZATION, RYZANSTEIN_KV_MEMORY or RYZANSTEIN_MAX_BATCH_TOKENS, let nothing else "
     "use the GPU, keep the weights in eight bits (RYZANSTEIN_WEIGHT_DTYPE=fp8 or int8), or spread the model over more "

@@ -107,9 +107,7 @@ class DeviceProgress(ProgressCounter):
         self._ticks += 1
         if self._ticks % self._per_mark or self._marks.capturing:
             return
-        if (
-            self._queued - self._passed < NUMBERS // 2
-        ):  # else the launches are far ahead: ends alone are marked
+        if self._queued - self._passed < NUMBERS // 2:  # else the launches are far ahead: ends alone are marked
             self._put()
 
     def end(self, step: int) -> None:

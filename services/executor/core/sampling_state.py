@@ -160,9 +160,7 @@ class GrammarMask(Protocol):
 class SamplingState:
     """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
 
-    def __init__(
-        self, params: SamplingParams, prompt: Seq[int], generated: Seq[int], stops: Seq[int] = ()
-    ) -> None:
+    def __init__(self, params: SamplingParams, prompt: Seq[int], generated: Seq[int], stops: Seq[int] = ()) -> None:
         """`generated`: output tokens so far, those of earlier attempts included; `stops`: tokens that end it."""
         self.params = params
         # What may not be drawn; None: there is never anything.
@@ -196,9 +194,7 @@ class SamplingState:
     def foreseeable(self) -> bool:
         """Whether the token after the next one can be chosen without knowing the next one beforehand, and without
         edits of logits: nothing but seed and position decides beside the logits."""
-        return (
-            self.counts is None and self.bans is None and self.grammar is None and not self.params.logit_bias
-        )
+        return self.counts is None and self.bans is None and self.grammar is None and not self.params.logit_bias
 
     @property
     def candidates(self) -> int:
@@ -355,9 +351,7 @@ class TokenBans:
         """Tokens that may not be drawn next, ascending, each once."""
         stops = self._stops if self._position < self._min_tokens else _NONE
         begun = [
-            ends
-            for length in self._lengths
-            if (ends := self._words.get(tuple(self._tail[len(self._tail) - length :])))
+            ends for length in self._lengths if (ends := self._words.get(tuple(self._tail[len(self._tail) - length :])))
         ]
         words = [end for ends in begun for end in ends]
         return np.union1d(stops, np.array(words, np.int64)) if words else stops

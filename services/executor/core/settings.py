@@ -44,9 +44,7 @@ def parse_layers(text: str) -> dict[int, BlockDType]:
     return layers
 
 
-def layer_dtypes(
-    default: BlockDType, overrides: Mapping[int, BlockDType], num_layers: int
-) -> list[BlockDType]:
+def layer_dtypes(default: BlockDType, overrides: Mapping[int, BlockDType], num_layers: int) -> list[BlockDType]:
     """One name per layer. Raises `ConfigurationError` when an override names no layer of the model, or one twice."""
     dtypes: list[BlockDType] = [default] * num_layers
     named = set()
@@ -398,17 +396,13 @@ class ExecutorSettings(ModelStoreSettings):
                 )
             return self
         if self.tp % self.nnodes:
-            raise ValueError(
-                f"tp {self.tp} does not divide by nnodes {self.nnodes}: each host has equally many ranks"
-            )
+            raise ValueError(f"tp {self.tp} does not divide by nnodes {self.nnodes}: each host has equally many ranks")
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank {self.node_rank} is not below nnodes {self.nnodes}; count from 0")
         if not self.master_addr:
             raise ValueError("master_addr is not set: it is the address of host 0, as the others reach it")
         if not self.ring_secret.get_secret_value():
-            raise ValueError(
-                "ring_secret is not set: hosts that are to be one ring must know the same secret"
-            )
+            raise ValueError("ring_secret is not set: hosts that are to be one ring must know the same secret")
         return self
 
     @field_validator("speculation", "slow_step", "kv_dtype_layers", "prefill_stretch")

@@ -181,9 +181,7 @@ class ShardLayout:
             return []
         group = self.total.q_heads // self.total.kv_heads
         spans = [kv for kv, _ in _spread_heads(self.total.kv_heads, group, self.world_size)]
-        return [
-            (rank, two[1].start) for rank, two in enumerate(pairwise(spans)) if two[0].stop > two[1].start
-        ]
+        return [(rank, two[1].start) for rank, two in enumerate(pairwise(spans)) if two[0].stop > two[1].start]
 
     def dimension(self, size: int) -> ShardRange:
         """This rank's span of a plain dimension (MLP width, vocabulary) of `size`.
@@ -214,9 +212,7 @@ def split_dimension(size: int, parts: int) -> list[ShardRange]:
             "again."
         )
     if size < parts:
-        raise ConfigurationError(
-            f"A dimension of {size} cannot be split over {parts} ranks; use --tp {size} or less."
-        )
+        raise ConfigurationError(f"A dimension of {size} cannot be split over {parts} ranks; use --tp {size} or less.")
     multiple = next((m for m in _MULTIPLES if size % m == 0 and size // m >= parts), 1)
     sizes = [span.size * multiple for span in reversed(split(size // multiple, parts))]
     bounds = [sum(sizes[:part]) for part in range(parts + 1)]
@@ -228,8 +224,7 @@ def _spread_heads(kv_heads: int, group: int, world_size: int) -> list[tuple[Shar
     most = -(-kv_heads // world_size)
     # Rank r has the heads [r, r + 1) * heads / ranks, and whole those that this cuts.
     held = [
-        ShardRange(rank * kv_heads // world_size, -(-(rank + 1) * kv_heads // world_size))
-        for rank in range(world_size)
+        ShardRange(rank * kv_heads // world_size, -(-(rank + 1) * kv_heads // world_size)) for rank in range(world_size)
     ]
     if most * world_size < _WORTH * kv_heads or max(span.size for span in held) > most:
         return [(span, span.scaled(group)) for span in split(kv_heads, world_size)]

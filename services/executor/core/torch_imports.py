@@ -18,9 +18,7 @@ PUT_OFF = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 class _Empty(MetaPathFinder, Loader):
     """Makes empty modules of those that are put off."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in PUT_OFF else None
 
     def exec_module(self, module: ModuleType) -> None:

@@ -144,9 +144,7 @@ class NativeAdapters:
 class _Linear:
     """One of the packed model's, with the tables that the kernels read."""
 
-    def __init__(
-        self, linear: PackedLinear, described: RzLinear, sources: list[list[SourceRows]], copies: int
-    ) -> None:
+    def __init__(self, linear: PackedLinear, described: RzLinear, sources: list[list[SourceRows]], copies: int) -> None:
         """`sources`: of each of the linear's parts; of experts or heads those of one."""
         self.inputs, self.copies = linear.inputs, copies
         self.modules = list(dict.fromkeys(rows.source.module for part in sources for rows in part))
@@ -232,9 +230,7 @@ class _Laid:
             if pair is not None:
                 joined[:, at : at + pair.rank, : linear.inputs] = _stacked(pair.a)
         expand = [
-            None
-            if pair is None
-            else (_coded_expand if coded else _blocks)(_picked(_stacked(pair.b), rows, rank))
+            None if pair is None else (_coded_expand if coded else _blocks)(_picked(_stacked(pair.b), rows, rank))
             for pair, rows, rank in zip(found, linear.rows, ranks, strict=True)
         ]
         shrink = _coded_shrink(joined) if coded else _blocks(joined)

@@ -123,9 +123,7 @@ class PackedFile:
         self._check_pieces(threads, lambda start: zlib.crc32(view[start : start + _PIECE]))
         return self._model_over(pages)
 
-    def streamed(
-        self, threads: int, budget: int, progress: Progress
-    ) -> tuple[PackedModel, WeightStreamer | None]:
+    def streamed(self, threads: int, budget: int, progress: Progress) -> tuple[PackedModel, WeightStreamer | None]:
         """All of it within `budget` bytes of memory: what does not fit stays in the file, mapped, and is read by the
         streamer; None: all fits. Raises `Damaged`, `OSError`; `ConfigurationError` where `budget` is too small."""
         header = self._header
@@ -145,12 +143,8 @@ class PackedFile:
             whole, first = (pages, described.offset) if at is None else (memory, at)
             return whole[first : first + described.nbytes]
 
-        weights = StreamedWeights(
-            residency.memory, residency.per_step, measure_rate(self._fd, joined(extents))
-        )
-        streamer = WeightStreamer(
-            pages, self._fd, {at: layers[at] for at in residency.streamed}, len(layers), weights
-        )
+        weights = StreamedWeights(residency.memory, residency.per_step, measure_rate(self._fd, joined(extents)))
+        streamer = WeightStreamer(pages, self._fd, {at: layers[at] for at in residency.streamed}, len(layers), weights)
         return self._model_of(find), streamer
 
     def _read_kept(self, kept: list[_Tensor], threads: int, progress: Progress) -> Tensor:
@@ -183,9 +177,7 @@ class PackedFile:
         if os.fstat(self._fd).st_size < size:
             raise Damaged("it has become shorter")
         # Private and writable, because torch warns of tensors over memory that cannot be written.
-        pages = mmap.mmap(
-            self._fd, size, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-        )
+        pages = mmap.mmap(self._fd, size, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def _check_pieces(

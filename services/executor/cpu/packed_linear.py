@@ -95,10 +95,7 @@ def one_after_another(parts: Iterable[tuple[Weight, Tensor | None]]) -> list[Pac
 
 def alternating(gate: tuple[Weight, Tensor | None], up: tuple[Weight, Tensor | None]) -> list[PackedSegment]:
     """A gate and an up projection of equally many rows, a multiple of 16, in alternating runs."""
-    return [
-        PackedSegment(*gate, 0, GATE_RUN, 2 * GATE_RUN),
-        PackedSegment(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN),
-    ]
+    return [PackedSegment(*gate, 0, GATE_RUN, 2 * GATE_RUN), PackedSegment(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
 
 
 def named(pieces: list[PackedSegment], sources: Iterable[OutputSource]) -> list[PackedSegment]:
@@ -204,9 +201,7 @@ def _of_one_format(pieces: list[PackedSegment]) -> list[list[PackedSegment]]:
     return [
         [
             replace(laid, source=piece.source)
-            for laid, piece in zip(
-                one_after_another((piece.weight, piece.bias) for piece in run), run, strict=True
-            )
+            for laid, piece in zip(one_after_another((piece.weight, piece.bias) for piece in run), run, strict=True)
         ]
         for run in runs
     ]
@@ -222,9 +217,7 @@ def _alike(one: Weight, other: Weight) -> bool:
 def _unified(pieces: list[PackedSegment]) -> list[PackedSegment]:
     if all(_alike(pieces[0].weight, piece.weight) for piece in pieces[1:]):
         return pieces
-    weights = [
-        piece.weight.read() if isinstance(piece.weight, DeferredRows) else piece.weight for piece in pieces
-    ]
+    weights = [piece.weight.read() if isinstance(piece.weight, DeferredRows) else piece.weight for piece in pieces]
     coded = [weight for weight in weights if isinstance(weight, QuantizedRows)]
     if not coded:
         return pieces
@@ -235,10 +228,7 @@ def _unified(pieces: list[PackedSegment]) -> list[PackedSegment]:
             reason="weights that are computed as one have formats that cannot be one",
             shape=coded[0].shape,
         )
-        plain = [
-            weight.dequantized().bfloat16() if isinstance(weight, QuantizedRows) else weight
-            for weight in weights
-        ]
+        plain = [weight.dequantized().bfloat16() if isinstance(weight, QuantizedRows) else weight for weight in weights]
         return [replace(piece, weight=weight) for piece, weight in zip(pieces, plain, strict=True)]
     return [replace(piece, weight=weight) for piece, weight in zip(pieces, same, strict=True)]
 
@@ -274,9 +264,7 @@ def _pack_quantized(
     form = format_of(like)
     packed = pack_rows(library, partial(_block, pieces), form, outputs, pool, threads, into)
     bias = _joined_bias(pieces, outputs)
-    return PackedLinear(
-        packed, bias, outputs, like.inputs, form, like.permutation, sources=_sources_of(pieces)
-    )
+    return PackedLinear(packed, bias, outputs, like.inputs, form, like.permutation, sources=_sources_of(pieces))
 
 
 def _sources_of(pieces: list[PackedSegment]) -> list[SourceRows]:

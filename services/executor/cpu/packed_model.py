@@ -30,13 +30,7 @@ from services.executor.cpu.packed_linear import (
 from services.executor.cpu.quantized import PANEL
 from services.executor.families.family import Scores
 from services.executor.model import lowering
-from services.executor.model.lowered_experts import (
-    RouterConfig,
-    Routing,
-    expert_bias,
-    expert_weights,
-    release_experts,
-)
+from services.executor.model.lowered_experts import RouterConfig, Routing, expert_bias, expert_weights, release_experts
 from services.executor.model.lowered_inputs import InputScales, ModelInputs
 from services.executor.model.lowered_latent import Latent, LatentShape
 from services.executor.model.lowered_recurrent import OutputRows, RecurrentKind, RecurrentShape
@@ -193,11 +187,7 @@ def _check_widths(config: Any, world_size: int) -> None:
 def _check_experts(routing: Routing) -> None:
     (experts, hidden), choice = routing.router.shape, routing.choice
     size = experts // choice.groups
-    if (
-        experts > _MOST_EXPERTS
-        or experts % choice.groups
-        or not 0 < choice.chosen <= size * choice.top_groups
-    ):
+    if experts > _MOST_EXPERTS or experts % choice.groups or not 0 < choice.chosen <= size * choice.top_groups:
         raise CannotLower(f"{choice.chosen} of {experts} experts are beyond the native kernels")
     if hidden % PANEL:
         raise CannotLower(f"experts of {hidden} outputs do not fit the native kernels")
@@ -423,14 +413,9 @@ class _Packer:
     def inputs(self, inputs: ModelInputs) -> PackedInputs:
         rows = inputs.table.stored
         packed = PackedInputs(
-            table=plain_rows(rows)
-            if isinstance(rows, Tensor)
-            else self.linear(one_after_another([(rows, None)])),
+            table=plain_rows(rows) if isinstance(rows, Tensor) else self.linear(one_after_another([(rows, None)])),
             projection=self.linear(
-                named(
-                    one_after_another([(inputs.projection.weight.detach(), None)]),
-                    [self.source(inputs.projection)],
-                )
+                named(one_after_another([(inputs.projection.weight.detach(), None)]), [self.source(inputs.projection)])
             ),
             norm=inputs.norm,
             scales=inputs.scales,
@@ -508,10 +493,7 @@ class _Packer:
         packed = PackedExperts(
             router=self.linear(self.router(routing)),
             gate_up=self._each(
-                [
-                    named(alternating(gate, up), gate_up)
-                    for gate, up in zip(sides[::2], sides[1::2], strict=True)
-                ]
+                [named(alternating(gate, up), gate_up) for gate, up in zip(sides[::2], sides[1::2], strict=True)]
             ),
             down=self._each(
                 [named(one_after_another([down]), [OutputSource(f"{module}.down_proj")]) for down in downs]

@@ -90,9 +90,7 @@ class WeightCache:
         """What `found` holds, with `threads` threads; closes it. None where it is damaged: it is gone then."""
         return self._taken(found, lambda: (found.read(threads, progress), None))
 
-    def stream(
-        self, found: PackedFile, threads: int, budget: int, progress: Progress
-    ) -> CachedWeights | None:
+    def stream(self, found: PackedFile, threads: int, budget: int, progress: Progress) -> CachedWeights | None:
         """As `read`, within `budget` bytes of memory: the other weights are read as steps need them. Raises
         `ConfigurationError` where it is too small."""
         return self._taken(found, lambda: found.streamed(threads, budget, progress))
@@ -149,9 +147,7 @@ class WeightCache:
             log.info("weights_kept", file=str(self._path), bytes=size)
         except OSError as error:
             log.warning(
-                "weight_cache_write_failed",
-                reason=error.strerror or str(error),
-                directory=str(self._directory),
+                "weight_cache_write_failed", reason=error.strerror or str(error), directory=str(self._directory)
             )
 
     @property
@@ -234,9 +230,7 @@ def _of_files(model: Path) -> str:
 def sources() -> list[Path]:
     """Our own code that decides it."""
     places = (Path(__file__).parents[1] / name for name in _CODE)
-    return [
-        path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))
-    ]
+    return [path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
 
 
 @cache

@@ -131,12 +131,7 @@ class WeightStreamer:
     """Reads a rank's streamed layers ahead of its steps, and gives them back behind it, in a thread of its own."""
 
     def __init__(
-        self,
-        pages: Tensor,
-        fd: int,
-        layers: Mapping[int, LayerExtents],
-        count: int,
-        weights: StreamedWeights,
+        self, pages: Tensor, fd: int, layers: Mapping[int, LayerExtents], count: int, weights: StreamedWeights
     ) -> None:
         """`pages`: uint8, the mapped file `fd` from its beginning; it is never written to. `layers`: those that are
         streamed, of `count`."""

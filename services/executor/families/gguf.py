@@ -76,9 +76,5 @@ class GgufArchitecture:
         wanted = self.names_of or self.name
         number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
         table = gguf.get_tensor_name_map(number, layers)
-        own = {
-            model.format(layer): file.format(layer)
-            for file, model in self.names.items()
-            for layer in range(layers)
-        }
+        own = {model.format(layer): file.format(layer) for file, model in self.names.items() for layer in range(layers)}
         return lambda name: own.get(name) or table.get_name(name, try_suffixes=(".weight", ".bias"))

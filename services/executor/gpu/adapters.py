@@ -54,9 +54,7 @@ class AdaptedProduct:
             ranks.append(there.rank)
         self._table[:, slot] = torch.tensor(addresses, dtype=torch.int64).to(self._device)
         self._ranks[:, slot] = torch.tensor(ranks, dtype=torch.int32).to(self._device)
-        self._held[slot] = (
-            held  # what was there goes once the stream is past what reads it: memory is the stream's
-        )
+        self._held[slot] = held  # what was there goes once the stream is past what reads it: memory is the stream's
 
     def _padded(self, pair: LowRank) -> LowRank:
         """On the device, with the rank filled up to a multiple of 16: kernels read whole vectors."""

@@ -31,12 +31,7 @@ class StepBatches:
     """What attention needs of a step, made once for all layers of the same heads."""
 
     def __init__(
-        self,
-        plan: StepPlan,
-        block_size: int,
-        device: torch.device,
-        processors: int,
-        compressions: Tensor | None,
+        self, plan: StepPlan, block_size: int, device: torch.device, processors: int, compressions: Tensor | None
     ) -> None:
         """`compressions` as `StepInputs` has them."""
         self.compressions = compressions
@@ -99,9 +94,7 @@ class GpuKernels:
         ]
         summaries = {page: store.shape.summary_of(page) for page in store.shape.choosing}
         # By the page layer that they are of.
-        self._summaries = {
-            page: self._layers[summary] for page, summary in summaries.items() if summary is not None
-        }
+        self._summaries = {page: self._layers[summary] for page, summary in summaries.items() if summary is not None}
         self._first = torch.zeros(1, dtype=torch.int64, device=store.device)
         store.compressor = self.compress
 
@@ -139,9 +132,7 @@ class GpuKernels:
         else:
             self._attend_split(layer, query, split, out)
 
-    def _attend(
-        self, layer: int, query: Tensor, batches: Sequence[attention_launch.Batch], out: Tensor
-    ) -> None:
+    def _attend(self, layer: int, query: Tensor, batches: Sequence[attention_launch.Batch], out: Tensor) -> None:
         for batch in batches:
             attention_launch.attend(query, self._layers[layer], batch, self._scores[layer], out)
 
@@ -154,12 +145,7 @@ class GpuKernels:
             self._attend_rows(layer, query, part.rows, [part.batch._replace(tables=tables.flatten())], out)
 
     def _attend_rows(
-        self,
-        layer: int,
-        query: Tensor,
-        rows: Tensor | None,
-        batches: Sequence[attention_launch.Batch],
-        out: Tensor,
+        self, layer: int, query: Tensor, rows: Tensor | None, batches: Sequence[attention_launch.Batch], out: Tensor
     ) -> None:
         """Fills `rows` int64 [n] of `out`, all where there are none; `batches` count them from 0."""
         if rows is None:
@@ -197,9 +183,7 @@ class GpuKernels:
         on_device = self._sent(pairs)
         writable = self._store.writable_layers()
         for layers, quantized in self._compressed:
-            attention_launch.compress(
-                writable, layers, quantized.codes, quantized.scales, quantized.codec, on_device
-            )
+            attention_launch.compress(writable, layers, quantized.codes, quantized.scales, quantized.codec, on_device)
         for layer, summaries in self._summaries.items():
             pages.summarise(self._layers[layer], summaries, on_device)
 

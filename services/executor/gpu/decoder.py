@@ -24,12 +24,7 @@ from services.executor.gpu.inputs import Split, StepInputs, inputs_of
 from services.executor.gpu.kernels import elementwise, low_rank
 from services.executor.gpu.kernels.experts import arrivals_of
 from services.executor.gpu.kernels.low_rank import LowRankRows
-from services.executor.gpu.linear import (
-    invariant_product,
-    make_joined,
-    make_lookup,
-    make_product,
-)
+from services.executor.gpu.linear import invariant_product, make_joined, make_lookup, make_product
 from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.files import LowRank
@@ -159,10 +154,7 @@ class GpuDecoder:
     # --- what a graph can hold -------------------------------------------------------------------
 
     def compute(
-        self,
-        inputs: StepInputs,
-        on_layer: Callable[[], None] = lambda: None,
-        taps: AuxHiddenStates | None = None,
+        self, inputs: StepInputs, on_layer: Callable[[], None] = lambda: None, taps: AuxHiddenStates | None = None
     ) -> Tensor:
         """The normed hidden states [T, hidden] of `inputs`, whose token ids are tokens; writes their keys and values,
         and `taps`.
@@ -179,9 +171,7 @@ class GpuDecoder:
             attended = self._attend(layer, states, inputs, rotations, rows)
             made = layer.adapted["output"].add(attended, layer.output(attended), rows)
             summed = self._collectives.all_reduce(made)
-            states = self._add_norm(
-                summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"]
-            )
+            states = self._add_norm(summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"])
             summed = self._collectives.all_reduce(self._feed_forward(layer, states, inputs, rows))
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
@@ -232,9 +222,7 @@ class GpuDecoder:
         rows = sparse_rows(plan, shape.block_size) if shape.choosing else []
         if not rows:
             return None
-        layout = Layout(
-            shape.block_size, shape.kv_heads, self.group, self.processors, alone=self.batch_invariant
-        )
+        layout = Layout(shape.block_size, shape.kv_heads, self.group, self.processors, alone=self.batch_invariant)
         return SparseStep(plan, rows, layout, self._store.device).split
 
     def adapters_of(self, plan: StepPlan) -> Tensor | None:
@@ -325,9 +313,7 @@ class GpuDecoder:
         self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out, choosing)
         return out.view(tokens, -1)[:, self._output_columns]
 
-    def _feed_forward(
-        self, layer: _Layer, states: Tensor, inputs: StepInputs, rows: LowRankRows | None
-    ) -> Tensor:
+    def _feed_forward(self, layer: _Layer, states: Tensor, inputs: StepInputs, rows: LowRankRows | None) -> Tensor:
         """This rank's share of the sum, [T, hidden] of the normed `states` [T, hidden]."""
         made = None
         if layer.gate_up is not None and layer.down is not None:
@@ -365,10 +351,7 @@ class GpuDecoder:
         attention: Any = layer.attention
         feed_forward: Any = layer.feed_forward
         norms, scalars = layer.norms, self._scalars
-        adapted = {
-            "qkv": self._adapted(qkv_linears_of(attention)),
-            "output": self._adapted([attention.o_proj]),
-        }
+        adapted = {"qkv": self._adapted(qkv_linears_of(attention)), "output": self._adapted([attention.o_proj])}
         if feed_forward is not None:
             adapted["gate_up"] = self._adapted(gate_up_linears_of(feed_forward))
             adapted["down"] = self._adapted([down_of(feed_forward)])

@@ -57,9 +57,7 @@ class GpuHead(GpuDecoder):
         states = inputs.states
         if states is None:
             states = embedded.new_zeros((len(embedded), self.states_width))
-        return self._begins(
-            embedded, states.to(embedded), self._norms, self._layers[0].norms["attention_norm"]
-        )
+        return self._begins(embedded, states.to(embedded), self._norms, self._layers[0].norms["attention_norm"])
 
     def _rotations(self, positions: Tensor) -> list[elementwise.Rotation]:
         return super()._rotations((positions - 1).clamp(min=0))

@@ -32,9 +32,7 @@ from services.executor.model.weight_formats import Quantized, Weight
 class Mixture:
     """Holds the experts of one layer. `arrivals` (`experts.arrivals_of`) are those of all layers."""
 
-    def __init__(
-        self, routing: Routing, make: MakeProduct, arrivals: Tensor, *, gelu: bool, invariant: bool
-    ) -> None:
+    def __init__(self, routing: Routing, make: MakeProduct, arrivals: Tensor, *, gelu: bool, invariant: bool) -> None:
         """Takes over the weights of `routing`. `invariant`: what a row comes to does not depend on the others."""
         gates = [gate for gate in (routing.router, routing.shared_gate) if gate is not None]
         biases = [torch.zeros(len(gate), device=gate.device) for gate in gates]
@@ -45,9 +43,7 @@ class Mixture:
         self._correction, self._rule, self._gelu = routing.correction, rule_of(routing.choice), gelu
         self._tile = experts.MOST_TILE if invariant else 0
         how = (self._count, arrivals, 0 if invariant else processors_of(arrivals.device))
-        self._gate_up, self._down = (
-            StackedProduct(expert_weights(routing, leaf), *how) for leaf in EXPERT_WEIGHTS
-        )
+        self._gate_up, self._down = (StackedProduct(expert_weights(routing, leaf), *how) for leaf in EXPERT_WEIGHTS)
         release_experts(routing)
 
     def take_adapters(self, adapters: DecoderAdapters, path: str) -> None:
@@ -58,9 +54,7 @@ class Mixture:
             for leaf, product in zip(EXPERT_WEIGHTS, (self._gate_up, self._down), strict=True)
         ]
 
-    def __call__(
-        self, x: Tensor, slots: Tensor, shared: Tensor | None, adapters: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor, shared: Tensor | None, adapters: Tensor | None = None) -> Tensor:
         """[T, hidden] of `x` [T, hidden], plus what the shared expert has made of it, if there is one. A row with a
         negative one of `slots` [T] goes to no expert; `adapters` int32 [T]: slots of the rows' LoRA adapters."""
         logits = self._router(x.float())
@@ -90,9 +84,7 @@ class ModuleExperts:
         """Takes over the weights of `module`."""
         self._count, self._apply_gate = module.num_experts, module._apply_gate  # noqa: SLF001  # transformers' own
         how = (self._count, arrivals, processors_of(arrivals.device))
-        self._gate_up, self._down = (
-            StackedProduct(expert_weight_of(module, leaf), *how) for leaf in EXPERT_WEIGHTS
-        )
+        self._gate_up, self._down = (StackedProduct(expert_weight_of(module, leaf), *how) for leaf in EXPERT_WEIGHTS)
         for leaf in EXPERT_WEIGHTS:
             keep_quantized_experts(module, leaf, None)
 
@@ -101,12 +93,7 @@ class ModuleExperts:
         return self.with_adapters(hidden_states, top_k_index, top_k_weights, _nothing, _nothing)
 
     def with_adapters(
-        self,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        entry: AddOfPairs,
-        out: AddOfPairs,
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, entry: AddOfPairs, out: AddOfPairs
     ) -> Tensor:
         """The same, where `entry` and `out` add to what leads into the experts and out of them."""
         chosen, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
@@ -143,9 +130,7 @@ class StackedProduct:
         weight, outputs = self._weight, self.outputs
         splits = experts.splits_for(routed, outputs, weight.shape[1], self._processors)
         if isinstance(weight, PackedRows):
-            return experts.multiply_stacked_groups(
-                in_order(x, weight), weight, routed, self._arrivals, splits
-            )
+            return experts.multiply_stacked_groups(in_order(x, weight), weight, routed, self._arrivals, splits)
         codes, scales = weight if isinstance(weight, Quantized) else (cast("Tensor", weight), None)
         return experts.multiply_stacked(x, codes, scales, routed, outputs, self._arrivals, splits)
 

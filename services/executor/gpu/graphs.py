@@ -101,9 +101,7 @@ class CudaCapture:
         stream = torch.cuda.current_stream(self._device)
         try:
             # Other threads may ask for events or memory meanwhile: only what this one calls is recorded.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 work()
         except BaseException:
             self._spoiled.append(graph)
@@ -214,13 +212,7 @@ class StepGraphs:
     """The graphs of one rank. Captured by every rank in the same order, and replayed for the same plans."""
 
     def __init__(
-        self,
-        layers: GpuDecoder,
-        shape: Shape,
-        most_sequences: int,
-        staging: Staging,
-        before: Tensor,
-        capture: Capture,
+        self, layers: GpuDecoder, shape: Shape, most_sequences: int, staging: Staging, before: Tensor, capture: Capture
     ) -> None:
         """`before` int64, of at least as many numbers as a step has sampled rows: the tokens of the step before, which
         token ids of -1 - k stand for."""
@@ -252,9 +244,7 @@ class StepGraphs:
         return sorted(self._graphs)
 
     @torch.no_grad()
-    def capture(
-        self, most_memory: int = MOST_MEMORY, agree: Callable[[bool], bool] = lambda fine: fine
-    ) -> None:
+    def capture(self, most_memory: int = MOST_MEMORY, agree: Callable[[bool], bool] = lambda fine: fine) -> None:
         """Captures the ladder, the largest size first, whose memory the others share; ends early where the graphs
         take more than `most_memory` bytes, or one cannot be captured.
 
@@ -312,9 +302,7 @@ class StepGraphs:
             before = self._capture.memory()
             self._adapter_slots.fill_(-1)
             graph = self._captured(rung, self._work(rung, with_adapters=True))
-            if graph is not None and not self._within(
-                rung, self._capture.memory() - before, self._most_memory
-            ):
+            if graph is not None and not self._within(rung, self._capture.memory() - before, self._most_memory):
                 graph = None
             self._with_adapters[rung] = graph
         return self._with_adapters[rung]
@@ -332,9 +320,7 @@ class StepGraphs:
         if self.tapped_layers is not None:
             self._tapped = self._layers.taps(rows, self.tapped_layers).into
         return Computed(
-            logits.new_zeros((rows, logits.shape[1])),
-            logits.new_zeros(rows),
-            logits.new_zeros(rows, dtype=torch.int64),
+            logits.new_zeros((rows, logits.shape[1])), logits.new_zeros(rows), logits.new_zeros(rows, dtype=torch.int64)
         )
 
     def _capture_one(self, rung: int) -> bool:
@@ -348,9 +334,7 @@ class StepGraphs:
         try:
             return self._capture.record(work)
         except Exception as error:  # whatever it was that a graph cannot hold: kernel by kernel it runs
-            log.warning(
-                "cuda_graph_failed", size=rung, reason=reason_of(error), instead="launching kernel by kernel"
-            )
+            log.warning("cuda_graph_failed", size=rung, reason=reason_of(error), instead="launching kernel by kernel")
             return None
 
     def _within(self, rung: int, used: int, most: int) -> bool:

@@ -138,9 +138,7 @@ def arrays_of(plan: StepPlan, block_size: int, group: int, *, alone: bool = Fals
     )
 
 
-def _part(
-    query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int, alone: bool
-) -> StepPart:
+def _part(query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: int, group: int, alone: bool) -> StepPart:
     most = 1 if alone else int(query_lens[first:end].max())
     rows = rows_for(group, most)
     tokens = 1 if most == 1 else rows // group

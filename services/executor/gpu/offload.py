@@ -37,8 +37,7 @@ class PinnedSlots:
         self._block_bytes = block_bytes
         self._per_segment = max(1, SEGMENT_BYTES // block_bytes)
         wanted = [
-            min(self._per_segment, num_slots - first) * block_bytes
-            for first in range(0, num_slots, self._per_segment)
+            min(self._per_segment, num_slots - first) * block_bytes for first in range(0, num_slots, self._per_segment)
         ]
         try:
             self._segments = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in wanted]
@@ -85,9 +84,7 @@ class DeviceSpill:
     def loses(self) -> bool:
         return self.disk is not None
 
-    def save_blocks(
-        self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()
-    ) -> None:
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()) -> None:
         named = {slot: key for (_, slot), key in zip(pairs, keys, strict=False)}
         for part in self._parts(pairs):
             packed = store.pack(self._ids([block for block, _ in part]))
@@ -121,11 +118,7 @@ class DeviceSpill:
 
     def _restore(self, store: KvStore, part: Sequence[tuple[int, int]]) -> list[bool]:
         contents = [self._content(slot) for slot, _ in part]
-        found = [
-            (block, content)
-            for (_, block), content in zip(part, contents, strict=True)
-            if content is not None
-        ]
+        found = [(block, content) for (_, block), content in zip(part, contents, strict=True) if content is not None]
         if found:
             packed = torch.empty((len(found), self._block_bytes), dtype=torch.uint8, device=self._device)
             for row, (_, content) in zip(packed, found, strict=True):
@@ -138,9 +131,7 @@ class DeviceSpill:
         if slot < self._num_host:
             return self._host.slot(slot) if slot in self._held else None
         content = None if self.disk is None else self.disk.load(slot - self._num_host)
-        return (
-            None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
-        )
+        return None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         return sent(np.array(blocks, dtype=np.int64), self._device)

@@ -60,9 +60,7 @@ _AT_ONCE = 1 << 24  # codes that are packed together
 Scaled = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def scaled_by_rows(
-    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
-) -> Tensor:
+def scaled_by_rows(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
     """`Scaled` by the library, on a GPU."""
     return torch._scaled_mm(  # noqa: SLF001  # no public name before torch 2.10, whose `scaled_mm` is beta
         codes,
@@ -142,9 +140,7 @@ def in_order(x: Tensor, weight: PackedRows) -> Tensor:
     return x if weight.idle is None else x.masked_fill_(weight.idle, 0)
 
 
-def coded_product(
-    weight: Quantized, bias: Tensor | None, scaled: Scaled | None = scaled_by_rows
-) -> CodedProduct:
+def coded_product(weight: Quantized, bias: Tensor | None, scaled: Scaled | None = scaled_by_rows) -> CodedProduct:
     """By the kind and the sizes of `weight`."""
     fits = weight.codes.dtype == FP8.dtype and not any(size % MULTIPLE for size in weight.codes.shape)
     return CodedProduct(weight, bias, scaled if fits else None)

@@ -90,9 +90,7 @@ class DeviceSampler:
         ]
         self._turn = 0
 
-    def sample(
-        self, logits: Tensor, largest: Tensor, tokens: Tensor, states: Sequence[SamplingState]
-    ) -> Pending:
+    def sample(self, logits: Tensor, largest: Tensor, tokens: Tensor, states: Sequence[SamplingState]) -> Pending:
         """Launches the sampling of `logits` [R, vocabulary], bf16 or float32, whose rows' `largest` [R] and their
         `tokens` int64 [R] are known, for `states` [R] that do not need the host; none: `tokens` are what was drawn."""
         count = len(tokens)
@@ -133,9 +131,7 @@ def resolve(token_ids: Tensor, before: Tensor) -> Tensor:
     return torch.where(token_ids < 0, before.index_select(0, rows).to(token_ids.dtype), token_ids)
 
 
-def largest_of_ranks(
-    largest: Tensor, tokens: Tensor, collectives: Collectives, start: int
-) -> tuple[Tensor, Tensor]:
+def largest_of_ranks(largest: Tensor, tokens: Tensor, collectives: Collectives, start: int) -> tuple[Tensor, Tensor]:
     """(largest of all ranks float32 [R], its token int64 [R]) on every rank, from this rank's and the first token of
     its span. Of those that tie, the smallest token; NaN is the largest.
 

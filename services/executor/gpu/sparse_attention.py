@@ -68,9 +68,7 @@ class Layout(NamedTuple):
 class SparseStep:
     """A step of which some rows read some blocks only."""
 
-    def __init__(
-        self, plan: StepPlan, rows: Sequence[SparseRow], layout: Layout, device: torch.device
-    ) -> None:
+    def __init__(self, plan: StepPlan, rows: Sequence[SparseRow], layout: Layout, device: torch.device) -> None:
         """`rows`: those rows."""
         self._plan, self._rows, self._layout, self._device = plan, rows, layout, device
         self._splits: dict[int, Split | None] = {}
@@ -173,8 +171,6 @@ def plan_of_runs(plan: StepPlan, rows: Sequence[int], block_size: int) -> StepPl
 
 def _runs(rows: Sequence[int], sequence_of: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(sequence, first row, number of rows) of the rows that follow each other in one sequence."""
-    for (sequence, _), members in groupby(
-        enumerate(rows), key=lambda one: (sequence_of[one[1]], one[1] - one[0])
-    ):
+    for (sequence, _), members in groupby(enumerate(rows), key=lambda one: (sequence_of[one[1]], one[1] - one[0])):
         run = [row for _, row in members]
         yield sequence, run[0], len(run)

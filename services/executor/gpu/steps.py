@@ -59,9 +59,7 @@ def warmup_chunks(most_tokens: int, context_length: int, group: int) -> list[Seq
     split = [parts // 2 * LEAST_KEYS + 1 for parts in _powers(2, MOST_SPLITS)]
     split = [context for context in split if context <= context_length]
     found = {SequenceChunk(tokens, tokens) for tokens in (*tiles, *products)}
-    found |= {
-        SequenceChunk(tokens, context) for context in split[:1] for tokens in tiles if tokens <= context
-    }
+    found |= {SequenceChunk(tokens, context) for context in split[:1] for tokens in tiles if tokens <= context}
     found |= {SequenceChunk(1, context) for context in split}
     return sorted(found, reverse=True)
 
@@ -111,9 +109,7 @@ class GpuSteps:
         self._limits = limits
         rows = max(limits.max_sequences, limits.max_batch_tokens)
         blocks = -(-limits.context_length // store.block_size)
-        staging = Staging(
-            InputLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device
-        )
+        staging = Staging(InputLimits(limits.max_sequences, limits.max_batch_tokens, blocks).capacity(), device)
         shape = Shape(
             store.block_size,
             store.shape.kv_heads,
@@ -150,9 +146,7 @@ class GpuSteps:
         pending.wait()  # else what has failed on the device is told to the first request
 
     @torch.inference_mode()
-    def launch(
-        self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter
-    ) -> Pending:
+    def launch(self, plan: StepPlan, states: Sequence[SamplingState] | None, progress: ProgressCounter) -> Pending:
         """Begins a step, without pools, that some rows are sampled of; by all ranks. `states`, of rows that do not
         need the host, are rank 0's; the others' are None, and so are not asked for their tokens."""
         computed = self.decoder.launch(plan, progress)
@@ -166,9 +160,7 @@ class GpuSteps:
         whole = self._gathered(computed)
         if whole is None or states is None:
             nothing = self._sampler.tokens[: len(computed.tokens)]
-            return self._sampler.sample(
-                computed.logits, computed.largest, tell(nothing, self._collectives), ()
-            )
+            return self._sampler.sample(computed.logits, computed.largest, tell(nothing, self._collectives), ())
         pending = self._sampler.sample(*whole, states)
         if self._collectives.world_size > 1:
             tell(self._sampler.tokens[: len(states)], self._collectives)

@@ -235,9 +235,7 @@ class PlanLog:
         self._slots: list[_Plan] = list(slots)
         self._made = 0
 
-    def add(
-        self, plan: "StepPlan", generation_ids: Sequence[str], block_size: int, state_blocks: int = 0
-    ) -> None:
+    def add(self, plan: "StepPlan", generation_ids: Sequence[str], block_size: int, state_blocks: int = 0) -> None:
         """`generation_ids`: of the plan's sequences, in its order; `state_blocks`: that a snapshot takes."""
         slot = self._slots[self._made % PLANS]
         self._made += 1

@@ -254,12 +254,7 @@ class BlockAllocator:
         return known
 
     def release(
-        self,
-        blocks: Sequence[int],
-        session: str = "",
-        now: float = 0.0,
-        wanted: bool = False,
-        keep: float = 0.0,
+        self, blocks: Sequence[int], session: str = "", now: float = 0.0, wanted: bool = False, keep: float = 0.0
     ) -> None:
         """Gives back one reference to each block of a table.
 
@@ -312,9 +307,7 @@ class BlockAllocator:
     @property
     def receivable(self) -> int:
         """Blocks that may be taken over from another ring without one being lost that is kept for a session."""
-        return (
-            max(0, min(self._full_blocks.unpinned, self._full_blocks.pins_left)) if self._pins.ttl > 0 else 0
-        )
+        return max(0, min(self._full_blocks.unpinned, self._full_blocks.pins_left)) if self._pins.ttl > 0 else 0
 
     def reserve(self, count: int) -> list[int]:
         """`count` blocks, at most `receivable`, to be `adopt`ed or `unreserve`d."""
@@ -432,18 +425,14 @@ class BlockAllocator:
             snapshots=self._index.snapshots,
         )
 
-    def check(
-        self, tables: Iterable[Sequence[int]] | None = None, locked: dict[int, int] | None = None
-    ) -> None:
+    def check(self, tables: Iterable[Sequence[int]] | None = None, locked: dict[int, int] | None = None) -> None:
         """Raises AssertionError where the invariant does not hold. For tests, and for idle moments.
 
         `tables`: the block tables of all sequences, and `locked` the locks that they hold on spill slots,
         where the caller can name them.
         """
         self._index.check()
-        empty, cached, pinned = (
-            h | c for h, c in zip(self._writable.unused(), self._quantized.unused(), strict=True)
-        )
+        empty, cached, pinned = (h | c for h, c in zip(self._writable.unused(), self._quantized.unused(), strict=True))
         self._pins.check(pinned)
         check_regions(self._references, self._index, empty, cached, pinned)
         writable_full = self._full_blocks is self._quantized and any(

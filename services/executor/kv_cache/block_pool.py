@@ -217,9 +217,7 @@ class BlockPool:
         empty, cached, pinned = set(self._empty), set(self._cached), set(self._pinned)
         assert len(empty) == len(self._empty), "a block is in the empty list twice"
         assert not empty & cached | empty & pinned | cached & pinned, "a block is unused in two ways"
-        assert all(self.first <= b < self.first + self.size for b in empty | cached | pinned), (
-            "a foreign block"
-        )
+        assert all(self.first <= b < self.first + self.size for b in empty | cached | pinned), "a foreign block"
         assert len(pinned) <= self._most_pinned, "too many blocks are pinned"
         return empty, cached, pinned
 

@@ -71,10 +71,7 @@ def widths_of(config: object, ranks: int) -> StepWidths:
     heads = _number(config, "num_attention_heads", 32)
     head_dim = _number(config, "head_dim", max(1, hidden // heads))
     kv_heads = _number(config, "num_key_value_heads", heads)
-    experts, dense = (
-        _number(config, "num_experts_per_tok", 0),
-        _number(config, "intermediate_size", 4 * hidden),
-    )
+    experts, dense = (_number(config, "num_experts_per_tok", 0), _number(config, "intermediate_size", 4 * hidden))
     intermediate = max(dense, _number(config, "moe_intermediate_size", dense) * max(1, experts))
     return StepWidths(
         hidden,
@@ -156,22 +153,14 @@ def writable_reserve(max_sequences: int, max_batch_tokens: int, block_size: int)
 
 
 def plan_blocks(
-    shape: StoreShape,
-    context_length: int,
-    budget_bytes: int,
-    reserve: int,
-    cap: int | None = None,
-    slots: int = 0,
+    shape: StoreShape, context_length: int, budget_bytes: int, reserve: int, cap: int | None = None, slots: int = 0
 ) -> BlockCounts:
     """What fits in `budget_bytes` beside `slots`; `reserve` as in `writable_reserve`, the rest as in
     `plan_num_blocks`."""
     if not shape.moves_full_blocks:
         size = shape.bytes_per_block
         return BlockCounts(plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap), 0)
-    size, reserved = (
-        shape.bytes_per_quantized_block,
-        slots * shape.slot_bytes + reserve * shape.bytes_per_block,
-    )
+    size, reserved = (shape.bytes_per_quantized_block, slots * shape.slot_bytes + reserve * shape.bytes_per_block)
     quantized = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
     return BlockCounts(reserve, quantized, slots)
 
@@ -227,9 +216,7 @@ def plan_slots(shape: StoreShape, budget_bytes: int, max_sequences: int, blocks_
     return min(most, beside_blocks, max_sequences + SNAPSHOT_SLOTS)
 
 
-def plan_draft_slots(
-    shape: StoreShape, budget_bytes: int, slots: int, max_drafts: int, blocks_bytes: int = 0
-) -> int:
+def plan_draft_slots(shape: StoreShape, budget_bytes: int, slots: int, max_drafts: int, blocks_bytes: int = 0) -> int:
     """Slots beside `slots`, within `DRAFTS_SHARE` of `budget_bytes`, for the states behind the drafts of steps, of
     which a sequence has `max_drafts` at most. Pure. Those of sequences, and the blocks of one, `blocks_bytes`, go
     before them: 0 where there is no room."""
@@ -389,11 +376,7 @@ def smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectiv
 
 
 def store_shape(
-    settings: ExecutorSettings,
-    kind: BlockDType,
-    states: LayerStates,
-    dtype: torch.dtype,
-    of_draft: LayerStates = (),
+    settings: ExecutorSettings, kind: BlockDType, states: LayerStates, dtype: torch.dtype, of_draft: LayerStates = ()
 ) -> StoreShape:
     """Of a model whose layers keep `states` on this rank, with full blocks of `kind`; then what its draft model's keep
     in the same blocks."""
@@ -409,9 +392,7 @@ def store_shape(
     return shape.followed_by(page_layers(of_draft), codecs_of([kind])[0])
 
 
-def _pages_of_snapshots(
-    slot: tuple[tuple[StateTensor, ...], ...], block_size: int, dtype: torch.dtype
-) -> Pages:
+def _pages_of_snapshots(slot: tuple[tuple[StateTensor, ...], ...], block_size: int, dtype: torch.dtype) -> Pages:
     """What the blocks of a model without attention consist of, so that snapshots of its slots have where to be."""
     size = sum(state_bytes(tensor, dtype) for layer in slot for tensor in layer)
     return Pages(1, 1, -(-size // (BLOCKS_OF_A_SNAPSHOT * block_size * dtype.itemsize)))
@@ -434,14 +415,7 @@ def check_room(
         kinds = (settings.kv_dtype,)
     for kind in kinds:
         try:
-            _my_blocks(
-                store_shape(settings, kind, states, dtype, of_draft),
-                context,
-                settings,
-                device,
-                widths,
-                weights,
-            )
+            _my_blocks(store_shape(settings, kind, states, dtype, of_draft), context, settings, device, widths, weights)
             return
         except ConfigurationError:
             if kind == kinds[-1]:
@@ -468,9 +442,7 @@ def _my_blocks(
         budget //= settings.ranks_here * settings.replicas_on_host
         return _blocks_and_slots(shape, context, settings, budget, reserve, DEFAULT_SEQUENCES)
     try:
-        return _blocks_and_slots(
-            shape, context, settings, budget, reserve, useful=most_useful(shape, reserve)
-        )
+        return _blocks_and_slots(shape, context, settings, budget, reserve, useful=most_useful(shape, reserve))
     except ConfigurationError as error:
         free, total = platform.free_memory(device)
         raise ConfigurationError(

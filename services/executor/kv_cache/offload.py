@@ -59,9 +59,7 @@ class Spill(Protocol):
         """Its slots on disk; None: it has none."""
         ...
 
-    def save_blocks(
-        self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()
-    ) -> None:
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()) -> None:
         """Keeps blocks of `store` in slots, (block, slot) each, whatever was there before. `keys`: what each of them
         holds; without them they do not outlive the ring."""
         ...
@@ -77,13 +75,7 @@ class SpillStore:
     """Slots [0, num_host) in memory and [num_host, num_host + num_disk) on disk, `block_bytes` each at most."""
 
     def __init__(
-        self,
-        num_host: int,
-        num_disk: int,
-        block_bytes: int,
-        directory: Path | None = None,
-        *,
-        beside: bool = False,
+        self, num_host: int, num_disk: int, block_bytes: int, directory: Path | None = None, *, beside: bool = False
     ) -> None:
         """`directory`: where the file goes; None: where the system keeps temporary files. `beside`: whether steps
         begin while blocks are restored, the same on all ranks. Raises `ConfigurationError` when a file cannot be made
@@ -97,9 +89,7 @@ class SpillStore:
     def loses(self) -> bool:
         return True
 
-    def save_blocks(
-        self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()
-    ) -> None:
+    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()) -> None:
         for (block, slot), key in zip_longest(pairs, keys):
             self.save(slot, store.save(block), key)
 
@@ -139,9 +129,7 @@ class DiskSlots:
     """Slots of equal size in a file without a name, or in one that outlives the ring. One thread at a time saves and
     loads."""
 
-    def __init__(
-        self, block_bytes: int, directory: Path | None, most_waiting: int = MOST_WAITING_BYTES
-    ) -> None:
+    def __init__(self, block_bytes: int, directory: Path | None, most_waiting: int = MOST_WAITING_BYTES) -> None:
         """`most_waiting`: bytes that wait to be written at most."""
         self._block_bytes = block_bytes
         self._most_waiting = max(1, most_waiting // block_bytes)
@@ -310,9 +298,7 @@ class BlockCopier:
             self._store.load_states(self._snapshots(plan.state_loads))
         return failed
 
-    def begin(
-        self, plan: StepPlan, pages_of_layers: Sequence[int], tick: Callable[[], None]
-    ) -> LayeredRestore:
+    def begin(self, plan: StepPlan, pages_of_layers: Sequence[int], tick: Callable[[], None]) -> LayeredRestore:
         """As `run`, for a plan that `can_begin`: its restores go on beside the forward pass, until `finish`."""
         assert isinstance(self._spill, SpillStore), "its slots are not read layer by layer"
         self._make_room(plan)

@@ -111,9 +111,7 @@ class _Blocks:
                 self._found[row] = None
 
     def _read(self, slot: int, block: int, runs: Sequence[Sequence[Part]]) -> bool:
-        return all(
-            self._slots.read_into(slot, [room[block].data for _, room in run], run[0][0]) for run in runs
-        )
+        return all(self._slots.read_into(slot, [room[block].data for _, room in run], run[0][0]) for run in runs)
 
     def expect(self, runs: Sequence[Sequence[Part]]) -> None:
         """Has the system read them ahead."""
@@ -217,14 +215,11 @@ class LayeredRestore:
         return [order[first : first + per] for first in range(0, len(order), per)]
 
     @staticmethod
-    def _runs_of_chunks(
-        parts: Sequence[Sequence[Part]], chunks: Sequence[Sequence[int]]
-    ) -> list[list[list[Part]]]:
+    def _runs_of_chunks(parts: Sequence[Sequence[Part]], chunks: Sequence[Sequence[int]]) -> list[list[list[Part]]]:
         """What is read of each block for each of `chunks`."""
         small = [part for part in chain.from_iterable(parts) if part[1].shape[1] < SMALL_BYTES]
         large = [
-            [part for page in pages for part in parts[page] if part[1].shape[1] >= SMALL_BYTES]
-            for pages in chunks
+            [part for page in pages for part in parts[page] if part[1].shape[1] >= SMALL_BYTES] for pages in chunks
         ]
         large[0] += small
         return [runs_of(each) for each in large]

@@ -72,9 +72,7 @@ class Records:
         """The record of `block`. Raises ValueError where its key is longer than keys are."""
         digest, parent, tokens = block.key
         if len(tokens) > self._most_tokens or len(parent) > max(PARENT_SIZES):
-            raise ValueError(
-                f"a key of {len(parent)} and {len(tokens)} bytes belongs to none of these blocks"
-            )
+            raise ValueError(f"a key of {len(parent)} and {len(tokens)} bytes belongs to none of these blocks")
         head = _HEAD.pack(block.order, block.checksum, len(parent), len(tokens), digest, parent)
         body = (head + tokens).ljust(self.size - _CHECK.size, b"\0")
         return _CHECK.pack(zlib.crc32(body)) + body
@@ -239,9 +237,7 @@ def recover(
     return file, kept
 
 
-def agreed(
-    mine: list[KeptBlock], num_slots: int, device: torch.device, collectives: Collectives
-) -> list[KeptBlock]:
+def agreed(mine: list[KeptBlock], num_slots: int, device: torch.device, collectives: Collectives) -> list[KeptBlock]:
     """Those of `mine` that every rank has in the same slot."""
     if collectives.world_size == 1:
         return mine

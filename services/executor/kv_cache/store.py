@@ -125,14 +125,7 @@ class _Layers(NamedTuple):
     def make(
         cls, layers: Sequence[int], pages: Pages, shape: StoreShape, num_writable: int, device: torch.device
     ) -> "_Layers":
-        size = (
-            len(layers),
-            num_writable,
-            pages.parts,
-            pages.heads,
-            pages.lines(shape.block_size),
-            pages.width,
-        )
+        size = (len(layers), num_writable, pages.parts, pages.heads, pages.lines(shape.block_size), pages.width)
         rows = torch.arange(pages.rows, dtype=torch.int64, device=device).view(pages.parts, 1, pages.heads, 1)
         return cls(tuple(layers), pages, zeros(size, shape.dtype, device), rows)
 
@@ -141,9 +134,7 @@ class _Layers(NamedTuple):
         own = _places(self.layers, first, count)
         if own is None:
             return None
-        return self._replace(
-            layers=tuple(layer - first for layer in self.layers[own]), writable=self.writable[own]
-        )
+        return self._replace(layers=tuple(layer - first for layer in self.layers[own]), writable=self.writable[own])
 
 
 def _places(layers: Sequence[int], first: int, count: int) -> slice | None:
@@ -174,13 +165,9 @@ class KvStore:
         self.device = device
         self._groups, self._quantized = held or self._made()
         # Of each page layer those that are like it, and which of them it is.
-        self._writable = {
-            layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)
-        }
+        self._writable = {layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)}
         self._places = {
-            layer: (quantized, at)
-            for quantized in self._quantized
-            for at, layer in enumerate(quantized.layers)
+            layer: (quantized, at) for quantized in self._quantized for at, layer in enumerate(quantized.layers)
         }
         # The sequences' recurrent state; None where the model keeps none.
         self.states = StateStore(shape, num_slots, device) if shape.slot and held is None else None
@@ -276,9 +263,7 @@ class KvStore:
         size = self.shape.block_size
         group, at = self._writable[layer]
         width = group.pages.width
-        lines = [
-            part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts
-        ]
+        lines = [part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts]
         blocks = slots.div(size, rounding_mode="floor")
         within = slots - blocks * size
         if group.pages.tokens > 1:
@@ -293,9 +278,7 @@ class KvStore:
         """
         compressed, position = self._places[layer]
         compressed.put(
-            self.writable(layer).index_select(0, writable).unsqueeze(0),
-            quantized - self.num_writable,
-            position,
+            self.writable(layer).index_select(0, writable).unsqueeze(0), quantized - self.num_writable, position
         )
 
     def gather(self, layer: int, blocks: Tensor, sequences: int) -> Tensor:
@@ -356,10 +339,7 @@ class KvStore:
     def pack(self, blocks: Tensor) -> Tensor:
         """Blocks in their last format, `blocks` int64 [n] on the store's device (quantized ones where there are any),
         as `save` has them: uint8 [n, bytes of each]. Does not wait for the device."""
-        rows = [
-            whole.index_select(1, blocks - self.first_whole).transpose(0, 1).flatten(1)
-            for whole in self._wholes()
-        ]
+        rows = [whole.index_select(1, blocks - self.first_whole).transpose(0, 1).flatten(1) for whole in self._wholes()]
         return torch.cat(rows, dim=1)
 
     def unpack(self, blocks: Tensor, packed: Tensor) -> None:
@@ -419,9 +399,7 @@ class KvStore:
         """The same, with the page layers of each."""
         if not self.num_quantized:
             return [(group.layers, _raw(group.writable)) for group in self._groups]
-        return [
-            (quantized.layers, _raw(whole)) for quantized in self._quantized for whole in quantized.wholes()
-        ]
+        return [(quantized.layers, _raw(whole)) for quantized in self._quantized for whole in quantized.wholes()]
 
     def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
         """Fills `out` [n, lines * width] with `rows` int64 [n]: (block * parts + part) * heads + head."""
@@ -456,9 +434,7 @@ class KvStore:
         twice."""
         writable, quantized = pairs[:, 0], pairs[:, 1]
         if ((writable < 0) | (writable >= self.num_writable)).any():
-            raise ValueError(
-                f"of the blocks {writable.tolist()} not all are writable: there are {self.num_writable}"
-            )
+            raise ValueError(f"of the blocks {writable.tolist()} not all are writable: there are {self.num_writable}")
         if ((quantized < self.num_writable) | (quantized >= self.num_blocks)).any():
             raise ValueError(
                 f"of the blocks {quantized.tolist()} not all are quantized: those are {self.num_writable} to "

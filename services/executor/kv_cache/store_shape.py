@@ -75,11 +75,7 @@ class StoreShape:
         own = slice(first, first + count)
         choosing = tuple(page - first for page in self.choosing if first <= page < first + count)
         return replace(
-            self,
-            pages=self.pages[own],
-            codecs=self.codecs[own],
-            slot=self.slot if slots else (),
-            choosing=choosing,
+            self, pages=self.pages[own], codecs=self.codecs[own], slot=self.slot if slots else (), choosing=choosing
         )
 
     def followed_by(self, pages: tuple[Pages, ...], codec: Codec | None) -> "StoreShape":
@@ -189,17 +185,13 @@ class StoreShape:
         """Bytes of one full block in page layer `page` that lie in the file."""
         pages, codec = self.pages[page], self.codec(page)
         itemsize = (self.dtype if codec is None else codec.dtype).itemsize
-        return (
-            pages.values_per_block(self.block_size) * itemsize if self.is_mapped and not pages.summary else 0
-        )
+        return pages.values_per_block(self.block_size) * itemsize if self.is_mapped and not pages.summary else 0
 
 
 def _described(pages: Pages) -> str:
     """In a store's format."""
     shape = f"{pages.parts}x{pages.heads}x{pages.width}"
-    return (
-        shape if pages.tokens == 1 and not pages.summary else f"{shape}/{pages.tokens}{'s' * pages.summary}"
-    )
+    return shape if pages.tokens == 1 and not pages.summary else f"{shape}/{pages.tokens}{'s' * pages.summary}"
 
 
 def state_bytes(tensor: StateTensor, dtype: torch.dtype) -> int:

@@ -107,10 +107,7 @@ class BatchSender:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.connections += 1
             connection.sendall(MAGIC)
-            if (
-                challenge(connection, self._key, "sender", "receiver", time.monotonic() + IDLE_TIMEOUT)
-                is None
-            ):
+            if challenge(connection, self._key, "sender", "receiver", time.monotonic() + IDLE_TIMEOUT) is None:
                 raise HandoverBroken("the peer at that address does not have the batch's key")
             connection.settimeout(IDLE_TIMEOUT)
             self._advance(*_COUNT.unpack(read_exactly(connection, _COUNT.size)))
@@ -150,12 +147,7 @@ class BatchReceiver:
     """Takes one batch. For each connection first `greet`, then `serve`."""
 
     def __init__(
-        self,
-        key: bytes,
-        count: int,
-        block_bytes: int,
-        landed: Callable[[int], object],
-        stopped: Callable[[], bool],
+        self, key: bytes, count: int, block_bytes: int, landed: Callable[[int], object], stopped: Callable[[], bool]
     ) -> None:
         """`landed` is told how many blocks have come, in order."""
         self._key = key

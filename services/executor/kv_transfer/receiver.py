@@ -93,8 +93,7 @@ class HandoverReceiver:
         sessions = [(session.name, now - max(0.0, session.idle)) for session in offer.sessions]
         self._settle()
         wanted = self._exchange.arrivals.begin(
-            [Offered(block.parent, block.tokens, *sessions[block.session]) for block in offer.blocks],
-            self._room(),
+            [Offered(block.parent, block.tokens, *sessions[block.session]) for block in offer.blocks], self._room()
         )
         self._batch += 1
         self._wanted = len(wanted)
@@ -151,13 +150,7 @@ class HandoverReceiver:
         self._board.totals.seconds += seconds
         self._board.totals.count += 1
         assert self._source is not None
-        log.info(
-            "handover_received",
-            group=self._source[0],
-            how=how,
-            blocks=self._blocks,
-            seconds=round(seconds, 3),
-        )
+        log.info("handover_received", group=self._source[0], how=how, blocks=self._blocks, seconds=round(seconds, 3))
         self._source = None
         self._blocks = 0
 

@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from services.executor.kv_transfer.board import (
-    POLL,
-    HandoverBoard,
-    OwnRing,
-    Send,
-    StopSending,
-    encode_command,
-    until,
-)
+from services.executor.kv_transfer.board import POLL, HandoverBoard, OwnRing, Send, StopSending, encode_command, until
 from services.executor.kv_transfer.endpoint import ENDED, IDLE_TIMEOUT
 from services.executor.kv_transfer.exchange import MOST_BLOCKS, Exchange, SessionBlock
 from shared.errors import RyzansteinError
@@ -65,9 +57,7 @@ def peers_of(records: Iterable[GroupRecord], model: str, group: str) -> dict[str
 
 def is_coming(records: Iterable[GroupRecord], model: str, group: str) -> bool:
     """Whether another group of `model` is starting."""
-    return any(
-        record.model == model and record.group != group and record.state == "starting" for record in records
-    )
+    return any(record.model == model and record.group != group and record.state == "starting" for record in records)
 
 
 class Homes:

@@ -96,9 +96,7 @@ class Adapters:
             async with self._slots:
                 await self._fetch(digest)
             if not self._held(digest):
-                raise StorageFull(
-                    f"The adapter {digest[:12]} was deleted again at once; raise --adapter-cache-bytes."
-                )
+                raise StorageFull(f"The adapter {digest[:12]} was deleted again at once; raise --adapter-cache-bytes.")
         except RyzansteinError as error:
             log.warning("adapter_load_failed", adapter=digest, code=error.code, error=str(error))
             self._batcher.adapter_failed(digest, error)
@@ -120,13 +118,10 @@ class Adapters:
                 raise
         except MissingObject:
             raise InvalidRequest(
-                f"The files of the adapter {digest[:12]} are not there any more; load the adapter again.",
-                param="model",
+                f"The files of the adapter {digest[:12]} are not there any more; load the adapter again.", param="model"
             ) from None
         except OSError as error:
-            raise StorageFull(
-                f"The adapter {digest[:12]} cannot be kept on disk: {reason_of(error)}."
-            ) from error
+            raise StorageFull(f"The adapter {digest[:12]} cannot be kept on disk: {reason_of(error)}.") from error
         log.info("adapter_fetched", adapter=digest, model=self._model)
 
     async def _check(self, digest: str, part: Path) -> None:

@@ -90,9 +90,7 @@ class LeaderDebug:
             # The other ranks may not have noted their end yet.
             self._loop.call_later(RANKS_END, self._log_slow, plan, rows, computed, fields)
 
-    def _log_slow(
-        self, plan: StepPlan, rows: list[SampledRow], computed: int, fields: dict[str, Any]
-    ) -> None:
+    def _log_slow(self, plan: StepPlan, rows: list[SampledRow], computed: int, fields: dict[str, Any]) -> None:
         times = [rank.step(plan.step) for rank in self._ranks]
         parts = {
             "prefill_tokens": computed,
@@ -150,10 +148,7 @@ def _stages(times: StepTimes) -> dict[str, float]:
 
 def _of_rank(rank: int, times: StepTimes, leader: StepTimes | None) -> dict[str, object]:
     """How a rank has spent the step: how late it began, how long it computed and waited for others."""
-    began = {
-        "rank": rank,
-        "began_after_ms": _ms((times.began - leader.began) / 1e9) if leader is not None else 0.0,
-    }
+    began = {"rank": rank, "began_after_ms": _ms((times.began - leader.began) / 1e9) if leader is not None else 0.0}
     if not times.ended:
         return {**began, "not_over_after_ms": _ms((time.monotonic_ns() - times.began) / 1e9)}
     whole = (times.ended - times.began) / 1e9

@@ -71,9 +71,7 @@ def fingerprint_of(settings: ExecutorSettings, card: ModelCard, numerics: str) -
 
 def with_parsers(card: ModelCard, settings: ExecutorSettings) -> ModelCard:
     """`card` with the parsers that its operator has chosen."""
-    return msgspec.structs.replace(
-        card, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
-    )
+    return msgspec.structs.replace(card, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser)
 
 
 def max_drafts(settings: ExecutorSettings, spec: EngineSpec) -> int:
@@ -135,12 +133,7 @@ LOAD_INTERVAL = 0.05
 
 class Leader:
     def __init__(
-        self,
-        settings: ExecutorSettings,
-        spec: RankSpec,
-        board: RingBoard,
-        engine: Engine,
-        supervisor: SupervisorPipe,
+        self, settings: ExecutorSettings, spec: RankSpec, board: RingBoard, engine: Engine, supervisor: SupervisorPipe
     ) -> None:
         self._settings = settings
         self._spec = spec
@@ -212,9 +205,7 @@ class Leader:
         )
         self._adapters = self._adapters_of() if engine_spec.max_adapters else None
         self._report_load()
-        self._bus = await Bus.connect(
-            self._settings, subjects.leader_connection(self._spec.instance, self._spec.group)
-        )
+        self._bus = await Bus.connect(self._settings, subjects.leader_connection(self._spec.instance, self._spec.group))
         self._bus.on_reconnect(self._on_reconnect)
         self._bus.on_election(self._on_election)
         beating = asyncio.create_task(self._beat())

@@ -26,14 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
-from services.executor.core.engine import (
-    BadLogits,
-    Engine,
-    GrammarFailed,
-    Launched,
-    RestoreFailed,
-    SampledToken,
-)
+from services.executor.core.engine import BadLogits, Engine, GrammarFailed, Launched, RestoreFailed, SampledToken
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.leader.diagnostics import LeaderDebug

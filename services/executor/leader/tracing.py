@@ -133,9 +133,7 @@ class _Attempt:
             "ryzanstein.communication_seconds": time_.communicating / 1e9,
             "ryzanstein.compute_seconds": (time_.spent - time_.communicating) / 1e9,
         }
-        tracing.under(self.span, f"rank {rank}", attributes=found, at=self._first_step).end(
-            at=self._last_step
-        )
+        tracing.under(self.span, f"rank {rank}", attributes=found, at=self._first_step).end(at=self._last_step)
 
 
 class _TracedStep(NamedTuple):

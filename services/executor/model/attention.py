@@ -211,9 +211,7 @@ def attend_all_decodes(
     parts = []
     for index, bucket in enumerate(batch.buckets):
         rows = bucket.stop - bucket.start
-        keys, values = _keys_and_values(
-            step.store.gather(page, bucket.blocks, rows), query.shape[-1], out.shape[-1]
-        )
+        keys, values = _keys_and_values(step.store.gather(page, bucket.blocks, rows), query.shape[-1], out.shape[-1])
         mask = bucket.mask
         if chosen is not None and (keep := chosen[index]) is not None:
             mask = mask.masked_fill(~keep.view(rows, -1, 1, keep.shape[-1]), float("-inf"))

@@ -25,9 +25,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def read_card(
-    directory: Path, model: str, spec: EngineSpec, *, checked: bool = False
-) -> tuple[ModelCard, bytes]:
+def read_card(directory: Path, model: str, spec: EngineSpec, *, checked: bool = False) -> tuple[ModelCard, bytes]:
     """(card, tokenizer bundle) of the model in `directory`. `checked`: the tokenizer is known to be one. Raises
     `ModelLoadError`."""
     bundle = read_bundle(directory, checked=checked)
@@ -98,9 +96,7 @@ def encoder_config(directory: Path) -> Any:
     `ModelLoadError`."""
     if not is_encoder(read_json(directory / "config.json")):
         return None
-    from services.executor.model.loading.config_file import (
-        load_config,
-    )  # with transformers, which takes seconds
+    from services.executor.model.loading.config_file import load_config  # with transformers, which takes seconds
 
     config = load_config(directory)
     check_supported(config)

@@ -156,9 +156,7 @@ def nearest(model_type: str) -> str:
     name = max(likeness, key=lambda name: likeness[name])
     if likeness[name] < _LIKE:
         return ""
-    return (
-        f" (the nearest that is served: {DECODERS[name].title}, {name!r}, such as {DECODERS[name].examples})"
-    )
+    return f" (the nearest that is served: {DECODERS[name].title}, {name!r}, such as {DECODERS[name].examples})"
 
 
 def _likeness(wanted: str, name: str, row: ModelFamily) -> float:

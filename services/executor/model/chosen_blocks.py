@@ -57,11 +57,7 @@ class _Indexer:
         self._step = named["step"]
 
     def choose(
-        self,
-        hidden: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: object,
-        position_ids: Tensor,
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: object, position_ids: Tensor
     ) -> BlockChoice:
         """`hidden` [1, T, hidden]"""
         step, module = self._step, self._module
@@ -73,8 +69,7 @@ class _Indexer:
         keep_lines(step, self._page, (keys[0],))
         rows = queries[0].transpose(0, 1)  # [T, heads, d]
         return BlockChoice(
-            self._of_decodes(step, rows),
-            [self._of_chunk(step, chunk, rows, keys[0]) for chunk in step.prefills(None)],
+            self._of_decodes(step, rows), [self._of_chunk(step, chunk, rows, keys[0]) for chunk in step.prefills(None)]
         )
 
     def _of_decodes(self, step: StepContext, queries: Tensor) -> list[Tensor]:
@@ -90,9 +85,7 @@ class _Indexer:
             made.append(chosen[..., blocks])
         return made
 
-    def _of_chunk(
-        self, step: StepContext, chunk: PrefillChunk, queries: Tensor, line: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _of_chunk(self, step: StepContext, chunk: PrefillChunk, queries: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
         keys = lines_of(step, self._page, chunk, (line,))[0][0]
         count = keys.shape[0]
         every = torch.arange(count, device=keys.device)
@@ -113,9 +106,7 @@ class _Indexer:
     def _block_of(self, positions: Tensor) -> Tensor:
         return positions.div(self._module.block_size, rounding_mode="floor")
 
-    def _chosen(
-        self, queries: Tensor, keys: Tensor, hidden: Tensor, blocks: Tensor, positions: Tensor
-    ) -> Tensor:
+    def _chosen(self, queries: Tensor, keys: Tensor, hidden: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         """bool [R, heads, blocks] of `queries` [R, heads, d] at `positions` int64 [R], `keys` [K, d] or [R, K, d] of
         `blocks` int64 [K], and `hidden` bool [R, 1, K]."""
         module = self._module

@@ -75,15 +75,7 @@ _OPTIONAL: dict[str, int] = {
     "intermediate_size": _VOCABULARY,
     "moe_intermediate_size": _VOCABULARY,
     **dict.fromkeys(
-        (
-            "index_head_dim",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_rope_head_dim",
-            "qk_nope_head_dim",
-            "v_head_dim",
-        ),
-        _WIDTH,
+        ("index_head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), _WIDTH
     ),
 }
 _BY_LAYER = ("intermediate_size", "moe_intermediate_size")  # may have a value for each layer
@@ -130,10 +122,7 @@ _OF_LAYERS = (
     "layer_rope_theta",
 )
 # Have one of these values.
-_CHOICES = {
-    "expert_selection_fn": ("softmax", "sigmoid"),
-    "shared_expert_combination_strategy": ("average", "sum"),
-}
+_CHOICES = {"expert_selection_fn": ("softmax", "sigmoid"), "shared_expert_combination_strategy": ("average", "sum")}
 _PARTS = ("text_config", "ffn_config")  # sections of a config.json that describe a model of their own
 _LAYERS = ("attn_layer_indices", "mlp_only_layers", "attention_layers_idx")  # name layers
 # A configuration with the first needs the second.
@@ -254,9 +243,7 @@ def _shared(types: Any, shared: Any) -> Iterator[str]:
     if not isinstance(types, list | tuple) or not isinstance(shared, int) or not 0 < shared < len(types):
         return
     for lost in sorted(set(map(str, types[-shared:])) - set(map(str, types[:-shared]))):
-        yield (
-            f"its last {shared} layers share keys and values, and none before them is of type {lost[:_SHOWN]}"
-        )
+        yield (f"its last {shared} layers share keys and values, and none before them is of type {lost[:_SHOWN]}")
 
 
 def _value(config: Any, name: str, default: object = None) -> Any:

@@ -84,12 +84,7 @@ class HeadModel(nn.Module):
         """What its layer reads of embeddings and states, [1, T, hidden] all three."""
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        logits_to_keep: Tensor,
-        step: StepContext,
-        **others: Any,
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, step: StepContext, **others: Any
     ) -> Any:
         """As transformers' models, over flat batches [1, T]."""
         step.first_seen = self.first_seen
@@ -178,12 +173,7 @@ class ReducedHead(VocabParallelHead):
     places: Tensor  # int64: of its own tokens among those of the rank
 
     def __init__(
-        self,
-        head: nn.Linear,
-        targets: NDArray[np.int64],
-        vocab_size: int,
-        rank: int,
-        world_size: int,
+        self, head: nn.Linear, targets: NDArray[np.int64], vocab_size: int, rank: int, world_size: int
     ) -> None:
         """`targets`: the tokens of its rows, ascending. A rank holds those of its share of the vocabulary."""
         LinearShard.__init__(self)

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
-    apply_rotary_pos_emb,
-    apply_rotary_pos_emb_interleave,
-)
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb, apply_rotary_pos_emb_interleave
 
 from services.executor.families.family import ModelFamily
 from services.executor.families.registry import family_of

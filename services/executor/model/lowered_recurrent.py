@@ -99,9 +99,7 @@ def gated_delta(module: Any) -> Recurrent:
     heads, groups = int(module.num_v_heads), int(module.num_k_heads)
     key_dim, value_dim = int(module.head_k_dim), int(module.head_v_dim)
     if module.activation not in ("silu", "swish"):
-        raise CannotLower(
-            f"the activation {module.activation} of a convolution is not among those that are lowered"
-        )
+        raise CannotLower(f"the activation {module.activation} of a convolution is not among those that are lowered")
     shape = RecurrentShape(
         kind="delta",
         heads=heads,
@@ -141,9 +139,7 @@ def _of_groups(linear: Any, groups: int, sizes: tuple[int, ...]) -> list[OutputR
     whole, rows = sum(sizes), []
     for at, size in enumerate(sizes):
         begin = sum(sizes[:at])
-        rows += [
-            OutputRows(linear, first, first + size) for first in range(begin, groups * whole + begin, whole)
-        ]
+        rows += [OutputRows(linear, first, first + size) for first in range(begin, groups * whole + begin, whole)]
     return rows
 
 

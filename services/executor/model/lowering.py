@@ -30,11 +30,7 @@ from services.executor.model.lowered_inputs import LayerInput, ModelInputs, lowe
 from services.executor.model.lowered_latent import Latent, lower_latent
 from services.executor.model.lowered_recurrent import CannotLower as CannotLower
 from services.executor.model.lowered_recurrent import OutputRows, Recurrent, lower_recurrent
-from services.executor.model.parallel.layers import (
-    LinearShard,
-    VocabParallelEmbedding,
-    WeightShard,
-)
+from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, WeightShard
 from services.executor.model.states.base import layer_layouts
 from services.executor.model.weight_formats import Weight
 
@@ -75,9 +71,7 @@ def sums_of(states: Tensor, pools: Int32Array) -> Floats:
     """float32 [P, hidden]: of `states` [T, hidden] the sum of the rows [first, end) of each of `pools` int32 [P, 2]."""
     if not len(pools):
         return np.zeros((0, 0), np.float32)
-    sums: Floats = (
-        torch.stack([states[first:end].float().sum(dim=0) for first, end in pools.tolist()]).cpu().numpy()
-    )
+    sums: Floats = torch.stack([states[first:end].float().sum(dim=0) for first, end in pools.tolist()]).cpu().numpy()
     return sums
 
 
@@ -161,17 +155,13 @@ class Lowered:
             "heads of several kinds": len(self.heads) > 1,
             "norms of values": self.family.norms_values,
             "inputs of layers": self.inputs is not None,
-            "experts with norms of their own": any(
-                layer.routing and layer.routing.norms for layer in self.layers
-            ),
+            "experts with norms of their own": any(layer.routing and layer.routing.norms for layer in self.layers),
             "norms over all heads": self.scalars.wide_norms,
             "norms after rotations": self.scalars.norms_turned,
             "interleaved rotations": self.scalars.rotary_interleaved,
             "clamped activations": self.activation == "swiglu_clamped",
             "attention sinks": any("sinks" in layer.norms for layer in self.layers),
-            "layers without norms before them": any(
-                "attention_norm" not in layer.norms for layer in self.layers
-            ),
+            "layers without norms before them": any("attention_norm" not in layer.norms for layer in self.layers),
         }
         return ", ".join(name for name, there in features.items() if there)
 
@@ -198,14 +188,7 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
     of_layers = [layout.total for layout in layer_layouts(config, ShardLayout.from_config(config, 1, 0))]
     heads = list(dict.fromkeys(of_layers))
     layers = [
-        _layer(
-            layer,
-            config,
-            family,
-            frequencies,
-            _recurrent(layer, config.model_type),
-            heads.index(of_layers[index]),
-        )
+        _layer(layer, config, family, frequencies, _recurrent(layer, config.model_type), heads.index(of_layers[index]))
         for index, layer in enumerate(base.layers)
     ]
     return Lowered(
@@ -313,12 +296,7 @@ def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
 
 
 def _layer(
-    layer: Any,
-    config: Any,
-    family: LayerStyle,
-    frequencies: "_Frequencies",
-    recurrent: Recurrent | None,
-    heads: int,
+    layer: Any, config: Any, family: LayerStyle, frequencies: "_Frequencies", recurrent: Recurrent | None, heads: int
 ) -> LoweredLayer:
     attention, routing, latent = None if recurrent else layer.self_attn, None, None
     feed_forward = _feed_forward(layer)
@@ -400,9 +378,7 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
     """Of `fused` and of `last` there may be any one."""
     first = [name for name in fused if hasattr(part, name)] or single
     names = (*first, *(name for name in last if hasattr(part, name)))
-    if len(names) == len(first) or not all(
-        isinstance(getattr(part, name, None), LinearShard) for name in names
-    ):
+    if len(names) == len(first) or not all(isinstance(getattr(part, name, None), LinearShard) for name in names):
         raise CannotLower(f"a {type(part).__name__} is built of other layers")
 
 
@@ -428,9 +404,7 @@ class _Frequencies:
         self.sets: list[tuple[Tensor, float]] = []
         if rotary is None:
             return
-        names = [
-            name for name, _ in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name
-        ]
+        names = [name for name, _ in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name]
         if not 1 <= len(names) <= 2:
             raise CannotLower(f"the model has {len(names)} sets of rotary frequencies")
         self._names = names
@@ -449,9 +423,7 @@ class _Frequencies:
         return self._names.index(f"{config.layer_types[attention.layer_idx]}_inv_freq")
 
 
-def _scalars(
-    model: Any, config: Any, family: LayerStyle, layers: list[LoweredLayer], dtype: torch.dtype
-) -> Scalars:
+def _scalars(model: Any, config: Any, family: LayerStyle, layers: list[LoweredLayer], dtype: torch.dtype) -> Scalars:
     attention: Any = next((layer.attention for layer in layers if layer.attention is not None), None)
     scale = getattr(model.model.embed_tokens, "embed_scale", None)
     # Rounded as the model rounds it.

@@ -149,9 +149,7 @@ class QuantizedRows:
             offset = max(0, -min(self.table))
             table = torch.tensor(self.table, dtype=torch.int32, device=codes.device)
             codes = (table[codes.int()] + offset).to(torch.uint8)
-        shift = (
-            torch.full_like(scales, float(offset)) if finer.zeros is None else finer.zeros.float() + offset
-        )
+        shift = torch.full_like(scales, float(offset)) if finer.zeros is None else finer.zeros.float() + offset
         least = scales * shift if mins is None else mins + scales * shift
         return QuantizedRows(
             codes,
@@ -276,11 +274,7 @@ class QuantizedRows:
     def _flaw_of_order(self) -> str:
         order = self.permutation
         if order is None:
-            return (
-                ""
-                if self.of_inputs is None
-                else "a weight's inputs are its columns where nothing permutes them"
-            )
+            return "" if self.of_inputs is None else "a weight's inputs are its columns where nothing permutes them"
         if tuple(order.shape) != (self.columns_stored,) or order.dtype is not torch.int32:
             return f"a permutation of {order.dtype} {list(order.shape)} does not fit {self.columns_stored} columns"
         used = order[order >= 0]
@@ -324,11 +318,7 @@ class QuantizedRows:
             for name in ("supers", "super_mins")
             if (part := getattr(self, name)) is not None
         }
-        parts = {
-            name: part[:, of]
-            for name in ("scales", "mins", "zeros")
-            if (part := getattr(self, name)) is not None
-        }
+        parts = {name: part[:, of] for name in ("scales", "mins", "zeros") if (part := getattr(self, name)) is not None}
         return replace(
             self,
             codes=self.codes[:, columns.clamp(min=0)],

@@ -81,11 +81,7 @@ class RowsCodec(WeightFormat):
         threads = max(1, min(torch.get_num_threads(), weight.numel() // _WORTH_A_THREAD))
         step = -(-len(weight) // threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="quantize") as pool:
-            list(
-                pool.map(
-                    lambda first: rows(first, min(first + step, len(weight))), range(0, len(weight), step)
-                )
-            )
+            list(pool.map(lambda first: rows(first, min(first + step, len(weight))), range(0, len(weight), step)))
 
     def _fitting(self, inputs: int) -> "tuple[RowsCodec, int]":
         """(what quantizes rows of `inputs`, in groups of so many)"""

@@ -42,9 +42,7 @@ class StateCache:
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return None if self._fresh else self.tensors[_name("conv", state_idx)]
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: object
-    ) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: object) -> Tensor:
         """The window and `conv_states` [n, channels, T] after it: [n, channels, window + T]."""
         window = self.tensors[_name("conv", state_idx)]
         known = torch.cat((window.to(conv_states.dtype), conv_states), dim=-1)
@@ -180,9 +178,7 @@ def _joined(parts: list[Outputs]) -> Outputs:
     return torch.cat(parts, dim=1) if isinstance(first, Tensor) else first
 
 
-def _rows(
-    others: dict[str, Any], tokens: int, start: int, stop: int, *, side_by_side: bool
-) -> dict[str, Any]:
+def _rows(others: dict[str, Any], tokens: int, start: int, stop: int, *, side_by_side: bool) -> dict[str, Any]:
     """Arguments for rows [start, stop): what has a value for each of the step's `tokens`, [1, T, ...], is cut."""
     return {name: _cut(value, tokens, start, stop, side_by_side) for name, value in others.items()}
 

@@ -51,8 +51,7 @@ def choose(step: StepContext, page: int, layer: int, query: Tensor) -> BlockChoi
         decodes.append(read.repeat_interleave(step.store.block_size, dim=-1))
     chunks = step.prefills(None)
     prefills = [
-        _of_chunk(step, page, layer, step.num_decodes + index, chunk, query)
-        for index, chunk in enumerate(chunks)
+        _of_chunk(step, page, layer, step.num_decodes + index, chunk, query) for index, chunk in enumerate(chunks)
     ]
     return BlockChoice(decodes, prefills)
 
@@ -74,9 +73,7 @@ def _of_chunk(
     return torch.stack(read, dim=1), blocks
 
 
-def _read_by(
-    step: StepContext, page: int, layer: int, sequence: int, row: int, query: Tensor, blocks: int
-) -> Tensor:
+def _read_by(step: StepContext, page: int, layer: int, sequence: int, row: int, query: Tensor, blocks: int) -> Tensor:
     """bool [kv heads, blocks]: of the sequence's first `blocks` blocks those that row `row` of the step reads, of
     those that it sees. `query` [kv heads, group, d]."""
     position, size = int(step.positions_on_host[row]), step.store.block_size
@@ -101,6 +98,4 @@ def _best(step: StepContext, page: int, table: Tensor, query: Tensor, top: int) 
     rows = query.float()
     scores = (rows @ mean.mT + DEVIATIONS * (rows.abs() @ deviation.mT)).amax(1)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :top]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(
-        1, order, torch.ones_like(order, dtype=torch.bool)
-    )
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, torch.ones_like(order, dtype=torch.bool))

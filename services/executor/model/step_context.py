@@ -91,12 +91,7 @@ def attend_decodes(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
 
 
 def attend_prefill(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    rule: ScoreRule,
-    positions: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: ScoreRule, positions: Tensor | None = None
 ) -> Tensor:
     """A chunk of one sequence. Returns [kv heads, group, rows, d].
 
@@ -258,11 +253,7 @@ class StepContext:
     """What attention needs to know of a step. Reaches it as the keyword argument `step`."""
 
     def __init__(
-        self,
-        plan: StepPlan,
-        store: KvStore,
-        on_layer: Callable[[], None],
-        backend: AttentionBackend | None = None,
+        self, plan: StepPlan, store: KvStore, on_layer: Callable[[], None], backend: AttentionBackend | None = None
     ):
         """`backend` attends in place of PyTorch where there is one."""
         self.store = store
@@ -320,9 +311,7 @@ class StepContext:
             return self.compressions
         size = self.store.block_size
         last = self.positions_on_host % size == size - 1
-        blocks = self.to_device(
-            self._slots[last] // size if not self.store.num_quantized else self._slots[:0]
-        )
+        blocks = self.to_device(self._slots[last] // size if not self.store.num_quantized else self._slots[:0])
         return blocks, blocks
 
     def choice_of(self, sequence: int) -> SparsePattern:
@@ -439,9 +428,7 @@ class StepContext:
             keys, seen = np.concatenate((keys, own_keys)), np.hstack((seen, at_home & (own_keys <= queries)))
         if reach is not None or self.first_seen:
             seen &= keys >= self._oldest_seen(reach, queries)
-        return PrefillChunk(
-            stop - query, stop, blocks, self._mask(seen), self.to_device(keys) if len(own) else None
-        )
+        return PrefillChunk(stop - query, stop, blocks, self._mask(seen), self.to_device(keys) if len(own) else None)
 
     def _oldest_seen(self, reach: Reach, position: Any) -> Any:
         return np.maximum(oldest_seen(reach, position), np.minimum(position, self.first_seen))

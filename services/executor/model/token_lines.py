@@ -21,9 +21,7 @@ class TokenLines:
     def __init__(self, page: int, tokens: int, span: int) -> None:
         self.page, self.tokens, self.span = page, tokens, span
 
-    def store(
-        self, step: StepContext, kept: Tensor, given: Tensor, make: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def store(self, step: StepContext, kept: Tensor, given: Tensor, make: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The lines [E, d] that end in this step, once they are stored. `given` [T, width]: what the step's tokens
         give, which goes to `kept` [slots, span, width] too; `make` makes lines of [E, span, width] and int64 [E], the
         positions of the first of their tokens."""
@@ -66,9 +64,7 @@ class TokenRing:
         self._around: list[tuple[Tensor, Tensor]] = []
         for piece in step.recurrent.pieces:
             begin = int(positions[piece.start])
-            ends: list[Int64Array] = [
-                (at + np.arange(size)) % size for at in (begin, begin + piece.stop - piece.start)
-            ]
+            ends: list[Int64Array] = [(at + np.arange(size)) % size for at in (begin, begin + piece.stop - piece.start)]
             self._around.append((step.to_device(ends[0]), step.to_device(ends[1])))
 
     def keep(self, kept: Tensor, rows: Tensor) -> list[Tensor]:
@@ -133,9 +129,7 @@ def _lines_of(step: StepContext, chunk: PrefillChunk, tokens: int) -> tuple[Tens
     device = step.store.device
     if chunk.blocks is not None:
         assert chunk.mask is not None, "a chunk behind others sees no more than they are"
-        every = (
-            torch.arange(chunk.mask.shape[1], device=device) if chunk.positions is None else chunk.positions
-        )
+        every = torch.arange(chunk.mask.shape[1], device=device) if chunk.positions is None else chunk.positions
         ends = ((every + 1) % tokens == 0).nonzero().squeeze(1)
         return ends, chunk.mask[:, ends] != 0
     rows = rows_that_end(step, tokens)

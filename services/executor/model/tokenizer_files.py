@@ -20,15 +20,7 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
-_FILES = (
-    TOKENIZER,
-    CONFIG,
-    TEMPLATE,
-    TOOL_TEMPLATE,
-    SPECIAL_TOKENS,
-    "config.json",
-    "generation_config.json",
-)
+_FILES = (TOKENIZER, CONFIG, TEMPLATE, TOOL_TEMPLATE, SPECIAL_TOKENS, "config.json", "generation_config.json")
 # Of tokenizer.json: null where there is none, and never left out.
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -51,9 +43,7 @@ def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
             f"The directory {directory} has no tokenizer.json, which gateways need; save the model's fast "
             "tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(...))."
         )
-    parsed = {
-        name: read_json(directory / name) for name in files if name.endswith(".json") and name != TOKENIZER
-    }
+    parsed = {name: read_json(directory / name) for name in files if name.endswith(".json") and name != TOKENIZER}
     if TOOL_TEMPLATE in files and TEMPLATE not in files:
         raise ModelLoadError(
             f"The directory {directory} has {TOOL_TEMPLATE} and no {TEMPLATE}; fetch the model again, or add the file."
@@ -100,9 +90,7 @@ def _templates(path: Path, given: Any) -> Iterable[str]:
         return
     named: dict[str, str] = {}
     for entry in given if isinstance(given, list) else [None]:
-        name, template = (
-            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
-        )
+        name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(template, str):
             raise _unusable(path, "chat_template", "is neither a text nor a list of names and templates")
         if named.setdefault(name, template) != template:
@@ -112,9 +100,7 @@ def _templates(path: Path, given: Any) -> Iterable[str]:
         raise _unusable(path, "chat_template", "has no template that is called 'default'")
 
 
-def _special_tokens(
-    directory: Path, config: Mapping[str, Any], special_map: Mapping[str, Any]
-) -> dict[str, str]:
+def _special_tokens(directory: Path, config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
     """The texts of special tokens, by their fields; from where transformers has them."""
     files = {CONFIG: config}
     if "added_tokens_decoder" not in config:
@@ -146,9 +132,7 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> Iterable[Added]
         yield Added(where, text, int(token))
 
 
-def _check_tokenizer(
-    path: Path, special: Mapping[str, str], added: Iterable[Added], templates: Iterable[str]
-) -> None:
+def _check_tokenizer(path: Path, special: Mapping[str, str], added: Iterable[Added], templates: Iterable[str]) -> None:
     """`special`: texts of tokens by the names that templates have for them."""
     said = read_json(path)
     if missing := next((name for name in _PARTS if name not in said), None):
@@ -169,9 +153,7 @@ def _check_tokenizer(
     for name, text in special.items():
         written = any(re.search(rf"\b{name}\b", template) for template in templates)
         if written and tokenizer.token_to_id(text) is None:
-            raise _unusable(
-                path, f"{name} {text[:64]!r}", "is written by the chat template and is no token there"
-            )
+            raise _unusable(path, f"{name} {text[:64]!r}", "is written by the chat template and is no token there")
 
 
 def _unusable(path: Path, what: str, why: str) -> ModelLoadError:

@@ -222,10 +222,7 @@ class RzPlace(ctypes.Structure):
 
 class RzModel(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, c_int32)
-            for name in ("layers", "hidden", "intermediate", "block_size", "activation", "num_heads")
-        ),
+        *((name, c_int32) for name in ("layers", "hidden", "intermediate", "block_size", "activation", "num_heads")),
         ("rotary_dim", c_int32 * ROTARIES),
         ("rotary_interleaved", c_int32),
         *(
@@ -322,10 +319,7 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_quantized_pack": (None, [c_void_p, POINTER(RzFormat), POINTER(RzCodes), c_long, c_long]),
     "rz_block_codes": (None, [c_int, c_void_p, *[c_long] * 4, *[c_void_p] * 5]),
     "rz_code_values": (None, [*[c_void_p] * 3, *[c_long] * 3, c_int, c_void_p, c_int, c_long]),
-    "rz_quantize": (
-        None,
-        [POINTER(RzCodes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],
-    ),
+    "rz_quantize": (None, [POINTER(RzCodes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3]),
     "rz_unpack_rows": (None, [c_void_p, c_int, c_long, POINTER(RzFormat), c_void_p, *[c_long] * 6]),
     "rz_quantized_row": (None, [c_void_p, POINTER(RzFormat), c_void_p, c_long]),
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(RzLinear), c_void_p, c_int, c_void_p]),
@@ -487,18 +481,7 @@ def _has_our_functions(library: Any) -> bool:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    kinds = (
-        RzLinear,
-        RzLayer,
-        RzModel,
-        RzStep,
-        RzCodes,
-        RzExperts,
-        RzRecurrent,
-        RzLatent,
-        RzAdapted,
-        RzLowRank,
-    )
+    kinds = (RzLinear, RzLayer, RzModel, RzStep, RzCodes, RzExperts, RzRecurrent, RzLatent, RzAdapted, RzLowRank)
     ours = [ctypes.sizeof(kind) for kind in kinds]
     if not hasattr(library, "rz_sizes"):
         return False

@@ -9,10 +9,7 @@ from services.executor.platforms.cpu import Cpu
 from services.executor.platforms.cuda import Cuda
 from shared.errors import ConfigurationError
 
-PLATFORMS: tuple[Platform, ...] = (
-    Cuda(),
-    Cpu(),
-)
+PLATFORMS: tuple[Platform, ...] = (Cuda(), Cpu())
 
 
 def platform_of(device: torch.device) -> Platform:

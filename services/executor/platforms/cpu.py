@@ -32,9 +32,7 @@ class Cpu(Platform):
     def free_memory(self, device: torch.device) -> tuple[int, int]:
         """Within this process's control group's limit."""
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        sizes = {
-            name: int(size.split()[0]) << 10 for name, _, size in (line.partition(":") for line in lines)
-        }
+        sizes = {name: int(size.split()[0]) << 10 for name, _, size in (line.partition(":") for line in lines)}
         room = control_group_room(Path("/sys/fs/cgroup"))
         return min([sizes["MemAvailable"], *room]), sizes["MemTotal"]
 

@@ -181,9 +181,7 @@ def only_largest(wants: Wants) -> bool:
     return bool((wants["count"] == 1).all())
 
 
-def collect_largest(
-    found: tuple[Tensor, Tensor], collectives: Collectives, widths: Sequence[int]
-) -> RowLogits | None:
+def collect_largest(found: tuple[Tensor, Tensor], collectives: Collectives, widths: Sequence[int]) -> RowLogits | None:
     """`collect` where `only_largest`: `found` is what `Search` finds in this rank's logits."""
     values, tokens = found
     if collectives.world_size == 1:
@@ -203,12 +201,7 @@ def _row_logits(summaries: Floats, tables: list[RowTable]) -> RowLogits:
 
 
 def _near_largest(
-    local: Tensor,
-    rows: Int64Array,
-    wants: Wants,
-    largest: Floats,
-    collectives: Collectives,
-    widths: Sequence[int],
+    local: Tensor, rows: Int64Array, wants: Wants, largest: Floats, collectives: Collectives, widths: Sequence[int]
 ) -> RowTable:
     """The tokens whose logits are near each row's `largest`, and the weight of all."""
     logits = _take(local, rows).float()

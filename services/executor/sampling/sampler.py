@@ -155,9 +155,7 @@ def _sample_table(
 ) -> None:
     """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
     special = [
-        at
-        for at, row in enumerate(table.rows)
-        if states[row].edits_logits or not states[row].greedy or row in masks
+        at for at, row in enumerate(table.rows) if states[row].edits_logits or not states[row].greedy or row in masks
     ]
     if not special:
         return

@@ -12,13 +12,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import problem_with, problem_with_bans, token_bans_of
 from services.executor.scheduler.sequence import finish_reason
 from shared import limits
-from shared.errors import (
-    ConfigurationError,
-    ContextLengthExceeded,
-    InvalidRequest,
-    QueueFull,
-    RyzansteinError,
-)
+from shared.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest, QueueFull, RyzansteinError
 from shared.messages import GenerationRequest, Refusal, TokenEntry
 
 
@@ -134,9 +128,7 @@ class Admission:
             sizes.append(("grammar", len(request.grammar.text), limits.GRAMMAR_BYTES, None))
         texts = _TEXTS(request)
         if sum(map(len, texts)) > limits.RING_TEXT.value:  # seldom
-            sizes += [
-                (name, len(text), limits.RING_TEXT, None) for name, text in zip(_NAMES, texts, strict=True)
-            ]
+            sizes += [(name, len(text), limits.RING_TEXT, None) for name, text in zip(_NAMES, texts, strict=True)]
         sizes += [("bad_words", len(word), limits.BAD_WORD_TOKENS, None) for word in sampling.bad_words[:256]]
         for name, size, limit, most in sizes:
             if size > (limit.value if most is None else most):
@@ -147,10 +139,7 @@ class Admission:
 
 
 def _sampling_problem(request: GenerationRequest, vocabulary: int) -> InvalidRequest | None:
-    if (
-        request.grammar is not None
-        and token_bans_of(request.sampling, request.stop_token_ids, ()) is not None
-    ):
+    if request.grammar is not None and token_bans_of(request.sampling, request.stop_token_ids, ()) is not None:
         return InvalidRequest("A grammar cannot be combined with min_tokens, allowed_token_ids or bad_words.")
     problem = problem_with(request.sampling, vocabulary) or problem_with_bans(
         request.sampling, request.stop_token_ids, vocabulary
@@ -174,9 +163,7 @@ def finished_before(request: GenerationRequest, spec: EngineSpec) -> TokenEntry 
 def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
     """Whether not even one more token fits the context or the KV cache."""
     tokens = len(request.prompt) + len(request.generated)
-    nothing_follows = (
-        request.pools or not request.max_tokens
-    )  # what is told of a prompt needs no room behind it
+    nothing_follows = request.pools or not request.max_tokens  # what is told of a prompt needs no room behind it
     if tokens >= spec.context_length + nothing_follows:
         return ContextLengthExceeded(
             f"The prompt has {tokens} tokens and the model's context is {spec.context_length}, answer "

@@ -49,15 +49,7 @@ from services.executor.scheduler.planning.overlap import (
 from services.executor.scheduler.planning.step_planner import StepPlanner
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes, vector_of
 from services.executor.scheduler.stats import Stages, load_of, view_of
-from services.executor.scheduler.steps import (
-    NO_STEP,
-    SampledRow,
-    ScheduledTokens,
-    Step,
-    build_plan,
-    in_order,
-    rows_of,
-)
+from services.executor.scheduler.steps import NO_STEP, SampledRow, ScheduledTokens, Step, build_plan, in_order, rows_of
 from services.executor.structured_output import GrammarState
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry

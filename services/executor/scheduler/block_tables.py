@@ -103,9 +103,7 @@ class BlockTables:
             missing = [-(-len(s.tokens) // size) - len(s.table) for s in running]
         return [blocks for blocks in missing if blocks > 0]
 
-    def could_allocate(
-        self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]
-    ) -> bool:
+    def could_allocate(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
         """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
         freed = sum(self._needed(len(s.tokens)) for s in lent)
         return self.free_blocks(running) + freed >= self.missing(sequence)
@@ -242,8 +240,7 @@ class BlockTables:
         lacking = [
             (s, at + 1)
             for s, at in successors
-            if len(s.table) * size <= at
-            or (compresses and (at + 1) // size > s.num_sealed + len(s.quantized))
+            if len(s.table) * size <= at or (compresses and (at + 1) // size > s.num_sealed + len(s.quantized))
         ]
         return self._extend(lacking)
 
@@ -277,10 +274,7 @@ class BlockTables:
         allocator = self._allocator
         if not longer:
             return True
-        writable, quantized = (
-            sum(writable for _, writable, _ in longer),
-            sum(quantized for _, _, quantized in longer),
-        )
+        writable, quantized = (sum(writable for _, writable, _ in longer), sum(quantized for _, _, quantized in longer))
         if writable > allocator.available_writable or quantized > allocator.available_full_blocks:
             return False
         for sequence, writable, quantized in longer:
@@ -294,9 +288,7 @@ class BlockTables:
         writable, quantized = self._lacks(sequence, tokens)
         allocator = self._allocator
         sequence.table.extend(allocator.allocate(min(writable, allocator.available_writable)))
-        sequence.quantized.extend(
-            allocator.allocate_full_blocks(min(quantized, allocator.available_full_blocks))
-        )
+        sequence.quantized.extend(allocator.allocate_full_blocks(min(quantized, allocator.available_full_blocks)))
 
     def _lacks(self, sequence: Sequence, tokens: int) -> tuple[int, int]:
         """(blocks to write to, blocks for what is filled) that its first `tokens` tokens need and it does not have."""
@@ -344,9 +336,7 @@ class BlockTables:
             older, table = self.states.with_snapshots(sequence)
             allocator.release(older, now=self._now, wanted=wanted)
         request = sequence.request
-        allocator.release(
-            [*table, *sequence.snapshot], request.session, self._now, wanted, keep=request.cache_ttl
-        )
+        allocator.release([*table, *sequence.snapshot], request.session, self._now, wanted, keep=request.cache_ttl)
         del sequence.table[:], sequence.snapshot[:]
         sequence.num_computed = sequence.num_sealed = sequence.followed = 0
         self.states.free(sequence)

@@ -59,11 +59,7 @@ class StageTimes:
 
 
 def finish_reason(
-    request: GenerationRequest,
-    stops: Collection[int],
-    output_tokens: int,
-    last: int | None,
-    context_length: int,
+    request: GenerationRequest, stops: Collection[int], output_tokens: int, last: int | None, context_length: int
 ) -> FinishReason:
     """Why a generation with `output_tokens` tokens, `last` the newest, is over; empty while it is not. `stops`: its
     stop tokens."""
@@ -87,12 +83,7 @@ class Sequence:
     """One attempt at one generation. The batcher alone changes it."""
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        arrival: int,
-        block_size: int,
-        root: bytes,
-        vector: Vector | None = None,
+        self, request: GenerationRequest, arrival: int, block_size: int, root: bytes, vector: Vector | None = None
     ) -> None:
         """Hashes the full blocks of prompt and `generated`; `root` begins the hash chain. `vector`: of a prompt that
         is to be embedded or classified."""
@@ -127,9 +118,7 @@ class Sequence:
         self.choice = SparsePattern.of(request.sparse)  # which earlier blocks its tokens read
         chosen = (self.choice.threshold, self.choice.salt()) if self.choice.kind else None
         self.chain = BlockChain(self.tokens, block_size, root, chosen)
-        self.sampling = SamplingState(
-            request.sampling, request.prompt, request.generated, request.stop_token_ids
-        )
+        self.sampling = SamplingState(request.sampling, request.prompt, request.generated, request.stop_token_ids)
         self.stops = frozenset(request.stop_token_ids)
         # With which it is over, whatever they are; less where the context or the KV cache ends before that.
         self.most_tokens = self.prompt_tokens + request.max_tokens
@@ -218,10 +207,7 @@ class Sequence:
         self.sampling.advance(token)
 
     def entry(
-        self,
-        tokens: list[int],
-        finish: FinishReason = "",
-        logprobs: list[TokenLogprobs] | None = None,
+        self, tokens: list[int], finish: FinishReason = "", logprobs: list[TokenLogprobs] | None = None
     ) -> TokenEntry:
         """What the consumer is told: `tokens` are the newest, already appended."""
         cached = 0 if self.announced else self.cached_tokens

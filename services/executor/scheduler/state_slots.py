@@ -141,9 +141,7 @@ class StateSlots:
         if not self.total - self.places:
             return False
         done = sequence.num_computed // self._size
-        if any(
-            done < one.blocks <= limit and _agree(sequence, one.sequence, one.blocks) for one in self._ready
-        ):
+        if any(done < one.blocks <= limit and _agree(sequence, one.sequence, one.blocks) for one in self._ready):
             return True
         for other in others:
             at = self._next(other, max(done, other.num_computed // self._size))
@@ -191,9 +189,7 @@ class StateSlots:
             row += length
         wanted.sort(key=lambda one: one[0])
         count = min(len(wanted), len(self._spare))
-        return [
-            (row, StateSnapshot(sequence, at, self._spare.pop())) for _, row, sequence, at in wanted[:count]
-        ]
+        return [(row, StateSnapshot(sequence, at, self._spare.pop())) for _, row, sequence, at in wanted[:count]]
 
     def _keep_before_drafts(self, rows: Rows, copies: list[tuple[int, int]]) -> list[Drafted]:
         """Adds to `copies` where the state before each draft goes: behind which row, and to which slot."""

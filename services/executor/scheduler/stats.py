@@ -37,9 +37,7 @@ def view_of(
     )
 
 
-def load_of(
-    planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
-) -> GroupLoad:
+def load_of(planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec) -> GroupLoad:
     prompts = [s for s in planner.running if len(s.tokens) - s.num_computed > 1]
     unfinished = sum(planner.keeps_waiting(s) for s in prompts)
     return GroupLoad(

@@ -204,9 +204,7 @@ def build_draft_plan(
     ordered = in_draft_order(members)
     ends = [len(sequence.tokens) for sequence in ordered]
     widths = [end - sequence.followed for sequence, end in zip(ordered, ends, strict=True)]
-    tables = [
-        s.table[: -(-(end + count) // block_size)].tobytes() for s, end in zip(ordered, ends, strict=True)
-    ]
+    tables = [s.table[: -(-(end + count) // block_size)].tobytes() for s, end in zip(ordered, ends, strict=True)]
     parts = [(s, s.followed, end) for s, end in zip(ordered, ends, strict=True)]
     plan = StepPlan(
         step=step,

@@ -81,9 +81,7 @@ class LoadWatch(_Watch):
         return reason
 
 
-_OWN_SIGNALS = frozenset(
-    getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "TRAP", "SYS")
-)
+_OWN_SIGNALS = frozenset(getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "TRAP", "SYS"))
 _AT_ONCE = 2  # steps that may be under way at a time
 
 

@@ -252,9 +252,7 @@ class GroupSupervisor:
         ready = asyncio.create_task(ring.ready.wait())
         ended = asyncio.create_task(ring.wait_end())
         try:
-            await asyncio.wait(
-                {ready, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=self.settings.start_timeout
-            )
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=self.settings.start_timeout)
             if ready.done():
                 self.model, self._message = ring.model, ""
                 self._deaths = 0

@@ -125,9 +125,7 @@ class RingCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         labels, board = self._labels(), self._board()
         restarts = (labels, sum(self._deaths.values()))
-        yield metric(
-            CounterMetricFamily, "ring_restarts", "Rings that were lost and started again.", _LABELS, restarts
-        )
+        yield metric(CounterMetricFamily, "ring_restarts", "Rings that were lost and started again.", _LABELS, restarts)
         deaths = [((*labels, cause), count) for cause, count in self._deaths.items()]
         names = (*_LABELS, "cause")
         yield metric(CounterMetricFamily, "ring_deaths", "Rings that were lost, by cause.", names, *deaths)
@@ -135,9 +133,7 @@ class RingCollector(Collector):
             return
         if kernels := self._kernels():
             info, names = ((*labels, kernels), 1), (*_LABELS, "kernels")
-            yield metric(
-                GaugeMetricFamily, "kernels_info", "1, labelled with the compute backend.", names, info
-            )
+            yield metric(GaugeMetricFamily, "kernels_info", "1, labelled with the compute backend.", names, info)
         for name, (text, value) in _gauges(board).items():
             yield metric(GaugeMetricFamily, name, text, _LABELS, (labels, value))
         for name, text in TOTALS.items():
@@ -152,11 +148,7 @@ class RingCollector(Collector):
         uses = [((*labels, str(rank)), self._gpus.read(uuid)) for rank, uuid in board.gpus.items()]
         for name, field, text in (
             ("utilization_ratio", "utilization", "Share of time in which the rank's GPU was busy, 0 to 1."),
-            (
-                "memory_used_bytes",
-                "memory_used",
-                "Memory in use on the rank's GPU, other processes' included.",
-            ),
+            ("memory_used_bytes", "memory_used", "Memory in use on the rank's GPU, other processes' included."),
             ("memory_bytes", "memory_total", "Memory of the rank's GPU."),
         ):
             known = [(of, value) for of, use in uses if (value := getattr(use, field)) is not None]

@@ -193,9 +193,7 @@ class Ring:
             threads = thread_count(self._settings)
             local = await self._start_rank(threads, self._settings, self._forks, self._variables)
             forked = local.is_forked
-            log.info(
-                "rank_started", group=self._group, rank=rank, pid=local.pid, forked=forked, epoch=self.epoch
-            )
+            log.info("rank_started", group=self._group, rank=rank, pid=local.pid, forked=forked, epoch=self.epoch)
             process: LocalRank | RemoteRank = local
         else:
             assert self._nodes is not None, "ranks elsewhere are started by their hosts"

@@ -63,11 +63,7 @@ class ExecutorService(Service):
         self._nodes = HeadNode(settings) if settings.nnodes > 1 else None
         self._host = ModelHost(settings, self, self.job_kinds)
         self._own: GroupSupervisor | None = None
-        if (
-            settings.model
-            or not settings.is_host
-            or (settings.engine == "stub" and settings.served_model_name)
-        ):
+        if settings.model or not settings.is_host or (settings.engine == "stub" and settings.served_model_name):
             name = settings.group or self.instance
             self._own = GroupSupervisor(settings, name, self, self._nodes)
             self._host.own(self._own)

@@ -22,17 +22,8 @@ from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.trainer_pipe import KEPT_ACTIVATIONS
 from services.executor.model.adapters.targets import AdapterTarget
-from services.executor.model.parallel.layers import (
-    LinearShard,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    piece_of,
-)
-from services.executor.training.base.attention import (
-    ATTENTION_NAME,
-    CURRENT_ATTRIBUTE,
-    register_training_attention,
-)
+from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, VocabParallelHead, piece_of
+from services.executor.training.base.attention import ATTENTION_NAME, CURRENT_ATTRIBUTE, register_training_attention
 from services.executor.training.base.linear import Factors, FrozenLinear, Pass
 from services.executor.training.base.loading import LoadedBase, load_base
 from services.executor.training.base.log_probs import Head
@@ -92,9 +83,7 @@ class TrainableModel:
         """All factors' parts, in the order of their names, A before B."""
         return [part for some in self.factors.values() for part in (some.a, some.b)]
 
-    def log_probs(
-        self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]:
+    def log_probs(self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None) -> tuple[Tensor, Tensor]:
         """float32 [N] log p(target), with gradients to the factors where they count (`adapter`) and gradients are
         wanted; bool [N] whether no token is likelier. `dropout`: what that of the factors is drawn from; None: none.
         """
@@ -107,9 +96,7 @@ class TrainableModel:
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             ).last_hidden_state[0]
             self._between_layers()
-            return self._head.log_probs(
-                states.index_select(0, batch.rows.to(device)), batch.targets.to(device)
-            )
+            return self._head.log_probs(states.index_select(0, batch.rows.to(device)), batch.targets.to(device))
 
     @contextmanager
     def _during(self, now: Pass) -> Iterator[None]:
@@ -146,9 +133,7 @@ class TrainableModel:
             if index < self._kept_layers:
                 out = once(now, hidden, *rest, **named)
             else:
-                out = checkpoint(
-                    once, now, hidden, *rest, use_reentrant=False, preserve_rng_state=False, **named
-                )
+                out = checkpoint(once, now, hidden, *rest, use_reentrant=False, preserve_rng_state=False, **named)
             first: Tensor = out[0] if isinstance(out, tuple) else out
             if first.requires_grad:
                 first.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
@@ -255,9 +240,7 @@ def _layers_of(model: Any) -> list[Any]:
     )
 
 
-def _chosen(
-    targets: list[AdapterTarget], linears: dict[str, FrozenLinear], wanted: list[str]
-) -> list[AdapterTarget]:
+def _chosen(targets: list[AdapterTarget], linears: dict[str, FrozenLinear], wanted: list[str]) -> list[AdapterTarget]:
     """The linears that are trained, sorted by their names. Raises `InvalidRequest` where one of `wanted` is none."""
     known = sorted((target for target in targets if target.name in linears), key=lambda target: target.name)
     leaves = {target.name.rpartition(".")[2] for target in known}

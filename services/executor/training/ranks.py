@@ -41,9 +41,7 @@ COMMAND = [sys.executable, "-m", "services.executor.training"]  # with the descr
 log = structlog.get_logger(__name__)
 
 
-def join_ranks(
-    spec: TrainerSpec, settings: ExecutorSettings, device: torch.device, events_fd: int
-) -> Collectives:
+def join_ranks(spec: TrainerSpec, settings: ExecutorSettings, device: torch.device, events_fd: int) -> Collectives:
     """Of rank 0, which starts the others, and of these. One process has nobody to meet.
 
     Raises `RingLost` where one has gone, which has told the reason itself.

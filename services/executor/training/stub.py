@@ -138,9 +138,7 @@ def _csv(steps: int) -> str:
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(["step", "train_loss", "train_accuracy"])
-    rows.writerows(
-        [step, _metrics(step).train_loss, _metrics(step).train_accuracy] for step in range(1, steps + 1)
-    )
+    rows.writerows([step, _metrics(step).train_loss, _metrics(step).train_accuracy] for step in range(1, steps + 1))
     return out.getvalue()
 
 

@@ -82,9 +82,7 @@ def python_stacks() -> list[StackDump]:
     main, here = threading.main_thread().ident, threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda one: one[0] == main)  # noqa: SLF001  # no public name
     return [
-        StackDump(
-            names.get(ident) or f"0x{ident:016x}", [_place(*one) for one in traceback.walk_stack(frame)]
-        )
+        StackDump(names.get(ident) or f"0x{ident:016x}", [_place(*one) for one in traceback.walk_stack(frame)])
         for ident, frame in frames
         if ident != here
     ]

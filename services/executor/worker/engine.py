@@ -81,11 +81,7 @@ class RingEngine:
     """`Engine` of the leader: rank 0 of the ring, and the one that samples."""
 
     def __init__(
-        self,
-        settings: ExecutorSettings,
-        spec: RankSpec,
-        board: RingBoard,
-        announce: Callable[[Rendezvous], None],
+        self, settings: ExecutorSettings, spec: RankSpec, board: RingBoard, announce: Callable[[Rendezvous], None]
     ) -> None:
         self._settings = settings
         self._spec = spec
@@ -112,9 +108,7 @@ class RingEngine:
             self._settings, self._spec, device, self._directory, self._announce, draft
         )
         where = Directories(self._directory, draft)
-        self._member = Worker.load(
-            self._settings, self._spec, self._board, where, device, collectives, progress
-        )
+        self._member = Worker.load(self._settings, self._spec, self._board, where, device, collectives, progress)
         self._said_before = self._member.collectives.busy_seconds
         self._board.communicated = lambda: collectives.busy_seconds
         self._draft_sampler = self._member.draft_sampler
@@ -307,9 +301,7 @@ class Worker:
         if self._draft is None:
             return None
         spec = self.engine_spec
-        return DraftSampler(
-            spec.vocab_size, self._draft.context_length, spec.block_size, self._draft.translation
-        )
+        return DraftSampler(spec.vocab_size, self._draft.context_length, spec.block_size, self._draft.translation)
 
     def keep(self) -> None:
         """`Share.keep`, of all models."""

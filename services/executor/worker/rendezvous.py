@@ -107,9 +107,7 @@ def lead(
     one_host = settings.nnodes == 1
     if spec.world_size == 1:
         return PlanSender([]), _alone(settings, device)
-    backend = choose_backend(
-        settings.collectives, platform_of(device), lambda: one_host and can_share_memory()
-    )
+    backend = choose_backend(settings.collectives, platform_of(device), lambda: one_host and can_share_memory())
     if backend == "shm" and not one_host:
         raise ConfigurationError(
             f"--collectives shm works on one host only and the ring has {settings.nnodes}; use --collectives auto."

@@ -63,9 +63,7 @@ def stub_token(seed: int, position: int, vocab_size: int = 256) -> int:
     The value of a lower-case ASCII letter or a space: `alphabet[random_bits(seed, position) % 32]`.
     """
     if vocab_size <= _LARGEST:
-        raise ConfigurationError(
-            f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}."
-        )
+        raise ConfigurationError(f"The stub engine's vocabulary is {vocab_size} and must be at least {_LARGEST + 1}.")
     return _ALPHABET[random_bits(seed, position) % len(_ALPHABET)]
 
 

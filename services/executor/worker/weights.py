@@ -90,7 +90,6 @@ def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:
     longest = longest or usual
     if settings.context_length > longest:
         raise ConfigurationError(
-            f"--context-length {settings.context_length} is more than the model was made for; "
-            f"choose {longest} or less."
+            f"--context-length {settings.context_length} is more than the model was made for; choose {longest} or less."
         )
     return settings.context_length or usual

@@ -21,14 +21,7 @@ from services.gateway.api.operations import METRICS, OPEN_PATHS, own_routes
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
 from services.gateway.core.asgi import request_headers, send_json
-from services.gateway.core.errors import (
-    CLIENT_GONE,
-    ClientGone,
-    RouteError,
-    headers_of,
-    log_failure,
-    status_of,
-)
+from services.gateway.core.errors import CLIENT_GONE, ClientGone, RouteError, headers_of, log_failure, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_request_id
@@ -57,9 +50,7 @@ class GatewayApp:
         self._settings = settings
         self._backend = backend
         self._ops = ops
-        self._browsers = Browsers(
-            settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins)
-        )
+        self._browsers = Browsers(settings.host, listed(settings.allowed_hosts), listed(settings.allowed_origins))
         self.dialects = Dialects(dialects)
         spoken = [route for one in dialects for route in one.routes(backend, settings, metrics)]
         # The way of nearly every request, past the router's search.
@@ -239,9 +230,7 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
         hint = "it is a WebSocket"
     elif meant := _meant(scope):
         hint = f"it is at {meant}"
-    raise RouteError(
-        f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.", reason="unknown_url"
-    )
+    raise RouteError(f"Unknown request URL: {scope['method']} {scope['path'][:256]}; {hint}.", reason="unknown_url")
 
 
 def _meant(scope: Scope) -> str:

@@ -233,10 +233,7 @@ RouteMaker = Callable[[GatewayBackend, GatewaySettings], list[BaseRoute]]
 
 
 def route(
-    backend: GatewayBackend,
-    settings: GatewaySettings,
-    *handled: tuple[Operation, Handler],
-    direct: Any = None,
+    backend: GatewayBackend, settings: GatewaySettings, *handled: tuple[Operation, Handler], direct: Any = None
 ) -> ApiRoute:
     """The route of one path, with a handler for each of its operations. `direct`: as of `ApiRoute`."""
     handlers = {operation.method: handler for operation, handler in handled}

@@ -28,12 +28,7 @@ from services.gateway.core.asgi import (
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.headers import (
-    check_background,
-    check_flag,
-    check_idempotency_key,
-    check_session_id,
-)
+from services.gateway.intake.headers import check_background, check_flag, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import octets_of
@@ -106,13 +101,7 @@ def reading(run: StreamReader, scope: Scope, receive: Receive) -> AbstractContex
 
 
 _OF_CONTEXT = frozenset(
-    (
-        b"idempotency-key",
-        b"last-event-id",
-        b"x-ryzanstein-progress",
-        b"x-session-id",
-        b"x-ryzanstein-background",
-    )
+    (b"idempotency-key", b"last-event-id", b"x-ryzanstein-progress", b"x-session-id", b"x-ryzanstein-background")
 )
 
 

@@ -55,9 +55,7 @@ GENERATION_STREAM = Operation(
 
 async def retrieve_generation(ask: RequestContext) -> GenerationState:
     """What has come of it so far."""
-    state = await ask.parts.reading.state(
-        ask.named("generation"), ask.request_id, ask.tenant, ask.answer_headers
-    )
+    state = await ask.parts.reading.state(ask.named("generation"), ask.request_id, ask.tenant, ask.answer_headers)
     ask.of_model(state.model)
     return state
 

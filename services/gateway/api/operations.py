@@ -67,9 +67,7 @@ PINGS = tuple(
     for method, name in (("GET", "ping"), ("POST", "pingByPost"))
 )
 LOAD = Operation("GET /load", "load", "Requests that this gateway is answering.", "Operations", response=Load)
-HEALTH = Operation(
-    "GET /health", "health", "200 while the process lives.", "Operations", response=Health, plain=True
-)
+HEALTH = Operation("GET /health", "health", "200 while the process lives.", "Operations", response=Health, plain=True)
 READY = Operation(
     "GET /ready",
     "ready",

@@ -129,9 +129,7 @@ class Session(Generic[MessageT]):
         """Raises `InvalidParameter`, `QueueFull`."""
         if name in self._turns:
             raise InvalidSessionMessage.at(
-                "id",
-                f"'{name}' is the id of a generation that has not ended; choose another.",
-                reason="duplicate_id",
+                "id", f"'{name}' is the id of a generation that has not ended; choose another.", reason="duplicate_id"
             )
         if len(self._turns) >= self._settings.max_generations_per_socket:
             raise QueueFull(

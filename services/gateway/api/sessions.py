@@ -23,11 +23,7 @@ MOST_WAIT = 60.0
 class PrefillQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait: Annotated[
         float,
-        Meta(
-            ge=0,
-            le=MOST_WAIT,
-            description="Seconds to wait for it to be completed; 202 where it is not by then.",
-        ),
+        Meta(ge=0, le=MOST_WAIT, description="Seconds to wait for it to be completed; 202 where it is not by then."),
     ] = 30.0
 
 

@@ -48,12 +48,7 @@ from services.gateway.core.errors import ClientGone, InvalidParameter, describe,
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.headers import (
-    check_background,
-    check_flag,
-    check_idempotency_key,
-    check_session_id,
-)
+from services.gateway.intake.headers import check_background, check_flag, check_idempotency_key, check_session_id
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.stream_reader import StreamReader
@@ -194,14 +189,11 @@ class WebSocketSession(Session[ClientMessage]):
         if message.type == "attach":
             self._backend.authenticator.check(self._context.principal)
             tenant = self._context.tenant
-            return await self._backend.parts.reading.attach(
-                message.generation, after, how="websocket", tenant=tenant
-            )
+            return await self._backend.parts.reading.attach(message.generation, after, how="websocket", tenant=tenant)
         context = msgspec.structs.replace(
             self._context,
             background=check_background(
-                None if message.background is None else f"{message.background:f}",
-                self._settings.background_limit,
+                None if message.background is None else f"{message.background:f}", self._settings.background_limit
             ),
             key=check_idempotency_key(message.idempotency_key),
             after=after,
@@ -229,11 +221,7 @@ class WebSocketSession(Session[ClientMessage]):
         """As a request of its own."""
         if turn.message.type != "generate":
             return
-        status = (
-            200
-            if error is None
-            else status_of(ClientGone() if isinstance(error, GenerationCancelled) else error)
-        )
+        status = 200 if error is None else status_of(ClientGone() if isinstance(error, GenerationCancelled) else error)
         model = turn.run.model if turn.run else ""
         self._metrics.answered(self.route, model, status, time.perf_counter() - turn.began, error)
 

@@ -113,11 +113,7 @@ class Authenticator:
             raise AuthenticationFailed(f"Incorrect API key provided. Send a key that is valid {_HOW}")
         self._used[identity] = self._check_state(record)
         return Principal(
-            identity,
-            record.tenant,
-            record.limits,
-            manage_models=record.manage_models,
-            view_keys=record.view_keys,
+            identity, record.tenant, record.limits, manage_models=record.manage_models, view_keys=record.view_keys
         )
 
     def check(self, principal: Principal) -> None:

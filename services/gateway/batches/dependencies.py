@@ -69,9 +69,7 @@ class LineEndpoint:
 
 def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
     """What works off the lines of each URL."""
-    return {
-        url: LineEndpoint(name, intake, catalog) for url, name in ENDPOINTS.items() if intake.serves(name)
-    }
+    return {url: LineEndpoint(name, intake, catalog) for url, name in ENDPOINTS.items() if intake.serves(name)}
 
 
 class BatchMetrics:

@@ -121,9 +121,7 @@ class LineRunner:
             self._gate.running -= 1
             self._gate.leave(self)
 
-    async def refuse(
-        self, job: BatchJob, request: BatchLine, error: RyzansteinError, tally: CompletionBitmap
-    ) -> None:
+    async def refuse(self, job: BatchJob, request: BatchLine, error: RyzansteinError, tally: CompletionBitmap) -> None:
         """Stores that `request` has failed without being run."""
         result = failed(job.id, request.line, request.custom_id, error)
         await self._store(job, result)
@@ -179,9 +177,7 @@ class LineRunner:
 
     # --- one line --------------------------------------------------------------------------------
 
-    async def _run(
-        self, job: BatchJob, request: BatchLine, endpoint: LineEndpoint, tally: CompletionBitmap
-    ) -> None:
+    async def _run(self, job: BatchJob, request: BatchLine, endpoint: LineEndpoint, tally: CompletionBitmap) -> None:
         identity = request_id_of(job.id, request.line)
         structlog.contextvars.bind_contextvars(request_id=identity, batch=job.id, line=request.line)
         with line_span(job, request.line, identity) as span, tracing.active(span):

@@ -49,10 +49,7 @@ def parse(line: FileLine, url: str) -> BatchLine:
     custom_id = fields.custom_id
     if not 0 < len(custom_id) <= limits.CUSTOM_ID.value:
         raise Wrong(
-            line.number,
-            "invalid_custom_id",
-            f"A custom_id has 1 to {limits.CUSTOM_ID.value} characters.",
-            "custom_id",
+            line.number, "invalid_custom_id", f"A custom_id has 1 to {limits.CUSTOM_ID.value} characters.", "custom_id"
         )
     if fields.method != "POST":
         raise Wrong(line.number, "invalid_method", "The method of a request must be 'POST'.", "method")

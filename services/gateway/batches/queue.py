@@ -50,9 +50,7 @@ class BatchQueue:
                 cb=self._handler(kind, answer),  # type: ignore[arg-type]
             )
 
-    def _handler(
-        self, kind: type[T], answer: Callable[[T], Awaitable[BatchReply]]
-    ) -> Callable[[Msg], Awaitable[None]]:
+    def _handler(self, kind: type[T], answer: Callable[[T], Awaitable[BatchReply]]) -> Callable[[Msg], Awaitable[None]]:
         from_json, from_msgpack = msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind)
 
         async def handle(message: Msg) -> None:

@@ -91,9 +91,7 @@ def _line(
     batch: str, line: int, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
 ) -> bytes:
     digest = hashlib.blake2b(request_id_of(batch, line).encode(), digest_size=12).hexdigest()
-    return _encode(
-        {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
-    )
+    return _encode({"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error})
 
 
 def _usage(body: bytes) -> TokenCounts:
@@ -258,9 +256,7 @@ class Results:
             if result.object_name:
                 await self._objects.delete(result.object_name)
         with translated("clear the results of a batch"):
-            await self._bus.jetstream().purge_stream(
-                subjects.BATCHES_STREAM, subject=subjects.batch_results(batch)
-            )
+            await self._bus.jetstream().purge_stream(subjects.BATCHES_STREAM, subject=subjects.batch_results(batch))
 
     async def stop(self) -> None:
         """Waits until everything is stored, or has failed."""

@@ -150,9 +150,7 @@ class BatchRunner:
     def _with_counts(self, job: BatchJob) -> BatchJob:
         if job.status not in ("in_progress", "cancelling") or self._tally.done < job.counts.completed:
             return job
-        return msgspec.structs.replace(
-            job, counts=self._tally.counts(job.counts.total), usage=self._tally.usage
-        )
+        return msgspec.structs.replace(job, counts=self._tally.counts(job.counts.total), usage=self._tally.usage)
 
     def _end_lines(self, reason: Ending) -> None:
         self._reason = self._reason or reason
@@ -308,16 +306,10 @@ class BatchRunner:
             errors = await self._write("errors")
         usage = self._tally.usage
         await self._lease.write(
-            lambda job: states.ended(
-                job, time.time(), counts=counts, usage=usage, output=output, errors=errors
-            )
+            lambda job: states.ended(job, time.time(), counts=counts, usage=usage, output=output, errors=errors)
         )
         log.info(
-            "batch_ended",
-            batch=self._job.id,
-            status=self._job.status,
-            completed=counts.completed,
-            failed=counts.failed,
+            "batch_ended", batch=self._job.id, status=self._job.status, completed=counts.completed, failed=counts.failed
         )
 
     async def _no_room(self, error: RyzansteinError) -> None:

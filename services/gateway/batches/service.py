@@ -91,14 +91,10 @@ class Batches:
         what is submitted of a file with that id."""
         async with self._files.receive(principal.tenant, "input.jsonl", _parts(lines), len(lines)) as record:
             expires = record.created_at + BATCH_EXPIRY
-            file = await self._files.publish(
-                msgspec.structs.replace(record, purpose="batch", expires_at=expires)
-            )
+            file = await self._files.publish(msgspec.structs.replace(record, purpose="batch", expires_at=expires))
         used = ""
         try:
-            job = await self.submit(
-                wanted(file.id), principal, key, print_, requests=requests, own_input=True
-            )
+            job = await self.submit(wanted(file.id), principal, key, print_, requests=requests, own_input=True)
             used = job.input_file_id
         except InvalidRequest:
             await self._files.delete(file.id, principal.tenant)

@@ -43,9 +43,7 @@ def begun(job: BatchJob, now: float, requests: int, model: str) -> BatchJob:
     if job.status != "validating":
         return job
     counts = Counts(total=requests)
-    return _replace(
-        job, status="in_progress", in_progress_at=now, model=model, counts=counts, begun=0, lost=[]
-    )
+    return _replace(job, status="in_progress", in_progress_at=now, model=model, counts=counts, begun=0, lost=[])
 
 
 def failed(job: BatchJob, now: float, errors: list[BatchError]) -> BatchJob:
@@ -60,9 +58,7 @@ def cancelling(job: BatchJob, now: float) -> BatchJob:
     if job.status in ("cancelling", "cancelled", "finalizing"):
         return job
     if job.status in OVER:
-        raise RouteError(
-            f"Cannot cancel a batch with status '{job.status}'.", status=409, reason="batch_is_over"
-        )
+        raise RouteError(f"Cannot cancel a batch with status '{job.status}'.", status=409, reason="batch_is_over")
     return _replace(job, status="cancelling", cancelling_at=now, ending="cancelled")
 
 
@@ -95,9 +91,7 @@ def unwritten(job: BatchJob, now: float, error: BatchError) -> BatchJob:
     return _replace(job, status="failed", failed_at=now, ending="failed", errors=[*job.errors, error])
 
 
-def ended(
-    job: BatchJob, now: float, *, counts: Counts, usage: TokenCounts, output: str, errors: str
-) -> BatchJob:
+def ended(job: BatchJob, now: float, *, counts: Counts, usage: TokenCounts, output: str, errors: str) -> BatchJob:
     """Its files are written; an empty id: there is nothing to write."""
     job = _replace(job, counts=counts, usage=usage, output_file_id=output, error_file_id=errors)
     if job.ending == "cancelled":
@@ -152,10 +146,7 @@ def file_id(job: BatchJob, kind: str) -> str:
 def batch_object(job: BatchJob) -> dict[str, Any]:
     errors = None
     if job.errors:
-        data = [
-            {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
-            for one in job.errors
-        ]
+        data = [{"code": one.code, "line": one.line, "message": one.message, "param": one.param} for one in job.errors]
         errors = {"object": "list", "data": data}
     times = {
         name: int(getattr(job, name)) or None

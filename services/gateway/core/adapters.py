@@ -262,14 +262,8 @@ def is_seen(record: AdapterRecord, tenant: str | None) -> bool:
 def not_read(record: AdapterRecord) -> Unavailable:
     """Of an adapter that is declared and that no host has read yet."""
     why = "" if record.wanted is None else record.wanted.error
-    said = (
-        f"could not be read so far: {why}"
-        if why
-        else f"is read as soon as a host has its base, '{record.model}'."
-    )
-    return Unavailable(
-        f"The adapter '{record.name[:128]}' is declared and {said}", retry_after=5, param="model"
-    )
+    said = f"could not be read so far: {why}" if why else f"is read as soon as a host has its base, '{record.model}'."
+    return Unavailable(f"The adapter '{record.name[:128]}' is declared and {said}", retry_after=5, param="model")
 
 
 def already_loaded(name: str) -> RouteError:

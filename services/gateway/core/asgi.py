@@ -60,9 +60,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) 
     return body
 
 
-async def _read_in_time(
-    receive: Receive, limit: int, timeout: float, connection: "Connection | None"
-) -> bytes:
+async def _read_in_time(receive: Receive, limit: int, timeout: float, connection: "Connection | None") -> bytes:
     try:
         async with asyncio.timeout(timeout):
             return await _read_all(receive, limit, connection)
@@ -298,11 +296,7 @@ class EventStream:
 class LineStream:
     """JSON texts, a line each (NDJSON). Begins with the first write."""
 
-    _HEAD = (
-        (b"content-type", b"application/x-ndjson"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    )
+    _HEAD = ((b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
     __slots__ = ("_connection", "_positions", "_send", "started")
 

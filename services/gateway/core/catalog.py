@@ -182,9 +182,7 @@ class Catalog:
             return SparseKinds(of_card, of_card)
         some = sorted({kind for kinds in told for kind in kinds})
         at_work = [
-            record.traits.sparse if record.traits is not None else []
-            for record in records
-            if record.state in _AT_WORK
+            record.traits.sparse if record.traits is not None else [] for record in records if record.state in _AT_WORK
         ]
         return SparseKinds(some, [kind for kind in some if all(kind in kinds for kinds in at_work)])
 
@@ -247,13 +245,9 @@ class Catalog:
         known = ", ".join(near or names[:NAMED])
         if not names:
             known = "none yet; wait until an executor has loaded one"
-        elif (
-            left := len(names) + sum(1 for _ in self.adapters.seen_by(tenant)) - len(near or names[:NAMED])
-        ) > 0:
+        elif (left := len(names) + sum(1 for _ in self.adapters.seen_by(tenant)) - len(near or names[:NAMED])) > 0:
             known += f" and {left} more (GET /v1/models)"
-        return UnknownModel(
-            f"The model '{name[:128]}' does not exist here; the models are: {known}.", param="model"
-        )
+        return UnknownModel(f"The model '{name[:128]}' does not exist here; the models are: {known}.", param="model")
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -327,9 +321,7 @@ class Catalog:
     def places(self, model: str) -> int:
         """Sequences that the groups of `model` which are at work have room for; 0: none is, or none has said."""
         return sum(
-            record.load.slots
-            for record in self._groups.values()
-            if record.model == model and record.state in _SERVING
+            record.load.slots for record in self._groups.values() if record.model == model and record.state in _SERVING
         )
 
     def has_waiting(self, group: str, epoch: int) -> bool:
@@ -399,9 +391,7 @@ class Catalog:
     async def watch_groups(self, listener: RingListener) -> None:
         """Runs until it is cancelled."""
         groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
-        await groups.follow(
-            lambda group, record: self._group_changed(group, record, listener), self._caught_up[1].set
-        )
+        await groups.follow(lambda group, record: self._group_changed(group, record, listener), self._caught_up[1].set)
 
     def _group_changed(self, group: str, record: GroupRecord | None, listener: RingListener) -> None:
         """A loss is seen here too: events on `health.events` can be missed, records cannot."""
@@ -453,11 +443,7 @@ def _shown(record: GroupRecord) -> tuple[str, str, float]:
     return record.state, record.model, record.loaded
 
 
-_REFUSED = {
-    "generate": "generates no text",
-    "embed": "gives no embeddings",
-    "classify": "has no classification head",
-}
+_REFUSED = {"generate": "generates no text", "embed": "gives no embeddings", "classify": "has no classification head"}
 _DOES = {
     "generate": "is a language model",
     "embed": "gives embeddings (/v1/embeddings)",

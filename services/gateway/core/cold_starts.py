@@ -48,9 +48,7 @@ class _Model:
 class ColdStarts:
     """One per gateway."""
 
-    def __init__(
-        self, bus: Bus, gateway: str, settings: GatewaySettings, catalog: Catalog, held: Gauge
-    ) -> None:
+    def __init__(self, bus: Bus, gateway: str, settings: GatewaySettings, catalog: Catalog, held: Gauge) -> None:
         """`gateway`: its instance, by which schedulers tell demands apart; `held`: shows how many wait, by model."""
         self._bus = bus
         self._gateway = gateway
@@ -229,9 +227,7 @@ class ColdStarts:
     async def _tell(self) -> None:
         """Models of which nothing is waited for any more are told once more, with 0."""
         registered = self._catalog.registry.specs
-        demands = {
-            model: held.requests + held.wanted for model, held in self._models.items() if model in registered
-        }
+        demands = {model: held.requests + held.wanted for model, held in self._models.items() if model in registered}
         try:
             for model in {*demands, *self._told}:
                 demand = ModelDemand(model, self._gateway, demands.get(model, 0))

@@ -115,12 +115,7 @@ class InvalidParameter(InvalidRequest):
     """A field of the request is wrong; `reason` is OpenAI's code for how, e.g. `invalid_type`."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None,
-        reason: str = "invalid_value",
-        problems: "Sequence[FieldProblem]" = (),
+        self, message: str, *, param: str | None, reason: str = "invalid_value", problems: "Sequence[FieldProblem]" = ()
     ) -> None:
         super().__init__(message, param=param)
         self.reason = reason
@@ -179,13 +174,7 @@ class RouteError(InvalidRequest):
     """The URL or method is wrong, or what it names is not there."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 404,
-        reason: str = "not_found",
-        allow: str = "",
-        param: str | None = None,
+        self, message: str, *, status: int = 404, reason: str = "not_found", allow: str = "", param: str | None = None
     ) -> None:
         super().__init__(message, param=param)
         self.status = status
@@ -231,9 +220,7 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
     """`error` for the client. A fault of ours shows nothing of our insides, only the request's id."""
     status = status_of(error)
     if status == 500 or not isinstance(error, RyzansteinError):
-        message = (
-            f"The server failed on this request because of a bug; report it with the request id {request_id}."
-        )
+        message = f"The server failed on this request because of a bug; report it with the request id {request_id}."
         return ErrorBody(ErrorDetail(redact(message), "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code
     kind = getattr(error, "kind", None) or _type(status)
@@ -274,9 +261,7 @@ def log_failure(error: Exception) -> None:
         log.info("request_refused", code=error.code, reason=getattr(error, "reason", "") or error.code)
     elif isinstance(error, RyzansteinError):
         fault = isinstance(error, InternalError)
-        log.log(
-            logging.ERROR if fault else logging.INFO, "generation_failed", code=error.code, error=str(error)
-        )
+        log.log(logging.ERROR if fault else logging.INFO, "generation_failed", code=error.code, error=str(error))
     else:
         log.exception("request_failed", exc_info=error)
 
@@ -442,9 +427,7 @@ def _wrong_type(param: str, expected: str, got: str) -> InvalidParameter:
     if got == "float" and "int" in expected.split(" | "):
         shown = "a number with a fraction, or one beyond 64 bits,"
     return InvalidParameter(
-        f"Invalid type {what}: expected {wanted}, but got {shown} instead.",
-        param=param or None,
-        reason="invalid_type",
+        f"Invalid type {what}: expected {wanted}, but got {shown} instead.", param=param or None, reason="invalid_type"
     )
 
 
@@ -463,9 +446,7 @@ def _wrong_key(path: str, given: Callable[[], Any]) -> InvalidParameter:
     )
 
 
-def _beyond(
-    what: str, path: str, in_key: bool, info: inspect.Type, given: Callable[[], Any]
-) -> InvalidParameter:
+def _beyond(what: str, path: str, in_key: bool, info: inspect.Type, given: Callable[[], Any]) -> InvalidParameter:
     """Of a value that has the right type. Raises `LookupError` where nothing else is to be said."""
     if match := _TAG.match(what):
         kinds = _branches(_type_at(info, path.rpartition(".")[0], in_key))
@@ -501,9 +482,7 @@ def _beyond(
     )
 
 
-def _unknown_value(
-    given: str, path: str, known: Iterable[object], reason: str = "invalid_value"
-) -> InvalidParameter:
+def _unknown_value(given: str, path: str, known: Iterable[object], reason: str = "invalid_value") -> InvalidParameter:
     supported = ", ".join(f"'{value}'" for value in known)
     message = f"Invalid value: '{given[:64]}'. Supported values of '{path}' are: {supported}."
     return InvalidParameter(message, param=path, reason=reason)

@@ -8,15 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from shared.errors import RyzansteinError
 from shared.limits import LIMITS, limit_of
 from shared.messages import RING_CAUSES
-from shared.service.endpoints import (
-    LATENCY,
-    MODEL,
-    Alias,
-    Aliases,
-    QuickHistogram,
-    QuickHistograms,
-    begin_at_zero,
-)
+from shared.service.endpoints import LATENCY, MODEL, Alias, Aliases, QuickHistogram, QuickHistograms, begin_at_zero
 
 PREFIX = "ryzanstein_gateway"
 # Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed.
@@ -66,16 +58,10 @@ class GatewayMetrics:
             return QuickHistograms(f"{PREFIX}_{name}", about, ["model"], bounds, registry)
 
         self._requests = counter("requests", "Requests answered.", ["route", "model", "status"])
-        self._refusals = counter(
-            "limit_refusals", "Requests refused by a limit of docs/security.md.", ["limit"]
-        )
+        self._refusals = counter("limit_refusals", "Requests refused by a limit of docs/security.md.", ["limit"])
         begin_at_zero(self._refusals, [one.name for one in LIMITS if one.holder in ("tenant", "gateway")])
         self._duration = QuickHistograms(
-            f"{PREFIX}_request_seconds",
-            "From the request's head to its last byte.",
-            ["route"],
-            LATENCY,
-            registry,
+            f"{PREFIX}_request_seconds", "From the request's head to its last byte.", ["route"], LATENCY, registry
         )
         self._answered: dict[tuple[str, str, int], tuple[Counter, QuickHistogram]] = {}
         self.first_token = histograms(
@@ -111,17 +97,13 @@ class GatewayMetrics:
         self.replays = counter("journal_replays", "Reads of the journal.")
         self.recoveries = counter("recoveries", "Requests resubmitted after their group was lost.")
         self.suspected = counter(
-            "suspected",
-            "Requests resubmitted to run in steps of their own, by how their ring was lost.",
-            ["cause"],
+            "suspected", "Requests resubmitted to run in steps of their own, by how their ring was lost.", ["cause"]
         )
         begin_at_zero(self.suspected, RING_CAUSES[1:])
         self.cancelled = counter("cancelled", "Generations cancelled because no client reads them.")
         self.followed = counter("generations_followed", "Generations of other gateways read here.")
         self.adopted = counter("generations_adopted", "Generations taken over from lost gateways.")
-        self.attached = counter(
-            "attached", "Attachments to a generation by its id or idempotency key.", ["how"]
-        )
+        self.attached = counter("attached", "Attachments to a generation by its id or idempotency key.", ["how"])
         begin_at_zero(self.attached, (*WAYS, *(f"{way}_resumed" for way in WAYS)))
         self.connections = gauge(
             "connections",
@@ -133,9 +115,7 @@ class GatewayMetrics:
             "Bytes of answers that clients have not read and the gateway holds, by port: http, grpc.",
             ["port"],
         )
-        self.arriving_bytes = gauge(
-            "arriving_bytes", "Bytes of incomplete requests, by port: http, grpc.", ["port"]
-        )
+        self.arriving_bytes = gauge("arriving_bytes", "Bytes of incomplete requests, by port: http, grpc.", ["port"])
         self.connections_refused = counter(
             "connections_refused",
             "Connections closed and requests refused by limits on connections.",
@@ -151,9 +131,7 @@ class GatewayMetrics:
         )
         self._by_model: dict[str, ModelMetrics] = {}
 
-    def answered(
-        self, route: str, model: str, status: int, seconds: float, error: BaseException | None = None
-    ) -> None:
+    def answered(self, route: str, model: str, status: int, seconds: float, error: BaseException | None = None) -> None:
         """A request is over; `seconds` from its head to the last byte of its answer. `error`: what it has ended with.
         All but those are few."""
         if isinstance(error, RyzansteinError) and (limit := limit_of(error.message)) is not None:
@@ -194,17 +172,10 @@ def vllm_aliases(metrics: GatewayMetrics) -> Aliases:
         [
             Alias("vllm:prompt_tokens", metrics.prompt_tokens, f"{PREFIX}_prompt_tokens", MODEL),
             Alias("vllm:generation_tokens", metrics.output_tokens, f"{PREFIX}_output_tokens", MODEL),
-            Alias(
-                "vllm:time_to_first_token_seconds",
-                metrics.first_token,
-                f"{PREFIX}_first_token_seconds",
-                MODEL,
-            ),
+            Alias("vllm:time_to_first_token_seconds", metrics.first_token, f"{PREFIX}_first_token_seconds", MODEL),
             Alias("vllm:inter_token_latency_seconds", *gaps),
             Alias("vllm:time_per_output_token_seconds", *gaps),  # as it was called until vLLM 0.11
-            Alias(
-                "vllm:e2e_request_latency_seconds", metrics.generation, f"{PREFIX}_generation_seconds", MODEL
-            ),
+            Alias("vllm:e2e_request_latency_seconds", metrics.generation, f"{PREFIX}_generation_seconds", MODEL),
             Alias("vllm:request_success", metrics.ends, f"{PREFIX}_generations", reasons),
         ]
     )

@@ -39,9 +39,7 @@ class Listed(Protocol):
 T = TypeVar("T", bound=Listed)
 
 
-def page(
-    items: Sequence[T], *, after: str | None, limit: int, ascending: bool = False
-) -> tuple[list[T], bool]:
+def page(items: Sequence[T], *, after: str | None, limit: int, ascending: bool = False) -> tuple[list[T], bool]:
     """`limit` of `items` behind the id `after`, and whether there are more. Raises `RouteError` for an
     `after` that is not among them."""
     ordered = sorted(items, key=lambda item: (item.created_at, item.id), reverse=not ascending)
@@ -49,9 +47,7 @@ def page(
     if after is not None:
         place = next((index for index, item in enumerate(ordered) if item.id == after), None)
         if place is None:
-            raise RouteError(
-                f"No object with the id '{after[:64]}' (parameter 'after') is in the list.", param="after"
-            )
+            raise RouteError(f"No object with the id '{after[:64]}' (parameter 'after') is in the list.", param="after")
         begin = place + 1
     return ordered[begin : begin + limit], len(ordered) > begin + limit
 
@@ -81,9 +77,7 @@ def neighbours(items: Sequence[IdT], wanted: NeighbourQuery) -> tuple[Sequence[I
             continue
         place = next((index for index, item in enumerate(items) if item.id == given), None)
         if place is None:
-            raise RouteError(
-                f"No object with the id '{given[:64]}' (parameter '{name}') is in the list.", param=name
-            )
+            raise RouteError(f"No object with the id '{given[:64]}' (parameter '{name}') is in the list.", param=name)
         begin, end = (place + 1, end) if name == "after_id" else (begin, place)
     if wanted.before_id is not None and wanted.after_id is None:
         return items[max(0, end - wanted.limit) : end], end > wanted.limit

@@ -63,6 +63,5 @@ class TenantPool:
 
     def _full(self, why: str, cited: str) -> QueueFull:
         return QueueFull(
-            f"The gateway has no room for more {self._what}: {why}; try again in a moment ({cited}).",
-            retry_after=1,
+            f"The gateway has no room for more {self._what}: {why}; try again in a moment ({cited}).", retry_after=1
         )

@@ -25,9 +25,7 @@ from services.gateway.dialects.responses.dialect import RESPONSES
 from services.gateway.dialects.vllm import VLLM
 
 
-def _sockets(
-    backend: GatewayBackend, settings: GatewaySettings, metrics: GatewayMetrics
-) -> Sequence[BaseRoute]:
+def _sockets(backend: GatewayBackend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
     return [WebSocketRoute(ROUTE, StreamSocket(backend, settings, metrics))]
 
 

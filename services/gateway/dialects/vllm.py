@@ -65,10 +65,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: (
-        Annotated[
-            str, Meta(description="The model's name; it may be left out where one model alone is served.")
-        ]
-        | None
+        Annotated[str, Meta(description="The model's name; it may be left out where one model alone is served.")] | None
     ) = None
 
 
@@ -135,11 +132,7 @@ async def tokenize(ask: RequestContext) -> Tokenized:
     strings: list[str] | None = None
     if request.return_token_strs:
         few = len(tokens) <= INLINE
-        strings = (
-            tokenizer.token_strings(tokens)
-            if few
-            else await asyncio.to_thread(tokenizer.token_strings, tokens)
-        )
+        strings = tokenizer.token_strings(tokens) if few else await asyncio.to_thread(tokenizer.token_strings, tokens)
     return Tokenized(len(tokens), card.context_length, tokens, strings)
 
 

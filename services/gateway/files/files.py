@@ -54,9 +54,7 @@ class Files:
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         most = settings.files_max_bytes
-        self.objects = Objects(
-            bus, subjects.FILES_STORE, max_bytes=most, setting="RYZANSTEIN_FILES_MAX_BYTES"
-        )
+        self.objects = Objects(bus, subjects.FILES_STORE, max_bytes=most, setting="RYZANSTEIN_FILES_MAX_BYTES")
         self.limit = settings.file_limit  # bytes of one file
         self._quota, self._most = settings.tenant_file_bytes, settings.tenant_files
         self._records = TenantBucket(bus, subjects.FILES_BUCKET, FileRecord, lambda record: record.tenant)
@@ -94,9 +92,7 @@ class Files:
             ) from None
         entries, held = self._held.of(tenant)
         if entries >= self._most:
-            raise QuotaExceeded(
-                f"You have {entries:,} files ({TENANT_FILES.cited(self._most)}); delete some."
-            )
+            raise QuotaExceeded(f"You have {entries:,} files ({TENANT_FILES.cited(self._most)}); delete some.")
         if size > self._quota:
             raise PayloadTooLarge(
                 f"The file has up to {size:,} bytes, more than all yours together may have "

@@ -39,9 +39,7 @@ class Uploads:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    async def create(
-        self, tenant: str, filename: str, purpose: str, expected: int, expires_after: float
-    ) -> FileRecord:
+    async def create(self, tenant: str, filename: str, purpose: str, expected: int, expires_after: float) -> FileRecord:
         """Raises `PayloadTooLarge`, and what `Files.admit` raises."""
         if expected > self._files.limit:
             raise PayloadTooLarge(
@@ -82,13 +80,10 @@ class Uploads:
         if size != upload.expected:
             raise InvalidParameter.at(
                 "part_ids",
-                f"these parts have {size:,} bytes, and the upload was to have "
-                f"{upload.expected:,}; name all of them.",
+                f"these parts have {size:,} bytes, and the upload was to have {upload.expected:,}; name all of them.",
             )
         digest = hashlib.md5(usedforsecurity=False)
-        async with self._files.receive(
-            tenant, upload.filename, self._joined(found, digest.update), size
-        ) as file:
+        async with self._files.receive(tenant, upload.filename, self._joined(found, digest.update), size) as file:
             if md5 and digest.hexdigest() != md5.lower():
                 raise InvalidParameter.at("md5", f"the parts have the checksum {digest.hexdigest()}.")
             now = time.time()
@@ -122,9 +117,7 @@ class Uploads:
             raise InvalidParameter.at("part_ids", f"'{part_id[:64]}' is no part of this upload.")
         return entry.value
 
-    async def _joined(
-        self, parts: Sequence[FileRecord], seen: Callable[[bytes], None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _joined(self, parts: Sequence[FileRecord], seen: Callable[[bytes], None]) -> AsyncGenerator[bytes, None]:
         for part in parts:
             async with contextlib.aclosing(self._files.content(part)) as chunks:
                 async for chunk in chunks:

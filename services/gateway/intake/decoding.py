@@ -117,9 +117,7 @@ def _needed(kind: Any) -> frozenset[str]:
     """Fields without which a body is none, but for the model (`with_model`): that they are null is told."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return frozenset()
-    return frozenset(field.encode_name for field in msgspec.structs.fields(kind) if field.required) - {
-        "model"
-    }
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind) if field.required) - {"model"}
 
 
 def repaired(
@@ -131,15 +129,11 @@ def repaired(
     try:
         fields = msgspec.json.decode(data, type=_Fields)
         fields = {
-            name: _with_integers(value)
-            for name, value in fields.items()
-            if bytes(value) != b"null" or name in needed
+            name: _with_integers(value) for name, value in fields.items() if bytes(value) != b"null" or name in needed
         }
         if dropped is not None and "messages" in fields:
             messages = msgspec.json.decode(fields["messages"], type=list[_Fields])
-            fields["messages"] = msgspec.Raw(
-                msgspec.json.encode([_known(message, dropped) for message in messages])
-            )
+            fields["messages"] = msgspec.Raw(msgspec.json.encode([_known(message, dropped) for message in messages]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return data if len(data) < len(bytes(body)) else None
     return msgspec.json.encode(fields)

@@ -48,9 +48,7 @@ class BodyEndpoint(Endpoint):
         """Raises as `Intake.prepare`."""
         raise NotImplementedError
 
-    async def conversation(
-        self, processor: InputProcessor, body: bytes, context: Context
-    ) -> ChatCompletionRequest:
+    async def conversation(self, processor: InputProcessor, body: bytes, context: Context) -> ChatCompletionRequest:
         """The conversation so far that a body describes. Raises as `prepare`."""
         raise NotImplementedError
 
@@ -69,9 +67,7 @@ class Endpoints:
         """The one that takes `body`, where `bodies` has none of that name. Raises `RouteError`, `InvalidParameter`."""
         if name == "invocations":
             return self._by_fields(body)
-        raise RouteError(
-            f"The endpoint '{name}' is not served here.", status=404, reason="unsupported_endpoint"
-        )
+        raise RouteError(f"The endpoint '{name}' is not served here.", status=404, reason="unsupported_endpoint")
 
     def _by_fields(self, body: bytes | msgspec.Raw) -> BodyEndpoint:
         """By the first of the fields that `body` has."""
@@ -109,7 +105,6 @@ def streamed(endpoint: Endpoint, request: Any) -> Any:
         )
     if getattr(request, "stream", None) is False:
         raise InvalidParameter(
-            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.",
-            param="stream",
+            "Invalid value for 'stream': every generation on a WebSocket is streamed; leave it out.", param="stream"
         )
     return msgspec.structs.replace(request, stream=True)

@@ -29,9 +29,7 @@ def check_flag(value: str, name: str) -> bool:
     """A header that is true or false. Raises `InvalidParameter`."""
     given = value.lower() or "false"
     if given not in ("true", "false"):
-        raise InvalidParameter(
-            f"Invalid header '{name}': expected true or false.", param=name, reason="invalid_header"
-        )
+        raise InvalidParameter(f"Invalid header '{name}': expected true or false.", param=name, reason="invalid_header")
     return given == "true"
 
 
@@ -45,9 +43,7 @@ def _checked_header(value: str | None, pattern: re.Pattern[str], name: str, want
     if value is None:
         return ""
     if not pattern.fullmatch(value):
-        raise InvalidParameter(
-            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
-        )
+        raise InvalidParameter(f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header")
     return value
 
 
@@ -65,9 +61,7 @@ def check_background(value: str | None, limit: float) -> float:
     name = "X-Ryzanstein-Background"
     given = float(_checked_header(value, SECONDS, name, wanted))
     if not 0 < given <= limit:
-        raise InvalidParameter(
-            f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
-        )
+        raise InvalidParameter(f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header")
     return given
 
 

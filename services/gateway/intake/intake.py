@@ -147,11 +147,7 @@ class Intake:
         while True:
             try:
                 run = await self._reading.attach(
-                    known.value.identity,
-                    context.after,
-                    how="idempotency",
-                    view=context.view,
-                    tenant=context.tenant,
+                    known.value.identity, context.after, how="idempotency", view=context.view, tenant=context.tenant
                 )
             except RouteError:
                 if time.monotonic() >= give_up:

@@ -34,11 +34,7 @@ from services.gateway.intake.record import (
 from services.gateway.intake.sampling.grammars import Grammars
 from services.gateway.intake.sampling.params import bad_words, check_token_ids, predicted
 from services.gateway.intake.sampling.structured_output import closes_objects, demanded, schemas_of, wanted_by
-from services.gateway.intake.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-)
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.intake.validation import check_text
 from services.gateway.persistence.responses import StoredTurns
 from services.gateway.ratelimit.limiter import Limiter

@@ -15,24 +15,9 @@ from services.gateway.core.errors import InvalidParameter, check_range, unsuppor
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import EXACT_HEADER
-from services.gateway.intake.prompts.kv_cache import (
-    cache_salt,
-    cache_ttl,
-    session_named,
-    session_of,
-    sparse_of,
-)
-from services.gateway.intake.sampling.params import (
-    prompt_logprobs,
-    sampling_params,
-    stop_token_ids,
-    told_stop_ids,
-)
-from services.gateway.intake.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-)
+from services.gateway.intake.prompts.kv_cache import cache_salt, cache_ttl, session_named, session_of, sparse_of
+from services.gateway.intake.sampling.params import prompt_logprobs, sampling_params, stop_token_ids, told_stop_ids
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.request_state import RequestState, new_identity, prefix_of, requests_of
 from services.gateway.lifecycle.request_tracker import RequestTracker
@@ -96,11 +81,7 @@ class RunDependencies:
     __slots__ = ("answers", "limits", "metrics", "presentations", "settings")
 
     def __init__(
-        self,
-        settings: GatewaySettings,
-        answers: RequestTracker,
-        metrics: GatewayMetrics,
-        presentations: Presentations,
+        self, settings: GatewaySettings, answers: RequestTracker, metrics: GatewayMetrics, presentations: Presentations
     ) -> None:
         self.presentations = presentations
         self.settings = settings
@@ -219,9 +200,7 @@ def _candidates(request: GenerationFields) -> int:
     return best_of or request.n or 1
 
 
-def _shown(
-    request: GenerationFields, card: ModelCard, endpoint: str, lane: Lane, *, best: bool
-) -> dict[str, Any]:
+def _shown(request: GenerationFields, card: ModelCard, endpoint: str, lane: Lane, *, best: bool) -> dict[str, Any]:
     """The fields of the record that are about how the answer is shown. `best`: the best of more candidates are."""
     options = request.stream_options
     shown: dict[str, Any] = {

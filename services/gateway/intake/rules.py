@@ -158,10 +158,7 @@ def neutral(*values: Any, why: str = "leave it out") -> Meta:
 def ignored(*values: Any) -> Meta:
     """Of a field that changes nothing here: any value but `values` and null is named to the client, or refused where
     the settings say so."""
-    return Meta(
-        description="Has no effect here; named in x-ryzanstein-ignored-fields.",
-        extra={"ignored": values},
-    )
+    return Meta(description="Has no effect here; named in x-ryzanstein-ignored-fields.", extra={"ignored": values})
 
 
 def table(kind: type[Ruled] = Ruled) -> Iterator[tuple[str, Rules]]:

@@ -62,8 +62,7 @@ TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 BadWord = Annotated[
     str,
     limits.BAD_WORD_CHARACTERS.length(
-        pattern=r"\S",
-        extra={"expected": "at least one character that is not a space", "reason": "empty_string"},
+        pattern=r"\S", extra={"expected": "at least one character that is not a space", "reason": "empty_string"}
     ),
 ]
 User = Annotated[str, limits.USER_CHARACTERS.length()]
@@ -82,8 +81,7 @@ Metadata = Annotated[
 ]
 # By which stored chats are listed: no key is empty.
 NamedMetadata = Annotated[
-    dict[Annotated[str, limits.METADATA_KEY.length(min_length=1)], _MetadataValue],
-    limits.METADATA_ENTRIES.length(),
+    dict[Annotated[str, limits.METADATA_KEY.length(min_length=1)], _MetadataValue], limits.METADATA_ENTRIES.length()
 ]
 ServiceTier = Annotated[
     Literal["auto", "default", "priority", "fast", "scale", "ultrafast", "flex"],
@@ -378,11 +376,7 @@ class GenerationFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=T
     early_stopping: Annotated[Any, ignored(False)] = None
     spaces_between_special_tokens: Annotated[Any, ignored(True)] = None
     use_beam_search: Annotated[
-        Any,
-        neutral(
-            False,
-            why="beams cannot be continued by another ring; use 'best_of' or 'n'",
-        ),
+        Any, neutral(False, why="beams cannot be continued by another ring; use 'best_of' or 'n'")
     ] = None
     vllm_xargs: Annotated[Any, ignored({})] = None  # for plugins of vLLM's, of which there are none here
 
@@ -448,11 +442,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     moderation: Annotated[Any, neutral()] = None
     web_search_options: Annotated[Any, neutral()] = None
 
-    rules = (
-        *GenerationFields.rules,
-        only_with("top_logprobs", "logprobs"),
-        CONTINUES,
-    )
+    rules = (*GenerationFields.rules, only_with("top_logprobs", "logprobs"), CONTINUES)
 
 
 class CompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -242,8 +242,7 @@ def _check_answered(waiting: dict[str, str]) -> None:
 def _check_call(path: str, call: ToolCall) -> None:
     if call.type not in ("function", "custom"):
         raise InvalidParameter(
-            f"Invalid value: '{call.type[:64]}'. Supported values are: 'function', 'custom'.",
-            param=f"{path}.type",
+            f"Invalid value: '{call.type[:64]}'. Supported values are: 'function', 'custom'.", param=f"{path}.type"
         )
     other = "function" if call.type == "custom" else "custom"
     if getattr(call, other) is not None:
@@ -251,9 +250,7 @@ def _check_call(path: str, call: ToolCall) -> None:
     if getattr(call, call.type) is None:
         raise missing(f"{path}.{call.type}")
     if not call.id:
-        raise InvalidParameter(
-            f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string"
-        )
+        raise InvalidParameter(f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string")
 
 
 # --- completions ---------------------------------------------------------------------------------
@@ -311,9 +308,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 LEAST_TRUNCATED = 256 << 10  # characters of a text that may be truncated for any model
 
 
-def check_text(
-    param: str, text: str, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int, *, cut: bool
-) -> None:
+def check_text(param: str, text: str, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int, *, cut: bool) -> None:
     """Refuses before it is tokenized what cannot fit by its size alone; where its tokens will be `cut`, what is long
     beside the few of them that are read. `param`: the field; `prompt_limit`: 0, none.
 

@@ -92,8 +92,7 @@ class Jobs(Generic[JobT]):
             await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
         except TimeoutError:
             raise Unavailable(
-                f"The gateway has not read the list of {self.traits.plural} yet; try again in a moment.",
-                retry_after=1,
+                f"The gateway has not read the list of {self.traits.plural} yet; try again in a moment.", retry_after=1
             ) from None
 
     async def _forget_oldest(self, tenant: str, count: int) -> None:
@@ -234,9 +233,7 @@ class JobLease(Generic[JobT]):
 
     @contextlib.asynccontextmanager
     async def renewed(
-        self,
-        change: Callable[[JobT], JobT] = lambda job: job,
-        told: Callable[[JobT], None] = lambda job: None,
+        self, change: Callable[[JobT], JobT] = lambda job: job, told: Callable[[JobT], None] = lambda job: None
     ) -> AsyncIterator[None]:
         """Says, while the block runs, that the job is looked after. `change`: what is written beside it; `told`: gets
         the job each time. A lost lease ends the block: it raises `LeaseLost`."""

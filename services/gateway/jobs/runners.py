@@ -47,9 +47,7 @@ class Running(NamedTuple):
     began: float
 
 
-def next_of(
-    waiting: Iterable[Waiting], running: Iterable[Running], served: Mapping[str, float]
-) -> Waiting | None:
+def next_of(waiting: Iterable[Waiting], running: Iterable[Running], served: Mapping[str, float]) -> Waiting | None:
     """The one to run next. `served`: when a job of each tenant began here last."""
     busy = Counter(item.tenant for item in running)
     return min(
@@ -184,9 +182,7 @@ class Runners(Generic[JobT]):
             del waiting[chosen.key]
             await self._take(chosen.key)
         patient = [
-            item
-            for item in waiting.values()
-            if item.key in self._seen and now - self._seen[item.key].at >= WAITS
+            item for item in waiting.values() if item.key in self._seen and now - self._seen[item.key].at >= WAITS
         ]  # some may have been taken by others meanwhile
         yields = to_yield(patient, self._runs(), now) if self._work.turns and not self._stopping else None
         if yields is not None:

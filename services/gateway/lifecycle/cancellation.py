@@ -128,9 +128,7 @@ class Cancellations:
         except BROKER_ERRORS as error:
             raise broker_error(f"take back the request {sequence} of the queue", error) from error
 
-    async def _try(
-        self, send: Callable[[Sequence[str]], Awaitable[None]], ids: list[str], claim: int
-    ) -> None:
+    async def _try(self, send: Callable[[Sequence[str]], Awaitable[None]], ids: list[str], claim: int) -> None:
         for last in (False, True):
             try:
                 if not self._bus.connected:

@@ -37,9 +37,7 @@ class GenerationClaims:
     async def claim(self, identity: str, lost: str, consumers: Sequence[str]) -> tuple[Ownership, int]:
         """Claims it from the gateway `lost`; returns whose it is now, and the number of that claim, which only
         grows. `consumers`: those of its log so far."""
-        mine = Ownership(
-            self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer]
-        )
+        mine = Ownership(self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer])
         contention = Contention(f"the owner of the generation {identity}")
         while True:
             entry = await self.bucket.get(identity)

@@ -214,9 +214,7 @@ class GatewayFailover:
         return [
             record
             for record in records
-            if not ended.issuperset(
-                f"{record.identity}-{index}" for index in range(record.prompts * record.choices)
-            )
+            if not ended.issuperset(f"{record.identity}-{index}" for index in range(record.prompts * record.choices))
         ]
 
     async def _take(self, records: list[GenerationRecord]) -> set[str]:

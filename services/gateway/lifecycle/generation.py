@@ -20,9 +20,7 @@ from shared.errors import FatalRequest, RingLost, RyzansteinError, Unavailable, 
 from shared.messages import FinishReason, GenerationRequest, RingDeath, TokenEntry, TokenLogprobs
 from shared.nats.journal import CLOCK_MARGIN, StartPosition
 
-State = Literal[
-    "received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"
-]
+State = Literal["received", "queued", "dispatched", "running", "recovering", "finished", "failed", "cancelled"]
 ENDED = frozenset[State](("finished", "failed", "cancelled"))
 Deliver = Callable[[int, TokenEntry | RyzansteinError], None]
 
@@ -132,9 +130,7 @@ class Generation:
             last = finish if end >= len(tokens) else ""
             scores = None if self.scores is None else self.scores[begin:end]
             told = b"" if begin else self.prompt_scores
-            part = TokenEntry(
-                self.id, self.stream.attempt, begin, tokens[begin:end], last, scores, prompt_scores=told
-            )
+            part = TokenEntry(self.id, self.stream.attempt, begin, tokens[begin:end], last, scores, prompt_scores=told)
             deliver(self.index, part)
         if self._end_came_alone:
             last_word = TokenEntry(
@@ -292,8 +288,7 @@ class Generation:
         if attempt > self.limits.max_attempts:
             self.fail(
                 RingLost(
-                    f"The executor group was lost {attempt} times while it worked on this request; "
-                    "try again later.",
+                    f"The executor group was lost {attempt} times while it worked on this request; try again later.",
                     retry_after=5,
                 )
             )
@@ -353,11 +348,7 @@ class Generation:
         self.last_progress = self.heard_at = now
         if self.ended:
             return StreamDecision.NOTHING
-        return (
-            StreamDecision.RECOVER
-            if self.stream.ended or self._behind or self.unheard
-            else StreamDecision.NOTHING
-        )
+        return StreamDecision.RECOVER if self.stream.ended or self._behind or self.unheard else StreamDecision.NOTHING
 
     def hand_over(self) -> None:
         """Another gateway looks after it now."""

@@ -207,9 +207,7 @@ class Generations:
                 self.cancellations.tell_claim(generation)
         self._recover_lost(item for item in generations if not item.ended)
 
-    def conclude(
-        self, generation: Generation, error: RyzansteinError | None, finish: FinishReason = "error"
-    ) -> None:
+    def conclude(self, generation: Generation, error: RyzansteinError | None, finish: FinishReason = "error") -> None:
         """Writes an end that no ring has said into the log: whoever reads it later must not wait for more. Unless
         another gateway has claimed the generation, which then ends as that one says."""
         entry = TokenEntry(
@@ -303,9 +301,7 @@ class Generations:
             return
         for generation in list(self._by_id.values()):
             self._act(generation, generation.on_group_lost(group, epoch, death))
-        self.suspects.add(
-            item for item in self._by_id.values() if item.unheard and item.request.model == model
-        )
+        self.suspects.add(item for item in self._by_id.values() if item.unheard and item.request.model == model)
 
     def on_group_alive(self, group: str, epoch: int, at: float = 0.0) -> None:
         """`epoch` of `group` is at work, even if it was given up before."""
@@ -472,9 +468,7 @@ class Generations:
         error: RyzansteinError
         if generation.overdue(time.monotonic()):
             whole = self._settings.request_timeout
-            error = DeadlineExceeded(
-                f"The generation took longer than {whole:g} s; ask for fewer tokens (max_tokens)."
-            )
+            error = DeadlineExceeded(f"The generation took longer than {whole:g} s; ask for fewer tokens (max_tokens).")
         elif generation.tokens or (self._rings is not None and self._rings.has_ready_group(model)):
             error = DeadlineExceeded(f"No token came within {seconds:g} s; try again later.", retry_after=5)
         else:

@@ -60,12 +60,7 @@ class Owners:
     """The only one that changes who owns an answer."""
 
     def __init__(
-        self,
-        bus: Bus,
-        consumer: str,
-        claims: GenerationClaims,
-        metrics: GatewayMetrics,
-        answers: AnswersAtHand,
+        self, bus: Bus, consumer: str, claims: GenerationClaims, metrics: GatewayMetrics, answers: AnswersAtHand
     ) -> None:
         self._bus = bus
         self._consumer = consumer

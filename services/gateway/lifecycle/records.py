@@ -268,9 +268,7 @@ def _parts(record: GenerationRecord, limit: int) -> list[bytes]:
     first, texts = record.first_prompt, record.texts
     parts = (
         msgspec.structs.replace(record, requests=record.requests[:half], texts=texts[:half]),
-        msgspec.structs.replace(
-            record, requests=record.requests[half:], texts=texts[half:], first_prompt=first + half
-        ),
+        msgspec.structs.replace(record, requests=record.requests[half:], texts=texts[half:], first_prompt=first + half),
     )
     return [part for one in parts for part in _parts(one, limit)]
 
@@ -322,9 +320,7 @@ class RecordReader:
                     break
         return await self._filled(parts.whole)
 
-    async def collect_since(
-        self, writer: str, since: float
-    ) -> tuple[dict[str, GenerationRecord], dict[str, float]]:
+    async def collect_since(self, writer: str, since: float) -> tuple[dict[str, GenerationRecord], dict[str, float]]:
         """Whole records of a gateway that were stored from `since` on, and when each was (unix seconds, the broker's
         clock). Raises `BROKER_ERRORS`."""
         parts, times = _Parts(), dict[str, float]()

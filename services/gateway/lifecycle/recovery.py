@@ -196,6 +196,4 @@ class Losses:
     def death_of(self, group: str, epoch: int) -> RingDeath | None:
         """What that life has died of, where its executor has told."""
         last = self._last.get(group)
-        return (
-            last.death if last is not None and last.death is not None and last.death.epoch == epoch else None
-        )
+        return last.death if last is not None and last.death is not None and last.death.epoch == epoch else None

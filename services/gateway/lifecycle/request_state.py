@@ -209,9 +209,7 @@ def requests_of(record: GenerationRecord) -> list[GenerationRequest]:
     ]
 
 
-def _request_of_choice(
-    request: GenerationRequest, identity: str, index: int, choice: int
-) -> GenerationRequest:
+def _request_of_choice(request: GenerationRequest, identity: str, index: int, choice: int) -> GenerationRequest:
     params = request.sampling
     if choice:
         params = msgspec.structs.replace(params, seed=seed_of_choice(params.seed, choice))
@@ -234,24 +232,18 @@ def followed_answer(
     """
     age, begin = max(0.0, now_unix - record.created), log_begin(record)
     generations = [
-        Generation(
-            request, index, limits, now=now, age=age, started_at=record.created, followed=True, begin=begin
-        )
+        Generation(request, index, limits, now=now, age=age, started_at=record.created, followed=True, begin=begin)
         for index, request in enumerate(requests_of(record))
     ]
     first = record.requests[0].consumer
     consumers = list(ownership.consumers) if ownership else [first]
     owner = ownership.owner if ownership else first
-    return RequestState(
-        record, generations, owner=owner, owned=False, quiet_since=now + keep, consumers=consumers
-    )
+    return RequestState(record, generations, owner=owner, owned=False, quiet_since=now + keep, consumers=consumers)
 
 
 def merged(parts: Sequence[GenerationRecord]) -> GenerationRecord | None:
     """The whole record of its parts, in any order, some of them twice perhaps; None while some are missing."""
-    by_prompt = {
-        part.first_prompt + offset: request for part in parts for offset, request in enumerate(part.requests)
-    }
+    by_prompt = {part.first_prompt + offset: request for part in parts for offset, request in enumerate(part.requests)}
     if not parts or len(by_prompt) < parts[0].prompts:
         return None
     requests = [by_prompt[prompt] for prompt in sorted(by_prompt)]

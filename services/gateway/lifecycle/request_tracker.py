@@ -194,8 +194,7 @@ class RequestTracker:
             raise Unavailable("The generation is no longer in memory; request it again.", retry_after=1)
         if answer.readers >= self._settings.max_readers:
             raise QueueFull(
-                f"The generation has {answer.readers} readers here already; try again in a moment.",
-                retry_after=1,
+                f"The generation has {answer.readers} readers here already; try again in a moment.", retry_after=1
             )
         answer.readers += 1
         answer.left = False
@@ -263,9 +262,7 @@ class RequestTracker:
 
         return await self._once(record.identity, follow)
 
-    async def _once(
-        self, identity: str, make: Callable[[], Coroutine[Any, Any, RequestState]]
-    ) -> RequestState:
+    async def _once(self, identity: str, make: Callable[[], Coroutine[Any, Any, RequestState]]) -> RequestState:
         """The answer that is at hand, or what `make` makes; all who ask meanwhile get the same."""
         task = self._finding.get(identity)
         if task is None:
@@ -283,8 +280,7 @@ class RequestTracker:
     async def _find(self, public_id: str, identity: str, tenant: str) -> RequestState:
         if wait := self._misses.wait(tenant, time.monotonic()):
             raise RateLimited(
-                f"Too many lookups of unknown ids ({limits.UNKNOWN_IDS.cited()}); try again in "
-                f"{math.ceil(wait)} s.",
+                f"Too many lookups of unknown ids ({limits.UNKNOWN_IDS.cited()}); try again in {math.ceil(wait)} s.",
                 kind="requests",
                 wait=wait,
             )
@@ -303,12 +299,7 @@ class RequestTracker:
         return await self._once(identity, follow)
 
     async def _follow(
-        self,
-        record: GenerationRecord,
-        ownership: Ownership | None,
-        keep: float = 0.0,
-        *,
-        admitted: bool = False,
+        self, record: GenerationRecord, ownership: Ownership | None, keep: float = 0.0, *, admitted: bool = False
     ) -> RequestState:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
         now, bounds = time.monotonic(), limits_of(self._settings)

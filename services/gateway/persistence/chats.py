@@ -87,8 +87,7 @@ class ChatStore:
 def _stored(answer: RequestState, completion: bytes) -> StoredResponse:
     """Its text is in `completion`: prompts and tokens are of no use any more."""
     requests = [
-        msgspec.structs.replace(request, prompt=[], generated=[], attempt=0)
-        for request in answer.record.requests
+        msgspec.structs.replace(request, prompt=[], generated=[], attempt=0) for request in answer.record.requests
     ]
     return StoredResponse(msgspec.structs.replace(answer.record, requests=requests), [], completion)
 
@@ -196,18 +195,14 @@ class StoredChats:
             data.append((chat.id, msgspec.Raw(completion)))
         return msgspec.json.encode(shown_raw(data, more))
 
-    async def messages(
-        self, public_id: str, tenant: str, wanted: MessagesQuery, budget: HistoryBudget
-    ) -> bytes:
+    async def messages(self, public_id: str, tenant: str, wanted: MessagesQuery, budget: HistoryBudget) -> bytes:
         """A page of what its request said, as JSON."""
         _, stored = await self._found(public_id, tenant, budget)
         messages = shown_messages(public_id, stored.record.messages)
         chosen, more = page(messages, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
         return msgspec.json.encode(list_object([message.shown for message in chosen], more))
 
-    async def change(
-        self, public_id: str, tenant: str, metadata: dict[str, str], budget: HistoryBudget
-    ) -> bytes:
+    async def change(self, public_id: str, tenant: str, metadata: dict[str, str], budget: HistoryBudget) -> bytes:
         """Its metadata, all of them, for others."""
         chat, stored = await self._found(public_id, tenant, budget)
         changed = await self._index.change(chat.identity, tenant, metadata)
@@ -221,9 +216,7 @@ class StoredChats:
         await self._store.delete(chat.identity, tenant)
         await self._index.remove(chat.identity, tenant)
 
-    async def _found(
-        self, public_id: str, tenant: str, budget: HistoryBudget
-    ) -> tuple[StoredChat, StoredResponse]:
+    async def _found(self, public_id: str, tenant: str, budget: HistoryBudget) -> tuple[StoredChat, StoredResponse]:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)

@@ -49,9 +49,7 @@ class Conversations:
         self.bucket = TenantBucket(bus, subjects.CONVERSATIONS_BUCKET, ConversationEntry, ttl=ttl)
         self._trimmed = Trimmed(self.bucket, quota)
 
-    async def create(
-        self, tenant: str, metadata: dict[str, str], items: Sequence[StoredItem]
-    ) -> tuple[str, float]:
+    async def create(self, tenant: str, metadata: dict[str, str], items: Sequence[StoredItem]) -> tuple[str, float]:
         """Its id, and when it began."""
         identity, now = secrets.token_hex(16), time.time()
         turns = [await self._written(identity, tenant, secrets.token_hex(16), items)] if items else []
@@ -65,9 +63,7 @@ class Conversations:
 
     async def describe(self, public_id: str, tenant: str, metadata: dict[str, str]) -> ConversationEntry:
         """Gives it other metadata."""
-        return await self._change(
-            public_id, tenant, lambda head: msgspec.structs.replace(head, metadata=metadata)
-        )
+        return await self._change(public_id, tenant, lambda head: msgspec.structs.replace(head, metadata=metadata))
 
     async def delete(self, public_id: str, tenant: str) -> None:
         """Its items too."""
@@ -90,8 +86,7 @@ class Conversations:
             if not any(item_id in turn.ids for turn in head.turns):
                 raise unknown_item(item_id)
             turns = [
-                msgspec.structs.replace(turn, ids=[one for one in turn.ids if one != item_id])
-                for turn in head.turns
+                msgspec.structs.replace(turn, ids=[one for one in turn.ids if one != item_id]) for turn in head.turns
             ]
             return msgspec.structs.replace(head, turns=turns)  # an empty one says that it has been there
 
@@ -108,14 +103,7 @@ class Conversations:
         raise unknown_item(item_id)
 
     async def page(
-        self,
-        public_id: str,
-        tenant: str,
-        budget: ByteBudget,
-        *,
-        after: str | None,
-        limit: int,
-        ascending: bool,
+        self, public_id: str, tenant: str, budget: ByteBudget, *, after: str | None, limit: int, ascending: bool
     ) -> tuple[list[StoredItem], bool]:
         """`limit` items behind the item `after`, fewer where the turns that have them are larger than what is left of
         `budget`, and whether there are more. Raises `InvalidParameter` where there is no item `after`."""
@@ -184,9 +172,7 @@ class Conversations:
 
         await self._change(public_id, tenant, appended)
 
-    async def _written(
-        self, identity: str, tenant: str, name: str, items: Sequence[StoredItem]
-    ) -> ConversationTurn:
+    async def _written(self, identity: str, tenant: str, name: str, items: Sequence[StoredItem]) -> ConversationTurn:
         size = size_of(items)
         written = await beside_loop(size, joined, items)
         data = await deflated(written)
@@ -243,9 +229,7 @@ def turns_behind(
 
 
 def unknown_item(item_id: str) -> RouteError:
-    return RouteError(
-        f"Item with id '{item_id[:64]}' not found in the conversation.", reason="item_not_found"
-    )
+    return RouteError(f"Item with id '{item_id[:64]}' not found in the conversation.", reason="item_not_found")
 
 
 def _identity(public_id: str) -> str:

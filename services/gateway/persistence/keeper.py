@@ -111,9 +111,7 @@ def answer_of(stored: StoredResponse) -> RequestState:
     record = stored.record
     generation = Generation(record.requests[0], 0, _LIMITS, now=0.0, started_at=record.created)
     finish = stored.finish if stored.finish in ("stop", "length") else ""
-    entry = TokenEntry(
-        generation.id, 0, 0, stored.tokens, finish, stored.scores, cached_tokens=stored.cached_tokens
-    )
+    entry = TokenEntry(generation.id, 0, 0, stored.tokens, finish, stored.scores, cached_tokens=stored.cached_tokens)
     generation.on_entry(_SOURCE, 1, entry, 0.0)
     if stored.finish == "cancelled":
         generation.cancel(Unavailable(stored.error or "The response was cancelled."))

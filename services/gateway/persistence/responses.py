@@ -51,9 +51,7 @@ def not_found(public_id: str) -> RouteError:
 class ResponseLookup:
     """The same for all routes, and for requests that go on with a response. Methods raise `BrokerUnavailable`."""
 
-    def __init__(
-        self, store: ResponseStore, keeper: ResponseArchive, answers: RequestTracker, runs: Runs
-    ) -> None:
+    def __init__(self, store: ResponseStore, keeper: ResponseArchive, answers: RequestTracker, runs: Runs) -> None:
         self._store = store
         self._keeper = keeper
         self._answers = answers
@@ -114,9 +112,7 @@ class ResponseLookup:
         own, response = _own_items(found), await self.response_json(found)
         return await beside_loop(len(own) + len(response), turn_of, own, response)
 
-    async def read(
-        self, found: Found, after: Sequence[int] | None, *, obfuscated: bool = False
-    ) -> StreamReader:
+    async def read(self, found: Found, after: Sequence[int] | None, *, obfuscated: bool = False) -> StreamReader:
         """A reading of its events that has begun, behind event `after`; None: from the first. `obfuscated`: its
         deltas are padded. Raises `QueueFull`, `UnknownModel`, `Unavailable`."""
         if isinstance(found, StoredResponse):

@@ -103,12 +103,7 @@ class ResponseStore:
         return b"".join(parts)
 
     async def _write(
-        self,
-        identity: str,
-        tenant: str,
-        data: bytes,
-        inflated_size: int,
-        known: KvEntry[ResponsePart] | None = None,
+        self, identity: str, tenant: str, data: bytes, inflated_size: int, known: KvEntry[ResponsePart] | None = None
     ) -> None:
         """By compare-and-set: it may be deleted meanwhile. `known`: what is there."""
         size = self._bus.max_payload - ROOM
@@ -117,9 +112,7 @@ class ResponseStore:
             return
         now = time.time()
         for number in range(1, len(parts)):
-            await self.bucket.put(
-                tenant, _name(identity, number), ResponsePart(parts[number], len(parts), now)
-            )
+            await self.bucket.put(tenant, _name(identity, number), ResponsePart(parts[number], len(parts), now))
             self._trimmed.wrote(tenant, len(parts[number]))
         head = ResponsePart(parts[0], len(parts), now, inflated_size)
         if known is not None:
@@ -141,9 +134,7 @@ async def inflated(data: bytes) -> bytes:
     begin = inflate.decompress(data, LARGE)
     if inflate.eof or len(begin) < LARGE:
         return begin
-    rest = await beside_loop(
-        LARGE, inflate.decompress, inflate.unconsumed_tail, RESPONSE_BYTES.value - LARGE + 1
-    )
+    rest = await beside_loop(LARGE, inflate.decompress, inflate.unconsumed_tail, RESPONSE_BYTES.value - LARGE + 1)
     if len(begin) + len(rest) > RESPONSE_BYTES.value:
         raise PayloadTooLarge(f"A kept response is too large to be read ({RESPONSE_BYTES.cited()}).")
     return begin + rest

@@ -102,9 +102,7 @@ class Limiter:
         self._in_use.set()
         return self.counts.begin(limits, time.monotonic())
 
-    def admission(
-        self, principal: Principal, lane: Lane, headers: dict[str, str]
-    ) -> "RequestAdmission | None":
+    def admission(self, principal: Principal, lane: Lane, headers: dict[str, str]) -> "RequestAdmission | None":
         """For one request; None where nothing is limited. `headers` gets what the answer should say."""
         if self._unlimited and principal.limits == NO_LIMITS:
             return None
@@ -159,9 +157,7 @@ class _Taken(NamedTuple):
 class RequestAdmission:
     """Of one request: `request`, then `begin`, then `end`, whatever happened after `begin`."""
 
-    def __init__(
-        self, limiter: Limiter, scopes: list[LimitScope], headers: dict[str, str], *, batch: bool
-    ) -> None:
+    def __init__(self, limiter: Limiter, scopes: list[LimitScope], headers: dict[str, str], *, batch: bool) -> None:
         self._limiter = limiter
         self._windows = limiter.windows
         self._scopes = scopes

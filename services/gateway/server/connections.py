@@ -65,8 +65,7 @@ class ConnectionLimiter:
     def sentence(self) -> str:
         """Why there is no place, and what to do."""
         return (
-            "Connection limit reached; retry shortly, or use another gateway "
-            f"({limits.CONNECTIONS.cited(self.limit)})."
+            f"Connection limit reached; retry shortly, or use another gateway ({limits.CONNECTIONS.cited(self.limit)})."
         )
 
     def admission(self, port: str) -> ConnectionAdmission:
@@ -134,12 +133,9 @@ PIPELINED = ConnectionRefusal(
     f"({limits.PIPELINED.cited()})."
 )
 NO_HANDSHAKE = ConnectionRefusal("Malformed WebSocket handshake (RFC 6455); check its headers.")
-HOST = ConnectionRefusal(
-    "The request has no Host header, or several; HTTP/1.1 requires exactly one (RFC 9112, 3.2)."
-)
+HOST = ConnectionRefusal("The request has no Host header, or several; HTTP/1.1 requires exactly one (RFC 9112, 3.2).")
 VERSION = ConnectionRefusal(
-    "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
-    505,
+    "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.", 505
 )
 EXPECTATION = ConnectionRefusal("Unsupported Expect header; only 100-continue is supported.", 417)
 

@@ -98,14 +98,9 @@ class HeldWatch:
     def look(self, now: float) -> None:
         """`now`: seconds of any clock."""
         ports = {"http": self._door.http | self._door.ops, "grpc": set(self._door.grpc)}
-        owed = {
-            (port, each): size for port, readers in ports.items() for each in readers if (size := each.owed)
-        }
+        owed = {(port, each): size for port, readers in ports.items() for each in readers if (size := each.owed)}
         arriving = {
-            (port, each): size
-            for port, readers in ports.items()
-            for each in readers
-            if (size := each.arriving)
+            (port, each): size for port, readers in ports.items() for each in readers if (size := each.arriving)
         }
         for name in self._totals:
             sizes = owed if name[1] == "owed" else arriving

@@ -357,11 +357,7 @@ class GuardedHttp(HttpToolsProtocol):
         log.info("connection_refused", code=refusal.code, status=refusal.status)
         self.door.refused("http", _REASONS.get(refusal.status, "invalid"))
         self._abandon()
-        if (
-            self._running is not None
-            and self._running.response_started
-            and not self._running.response_complete
-        ):
+        if self._running is not None and self._running.response_started and not self._running.response_complete:
             self.transport.close()
             return
         self.transport.write(refusal.response())
@@ -392,12 +388,7 @@ class _Connection:
 
     def write(self, part: bytes) -> bool:
         cycle = self._cycle  # as its `send` where that would not wait
-        if (
-            not cycle.chunked_encoding
-            or cycle.response_complete
-            or cycle.disconnected
-            or cycle.flow.write_paused
-        ):
+        if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or cycle.flow.write_paused:
             return False
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True

@@ -71,18 +71,13 @@ class Usage(msgspec.Struct, frozen=True):
             "rejected_prediction_tokens": rejected,
         }
         if sparse is not NO_SPARSE:
-            of_prompt, of_output = (
-                with_sparse(of_prompt, sparse.prompt),
-                with_sparse(of_output, sparse.output),
-            )
+            of_prompt, of_output = (with_sparse(of_prompt, sparse.prompt), with_sparse(of_output, sparse.output))
         return cls(prompt, completion, prompt + completion, of_prompt, of_output)
 
     @property
     def sparse(self) -> SparseTokens:
         """Tokens that have not read everything before them."""
-        return SparseTokens(
-            self.prompt_tokens_details.get(SPARSE, 0), self.completion_tokens_details.get(SPARSE, 0)
-        )
+        return SparseTokens(self.prompt_tokens_details.get(SPARSE, 0), self.completion_tokens_details.get(SPARSE, 0))
 
     def count(self, metrics: ModelMetrics) -> None:
         metrics.prompt_tokens.inc(self.prompt_tokens)
@@ -93,10 +88,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     def add_sparse(self, of_prompt: dict[str, int], of_output: dict[str, int]) -> None:
         """Tells those tokens in another API's details, where there are any."""
-        for own, other in (
-            (self.prompt_tokens_details, of_prompt),
-            (self.completion_tokens_details, of_output),
-        ):
+        for own, other in ((self.prompt_tokens_details, of_prompt), (self.completion_tokens_details, of_output)):
             if SPARSE in own:
                 other[SPARSE] = own[SPARSE]
 
@@ -177,8 +169,7 @@ class JsonSerializer(ResponseSerializer):
     def delta(self, index: int, piece: OutputDelta) -> bytes:
         """As `last`, too: the end is a finish reason."""
         end = (
-            b'"finish_reason":"%b","stop_reason":%b'
-            % (piece.finish.encode(), _json.encode(piece.stop_reason))
+            b'"finish_reason":"%b","stop_reason":%b' % (piece.finish.encode(), _json.encode(piece.stop_reason))
             if piece.finish
             else b'"finish_reason":null'
         )
@@ -203,9 +194,7 @@ class JsonSerializer(ResponseSerializer):
             {
                 "index": index,
                 **self._message(piece),
-                "logprobs": msgspec.Raw(self._logprobs(piece.scored))
-                if piece.scored or self._asked
-                else None,
+                "logprobs": msgspec.Raw(self._logprobs(piece.scored)) if piece.scored or self._asked else None,
                 "finish_reason": piece.finish or None,
                 "stop_reason": piece.stop_reason,
                 **({"token_ids": piece.ids} if self._record.token_ids else {}),
@@ -219,9 +208,7 @@ class JsonSerializer(ResponseSerializer):
         """As llama.cpp: a chunk without text."""
         self._name_ring(self._fingerprint or self._record.fingerprint)
         shown = b'{"index":0,%b,"logprobs":null,"finish_reason":null}' % self._said(OutputDelta("", ()))
-        return (
-            self._before + shown + self._after[:-1] + b',"prompt_progress":' + _json.encode(progress) + b"}"
-        )
+        return self._before + shown + self._after[:-1] + b',"prompt_progress":' + _json.encode(progress) + b"}"
 
     def _name_ring(self, fingerprint: str) -> None:
         """That of chunks from now on."""
@@ -370,15 +357,9 @@ def chat_delta(text: str, reasoning: str, calls: Sequence[CallDelta], parsing: P
     return fields
 
 
-def chat_message(
-    text: str, reasoning: str, calls: Sequence[CallDelta], parsing: Parsing | None
-) -> dict[str, Any]:
+def chat_message(text: str, reasoning: str, calls: Sequence[CallDelta], parsing: Parsing | None) -> dict[str, Any]:
     """The `message` of a whole response; its content is null where there are calls alone."""
-    fields: dict[str, Any] = {
-        "role": "assistant",
-        "content": None if calls and not text else text,
-        "refusal": None,
-    }
+    fields: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
     if reasoning:
         fields["reasoning_content"] = reasoning
     if calls and parsing is not None and parsing.legacy:

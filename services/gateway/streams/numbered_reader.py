@@ -47,9 +47,7 @@ class NumberedReader(StreamReader):
     ) -> None:
         """`after`: the number of the last event that the client has; None: it has none."""
         self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
-        super().__init__(
-            answer, ResponseSerializer([self._output]), answers, metrics
-        )  # it is shown as events
+        super().__init__(answer, ResponseSerializer([self._output]), answers, metrics)  # it is shown as events
         self._plain = self._plain and self.text_is_event
         self._begun = [True]  # events do so by themselves
         self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)

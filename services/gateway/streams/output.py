@@ -260,10 +260,7 @@ class ParsedOutput(TextOutput):
         self._parsing = parsing = record.parsing
         family = FAMILIES.get(parsing.tools)
         self._parser = Parser(
-            family.machine if family else None,
-            parsing.types,
-            thinking=parsing.reasoning,
-            opened=parsing.opened,
+            family.machine if family else None, parsing.types, thinking=parsing.reasoning, opened=parsing.opened
         )
         self._calls = CallNumbering(request.generation_id, single=parsing.single, custom=parsing.custom)
         self._events: list[Event] = []

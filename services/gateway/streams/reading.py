@@ -40,9 +40,7 @@ class Presentations:
 
     def __init__(self, listed: Mapping[str, Presentation] = MappingProxyType({})) -> None:
         self._views: dict[str, Any] = {**CANONICAL, **listed}
-        self._numbered = frozenset(
-            name for name, one in self._views.items() if issubclass(one, NumberedReader)
-        )
+        self._numbered = frozenset(name for name, one in self._views.items() if issubclass(one, NumberedReader))
 
     def numbers(self, answer: RequestState) -> bool:
         """Whether positions in it are numbers of events."""
@@ -62,9 +60,7 @@ class Presentations:
         positions; None: it has seen nothing. `view`: None for the format of its endpoint. Raises `RouteError` where
         that is not served here."""
         if view is not None:
-            return StreamReader(
-                answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False
-            )
+            return StreamReader(answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False)
         record = answer.record
         if (made := self._views.get(record.endpoint)) is None:
             raise RouteError(
@@ -119,9 +115,7 @@ class Runs:
         return self.presentations.run(answer, tokenizer, answers, after=after, view=view)
 
     @asynccontextmanager
-    async def reading(
-        self, answer: RequestState, answers: RequestTracker | None
-    ) -> AsyncIterator[StreamReader]:
+    async def reading(self, answer: RequestState, answers: RequestTracker | None) -> AsyncIterator[StreamReader]:
         """A run that has begun, from the beginning. Raises as `open`."""
         run = await self.open(answer, answers)
         run.join()
@@ -220,9 +214,7 @@ class Reading:
     def _ends(self, answer: RequestState) -> list[int]:
         """Tokens of each choice: those it has, or may have at most while it goes on."""
         if self._runs.presentations.numbers(answer):
-            return [
-                MAX_EVENTS
-            ]  # positions are numbers of events, which the reader compares with what there are
+            return [MAX_EVENTS]  # positions are numbers of events, which the reader compares with what there are
         return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 
     async def _find(self, public_id: str, tenant: str) -> RequestState:

@@ -565,9 +565,6 @@ def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:
         entry, tokens=entry.tokens[:at], logprobs=None if scores is None else scores[:at], finish=""
     )
     second = msgspec.structs.replace(
-        entry,
-        position=entry.position + at,
-        tokens=entry.tokens[at:],
-        logprobs=None if scores is None else scores[at:],
+        entry, position=entry.position + at, tokens=entry.tokens[at:], logprobs=None if scores is None else scores[at:]
     )
     return first, second

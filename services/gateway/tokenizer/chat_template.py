@@ -23,14 +23,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.tokenizer.templates import (
-    Span,
-    TemplateInput,
-    TemplateOptions,
-    Templates,
-    Traits,
-    Turns,
-)
+from services.gateway.tokenizer.templates import Span, TemplateInput, TemplateOptions, Templates, Traits, Turns
 from services.gateway.tokenizer.turns import turns_of
 from services.gateway.tool_calls.families import family_of, reasoning_of, variant_of
 from services.gateway.tool_calls.parser import REASONING
@@ -57,15 +50,7 @@ _TOOLS = [
 _OURS = frozenset(("messages", "tools", "add_generation_prompt"))
 _MOST_OF_REASON = 1000
 # What a template can raise: it is a program of others, given values of the client's.
-_REFUSALS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -99,9 +84,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
-        self._template.globals = dict(
-            self._template.globals
-        )  # jinja2 copies it for each text: of a chain, slowly
+        self._template.globals = dict(self._template.globals)  # jinja2 copies it for each text: of a chain, slowly
         self._special_tokens = dict(special_tokens)
         self.source = source
         parsed = environment.parse(source)
@@ -110,9 +93,7 @@ class ChatTemplate:
         # The texts that it compares and looks up with.
         self.words = frozenset(value for value in constants if isinstance(value, str))
         # What it can be told beyond the conversation and its tools.
-        self.variables = frozenset(
-            undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
-        )
+        self.variables = frozenset(undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS)
         marks = REASONING.get(reasoning_of(source))
         self.thought = ("", "") if marks is None else (marks.begin, marks.end)
 
@@ -135,10 +116,7 @@ class ChatTemplate:
         return _cut_behind(messages[-1].get("content"), text) if options.continue_final else text
 
     def render_marked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
     ) -> tuple[str, list[Span]]:
         """As `render`, with the spans of the text that the template puts into `{% generation %}` blocks."""
         self._generation.mark = mark = f"\ue000{secrets.token_hex(12)}\ue000"  # nobody can send it
@@ -149,9 +127,7 @@ class ChatTemplate:
         ends = list(accumulate(map(len, parts)))
         return "".join(parts), [*zip(ends[0::2], ends[1::2], strict=False)]
 
-    def tries(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> str | None:
+    def tries(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """As `render`, and None when the template refuses."""
         try:
             return self._render(messages, tools, TemplateOptions())
@@ -159,10 +135,7 @@ class ChatTemplate:
             return None
 
     def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
     ) -> str:
         return self._template.render(
             {
@@ -277,10 +250,7 @@ class _Probe:
         messages: list[Mapping[str, Any]] = [
             _USER,
             {"role": "assistant", "content": content, "tool_calls": calls},
-            *(
-                {"role": "tool", "name": _TOOL, "tool_call_id": identity, "content": _RESULT}
-                for identity in identities
-            ),
+            *({"role": "tool", "name": _TOOL, "tool_call_id": identity, "content": _RESULT} for identity in identities),
         ]
         return self._template.tries(messages, _TOOLS)
 
@@ -303,13 +273,9 @@ class InProcess:
         """Raises `InvalidParameter`."""
         return (self._template if tools is None else self._with_tools).render(messages, tools, options)
 
-    async def turns(
-        self, conversation: TemplateInput, trained: Sequence[int], tenant: str = ""
-    ) -> list[Turns]:
+    async def turns(self, conversation: TemplateInput, trained: Sequence[int], tenant: str = "") -> list[Turns]:
         """Raises `InvalidParameter`."""
-        return turns_of(
-            self._template if conversation.tools is None else self._with_tools, conversation, trained
-        )
+        return turns_of(self._template if conversation.tools is None else self._with_tools, conversation, trained)
 
 
 def _to_json(
@@ -320,9 +286,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike jinja2's own filter it does not escape for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

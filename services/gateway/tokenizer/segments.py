@@ -57,9 +57,7 @@ class Segments:
             return self._encoded([text])[0]
         segments = self._cut(self._pattern, text)
         known = [self._known(segment) for segment in segments]
-        new = iter(
-            self._encoded([one for one, tokens in zip(segments, known, strict=True) if tokens is None])
-        )
+        new = iter(self._encoded([one for one, tokens in zip(segments, known, strict=True) if tokens is None]))
         found = list[int]()
         for segment, tokens in zip(segments, known, strict=True):
             if tokens is None:
@@ -84,9 +82,7 @@ class Segments:
         """In a batch even alone: so the library lets go of the interpreter meanwhile, and leaves out offsets."""
         if not texts:
             return []
-        return [
-            encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _known(self, segment: str) -> "array[int] | None":
         if len(segment) < LONG:

@@ -23,12 +23,7 @@ _MARK = re.compile(f"[{''.join(_MARKS)}]")
 _WRITTEN = frozenset(
     (
         *(marker for family in FAMILIES.values() for marker in family.markers),
-        *(
-            marker
-            for marks in REASONING.values()
-            if not marks.structure
-            for marker in (marks.begin, marks.end)
-        ),
+        *(marker for marks in REASONING.values() if not marks.structure for marker in (marks.begin, marks.end)),
     )
 )
 _TRUSTED_ROLES = ("assistant", "system")

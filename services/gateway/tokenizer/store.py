@@ -83,11 +83,7 @@ class TokenizerStore:
         del data
         renderer = await self._renderer(name, files)
         make = functools.partial(
-            ModelTokenizer,
-            files,
-            renderer,
-            self._encoding,
-            special_tokens_in_messages=self._special_tokens_in_messages,
+            ModelTokenizer, files, renderer, self._encoding, special_tokens_in_messages=self._special_tokens_in_messages
         )
         return await self._encoding.run(LARGE + 1, make)
 

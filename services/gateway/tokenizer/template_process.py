@@ -131,21 +131,15 @@ class TemplateProcess:
         was; `QueueFull`."""
         return (await self._rendered(TemplateInput(messages, tools, options), tenant)).text
 
-    async def turns(
-        self, conversation: TemplateInput, trained: Sequence[int], tenant: str = ""
-    ) -> list[Turns]:
+    async def turns(self, conversation: TemplateInput, trained: Sequence[int], tenant: str = "") -> list[Turns]:
         """See `turns_of`; all its renderings together are one under the limits. Raises as `render`."""
         return (await self._rendered(conversation, tenant, list(trained))).turns
 
-    async def _rendered(
-        self, conversation: TemplateInput, tenant: str, trained: list[int] | None = None
-    ) -> _Reply:
+    async def _rendered(self, conversation: TemplateInput, tenant: str, trained: list[int] | None = None) -> _Reply:
         if self.refused:
             raise _passed(self.refused, "small conversations, and is not used; POST /v1/completions instead")
         messages, tools, options = conversation
-        job = _Job(
-            None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options, trained
-        )
+        job = _Job(None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options, trained)
         reply = await self._ask(_packed(job), tenant)
         if reply.limit:
             raise _passed(reply.limit, "these messages; send fewer or shorter ones, or another model")

@@ -85,9 +85,7 @@ class Renderer(Protocol):
         """The prompt, in the turn of `tenant`. Raises `InvalidParameter`, `QueueFull`."""
         ...
 
-    async def turns(
-        self, conversation: TemplateInput, trained: Sequence[int], tenant: str = ""
-    ) -> list[Turns]:
+    async def turns(self, conversation: TemplateInput, trained: Sequence[int], tenant: str = "") -> list[Turns]:
         """See `turns_of`. Raises `InvalidParameter`, `QueueFull`."""
         ...
 

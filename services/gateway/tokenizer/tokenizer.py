@@ -93,16 +93,12 @@ class ModelTokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {entry.content: token for token, entry in added if entry.special}
-        self._suffixed = {
-            without_suffix(text): text for text in self._special if text != without_suffix(text)
-        }
+        self._suffixed = {without_suffix(text): text for text in self._special if text != without_suffix(text)}
         self._special_text = SpecialText([] if special_tokens_in_messages else self._special)
         self._bytes = TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(file.decoder))
         adds_bytes = isinstance(file.decoder, dict) and file.decoder.get("type") == "ByteLevel"
         # Of single tokens, without and with the special ones, where a text is their sum.
-        self._texts = (
-            {skip: TokenTexts(self._tokenizer, skip) for skip in (False, True)} if adds_bytes else {}
-        )
+        self._texts = {skip: TokenTexts(self._tokenizer, skip) for skip in (False, True)} if adds_bytes else {}
         self._segments = Segments(self._tokenizer)
         self._bound = TokenBound(file, self._tokenizer)
         del file
@@ -151,9 +147,7 @@ class ModelTokenizer:
             size += _EACH + len(message.get("content") or "")
         mark = functools.partial(self._special_text.marked, messages, tools, options.variables)
         marked = mark() if size <= INLINE else await self._beside(size, mark)
-        return marked, msgspec.structs.replace(
-            options, variables=marked.variables
-        ) if marked.mark else options
+        return marked, msgspec.structs.replace(options, variables=marked.variables) if marked.mark else options
 
     async def render_turns(self, conversation: TemplateInput, trained: Sequence[int]) -> list[TrainedText]:
         """The texts in which the assistant's messages `trained` (their indices) are learned. Raises
@@ -169,8 +163,7 @@ class ModelTokenizer:
         conversation = TemplateInput(marked.messages, marked.tools, options)
         found = await self._renderer.turns(conversation, trained, self._tenant)
         return [
-            TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt)
-            for turns in found
+            TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt) for turns in found
         ]
 
     async def encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
@@ -308,9 +301,7 @@ def _in_process(files: Mapping[str, bytes]) -> Renderer | None:
     templates = templates_of(files)
     if templates is None:
         return None
-    from services.gateway.tokenizer.chat_template import (
-        InProcess,  # jinja2, which a gateway has in processes apart
-    )
+    from services.gateway.tokenizer.chat_template import InProcess  # jinja2, which a gateway has in processes apart
 
     return InProcess(templates)
 
@@ -371,8 +362,7 @@ class StubTokenizer:
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """Line by line."""
         return [
-            Pair(await self.encode(f"{first}\n{second}"), len(await self.encode(first)) + 1)
-            for first, second in pairs
+            Pair(await self.encode(f"{first}\n{second}"), len(await self.encode(first)) + 1) for first, second in pairs
         ]
 
     def fewest_tokens(self, text: str) -> int:

@@ -37,10 +37,7 @@ class MarkedTemplate(Protocol):
         ...
 
     def render_marked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: TemplateOptions,
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: TemplateOptions
     ) -> tuple[str, list[Span]]:
         """The text, and what lies in its `{% generation %}` blocks. Raises `InvalidParameter`."""
         ...
@@ -55,9 +52,7 @@ def turns_of(template: MarkedTemplate, conversation: TemplateInput, trained: Seq
         for number, longer in enumerate(found):
             if longer.text.startswith(turn.text):
                 found[number] = Turns(
-                    longer.text,
-                    sorted({*turn.spans, *longer.spans}),
-                    longer.unlike_prompt or turn.unlike_prompt,
+                    longer.text, sorted({*turn.spans, *longer.spans}), longer.unlike_prompt or turn.unlike_prompt
                 )
                 break
         else:
@@ -69,8 +64,7 @@ def _turn(template: MarkedTemplate, conversation: TemplateInput, index: int) -> 
     messages, tools, options = conversation
     before = messages[:index]
     asked, plain = (
-        msgspec.structs.replace(options, add_generation_prompt=asked, continue_final=False)
-        for asked in (True, False)
+        msgspec.structs.replace(options, add_generation_prompt=asked, continue_final=False) for asked in (True, False)
     )
     prompt, marked_before = template.render_marked(before, tools, asked)
     text, marked = template.render_marked(messages[: index + 1], tools, plain)

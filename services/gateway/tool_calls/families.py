@@ -250,11 +250,7 @@ FAMILIES: Mapping[str, ToolCallFormat] = {
         names=("llama4_json",),
     ),
     "xlam": ToolCallFormat(
-        marked.xlam,
-        (),
-        (TOOL_CALLS, TOOL_CALL, END_OF_TOOL_CALL),
-        f"[{_JSON}]",
-        "xLAM 2; chosen by the setting",
+        marked.xlam, (), (TOOL_CALLS, TOOL_CALL, END_OF_TOOL_CALL), f"[{_JSON}]", "xLAM 2; chosen by the setting"
     ),
 }
 

@@ -177,14 +177,10 @@ def _parameters(source: CallGrammarSource) -> Iterator[_Parameter]:
     properties = schema.get("properties")
     for name, value in (properties if isinstance(properties, dict) else {}).items():
         own = value if isinstance(value, dict) else {}
-        yield _Parameter(
-            name, {**shared, **own}, types[name], isinstance(required, list) and name in required
-        )
+        yield _Parameter(name, {**shared, **own}, types[name], isinstance(required, list) and name in required)
 
 
-def _tagged_value(
-    source: CallGrammarSource, number: int, parameter: _Parameter, before: str, end: str
-) -> str:
+def _tagged_value(source: CallGrammarSource, number: int, parameter: _Parameter, before: str, end: str) -> str:
     """A value and the tag that ends it."""
     name = f"value_{source.number}_{number}"
     if parameter.types not in ("string", ""):
@@ -245,10 +241,7 @@ def _pair_blocks(tags: tagged.PairTags) -> Form:
 
 
 def _listed(
-    source: CallGrammarSource,
-    assign: str,
-    comma: str,
-    value_of: Callable[[CallGrammarSource, int, _Parameter], str],
+    source: CallGrammarSource, assign: str, comma: str, value_of: Callable[[CallGrammarSource, int, _Parameter], str]
 ) -> str:
     """Arguments by name: a comma stands before every one but the first, whichever that is."""
     first, rest = NOTHING, NOTHING
@@ -323,20 +316,10 @@ _FORMS: Mapping[str, Form] = {
     "kimi_k2": Form(KIMI.begin, "", _kimi, "", KIMI.end),
     "openai": Form(_TO, "", _harmony, f"{harmony.CALL}{harmony.START}assistant{_TO}"),
     "gemma4": Form(gemma.GEMMA4.begin, "", _gemma(gemma.GEMMA4), gemma.GEMMA4.begin),
-    "functiongemma": Form(
-        gemma.FUNCTION_GEMMA.begin, "", _gemma(gemma.FUNCTION_GEMMA), gemma.FUNCTION_GEMMA.begin
-    ),
+    "functiongemma": Form(gemma.FUNCTION_GEMMA.begin, "", _gemma(gemma.FUNCTION_GEMMA), gemma.FUNCTION_GEMMA.begin),
     "jamba": Form(marked.CALLS, "[", _json("arguments"), ", ", f"]{marked.END_OF_CALLS}"),
-    "internlm": Form(
-        _ACTION,
-        "\n",
-        _json("parameters"),
-        f"{marked.END_OF_ACTION}\n{_ACTION}\n",
-        marked.END_OF_ACTION,
-    ),
-    "nemotron_json": Form(
-        marked.NEMOTRON_CALL, "[", _json("arguments"), ", ", f"]{marked.END_OF_NEMOTRON_CALL}"
-    ),
+    "internlm": Form(_ACTION, "\n", _json("parameters"), f"{marked.END_OF_ACTION}\n{_ACTION}\n", marked.END_OF_ACTION),
+    "nemotron_json": Form(marked.NEMOTRON_CALL, "[", _json("arguments"), ", ", f"]{marked.END_OF_NEMOTRON_CALL}"),
     "cohere_command3": Form(marked.COHERE_CALLS, "[", _cohere, ", ", f"]{marked.END_OF_COHERE_CALLS}"),
     "apertus": Form(marked.APERTUS_CALLS, "[", _apertus, ", ", f"]{marked.END_OF_APERTUS_CALLS}"),
     "phi4_mini_json": Form(marked.FUNCTOOLS, "[", _json("arguments"), ", ", "]"),
@@ -347,9 +330,7 @@ VARIANTS: Mapping[tuple[str, str], Form] = {
     ("deepseek_v32", "v4"): _blocks(tagged.DEEPSEEK_V4),
     ("glm4", "inline"): Form(marked.TOOL_CALL, "", _with_pairs(tagged.GLM, ""), marked.TOOL_CALL),
     ("jamba", "lines"): Form(marked.CALLS, "\n", _json("arguments"), "\n", f"\n{marked.END_OF_CALLS}"),
-    ("longcat", "pairs"): Form(
-        tagged.LONGCAT.call, "", _with_pairs(tagged.LONGCAT), f"\n{tagged.LONGCAT.call}"
-    ),
+    ("longcat", "pairs"): Form(tagged.LONGCAT.call, "", _with_pairs(tagged.LONGCAT), f"\n{tagged.LONGCAT.call}"),
     ("mistral", "named"): Form(marked.TOOL_CALLS, "", _named, marked.TOOL_CALLS),
     ("deepseek", "fenced"): Form(DEEPSEEK.begin, DEEPSEEK.call, _fenced, "\n" + DEEPSEEK.call, DEEPSEEK.end),
 }

@@ -175,9 +175,7 @@ class _Stage:
 class Parser:
     """The same text gives the same events, joined, however it is cut into pieces."""
 
-    def __init__(
-        self, machine: Machine | None, types: Types, *, thinking: str = "", opened: bool = False
-    ) -> None:
+    def __init__(self, machine: Machine | None, types: Types, *, thinking: str = "", opened: bool = False) -> None:
         """`machine` None: calls are not looked for; `thinking` "": reasoning is not. `opened`: it begins within
         its reasoning."""
         self._stages: list[_Stage] = []
@@ -241,9 +239,7 @@ class CallNumbering:
                 index, self.begun = self.begun, self.begun + 1
                 custom = event.name in self._custom
                 self._input = CustomInput() if custom else None
-                found[index] = CallDelta(
-                    index, call_id(self._generation_id, index), event.name, "", custom=custom
-                )
+                found[index] = CallDelta(index, call_id(self._generation_id, index), event.name, "", custom=custom)
             elif isinstance(event, Arguments):
                 index = self.begun - 1
                 text = event.text if self._input is None else self._input.feed(event.text)

@@ -63,12 +63,7 @@ class CustomFunction(FunctionDefinition, frozen=True, forbid_unknown_fields=True
         grammar = tool.format.grammar if tool.format else None
         if grammar is not None:
             text["pattern"] = f"^(?:{grammar.definition})$"
-        parameters = {
-            "type": "object",
-            "properties": {INPUT: text},
-            "required": [INPUT],
-            "additionalProperties": False,
-        }
+        parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
         return cls(tool.name, tool.description, parameters, strict=True)
 
 

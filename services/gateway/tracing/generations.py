@@ -124,9 +124,7 @@ class AnswerTrace:
         self._span.end()
 
 
-def traced(
-    record: GenerationRecord, public_id: str, choices: int
-) -> tuple[GenerationRecord, AnswerTrace | None]:
+def traced(record: GenerationRecord, public_id: str, choices: int) -> tuple[GenerationRecord, AnswerTrace | None]:
     """`record` with the context of the span that its generations get; as it is where nobody traces its request."""
     parent = tracing.edge()
     if not parent.recording:
@@ -191,7 +189,5 @@ def _sampling(request: GenerationRequest) -> dict[str, Value]:
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k,
         "gen_ai.request.seed": str(params.seed),  # unsigned 64 bits, and attributes are signed
-        **(
-            {"ryzanstein.sparse_attention": to_argument(request.sparse)} if request.sparse is not None else {}
-        ),
+        **({"ryzanstein.sparse_attention": to_argument(request.sparse)} if request.sparse is not None else {}),
     }

@@ -18,9 +18,7 @@ SERVER_ERROR = 500
 def begin_request(scope: Scope) -> Span:
     """Of an HTTP request, continuing the trace that its headers name. Its answer names it (`traceresponse`)."""
     state = scope.setdefault("state", {})
-    span = tracing.begin(
-        str(scope["method"]), tracing.from_headers(scope["headers"]), attributes=_attributes(scope)
-    )
+    span = tracing.begin(str(scope["method"]), tracing.from_headers(scope["headers"]), attributes=_attributes(scope))
     if span.recording:
         state.setdefault("answer_headers", {})["traceresponse"] = span.traceparent
     return span

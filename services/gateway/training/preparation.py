@@ -137,9 +137,7 @@ class FilePreparation:
         except InvalidParameter as error:
             raise _Failed(TrainingError(NOT_TRAINABLE, error.message, "model")) from None
         if card.bidirectional:
-            message = (
-                f"{card.model} is an encoder: it writes no text, so there are no answers that it could learn."
-            )
+            message = f"{card.model} is an encoder: it writes no text, so there are no answers that it could learn."
             raise _Failed(TrainingError(NOT_TRAINABLE, message, "model"))
         return BaseModelTokenizer(card, await self._tokenizer(lease, card))
 
@@ -161,9 +159,7 @@ class FilePreparation:
         if (card := self._catalog.known_card(model)) is not None:
             return card
         give_up = job.created_at + BASE_WITHIN
-        why = needed = (
-            f"The model '{model[:128]}' must be loaded once: its tokenizer is needed to check the files."
-        )
+        why = needed = f"The model '{model[:128]}' must be loaded once: its tokenizer is needed to check the files."
         with self._cold_starts.wanted(model):
             while True:
                 if lease.job.waiting_for != why:
@@ -182,10 +178,7 @@ class FilePreparation:
     async def _tokenized(self, job: TrainingJob, base: BaseModelTokenizer) -> list[TokenizedFile]:
         """The training file, and the one for validation where there is one."""
         files: list[TokenizedFile] = []
-        for param, name in (
-            ("training_file", job.training_object),
-            ("validation_file", job.validation_object),
-        ):
+        for param, name in (("training_file", job.training_object), ("validation_file", job.validation_object)):
             if name:
                 before = sum(file.data.tokens for file in files)
                 files.append(await self._tokenized_file(job, base, param, name, before))
@@ -197,9 +190,7 @@ class FilePreparation:
         given = job.hyperparameters
         data = Dataset(job.method, base.card.context_length, given.max_tokens, truncate=given.truncate)
         file = TokenizedFile(data, Faults(param))
-        reader = TrainingFileReader(
-            self._files, self._body_limit, self._settings, base, job.method, file, before
-        )
+        reader = TrainingFileReader(self._files, self._body_limit, self._settings, base, job.method, file, before)
         try:
             await reader.read(name)
         except MissingObject:
@@ -255,9 +246,7 @@ class FilePreparation:
             return queued if queued is job else msgspec.structs.replace(queued, base=base)
 
         await lease.write(change)
-        log.info(
-            "fine_tuning_files_checked", fine_tuning_job=job.id, examples=data.examples, tokens=data.tokens
-        )
+        log.info("fine_tuning_files_checked", fine_tuning_job=job.id, examples=data.examples, tokens=data.tokens)
 
     async def _fail(self, lease: JobLease[TrainingJob], failed: _Failed) -> None:
         job, faults = lease.job, failed.faults
@@ -317,9 +306,7 @@ def _begun(job: TrainingJob) -> list[TrainingEvent]:
     ]
 
 
-def validation_events(
-    job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData
-) -> list[TrainingEvent]:
+def validation_events(job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData) -> list[TrainingEvent]:
     """What there is to say of files that are in order."""
     events = [event for file in files for event in _remarks(job, file)]
     message = (

@@ -56,9 +56,7 @@ class _NoPlace(Exception):
 class Publication:
     """One per gateway."""
 
-    def __init__(
-        self, adapters: AdapterRegistry, files: Files, events: TrainingEvents, objects: Objects
-    ) -> None:
+    def __init__(self, adapters: AdapterRegistry, files: Files, events: TrainingEvents, objects: Objects) -> None:
         """`objects`: what jobs train with."""
         self._adapters = adapters
         self._files = files

@@ -52,8 +52,7 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     # Last parts of the linears' names (`q_proj`); empty: all but the output layer.
     target_modules: Annotated[
-        list[Annotated[str, LORA_TARGET.length(min_length=1, pattern="^[A-Za-z0-9_.]+$")]],
-        LORA_TARGETS.length(),
+        list[Annotated[str, LORA_TARGET.length(min_length=1, pattern="^[A-Za-z0-9_.]+$")]], LORA_TARGETS.length()
     ] = []
 
 
@@ -66,8 +65,7 @@ class FineTuningCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     hyperparameters: SupervisedHyperparameters | None = None
     # Stands in the model's name.
     suffix: (
-        Annotated[str, TRAINING_SUFFIX.length(min_length=1, extra_json_schema={"pattern": _SUFFIX.pattern})]
-        | None
+        Annotated[str, TRAINING_SUFFIX.length(min_length=1, extra_json_schema={"pattern": _SUFFIX.pattern})] | None
     ) = None
     # The same job with the same seed makes the same adapter; left out: a random one.
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None

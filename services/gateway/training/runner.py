@@ -63,9 +63,7 @@ class FineTuningMetrics:
             "fine_tuning_jobs_preparing", "Fine-tuning jobs whose files this gateway checks.", **named
         )
         self.publishing = Gauge(
-            "fine_tuning_jobs_publishing",
-            "Fine-tuning jobs of which this gateway publishes something.",
-            **named,
+            "fine_tuning_jobs_publishing", "Fine-tuning jobs of which this gateway publishes something.", **named
         )
         self.taken_over = Counter(
             "fine_tuning_jobs_taken_over", "Fine-tuning jobs taken over from lost gateways.", **named
@@ -96,9 +94,7 @@ class TrainingRunner:
                 try:
                     await self._work()
                 except RyzansteinError as error:
-                    log.warning(
-                        "fine_tuning_step_failed", fine_tuning_job=self._lease.job.id, error=str(error)
-                    )
+                    log.warning("fine_tuning_step_failed", fine_tuning_job=self._lease.job.id, error=str(error))
                     if await self._postponed(error):
                         return
                     await asyncio.sleep(BROKER_PAUSE)

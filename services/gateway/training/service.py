@@ -118,8 +118,7 @@ class FineTuning:
         resolved = self._catalog.resolve(name)
         if resolved.adapter:
             raise InvalidParameter(
-                f"'{name[:128]}' is an adapter itself; train one on its base, '{resolved.model}'.",
-                param="model",
+                f"'{name[:128]}' is an adapter itself; train one on its base, '{resolved.model}'.", param="model"
             )
         card = self._catalog.known_card(resolved.model)
         if card is not None and (card.bidirectional or not card.does("generate")):
@@ -189,16 +188,12 @@ class FineTuning:
         event = TrainingEvent(job.id, step, kind, "info", message, time.time())
         await self._events.add(job.tenant, event, job.attempt)
 
-    async def events(
-        self, job: str, tenant: str, after: str | None, limit: int
-    ) -> tuple[list[dict[str, Any]], bool]:
+    async def events(self, job: str, tenant: str, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         """The newest first, and whether there are more."""
         known = await self.get(job, tenant)
         entries = [entry async for entry in self._events.of(tenant, job)]
         entries.sort(key=lambda entry: (entry.value.step, entry.value.created, entry.key))
-        listed = [
-            ListedEvent(event_id(entry.key), float(place), entry) for place, entry in enumerate(entries)
-        ]
+        listed = [ListedEvent(event_id(entry.key), float(place), entry) for place, entry in enumerate(entries)]
         found, more = page(listed, after=after, limit=limit)
         return [event_object(one.entry.key, one.entry.value, known.steps) for one in found], more
 
@@ -238,9 +233,7 @@ class FineTuning:
             if not self._followed[tenant]:
                 del self._followed[tenant]
 
-    async def _watch(
-        self, job: str, tenant: str, told: "asyncio.Queue[KvEntry[TrainingEvent] | None]"
-    ) -> None:
+    async def _watch(self, job: str, tenant: str, told: "asyncio.Queue[KvEntry[TrainingEvent] | None]") -> None:
         async with contextlib.aclosing(self._events.follow(tenant, job)) as entries:
             async for entry in entries:
                 if entry is not None:
@@ -264,9 +257,7 @@ class FineTuning:
         """The size and the bytes of one of the two files of what it has made, as peft has them. `step`: of a
         checkpoint; None: of its result."""
         if file not in ADAPTER_FILES:
-            raise RouteError(
-                f"An adapter has no file '{file[:64]}'; its files are {' and '.join(ADAPTER_FILES)}."
-            )
+            raise RouteError(f"An adapter has no file '{file[:64]}'; its files are {' and '.join(ADAPTER_FILES)}.")
         known = await self.get(job, tenant)
         made = [*known.adapters, *([known.result] if known.result else [])]
         at = {one.step: one for one in made}

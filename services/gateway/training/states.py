@@ -71,9 +71,7 @@ def postponed(job: TrainingJob, now: float, reason: str, least: float = 0.0) -> 
     the lease, so that the place is another job's meanwhile."""
     pause = max(min(FIRST_PAUSE * 2.0 ** min(job.tries, 16), LONGEST_PAUSE), least)
     since = job.blocked_since or now
-    return _replace(
-        waiting(job, reason), owner="", tries=job.tries + 1, blocked_since=since, look_at=now + pause
-    )
+    return _replace(waiting(job, reason), owner="", tries=job.tries + 1, blocked_since=since, look_at=now + pause)
 
 
 # Of a job for which a gateway has done something.
@@ -90,9 +88,7 @@ def cancelled(job: TrainingJob, now: float) -> TrainingJob:
     _check(job, "cancel")
     if job.host:
         return _replace(job, wanted="cancel")
-    return _replace(
-        job, status="cancelled", wanted="cancel", finished_at=now, waiting_for="", expected_at=0.0
-    )
+    return _replace(job, status="cancelled", wanted="cancel", finished_at=now, waiting_for="", expected_at=0.0)
 
 
 def paused(job: TrainingJob) -> TrainingJob:
@@ -135,9 +131,7 @@ def _check(job: TrainingJob, verb: str) -> None:
 
 def _conflict(job: TrainingJob, verb: str, why: str) -> RouteError:
     """409, as for batches."""
-    return RouteError(
-        f"Cannot {verb} the fine-tuning job '{job.id}': {why}.", status=409, reason="invalid_job_status"
-    )
+    return RouteError(f"Cannot {verb} the fine-tuning job '{job.id}': {why}.", status=409, reason="invalid_job_status")
 
 
 # --- its publication, by the gateway that has the lease ------------------------------------------
@@ -158,14 +152,7 @@ def unpublished(job: TrainingJob, now: float, error: TrainingError) -> TrainingJ
     if job.status in TRAINING_OVER:
         return job
     return _replace(
-        job,
-        status="failed",
-        finished_at=now,
-        error=error,
-        result=None,
-        waiting_for="",
-        expected_at=0.0,
-        host="",
+        job, status="failed", finished_at=now, error=error, result=None, waiting_for="", expected_at=0.0, host=""
     )
 
 

@@ -372,10 +372,7 @@ class ModelController:
 def _differs(said: ModelPlacement | None, new: ModelPlacement) -> bool:
     if said is None or said is new:
         return said is None
-    if (
-        bool(said.expected_at) != bool(new.expected_at)
-        or abs(said.expected_at - new.expected_at) >= LEAST_CHANGE
-    ):
+    if bool(said.expected_at) != bool(new.expected_at) or abs(said.expected_at - new.expected_at) >= LEAST_CHANGE:
         return True
     return msgspec.structs.replace(said, expected_at=0.0) != msgspec.structs.replace(new, expected_at=0.0)
 
@@ -391,9 +388,7 @@ async def _pause(event: asyncio.Event, least: float, most: float) -> None:
         event.clear()
 
 
-def waiting_of(
-    depths: Mapping[tuple[str, Lane], int], age: Callable[[str], float]
-) -> Iterator[tuple[str, int, float]]:
+def waiting_of(depths: Mapping[tuple[str, Lane], int], age: Callable[[str], float]) -> Iterator[tuple[str, int, float]]:
     """A scheduler's queue as `Waiting`: `depths` by model and lane; `age`: seconds that a model's first has waited."""
     totals: Counter[str] = Counter()
     for (model, _), count in depths.items():

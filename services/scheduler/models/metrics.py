@@ -21,18 +21,14 @@ class ModelLifecycleMetrics:
         self.loads = counter("loads", "Load commands sent to hosts, by reason.", ["reason"])
         self.unloads = counter("unloads", "Unload commands sent to hosts, by reason.", ["reason"])
         self.requests = counter(
-            "requests",
-            "Requests for models of the registry: a group served it (hit), or none did (cold).",
-            ["what"],
+            "requests", "Requests for models of the registry: a group served it (hit), or none did (cold).", ["what"]
         )
         self.refused = counter("refused_commands", "Commands that hosts refused or did not answer.")
         self.decides = gauge("deciding", "1 for the scheduler that decides which host loads what.")
         self.unplaced = gauge(
             "unplaced", "Requested models that no host can take; reported by the scheduler that decides."
         )
-        self.adapters = gauge(
-            "adapters", "LoRA adapters that are registered; reported by the scheduler that decides."
-        )
+        self.adapters = gauge("adapters", "LoRA adapters that are registered; reported by the scheduler that decides.")
         self.adapters_wanted = gauge(
             "adapters_wanted",
             "LoRA adapters that are declared and that no host has read yet; reported by the scheduler that decides.",

@@ -357,9 +357,7 @@ class ModelPlacer:
         seconds = self.cluster.load_seconds(want.model, host)
         victims = {replica.group for replica in room.victims}
         group = self._name(host, want.model)
-        self._plans.add(
-            Plan(group, want.model, host.name, want.reason, self._now, seconds, size, host, victims)
-        )
+        self._plans.add(Plan(group, want.model, host.name, want.reason, self._now, seconds, size, host, victims))
         return True
 
     def _refuse(self, want: Want, demand: Demand) -> bool:

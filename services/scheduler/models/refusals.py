@@ -26,9 +26,7 @@ def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, 
     """Why no host takes the model now."""
     refused = _why_not(model, cluster, failures, worth, now)
     if refused.code == ModelDoesNotFit.code and (lost := cluster.fits_lost(model)):
-        return ModelRefusal(
-            "", f"The model {model} waits for the host {lost}, which is gone and may come back."
-        )
+        return ModelRefusal("", f"The model {model} waits for the host {lost}, which is gone and may come back.")
     return refused
 
 

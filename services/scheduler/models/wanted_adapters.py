@@ -108,15 +108,9 @@ class WantedAdapters:
         coming = base.least or any(True for _ in cluster.of(base.name)) or any(cluster.loading(base.name))
         if coming or not base.source or self._is_fetched(base.name):
             return ""
-        able = [
-            host
-            for host in cluster.hosts.values()
-            if host.takes and (base.name, host.name) not in cluster.failed
-        ]
+        able = [host for host in cluster.hosts.values() if host.takes and (base.name, host.name) not in cluster.failed]
         return max(able, key=lambda host: (host.free, host.name)).name if able else ""
 
     def _is_fetched(self, model: str) -> bool:
-        said: Iterable[object] = (
-            self._cluster.reported(model, host) for host in self._cluster.hosts.values()
-        )
+        said: Iterable[object] = (self._cluster.reported(model, host) for host in self._cluster.hosts.values())
         return any(getattr(one, "state", "") == "downloading" for one in said)

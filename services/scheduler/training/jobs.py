@@ -96,9 +96,7 @@ class TrainingJobs:
                 return  # it is another by now, as the watcher will tell
             self._note(key, job, written)
             if job.host:
-                log.info(
-                    "training_assigned", job=job.id, tenant=job.tenant, host=job.host, attempt=job.attempt
-                )
+                log.info("training_assigned", job=job.id, tenant=job.tenant, host=job.host, attempt=job.attempt)
         except (RyzansteinError, KeyError) as error:  # KeyError: it is over meanwhile
             log.warning("training_write_failed", job=job.id, error=str(error))
         finally:
@@ -107,9 +105,7 @@ class TrainingJobs:
 
     async def _tell(self, host: str, command: HostCommand) -> None:
         try:
-            reply = await self._bus.request(
-                subjects.host_control(host), command, HostReply, timeout=COMMAND_TIMEOUT
-            )
+            reply = await self._bus.request(subjects.host_control(host), command, HostReply, timeout=COMMAND_TIMEOUT)
         except (RyzansteinError, msgspec.DecodeError) as error:  # it is told again
             log.debug("host_command_send_failed", host=host, error=str(error))
             return

@@ -134,9 +134,7 @@ class TrainingPlacer:
                 if mine or training.state == "ending" or self._now - self._stopped.get(told, 0.0) < REPEAT:
                     continue
                 self._stopped[told] = self._now
-                self._commands.append(
-                    (host.name, StopTraining(training.job, training.tenant, training.attempt))
-                )
+                self._commands.append((host.name, StopTraining(training.job, training.tenant, training.attempt)))
 
     def _forget(self) -> None:
         for key, host in list(self._trials):
@@ -160,9 +158,7 @@ class TrainingPlacer:
                     self._changes[key] = _replace(job, host="")
                 continue
             looked += 1
-            hosts, reason = (
-                self._hosts_for(key, job, places) if looked <= AT_ONCE else ([], "Others come first.")
-            )
+            hosts, reason = self._hosts_for(key, job, places) if looked <= AT_ONCE else ([], "Others come first.")
             if hosts:
                 for name in hosts:
                     places[name] -= 1
@@ -203,9 +199,7 @@ class TrainingPlacer:
         wanted = job.hyperparameters.replicas
         if not places:
             return [], "No executor takes fine-tuning jobs; start one with RYZANSTEIN_TRAINS above 0."
-        able = [
-            self._cluster.hosts[name] for name in places if self._has_base(self._cluster.hosts[name], job)
-        ]
+        able = [self._cluster.hosts[name] for name in places if self._has_base(self._cluster.hosts[name], job)]
         if not able:
             return [], (
                 f"No executor that takes fine-tuning jobs serves its base {job.model}, whose files are with that "
@@ -219,10 +213,7 @@ class TrainingPlacer:
         free = [host for host in able if places[host.name] > 0]
         if len(free) < wanted:
             if wanted > 1:
-                return (
-                    [],
-                    f"It begins when {wanted} executors have a free place at a time; {len(free)} have one.",
-                )
+                return ([], f"It begins when {wanted} executors have a free place at a time; {len(free)} have one.")
             return [], "All places for fine-tuning jobs are taken; it begins when one is free."
         taking = [host for host in free if not self._refuses(key, host)]
         if len(taking) < wanted:
@@ -292,13 +283,7 @@ def is_live(job: TrainingJob) -> bool:
 def _given(job: TrainingJob, hosts: list[str]) -> TrainingJob:
     """To these hosts, in a new attempt, in which its replicas meet anew."""
     return _replace(
-        job,
-        host=hosts[0],
-        helpers=hosts[1:],
-        attempt=job.attempt + 1,
-        waiting_for="",
-        retry_at=0.0,
-        meeting="",
+        job, host=hosts[0], helpers=hosts[1:], attempt=job.attempt + 1, waiting_for="", retry_at=0.0, meeting=""
     )
 
 

@@ -27,9 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chromium = find_chromium()
     if chromium is None:
-        parser.error(
-            "no chromium here; install it (Debian: chromium) or name one in RYZANSTEIN_TEST_CHROMIUM"
-        )
+        parser.error("no chromium here; install it (Debian: chromium) or name one in RYZANSTEIN_TEST_CHROMIUM")
     with tempfile.TemporaryDirectory() as directory:
         with Stack(Path(directory) / "stack", "--replicas", "2", "--no-smoke-test") as stack:
             cast = record(stack, Path(directory))

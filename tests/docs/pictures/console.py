@@ -18,20 +18,8 @@ QUESTION = "Give me three tips for a good night's sleep."  # what a small model 
 LINES = 12
 WAVES = 8  # of requests, for the charts
 WAVE = 8.0  # seconds from one to the next
-COLOURS = {
-    "apple": "red",
-    "banana": "yellow",
-    "plum": "purple",
-    "lime": "green",
-    "carrot": "orange",
-    "swan": "white",
-}
-QUESTIONS = (
-    "What colour is a {}?",
-    "Name the colour of a {}.",
-    "A {} is which colour?",
-    "Tell me a {}'s colour.",
-)
+COLOURS = {"apple": "red", "banana": "yellow", "plum": "purple", "lime": "green", "carrot": "orange", "swan": "white"}
+QUESTIONS = ("What colour is a {}?", "Name the colour of a {}.", "A {} is which colour?", "Tell me a {}'s colour.")
 TRAINED = 1800.0  # seconds in which the job must be done
 
 
@@ -82,15 +70,11 @@ async def _ask(tab: Tab) -> None:
     """Has the model answer, as a user does."""
     for field, value in (("temperature", "0"), ("limit", "120")):
         place = f"document.getElementById('{field}')"
-        await tab.run(
-            f"{place}.value = '{value}', {place}.dispatchEvent(new Event('input', {{bubbles: true}}))"
-        )
+        await tab.run(f"{place}.value = '{value}', {place}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     await tab.run("document.getElementById('prompt').focus()")
     await tab.type(QUESTION)
     await tab.press("Enter", 13, "\r")
-    done = (
-        "document.querySelector('#transcript > li:last-child .figures')?.textContent.includes('first token')"
-    )
+    done = "document.querySelector('#transcript > li:last-child .figures')?.textContent.includes('first token')"
     await tab.until(f"{done} && document.getElementById('stop').hidden", 120)
 
 
@@ -125,9 +109,7 @@ async def _work(url: str) -> AsyncIterator[None]:
         body["ignore_eos"] = True
         tasks: list[asyncio.Task[httpx.Response]] = []
         for wave in range(WAVES):
-            tasks += [
-                asyncio.create_task(client.post("/chat/completions", json=body)) for _ in range(wave % 4 + 1)
-            ]
+            tasks += [asyncio.create_task(client.post("/chat/completions", json=body)) for _ in range(wave % 4 + 1)]
             await asyncio.sleep(WAVE)
         yield
         for task in tasks:
@@ -166,13 +148,9 @@ def fine_tune(url: str) -> str:
     """Teaches the model colours; returns the job once it is done."""
 
     def lines(questions: tuple[str, ...]) -> str:
-        asked = [
-            (question.format(thing), colour) for question in questions for thing, colour in COLOURS.items()
-        ]
+        asked = [(question.format(thing), colour) for question in questions for thing, colour in COLOURS.items()]
         return "\n".join(
-            json.dumps(
-                {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": colour}]}
-            )
+            json.dumps({"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": colour}]})
             for text, colour in asked
         )
 

@@ -43,9 +43,7 @@ def tool(name: str) -> str:
 def _failure(command: tuple[str, ...], directory: Path) -> str:
     """What a step that needs packages from outside says when it fails; tried once."""
     try:
-        done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=100, check=False
-        )
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100, check=False)
     except subprocess.TimeoutExpired:
         return "it took more than 100 s"
     return done.stderr.strip()[-200:] or "it failed" if done.returncode else ""
@@ -86,11 +84,7 @@ def javascript(name: str) -> Command:
     """Those that need no package run where npm reaches nothing."""
     node = tool("node")
     if name in ("resume", "websocket"):
-        flags = (
-            ["--experimental-websocket"]
-            if name == "websocket" and _node_major() < NODE_WITH_WEBSOCKET
-            else []
-        )
+        flags = ["--experimental-websocket"] if name == "websocket" and _node_major() < NODE_WITH_WEBSOCKET else []
         return [node, *flags, "--no-warnings", str(EXAMPLES / "javascript" / f"{name}.js")]
     return [node, str(_javascript() / f"{name}.js")]
 
@@ -180,9 +174,7 @@ def go(name: str) -> Command:
     BUILT.mkdir(exist_ok=True)
     target = BUILT / f"go-{name}"
     command = [tool("go"), "build", "-o", str(target), f"./{name}"]
-    done = subprocess.run(
-        command, cwd=EXAMPLES / "go", capture_output=True, text=True, timeout=110, check=False
-    )
+    done = subprocess.run(command, cwd=EXAMPLES / "go", capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr  # it needs no packages
     return [str(target)]
 

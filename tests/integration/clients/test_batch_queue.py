@@ -40,12 +40,7 @@ async def test_a_file_goes_in_and_results_come_out(
         batch = await queue.submit(tmp_path / "input.jsonl", window="1h", metadata={"run": "7"})
         assert batch.raw["metadata"] == {"run": "7"}
         seen = [found async for found in queue.watch(batch.id, interval=0.02)]
-        assert (seen[-1].status, seen[-1].completed, seen[-1].failed, seen[-1].total) == (
-            "completed",
-            40,
-            0,
-            40,
-        )
+        assert (seen[-1].status, seen[-1].completed, seen[-1].failed, seen[-1].total) == ("completed", 40, 0, 40)
         assert all(one != other for one, other in itertools.pairwise(seen))
         assert await queue.download(seen[-1], tmp_path / "output.jsonl")
         assert not await queue.download(seen[-1], tmp_path / "errors.jsonl", "errors")

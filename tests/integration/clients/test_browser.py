@@ -66,9 +66,7 @@ def unpack(directory: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(built / file["path"], target)
     (directory / "eventsource-parser").symlink_to(built / "node_modules" / "eventsource-parser")
-    (directory / "index.html").write_text(
-        re.sub(r'<script type="module">.*?</script>', "", PAGE, flags=re.DOTALL)
-    )
+    (directory / "index.html").write_text(re.sub(r'<script type="module">.*?</script>', "", PAGE, flags=re.DOTALL))
 
 
 @pytest.fixture
@@ -93,9 +91,7 @@ async def page(browser: Browser, origin: str) -> AsyncIterator[Tab]:
 
 
 @pytest.fixture
-async def allowing(
-    nats_settings: CommonSettings, ring: FakeRing, origin: str
-) -> AsyncIterator[RunningGateway]:
+async def allowing(nats_settings: CommonSettings, ring: FakeRing, origin: str) -> AsyncIterator[RunningGateway]:
     async with run_gateway(nats_settings, allowed_origins=origin, resume_grace=60.0) as running:
         yield running
 
@@ -116,9 +112,7 @@ async def test_a_stream_survives_its_connection_and_its_gateway(
         gateway_process(bus, nats_settings, tmp_path, *options) as doomed,
         cutting(str(doomed.http.base_url)) as first,
     ):
-        shown = PAGE.replace("http://127.0.0.1:8000", first.url).replace(
-            "http://127.0.0.1:8001", allowing.url
-        )
+        shown = PAGE.replace("http://127.0.0.1:8000", first.url).replace("http://127.0.0.1:8001", allowing.url)
         (directory / "stream.html").write_text(shown.replace("SmolLM2-135M-Instruct", MODEL))
         async with browser.tab(f"{origin}/stream.html") as page:
             await page.until(f"{SHOWN} === {json.dumps(TEXT[:9])}")
@@ -160,9 +154,7 @@ async def test_what_else_a_page_may_do(page: Tab, allowing: RunningGateway, ring
     }
 
 
-async def test_an_answer_is_asked_for_again_under_its_key(
-    page: Tab, allowing: RunningGateway, ring: FakeRing
-) -> None:
+async def test_an_answer_is_asked_for_again_under_its_key(page: Tab, allowing: RunningGateway, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT.encode(), 10)
     async with cutting(allowing.url) as way:
         call = f"new ryzanstein.Client({json.dumps(way.url)}).chat({CHAT}).then(ryzanstein.textOf)"

@@ -56,12 +56,7 @@ Reader = Callable[[list[str], list[Piece]], Any]
     "read", [read_async, lambda *given: asyncio.to_thread(read_in_thread, *given)], ids=["async", "blocking"]
 )
 async def test_a_stream_survives(
-    read: Reader,
-    bus: Bus,
-    nats_settings: CommonSettings,
-    gateway: RunningGateway,
-    ring: FakeRing,
-    tmp_path: Path,
+    read: Reader, bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
 ) -> None:
     """Cut before anything has come, cut twice in the middle, and its gateway killed."""
     ring.behave = paced = Paced(TEXT.encode(), 0)
@@ -126,9 +121,7 @@ async def test_another_process_goes_on(
     assert begun + await asyncio.to_thread(go_on) == TEXT
 
 
-async def test_begun_in_the_background(
-    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
-) -> None:
+async def test_begun_in_the_background(gateway: RunningGateway, other: RunningGateway, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT.encode(), 5)
 
     def begin() -> Cursor:
@@ -142,9 +135,7 @@ async def test_begun_in_the_background(
             state = await client.state(cursor)
             assert (state.status, state.over, TEXT.startswith(state.text)) == ("in_progress", False, True)
             paced.allow()
-            assert (
-                await client.attach(cursor.generation, after=state.position).text() == TEXT[len(state.text) :]
-            )
+            assert await client.attach(cursor.generation, after=state.position).text() == TEXT[len(state.text) :]
             assert await client.attach(cursor).text() == TEXT
             state = await client.state(cursor)
             assert (state.status, state.text, state.model) == ("completed", TEXT, MODEL)
@@ -191,10 +182,7 @@ async def test_who_leaves_early_lets_go(nats_settings: CommonSettings, ring: Fak
                 next(stream)
 
         await asyncio.to_thread(blocking)
-        async with (
-            AsyncClient(gateway.url) as client,
-            client.stream_completion(model=MODEL, prompt="x") as stream,
-        ):
+        async with AsyncClient(gateway.url) as client, client.stream_completion(model=MODEL, prompt="x") as stream:
             await anext(stream)
         await until(lambda: len(ring.commanded | ring.cancelled) == 2)
 

@@ -54,12 +54,7 @@ async def test_a_key_is_sent(language: str, gateway: RunningGateway, ring: FakeR
 
 
 async def test_a_stream_survives_its_connections_and_its_gateway(
-    language: str,
-    bus: Bus,
-    nats_settings: CommonSettings,
-    gateway: RunningGateway,
-    ring: FakeRing,
-    tmp_path: Path,
+    language: str, bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
 ) -> None:
     """Cut at the first gateway, cut at the second, then the first one, which looks after it, is killed."""
     command = await asyncio.to_thread(LANGUAGES[language], "resume")

@@ -37,8 +37,7 @@ async def example(number: int, directory: Path, *gateways: str) -> Command:
         source = source.replace(f"http://127.0.0.1:{port}", url)
     (directory / "main.go").write_text(source.replace("SmolLM2-135M-Instruct", MODEL))
     (directory / "go.mod").write_text(
-        "module example\n\ngo 1.19\n\nrequire ryzanstein-client v0.1.0\n\n"
-        f"replace ryzanstein-client => {MODULE}\n"
+        f"module example\n\ngo 1.19\n\nrequire ryzanstein-client v0.1.0\n\nreplace ryzanstein-client => {MODULE}\n"
     )
     await run_go(directory, "build", "-o", "example", ".")
     return [str(directory / "example")]

@@ -70,9 +70,7 @@ async def test_what_is_packed() -> None:
     modules = {path.stem for path in (TYPESCRIPT / "src").glob("*.ts")}
     made = {f"dist/{name}{suffix}" for name in modules for suffix in (".js", ".d.ts")}
     assert packed == {"LICENSE", "README.md", "package.json"} | made
-    assert list(json.loads((TYPESCRIPT / "package.json").read_text())["dependencies"]) == [
-        "eventsource-parser"
-    ]
+    assert list(json.loads((TYPESCRIPT / "package.json").read_text())["dependencies"]) == ["eventsource-parser"]
 
 
 RESPONSE = """
@@ -163,9 +161,7 @@ async def test_what_its_calls_bring(gateway: RunningGateway, ring: FakeRing) -> 
     assert len(ring.requests) == 4
 
 
-async def test_a_batch(
-    gateway: RunningGateway, served: openai.AsyncOpenAI, ring: FakeRing, tmp_path: Path
-) -> None:
+async def test_a_batch(gateway: RunningGateway, served: openai.AsyncOpenAI, ring: FakeRing, tmp_path: Path) -> None:
     """The example twice with one key: one file, one batch, the same results."""
 
     async def behave(ring: FakeRing, request: GenerationRequest) -> None:

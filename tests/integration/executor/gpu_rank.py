@@ -63,9 +63,7 @@ def on_a_gpu(board: RingBoard, rank: int) -> RankBoard:
     return mine
 
 
-def wait_for_tokens(
-    engine: StubEngine, plan: StepPlan, samples: Sequence[SamplingState]
-) -> list[SampledToken]:
+def wait_for_tokens(engine: StubEngine, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
     """The leader waits for its device, as it must to know the tokens; the other ranks only launch.
 
     It hangs in the step after the one in which it learns of the fault: that one's plan has reached all ranks after the

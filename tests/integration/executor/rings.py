@@ -37,18 +37,7 @@ BLOCK = 4
 CONTEXT = 1024
 VOCABULARY = 258  # as many tokens as the tiny tokenizer has
 MODEL = "tiny"
-RING = (
-    "--device",
-    "cpu",
-    "--dtype",
-    "fp32",
-    "--threads",
-    "1",
-    "--block-size",
-    str(BLOCK),
-    "--drain-grace",
-    "5",
-)
+RING = ("--device", "cpu", "--dtype", "fp32", "--threads", "1", "--block-size", str(BLOCK), "--drain-grace", "5")
 RING += ("--context-length", str(CONTEXT), "--served-model-name", MODEL)
 
 
@@ -182,11 +171,7 @@ class Session:
     """A conversation: each turn's prompt is all that was said before, and something new."""
 
     def __init__(
-        self,
-        rings: Rings,
-        name: str,
-        beginning: list[int] | None = None,
-        sparse: SparseAttention | None = None,
+        self, rings: Rings, name: str, beginning: list[int] | None = None, sparse: SparseAttention | None = None
     ) -> None:
         self._rings = rings
         self.name = name

@@ -58,14 +58,10 @@ async def test_each_request_has_its_adapters_text(
     await register(bus, "other", "another model", digests[1])
     cache = tmp_path / "cache"
     more = arguments(cache, "--max-adapters", "2", "--max-sequences", "4")
-    async with service_process(
-        bus, nats_settings, "services.executor", tmp_path, *more, instance="e"
-    ) as process:
+    async with service_process(bus, nats_settings, "services.executor", tmp_path, *more, instance="e") as process:
         await process.wait_ready()
         await until_fetched(process, digests[0])
-        requests = [
-            request(f"{turn}-{at}", one) for turn in range(3) for at, one in enumerate([*digests, ""])
-        ]
+        requests = [request(f"{turn}-{at}", one) for turn in range(3) for at, one in enumerate([*digests, ""])]
         reply = await hand_in(bus, *requests)
         assert len(reply.accepted) == len(requests)
         for one in requests:
@@ -99,16 +95,11 @@ async def test_what_cannot_be_had_is_refused_and_others_are_not(
     await files.open()
     await files.put(false, tmp_path / "1", "test")
     more = arguments(tmp_path / "cache", "--max-adapter-rank", "16")
-    async with service_process(
-        bus, nats_settings, "services.executor", tmp_path, *more, instance="e"
-    ) as process:
+    async with service_process(bus, nats_settings, "services.executor", tmp_path, *more, instance="e") as process:
         await process.wait_ready()
         bad = {"large": large, "false": false, "missing": "cd" * 32}
         reply = await hand_in(
-            bus,
-            request("good", good),
-            *(request(name, digest) for name, digest in bad.items()),
-            request("no", "../x"),
+            bus, request("good", good), *(request(name, digest) for name, digest in bad.items()), request("no", "../x")
         )
         assert [refusal.generation_id for refusal in reply.refused] == ["no"]
         assert "64 hexadecimal digits" in reply.refused[0].message
@@ -136,9 +127,7 @@ async def test_an_attempt_goes_on_with_its_adapter(
     """Under a disk limit that two adapters do not fit together: one makes room for the other."""
     first, second = [await store_adapter(bus, tmp_path, number) for number in range(2)]
     more = arguments(tmp_path / "cache", "--adapter-cache-bytes", "600")
-    async with service_process(
-        bus, nats_settings, "services.executor", tmp_path, *more, instance="e"
-    ) as process:
+    async with service_process(bus, nats_settings, "services.executor", tmp_path, *more, instance="e") as process:
         await process.wait_ready()
         done = text_of(first)[:10]
         await hand_in(bus, request("g", first, generated=done, attempt=2))

@@ -19,14 +19,7 @@ from services.cli.commands.debug import fetch_dump, fetch_profile
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.messages import GenerationRequest, GroupBeat, GroupLoad, GroupRecord, SamplingParams, TokenFrame
-from shared.messages.debugging import (
-    DebugCommand,
-    Dump,
-    JobReply,
-    ProfileCommand,
-    ProfileSummary,
-    ResultCommand,
-)
+from shared.messages.debugging import DebugCommand, Dump, JobReply, ProfileCommand, ProfileSummary, ResultCommand
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -147,9 +140,7 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         for rank in found.ranks:
             assert rank.answered
             assert rank.stacks[-1].thread == "MainThread"
-            assert "supervisor" not in {stack.thread for stack in rank.stacks}, (
-                "it told: the rank was not signalled"
-            )
+            assert "supervisor" not in {stack.thread for stack in rank.stacks}, "it told: the rank was not signalled"
             assert [step.step for step in rank.steps] == sorted(step.step for step in rank.steps)
             assert rank.steps[-1].step > 0
             assert len(rank.threads) >= 2
@@ -208,9 +199,7 @@ async def test_a_rank_that_does_not_come_to_a_collective_is_named_before_the_rin
 async def test_a_stopped_leader_does_not_keep_its_ring_from_being_looked_into(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
-    async with executor(
-        bus, nats_settings, tmp_path, "--tp", "2", "--stub-step-ms", "5", *PATIENT
-    ) as process:
+    async with executor(bus, nats_settings, tmp_path, "--tp", "2", "--stub-step-ms", "5", *PATIENT) as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=5000))
         await reader.some()
@@ -260,19 +249,12 @@ async def test_slow_steps_are_logged_with_what_they_were_made_of(
         assert 1 <= len(lines) < 12, "not every one"
         first = json.loads(lines[0])
         assert first["ms"] >= 20
-        assert (first["prefill_tokens"], first["decode_rows"], first["batch"], first["sampled"]) == (
-            3,
-            0,
-            1,
-            1,
-        )
+        assert (first["prefill_tokens"], first["decode_rows"], first["batch"], first["sampled"]) == (3, 0, 1, 1)
         assert [of_rank["rank"] for of_rank in first["ranks"]] == [0, 1]
         assert first["ranks"][0]["ms"] >= 20
         async with httpx.AsyncClient(trust_env=False) as client:
             metrics = (await client.get(f"http://{beat.address}/metrics")).text
-        assert re.search(
-            r'^ryzanstein_executor_slow_steps_total\{group="g",model="stub"\} 1[0-9]', metrics, re.M
-        )
+        assert re.search(r'^ryzanstein_executor_slow_steps_total\{group="g",model="stub"\} 1[0-9]', metrics, re.M)
 
 
 @pytest.mark.slow
@@ -286,9 +268,7 @@ async def test_steps_are_profiled_on_every_rank_while_the_ring_serves(
             command = msgspec.convert({"type": "profile", "timeout": 60.0, **fields}, ProfileCommand)
             return await fetch_profile(nats_settings, "g", command, directory, lambda text: None)
 
-        with pytest.raises(
-            ConfigurationError, match=r"no step was computed within 0\.5 s\. A ring computes only"
-        ):
+        with pytest.raises(ConfigurationError, match=r"no step was computed within 0\.5 s\. A ring computes only"):
             await profile(tmp_path / "none", timeout=0.5)
         await give_work(bus, reader)
         found = await profile(tmp_path / "first", steps=6)
@@ -307,7 +287,5 @@ async def test_steps_are_profiled_on_every_rank_while_the_ring_serves(
         long = await ask(bus, endless)
         assert "is under way; ask again when it is over" in (await ask(bus, endless)).error
         reply = await result(bus, long.job)
-        assert [file.name for file in reply.files][-1] == "summary.json", (
-            "what there is when the time is over"
-        )
+        assert [file.name for file in reply.files][-1] == "summary.json", "what there is when the time is over"
         assert ring(process).epoch == before, "nobody took it for hung"

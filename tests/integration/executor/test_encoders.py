@@ -16,9 +16,7 @@ from tests.integration.executor.rings import MODEL, VOCABULARY, rings
 from tests.unit.executor.model.encoders.tiny import make_encoder
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
-PROMPTS = {
-    f"e{at}": [4 + (at * 31 + i * 7) % (VOCABULARY - 4) for i in range(3 + 11 * at)] for at in range(6)
-}
+PROMPTS = {f"e{at}": [4 + (at * 31 + i * 7) % (VOCABULARY - 4) for i in range(3 + 11 * at)] for at in range(6)}
 
 
 def served_encoder(directory: Path, head: str = "", **settings: Any) -> Path:

@@ -52,14 +52,7 @@ async def executor(
 ) -> AsyncIterator[ServiceProcess]:
     base = ("--engine", "stub", "--group", "g", "--hung-after", "1")
     async with service_process(
-        bus,
-        settings,
-        "services.executor",
-        directory,
-        *base,
-        *arguments,
-        instance="executor-test",
-        forked=forked,
+        bus, settings, "services.executor", directory, *base, *arguments, instance="executor-test", forked=forked
     ) as process:
         yield process
 
@@ -71,9 +64,7 @@ async def reader(bus: Bus) -> Reader:
     return found
 
 
-def request(
-    name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None
-) -> GenerationRequest:
+def request(name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None) -> GenerationRequest:
     return GenerationRequest(
         generation_id=name,
         request_id=f"request-of-{name}",
@@ -181,9 +172,7 @@ async def test_cancel_ends_a_generation(
 async def test_drain_finishes_what_runs_and_leaves(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
-    async with executor(
-        bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "10"
-    ) as process:
+    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "10") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=40))
         await control(bus, Drain())
@@ -249,9 +238,7 @@ async def test_starved_batch_work_ends_at_its_deadline(
 async def test_a_drain_can_be_taken_back_until_the_executor_stops(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
-    async with executor(
-        bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "30"
-    ) as process:
+    async with executor(bus, nats_settings, tmp_path, "--stub-step-ms", "5", "--drain-grace", "30") as process:
         await process.wait_ready()
         await dispatch(bus, request("a", max_tokens=8000))
         assert (await control(bus, Drain(600.0))).ok
@@ -296,9 +283,7 @@ async def test_a_lost_rank_takes_the_ring_down_and_up_again(
         assert after is not None
         assert not {one.pid for one in before.ranks} & {one.pid for one in after.ranks}, "a whole new ring"
         told = [beat.group for beat in process.beats if beat.group and beat.group.epoch == before.epoch]
-        assert (told[-1].state, told[-1].ranks) == ("starting", []), (
-            "the loss is told under the lost ring's epoch"
-        )
+        assert (told[-1].state, told[-1].ranks) == ("starting", []), "the loss is told under the lost ring's epoch"
         for old in before.ranks:
             with pytest.raises(ProcessLookupError):
                 os.kill(old.pid, 0)
@@ -322,10 +307,7 @@ async def test_ranks_do_not_outlive_a_killed_orchestrator(
 async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     import httpx
 
-    async with (
-        executor(bus, nats_settings, tmp_path) as process,
-        httpx.AsyncClient(trust_env=False) as client,
-    ):
+    async with executor(bus, nats_settings, tmp_path) as process, httpx.AsyncClient(trust_env=False) as client:
         url = f"http://{(await process.wait_ready()).address}"
         assert (await client.get(f"{url}/health")).status_code == 200
         assert (await client.get(f"{url}/ready")).json()["ready"] is True
@@ -392,9 +374,7 @@ async def test_metrics_are_there_while_the_leader_is_hung(
         assert f"ryzanstein_executor_output_tokens_total{of_group} 8.0" in metrics
 
 
-async def test_no_model_is_said_in_one_sentence(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_no_model_is_said_in_one_sentence(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     empty = ("--no-takes-models",)
     async with service_process(
         bus, nats_settings, "services.executor", tmp_path, *empty, instance="executor-x"

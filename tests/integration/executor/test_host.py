@@ -138,9 +138,7 @@ async def host_with(
 ) -> AsyncIterator[Host]:
     arguments = ("--engine", engine, "--takes-models", "--host-memory", str(MEMORY), "--stub-step-ms", "5")
     arguments += ("--model-cache", str(directory / "cache"), "--handover-timeout", "0", *more)
-    async with service_process(
-        bus, settings, "services.executor", directory, *arguments, instance=INSTANCE
-    ) as process:
+    async with service_process(bus, settings, "services.executor", directory, *arguments, instance=INSTANCE) as process:
         beat = await process.wait_ready()
         assert not beat.groups
         assert beat.host is not None
@@ -209,20 +207,11 @@ async def test_the_model_that_an_executor_was_started_with_goes_and_comes_too(
 
 @pytest.mark.parametrize("gone", ExecutorService.job_kinds, ids=lambda kind: kind.settings.__name__)
 async def test_without_a_kind_of_jobs_it_starts_and_serves(
-    bus: Bus,
-    nats_settings: CommonSettings,
-    reader: Reader,
-    monkeypatch: pytest.MonkeyPatch,
-    gone: HostJobKind,
+    bus: Bus, nats_settings: CommonSettings, reader: Reader, monkeypatch: pytest.MonkeyPatch, gone: HostJobKind
 ) -> None:
     kinds = tuple(kind for kind in ExecutorService.job_kinds if kind is not gone)
     monkeypatch.setattr(ExecutorService, "job_kinds", kinds)
-    values = {
-        "engine": "stub",
-        "served_model_name": "a",
-        "group": "a-group",
-        "instance": INSTANCE,
-    }
+    values = {"engine": "stub", "served_model_name": "a", "group": "a-group", "instance": INSTANCE}
     made = ExecutorService.settings_type()
     assert not set(made.model_fields) & set(gone.settings.model_fields) - set(CommonSettings.model_fields)
     service = ExecutorService(made(**{**nats_settings.model_dump(), **values}))
@@ -251,8 +240,7 @@ async def test_a_killed_rank_of_one_group_leaves_the_others_untouched(host: Host
     os.kill(a.ranks[1].pid, signal.SIGKILL)
     beat = await host.until(
         lambda beat: any(
-            group.group == "a-group" and group.state == "ready" and group.epoch > a.epoch
-            for group in beat.groups
+            group.group == "a-group" and group.state == "ready" and group.epoch > a.epoch for group in beat.groups
         )
     )
     [same] = [group for group in beat.groups if group.group == "b-group"]
@@ -308,9 +296,7 @@ async def test_a_model_sleeps_and_wakes_and_makes_way(host: Host) -> None:
     assert (await host.said("a", "stored")).load_seconds > 0
 
 
-async def test_files_that_are_no_model_fail_with_the_reason_and_the_host_lives(
-    host: Host, tmp_path: Path
-) -> None:
+async def test_files_that_are_no_model_fail_with_the_reason_and_the_host_lives(host: Host, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")

@@ -52,9 +52,7 @@ class Service:
         self.on_request: Callable[[], None] = lambda: None
         self.ready = asyncio.Event()
         self.ready.set()
-        self.settings = load_settings(
-            SETTINGS, engine="stub", served_model_name="base", stub_step_ms=20.0, trains=2
-        )
+        self.settings = load_settings(SETTINGS, engine="stub", served_model_name="base", stub_step_ms=20.0, trains=2)
 
     def step_ms(self, value: float) -> None:
         """Of trainers that begin from now on, where the base has a source."""
@@ -259,10 +257,7 @@ async def test_after_a_crash_it_goes_on_with_what_is_there_and_removes_what_was_
     assert await host.objects.info("hit/1/state-99") is None
     assert await host.objects.info("hit/7/state-1") is not None
     families = {family.name: family for family in host.trainings.metrics.collect()}
-    ends = {
-        sample.labels["result"]: sample.value
-        for sample in families["ryzanstein_executor_training_ends"].samples
-    }
+    ends = {sample.labels["result"]: sample.value for sample in families["ryzanstein_executor_training_ends"].samples}
     assert (ends["crashed"], ends["finished"]) == (1, 2)
     assert families["ryzanstein_executor_training_steps"].samples[0].value == 2 * STEPS
     assert families["ryzanstein_executor_training_yield_seconds"].samples[0].value > 0
@@ -350,9 +345,7 @@ async def test_a_trainer_that_never_runs_fails_the_job_with_its_last_words(
 
 
 @pytest.fixture
-async def helper(
-    host: Host, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Host]:
+async def helper(host: Host, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
     """A second one; trainers of both wait for each other."""
     monkeypatch.setattr(trainer_process, "STUB", "tests.integration.executor.parted_trainer")
     made = Host(bus, tmp_path / "helper", name="i")
@@ -450,9 +443,7 @@ async def test_a_pause_of_two_is_that_of_the_first(host: Host, helper: Host) -> 
     assert (job.status, job.crashes) == ("paused", 0)
 
 
-async def test_where_the_state_is_lost_to_a_further_replica_alone_the_attempt_ends(
-    host: Host, helper: Host
-) -> None:
+async def test_where_the_state_is_lost_to_a_further_replica_alone_the_attempt_ends(host: Host, helper: Host) -> None:
     lost = TrainingState(5, "job/0/state", 3, "d")
     await host.submit("job", state=lost, meeting="127.0.0.1:9", **PARTED)
     assert (await helper.begin("job")).ok
@@ -477,9 +468,7 @@ async def test_all_of_a_host_are_suspended_at_once_and_go_on_when_it_is_idle(hos
         await host.until_step(name)
     await host.until_armed()
     host.ask(1)
-    assert [one.state for one in host.trainings.report()] == ["yielding", "yielding"], (
-        "before anything else runs"
-    )
+    assert [one.state for one in host.trainings.report()] == ["yielding", "yielding"], "before anything else runs"
     pids = [host.trainer(name) for name in ("a", "b")]
     for pid in pids:
         await until_status(pid, psutil.STATUS_STOPPED)
@@ -513,6 +502,4 @@ async def test_what_nobody_needs_any_more_is_killed_while_it_is_suspended(host: 
         await host.until(name, "")
         assert not psutil.pid_exists(pid)
         job = await host.job(name)
-        assert (job.status, job.state, job.crashes) == (name, None, 0), (
-            "it had not begun: there is nothing to write"
-        )
+        assert (job.status, job.state, job.crashes) == (name, None, 0), "it had not begun: there is nothing to write"

@@ -7,14 +7,7 @@ import pytest
 
 from services.executor.worker.stub import stub_token
 from shared.config import CommonSettings
-from shared.messages import (
-    DispatchBatch,
-    DispatchReply,
-    GenerationRequest,
-    Heartbeat,
-    SamplingParams,
-    TokenFrame,
-)
+from shared.messages import DispatchBatch, DispatchReply, GenerationRequest, Heartbeat, SamplingParams, TokenFrame
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.executor.reader import Reader

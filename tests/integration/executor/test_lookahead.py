@@ -45,9 +45,7 @@ async def texts(house: Rings, group: str) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.slow
-async def test_texts_are_those_without_lookahead(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_texts_are_those_without_lookahead(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     model = make_served_model(tmp_path / "model")
     async with rings(bus, nats_settings, tmp_path) as house:
         for group, setting in (("off", "off"), ("on", "on")):

@@ -38,18 +38,7 @@ class Hosts:
     def host(
         self, node: int, *more: str, secret: str = "one"
     ) -> contextlib.AbstractAsyncContextManager[ServiceProcess]:
-        arguments = (
-            "--group",
-            "g",
-            "--hung-after",
-            "2",
-            "--tp",
-            "2",
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(node),
-        )
+        arguments = ("--group", "g", "--hung-after", "2", "--tp", "2", "--nnodes", "2", "--node-rank", str(node))
         where = ("--master-addr", "127.0.0.1", "--master-port", str(self.port))
         return service_process(
             self._bus,
@@ -94,13 +83,9 @@ async def connected(port: int) -> AsyncIterator[wire.Channel[wire.ToNode]]:
         await line.close()
 
 
-async def test_both_hosts_are_one_ring_that_drains_in_good_order(
-    stubs: Hosts, bus: Bus, reader: Reader
-) -> None:
+async def test_both_hosts_are_one_ring_that_drains_in_good_order(stubs: Hosts, bus: Bus, reader: Reader) -> None:
     async with stubs.host(0) as head:
-        waiting = await head.wait_for(
-            lambda beat: beat.group is not None and "waits for" in beat.group.message
-        )
+        waiting = await head.wait_for(lambda beat: beat.group is not None and "waits for" in beat.group.message)
         assert waiting.group is not None
         assert (waiting.group.state, waiting.group.message) == ("starting", "the ring waits for its host 1")
         async with stubs.host(1) as other:
@@ -235,8 +220,6 @@ async def test_wrong_settings_are_told(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, arguments: tuple[str, ...], reason: str
 ) -> None:
     given = ("--engine", "stub", *arguments)
-    async with service_process(
-        bus, nats_settings, "services.executor", tmp_path, *given, instance="x"
-    ) as process:
+    async with service_process(bus, nats_settings, "services.executor", tmp_path, *given, instance="x") as process:
         assert await asyncio.wait_for(process.process.wait(), 30) == 1
         assert reason in process.log.read_text()

@@ -47,9 +47,7 @@ async def test_an_executor_on_a_gpu_says_what_one_on_the_cpu_says(
     patient = ("--hung-after", "60", "--warm-up", "off")
     async with rings(bus, nats_settings, tmp_path) as house:
         await house.begin("cpu", model, *options)
-        await house.begin(
-            "gpu", model, *options, *patient, "--device", "cuda", variables={"PYTHONPATH": paths}
-        )
+        await house.begin("gpu", model, *options, *patient, "--device", "cuda", variables={"PYTHONPATH": paths})
         await house.ready("cpu", "gpu", timeout=200)
         expected, found = await asyncio.gather(texts(house, "cpu"), texts(house, "gpu"))
         assert found == expected

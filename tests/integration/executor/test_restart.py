@@ -106,12 +106,7 @@ class Restarted:
 def model(tmp_path: Path) -> Path:
     """One for the native kernels."""
     directory = make_model(
-        tmp_path / "model",
-        "llama",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=1,
-        head_dim=32,
+        tmp_path / "model", "llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, eos_token_id=1, head_dim=32
     )
     for name, content in tiny_files().items():
         (directory / name).write_bytes(content)

@@ -73,9 +73,7 @@ async def end(house: Rings, model: Path, directory: Path, how: str) -> None:
         await house.begin(GROUP, model, *options(directory), memory=MEMORY)
         await house.ready(GROUP, timeout=90)
         return
-    beat = next(
-        beat.group for beat in reversed(executor.beats) if beat.group is not None and beat.group.ranks
-    )
+    beat = next(beat.group for beat in reversed(executor.beats) if beat.group is not None and beat.group.ranks)
     psutil.Process(beat.ranks[-1].pid).kill()
 
     def is_back(now: Heartbeat) -> bool:

@@ -17,9 +17,7 @@ from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-async def test_a_group_streams_weights_and_says_so(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_group_streams_weights_and_says_so(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     sizes = {"head_dim": 32, "num_hidden_layers": 6, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
     model = make_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, **sizes)
     for name, content in tiny_files().items():

@@ -62,9 +62,7 @@ async def test_whoever_is_killed_two_hosts_make_the_adapter_of_an_undisturbed_ru
         rows = [await cluster.objects.get(name) for name in (hit.metrics_object, calm.metrics_object)]
         assert rows[0] == rows[1]
         for name in {"host-0", "host-1", "host-2"} - {second.host}:
-            await cluster.processes[name].wait_for(
-                lambda beat: beat.host is not None and not beat.host.trainings
-            )
+            await cluster.processes[name].wait_for(lambda beat: beat.host is not None and not beat.host.trainings)
 
 
 def trained_to(step: int) -> Callable[[TrainingJob], bool]:
@@ -74,14 +72,7 @@ def trained_to(step: int) -> Callable[[TrainingJob], bool]:
 
 def job_fields(model: Path) -> dict[str, Any]:
     chosen = Hyperparameters(
-        epochs=2,
-        batch_size=2,
-        learning_rate_multiplier=1.0,
-        beta=0.1,
-        rank=4,
-        alpha=8.0,
-        dropout=0.1,
-        replicas=2,
+        epochs=2, batch_size=2, learning_rate_multiplier=1.0, beta=0.1, rank=4, alpha=8.0, dropout=0.1, replicas=2
     )
     return {
         "examples": STEPS,

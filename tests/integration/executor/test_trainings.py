@@ -52,9 +52,7 @@ async def test_a_job_is_trained_told_of_and_stored(cluster: Cluster) -> None:
     said = await cluster.said("job")
     assert [event.metrics.step for event in said if event.metrics is not None] == [*range(1, 21)]
     assert "Step 20/20: training loss=0.1" in [event.message for event in said]
-    beat = await cluster.processes["one"].wait_for(
-        lambda beat: beat.host is not None and not beat.host.trainings
-    )
+    beat = await cluster.processes["one"].wait_for(lambda beat: beat.host is not None and not beat.host.trainings)
     assert beat.host is not None
     assert beat.host.trains == 1
 
@@ -99,12 +97,8 @@ async def test_a_trainer_that_dies_is_started_again_and_not_for_ever(cluster: Cl
 async def test_interactive_requests_go_first(cluster: Cluster) -> None:
     await cluster.submit("job", examples=400)
     await cluster.trains("one", "job")
-    request = GenerationRequest(
-        "g", "g", "base", "me", [1, 2, 3], max_tokens=4000, sampling=SamplingParams(seed=1)
-    )
-    reply = await cluster.bus.request(
-        subjects.dispatch("one"), DispatchBatch([request]), DispatchReply, timeout=30
-    )
+    request = GenerationRequest("g", "g", "base", "me", [1, 2, 3], max_tokens=4000, sampling=SamplingParams(seed=1))
+    reply = await cluster.bus.request(subjects.dispatch("one"), DispatchBatch([request]), DispatchReply, timeout=30)
     assert reply.accepted == ["g"], reply
     process = cluster.processes["one"]
 
@@ -123,9 +117,7 @@ async def test_interactive_requests_go_first(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-async def test_a_model_has_the_memory_of_a_job(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
-) -> None:
+async def test_a_model_has_the_memory_of_a_job(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
     kv = 1 << 20
     async with cluster_of(bus, nats_settings, tmp_path) as cluster:
         arguments = ("--takes-models", "--host-memory", str(RANK_OVERHEAD + kv), "--group", "own")
@@ -133,9 +125,7 @@ async def test_a_model_has_the_memory_of_a_job(
         await cluster.submit("job", examples=400)
         await cluster.trains("one", "job")
         spec = ModelSpec("m", "stub", settings=ModelSettings(kv_memory=kv))
-        reply = await bus.request(
-            subjects.host_control("one"), LoadModel("m-group", spec), HostReply, timeout=30
-        )
+        reply = await bus.request(subjects.host_control("one"), LoadModel("m-group", spec), HostReply, timeout=30)
         assert reply.ok, reply
         waiting = await cluster.until("job", lambda job: job.waiting_for != "")
         assert "needs its memory for a model" in waiting.waiting_for

@@ -12,14 +12,7 @@ import psutil
 
 from shared.config import CommonSettings
 from shared.messages import Heartbeat, HostTraining, ModelSpec
-from shared.messages.training import (
-    Examples,
-    Hyperparameters,
-    TokenizedData,
-    TrainingData,
-    TrainingEvent,
-    TrainingJob,
-)
+from shared.messages.training import Examples, Hyperparameters, TokenizedData, TrainingData, TrainingEvent, TrainingJob
 from shared.nats.bus import Bus
 from shared.nats.training import TrainingEvents, training_jobs, training_objects
 from tests.processes import ServiceProcess, service_process
@@ -37,9 +30,7 @@ def data_of(examples: int, tokens: int = 4, vocabulary: int = 250) -> TrainingDa
 
 
 class Cluster:
-    def __init__(
-        self, bus: Bus, settings: CommonSettings, directory: Path, stack: contextlib.AsyncExitStack
-    ) -> None:
+    def __init__(self, bus: Bus, settings: CommonSettings, directory: Path, stack: contextlib.AsyncExitStack) -> None:
         self.bus = bus
         self.jobs = training_jobs(bus)
         self.objects = training_objects(bus)
@@ -93,9 +84,7 @@ class Cluster:
         assert entry is not None
         return entry.value
 
-    async def until(
-        self, job: str, holds: Callable[[TrainingJob], bool], tenant: str = TENANT
-    ) -> TrainingJob:
+    async def until(self, job: str, holds: Callable[[TrainingJob], bool], tenant: str = TENANT) -> TrainingJob:
         """Waits for the job's record to be so."""
         last: TrainingJob | None = None
         try:
@@ -131,9 +120,7 @@ class Cluster:
 
     async def left(self, job: str) -> list[str]:
         """Objects of the job that a host has written."""
-        return [
-            name for name in await self.objects.names() if name.startswith(f"{job}/") and name.count("/") > 1
-        ]
+        return [name for name in await self.objects.names() if name.startswith(f"{job}/") and name.count("/") > 1]
 
     def trainer(self, executor: str) -> psutil.Process:
         """The only one that the executor has."""

@@ -137,9 +137,7 @@ def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def no_trace(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> AsyncIterator[None]:
+async def no_trace(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
     """Whatever a client does, no stack trace is in the log, ours or a library's."""
     yield
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []

@@ -35,12 +35,7 @@ Behaviour = Callable[["FakeRing", GenerationRequest], Awaitable[None]]
 
 def stub_card(name: str = MODEL, **changes: object) -> ModelCard:
     card = ModelCard(
-        model=name,
-        context_length=2048,
-        vocab_size=256,
-        eos_token_ids=[0],
-        tokenizer="",
-        created=1_700_000_000,
+        model=name, context_length=2048, vocab_size=256, eos_token_ids=[0], tokenizer="", created=1_700_000_000
     )
     return msgspec.structs.replace(card, **changes)
 
@@ -171,9 +166,7 @@ class FakeRing:
 
     async def _pull(self) -> None:
         jetstream = self.bus.jetstream()
-        source = await jetstream.pull_subscribe(
-            subjects.ALL_INTAKE, durable="fake-ring", stream=subjects.INTAKE_STREAM
-        )
+        source = await jetstream.pull_subscribe(subjects.ALL_INTAKE, durable="fake-ring", stream=subjects.INTAKE_STREAM)
         try:
             while True:
                 await self.taking.wait()

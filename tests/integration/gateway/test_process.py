@@ -60,11 +60,7 @@ async def test_it_starts_answers_and_stops_on_a_signal(nats_settings: CommonSett
     [
         (["--port", "seventy"], 1, b"RYZANSTEIN_PORT"),
         (["--body-limit", "0"], 1, b"--body-limit"),
-        (
-            ["--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout", "0.3", "--port", "0"],
-            1,
-            b"did not answer",
-        ),
+        (["--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout", "0.3", "--port", "0"], 1, b"did not answer"),
         (["--colour", "red"], 2, b"--colour"),
     ],
 )
@@ -114,9 +110,7 @@ async def test_a_model_with_a_tokenizer_of_its_own(http: httpx.AsyncClient, ring
     assert "\ufffd" not in streamed.text.replace('"token":"\ufffd"', "")
 
 
-async def test_a_broken_tokenizer_is_a_fault_of_ours(
-    http: httpx.AsyncClient, ring: FakeRing, bus: Bus
-) -> None:
+async def test_a_broken_tokenizer_is_a_fault_of_ours(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> None:
     broken = TokenizerBundle({"tokenizer.json": b"{}"})
     store = Objects(bus, subjects.TOKENIZERS_STORE)
     await store.open()

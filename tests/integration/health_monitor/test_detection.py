@@ -71,10 +71,7 @@ async def test_a_killed_executor_is_known_without_a_word_or_a_silence(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, victim: str
 ) -> None:
     """The whole executor dies with its supervisor; of a leader whose supervisor is stopped, nobody tells."""
-    async with (
-        monitor(bus, nats_settings, tmp_path, *DEAF),
-        executor(bus, nats_settings, tmp_path) as process,
-    ):
+    async with monitor(bus, nats_settings, tmp_path, *DEAF), executor(bus, nats_settings, tmp_path) as process:
         before = ring(process)
         await seen.until_state("g", "ready", before.epoch)
         began = time.monotonic()
@@ -89,8 +86,7 @@ async def test_a_killed_executor_is_known_without_a_word_or_a_silence(
             process.process.send_signal(signal.SIGCONT)
             await process.wait_for(
                 lambda beat: (
-                    (group := beat.group) is not None
-                    and (group.state, group.epoch > before.epoch) == ("ready", True)
+                    (group := beat.group) is not None and (group.state, group.epoch > before.epoch) == ("ready", True)
                 )
             )
             epoch = ring(process).epoch
@@ -197,7 +193,5 @@ async def test_a_monitor_that_was_stopped_does_not_bring_back_what_it_believed(
                 assert seen.groups["g"].state == "gone"
         # What it had written before it was stopped may be told late, and says by its time that it is old.
         lost_at = seen.times[seen.events.index(("g", before.epoch, "down"))]
-        ups = [
-            at for at, told in zip(seen.times, seen.events, strict=True) if told == ("g", before.epoch, "up")
-        ]
+        ups = [at for at, told in zip(seen.times, seen.events, strict=True) if told == ("g", before.epoch, "up")]
         assert max(ups) < lost_at

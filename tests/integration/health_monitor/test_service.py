@@ -107,10 +107,7 @@ class Seen:
 
     async def until_state(self, group: str, state: str, epoch: int = 1) -> None:
         await self.until(
-            lambda: (
-                (record := self.groups.get(group)) is not None
-                and (record.state, record.epoch) == (state, epoch)
-            )
+            lambda: (record := self.groups.get(group)) is not None and (record.state, record.epoch) == (state, epoch)
         )
 
     async def _on_event(self, event: GroupEvent) -> None:
@@ -147,9 +144,7 @@ async def executor(bus: Bus) -> AsyncIterator[Executor]:
     await fake.stop()
 
 
-async def test_hosts_are_written_and_forgotten_as_services_are(
-    bus: Bus, nats_settings: CommonSettings
-) -> None:
+async def test_hosts_are_written_and_forgotten_as_services_are(bus: Bus, nats_settings: CommonSettings) -> None:
     bucket = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
     host = HostBeat(memory=100, models=[HostModel("m", "loading")], takes_models=True)
     beat = Heartbeat("executor", "empty", 1, "ready", host=host)
@@ -229,9 +224,7 @@ async def test_a_new_monitor_goes_on_where_the_last_one_stopped(
     assert seen.events == [("g", 1, "up"), ("g", 1, "down")]
 
 
-async def test_two_monitors_agree(
-    bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
-) -> None:
+async def test_two_monitors_agree(bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor) -> None:
     async with monitor(nats_settings) as first, monitor(nats_settings) as second:
         executor.start()
         await seen.until_state("g", "ready")

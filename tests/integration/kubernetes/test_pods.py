@@ -66,12 +66,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[Nats]:
     }
     with (tmp_path / "nats.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            find_binary(),
-            "-c",
-            config,
-            env={**given, "POD_NAME": "nats-0"},
-            stderr=log,
-            preexec_fn=die_with_parent(),
+            find_binary(), "-c", config, env={**given, "POD_NAME": "nats-0"}, stderr=log, preexec_fn=die_with_parent()
         )
     try:
         ports = await _ports(tmp_path / f"nats-server_{process.pid}.ports")
@@ -133,12 +128,7 @@ async def house(nats: Nats, tmp_path: Path) -> AsyncIterator[dict[str, ServicePr
             variables |= ELSEWHERE | {"HOME": os.environ.get("HOME", "/tmp"), "RYZANSTEIN_THREADS": "1"}
             services[pod.component] = await stack.enter_async_context(
                 service_process(
-                    bus,
-                    nats.settings(user),
-                    MODULES[service],
-                    tmp_path,
-                    instance=f"{pod}-0",
-                    variables=variables,
+                    bus, nats.settings(user), MODULES[service], tmp_path, instance=f"{pod}-0", variables=variables
                 )
             )
         for process in services.values():

@@ -156,13 +156,7 @@ class Load:
     async def _answered(self, http: httpx.AsyncClient, url: str, seed: int) -> bool:
         """False: this gateway takes no requests."""
         stream = seed % 2 == 0
-        body = {
-            "model": "stub",
-            "prompt": f"number {seed}",
-            "max_tokens": TOKENS,
-            "seed": seed,
-            "stream": stream,
-        }
+        body = {"model": "stub", "prompt": f"number {seed}", "max_tokens": TOKENS, "seed": seed, "stream": stream}
         request = http.build_request("POST", f"{url}/v1/completions", json=body)
         try:
             response = await http.send(request, stream=True)
@@ -201,9 +195,7 @@ async def long_answer(url: str, tokens: int = 4000, seed: int = 7) -> AsyncItera
         reading.cancel()
 
 
-async def _read_long(
-    http: httpx.AsyncClient, url: str, body: dict[str, object], begun: asyncio.Event
-) -> None:
+async def _read_long(http: httpx.AsyncClient, url: str, body: dict[str, object], begun: asyncio.Event) -> None:
     position = 0
     seed = body["seed"]
     assert isinstance(seed, int)

@@ -38,9 +38,7 @@ async def cluster_bus(cluster: NatsCluster) -> AsyncIterator[Bus]:
 
 
 @pytest.mark.slow
-async def test_services_that_start_together_on_a_new_cluster_open_the_same_buckets(
-    cluster: NatsCluster,
-) -> None:
+async def test_services_that_start_together_on_a_new_cluster_open_the_same_buckets(cluster: NatsCluster) -> None:
     """Who comes second is told that a bucket exists before it is shown to it."""
     buses = await asyncio.gather(*(Bus.connect(cluster.settings, f"test-{number}") for number in range(4)))
     try:
@@ -109,13 +107,9 @@ async def test_the_journal_has_every_token_whoever_led_it(
     """What was published while it had no leader is published again."""
     began = time.time() - 1
     async with House(cluster_bus, cluster.settings, tmp_path) as house:
-        await house.start(
-            "executor-0", "services.executor", "--engine", "stub", "--group", "g", "--stub-step-ms", "10"
-        )
+        await house.start("executor-0", "services.executor", "--engine", "stub", "--group", "g", "--stub-step-ms", "10")
         work = GenerationRequest("a", "r", "stub", "me", [1], 2000, SamplingParams(seed=4))
-        reply = await cluster_bus.request(
-            subjects.dispatch("g"), DispatchBatch([work]), DispatchReply, timeout=30
-        )
+        reply = await cluster_bus.request(subjects.dispatch("g"), DispatchBatch([work]), DispatchReply, timeout=30)
         assert reply.accepted == ["a"]
         await cluster.kill_leader(cluster_bus, subjects.JOURNAL_STREAM)
         tokens: dict[int, int] = {}

@@ -50,9 +50,7 @@ class Client:
                 try:
                     answer = await self._http.post(url, json=body, headers={"X-Session-ID": self._name})
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                    await asyncio.sleep(
-                        0.05
-                    )  # a gateway that leaves refuses connections: another one takes it
+                    await asyncio.sleep(0.05)  # a gateway that leaves refuses connections: another one takes it
                     continue
                 if answer.status_code == 503 and "The gateway is starting" in answer.text:
                     continue  # where a load balancer, which asks for /ready, sends nobody yet

@@ -37,9 +37,7 @@ CONSUMER = "gateway-1"
 FREE = GroupLoad(free_blocks=100, total_blocks=100)
 
 
-def scheduler(
-    common: CommonSettings, **settings: Any
-) -> contextlib.AbstractAsyncContextManager[SchedulerService]:
+def scheduler(common: CommonSettings, **settings: Any) -> contextlib.AbstractAsyncContextManager[SchedulerService]:
     """A scheduler that has started; stopped at the end."""
     values = {"dispatch_timeout": 0.3, "suspect_time": 0.2, **common.model_dump(), **settings}
     return running(SchedulerService(SchedulerSettings(**values)))
@@ -108,17 +106,13 @@ class Leader:
         if self.lost_replies:
             self.lost_replies -= 1
             return None
-        return DispatchReply(
-            self.name, self.epoch, [request.generation_id for request in accepted], refused, self.load
-        )
+        return DispatchReply(self.name, self.epoch, [request.generation_id for request in accepted], refused, self.load)
 
     async def _on_control(self, command: Cancel) -> ControlReply:
         async with self._house.changed:
             if command.attempt < 0:
                 self.cancelled += command.generation_ids
-            self.withdrawn += [
-                (name, command.attempt) for name in command.generation_ids if command.attempt >= 0
-            ]
+            self.withdrawn += [(name, command.attempt) for name in command.generation_ids if command.attempt >= 0]
             self._house.changed.notify_all()
         return ControlReply(ok=True)
 

@@ -92,9 +92,7 @@ async def test_what_a_ring_does_not_compute_any_more_goes_to_another_group(house
     changed.traits = GroupTraits(["pages", "window"])
     await changed.record("ready")
     changed.epoch = 2
-    changed.refuse = lambda request: Refusal(
-        request.generation_id, "invalid_request", "No pages here.", False
-    )
+    changed.refuse = lambda request: Refusal(request.generation_id, "invalid_request", "No pages here.", False)
     async with house.scheduler():
         await house.ask("asks", sparse=SparseAttention())
         await house.until(lambda: bool(changed.batches))
@@ -164,16 +162,7 @@ async def test_a_hopeless_request_ends_with_the_rings_own_words(house: House) ->
         await house.until(lambda: leader.ids == ["short"] and len(house.entries) == 1)
         await house.until_settled()
     assert house.entries == [
-        TokenEntry(
-            "long",
-            1,
-            2,
-            [],
-            "error",
-            error_code="context_length_exceeded",
-            error="Too long.",
-            retryable=False,
-        )
+        TokenEntry("long", 1, 2, [], "error", error_code="context_length_exceeded", error="Too long.", retryable=False)
     ]
 
 

@@ -88,9 +88,7 @@ async def until_held(bus: Bus, count: int) -> None:
 
 
 @pytest.mark.parametrize("process", [1], indirect=True)
-async def test_a_killed_schedulers_requests_go_to_another_one(
-    house: House, bus: Bus, process: Process
-) -> None:
+async def test_a_killed_schedulers_requests_go_to_another_one(house: House, bus: Bus, process: Process) -> None:
     await house.ask("a")
     await house.ask("b")
     await until_held(bus, 2)
@@ -102,9 +100,7 @@ async def test_a_killed_schedulers_requests_go_to_another_one(
         assert service._metrics.redelivered._value.get() == 2
 
 
-async def test_a_leaving_scheduler_hands_its_requests_back_at_once(
-    house: House, bus: Bus, process: Process
-) -> None:
+async def test_a_leaving_scheduler_hands_its_requests_back_at_once(house: House, bus: Bus, process: Process) -> None:
     await house.ask("a", session="s")
     await until_held(bus, 1)
     assert await process.end(signal.SIGTERM) == 0
@@ -135,9 +131,7 @@ async def test_two_schedulers_share_the_work_and_lose_none_when_one_leaves(house
         await asyncio.gather(*asking)
         await house.until(lambda: sum(len(leader.requests) for leader in leaders) >= 100)
         await house.until_settled()
-    assert sorted({name for leader in leaders for name in leader.ids}, key=int) == [
-        str(index) for index in range(100)
-    ]
+    assert sorted({name for leader in leaders for name in leader.ids}, key=int) == [str(index) for index in range(100)]
 
 
 async def test_a_lost_connection_is_taken_up_again(house: House, bus: Bus) -> None:
@@ -151,9 +145,7 @@ async def test_a_lost_connection_is_taken_up_again(house: House, bus: Bus) -> No
         await house.until(lambda: leader.ids == ["a", "b"])
 
 
-async def test_a_scheduler_can_leave_while_nats_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scheduler_can_leave_while_nats_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "STOP_TIMEOUT", 0.2)
     monkeypatch.setattr(bus_module, "CLOSE_TIMEOUT", 0.2)
     server = LocalNats(tmp_path)

@@ -67,9 +67,7 @@ async def test_a_scheduler_that_was_stopped_lets_go_of_what_others_have(house: H
 
 
 @pytest.mark.parametrize("where", ["claim", "request"])
-async def test_a_fault_of_our_own_loses_no_request(
-    house: House, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+async def test_a_fault_of_our_own_loses_no_request(house: House, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(router, "FAULT_PAUSE", 0.01)
     leaders = [await house.leader("g"), await house.leader("h")]  # with one there is nothing to claim
     async with house.scheduler(suspect_time=0.05) as service:
@@ -114,9 +112,7 @@ async def test_a_model_that_nobody_serves_does_not_keep_others_out(
 
 
 @pytest.mark.parametrize(("age", "touched"), [(29, 0), (31, 1), (46, 20), (61, 0)])
-async def test_held_messages_are_touched_in_time_but_not_all_at_once(
-    house: House, age: float, touched: int
-) -> None:
+async def test_held_messages_are_touched_in_time_but_not_all_at_once(house: House, age: float, touched: int) -> None:
     """`ack_wait` is 60: due after 30 s, spread over 15 s, not ours after 60 s."""
     async with house.scheduler(ack_wait=60) as service:
         for index in range(20):

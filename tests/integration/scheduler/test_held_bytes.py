@@ -24,9 +24,7 @@ def large(number: int) -> bytes:
     return encode(GenerationRequest(f"g{number}", "r", "m", "c", [1], 8, session="s" * SIZE))
 
 
-async def test_so_many_bytes_are_held(
-    bus: Bus, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_so_many_bytes_are_held(bus: Bus, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_intake, "FIRST_DEFERRAL", 0.05)
     monkeypatch.setattr(scheduler_intake, "LONGEST_DEFERRAL", 0.2)
     settings = SchedulerSettings(**dict(nats_settings), held_bytes=3 * SIZE + SIZE // 2)

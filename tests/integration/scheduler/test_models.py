@@ -50,10 +50,7 @@ class Host:
 
     async def beat(self) -> None:
         used = sum(self._yard.sizes[model] for model in self.models.values())
-        said = [
-            HostModel(model, "failed", error=text, failed_at=time.time())
-            for model, text in self.failed.items()
-        ]
+        said = [HostModel(model, "failed", error=text, failed_at=time.time()) for model, text in self.failed.items()]
         beat = HostBeat(self.memory, used, 0, said, takes_models=True)
         await self._yard.hosts.put(self.name, HostRecord(self.name, beat, "ready"))
 
@@ -260,9 +257,7 @@ async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_
         await house.ask("r1", model="a")
         await house.ask("r2", model="a", attempt=1, lane="recovery")
         await house.until(lambda: len(house.entries) == 2)
-        assert {(entry.error_code, entry.retryable) for entry in house.entries} == {
-            ("model_not_found", False)
-        }
+        assert {(entry.error_code, entry.retryable) for entry in house.entries} == {("model_not_found", False)}
         await house.until_settled()
         await yard.register("b")
         models = service._models
@@ -278,9 +273,7 @@ async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_
         assert len(house.entries) == 2
 
 
-async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nobody(
-    house: House, yard: Yard
-) -> None:
+async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nobody(house: House, yard: Yard) -> None:
     host = await yard.host()
     host.loads.clear()
     await yard.register("a")

@@ -65,9 +65,7 @@ async def test_the_bound_is_each_models_own(house: House) -> None:
     assert [(entry.generation_id, entry.error_code) for entry in house.entries] == [("dead2", "queue_full")]
 
 
-async def test_what_the_broker_does_not_take_is_tried_again(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_broker_does_not_take_is_tried_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejections, "RETRY_PAUSE", 0.01)
     async with house.scheduler() as service:
         publish, failures = service.bus.publish, 3

@@ -52,9 +52,7 @@ async def test_turns_of_a_session_land_on_one_group_with_two_schedulers(house: H
         assert hits >= 40
 
 
-async def test_a_pin_is_written_for_all_and_moves_when_its_ring_is_gone(
-    house: House, pins: Bucket[SessionPin]
-) -> None:
+async def test_a_pin_is_written_for_all_and_moves_when_its_ring_is_gone(house: House, pins: Bucket[SessionPin]) -> None:
     home, other = await house.leader("a"), await house.leader("b")
     key = pin_key(MODEL, "s")
     async with house.scheduler():
@@ -183,8 +181,7 @@ async def test_of_two_claims_one_wins_and_the_other_adopts(pins: Bucket[SessionP
 
     new = [SessionPin("c", 1), SessionPin("d", 1)]
     results = await asyncio.gather(
-        one.claim("k", new[0], lambda pin: pin in new, 1.0),
-        two.claim("k", new[1], lambda pin: pin in new, 1.0),
+        one.claim("k", new[0], lambda pin: pin in new, 1.0), two.claim("k", new[1], lambda pin: pin in new, 1.0)
     )
     assert results[0][0] == results[1][0]
     assert results[0][0] in new
@@ -252,10 +249,7 @@ async def test_the_cache_keeps_the_most_recently_used(pins: Bucket[SessionPin]) 
 async def test_a_pin_that_nobody_can_read_is_no_obstacle(bus: Bus, pins: Bucket[SessionPin]) -> None:
     await bus.jetstream().publish("$KV.sessions.k", b"\xc1")
     cache = SessionPins(pins, 60.0, 2)
-    assert await cache.claim("k", SessionPin("a", 1), lambda _pin: True, 0.0) == (
-        SessionPin("a", 1),
-        "unpinned",
-    )
+    assert await cache.claim("k", SessionPin("a", 1), lambda _pin: True, 0.0) == (SessionPin("a", 1), "unpinned")
 
 
 def test_keys_tell_models_and_sessions_apart() -> None:

@@ -54,9 +54,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(
-            script, id=script.name, marks=pytest.mark.slow if script.name.startswith(WAITING) else ()
-        )
+        pytest.param(script, id=script.name, marks=pytest.mark.slow if script.name.startswith(WAITING) else ())
         for script in CORPUS
     ],
 )
@@ -84,11 +82,7 @@ def test_scripts_name_operations_and_who_needs_them() -> None:
 
 
 def test_a_difference_is_shown_with_the_steps_before_it(pairs: Pairs, tmp_path: Path) -> None:
-    steps = (
-        do("add_stream", name="S", subjects=["s"], max_bytes=1 << 20),
-        do("stored", subject="s"),
-        do("flush"),
-    )
+    steps = (do("add_stream", name="S", subjects=["s"], max_bytes=1 << 20), do("stored", subject="s"), do("flush"))
     small = Model(tmp_path, room=1000)
     pairs.runner.run(small.start())
     try:

@@ -47,9 +47,7 @@ async def test_targets_decide_the_exit_code(bus: Bus, nats_settings: CommonSetti
     met = sla(nats_settings, "--last", "1h", "--check", "--target-first-token", "5s", "--timezone", "UTC")
     assert met.returncode == 0, met.stderr + met.stdout
     assert "+00:00" in met.stdout
-    missed = sla(
-        nats_settings, "--last", "1h", "--check", "--target-first-token", "0.001ms", "--format", "json"
-    )
+    missed = sla(nats_settings, "--last", "1h", "--check", "--target-first-token", "0.001ms", "--format", "json")
     assert missed.returncode == 2
     verdicts = {one["indicator"]: one["met"] for one in json.loads(missed.stdout)["verdicts"]}
     assert verdicts == {"availability": True, "error_rate": True, "mttr": True, "first_token_p95": False}

@@ -65,9 +65,7 @@ async def live_through_faults(house: House, http: httpx.AsyncClient) -> tuple[fl
     because the only ring is dead; (when it died, when it was back)."""
     await ask_many(http, 20)
     await go_away(http)
-    await house.processes["executor-0"].wait_for(
-        lambda beat: beat.group is not None and not beat.group.load.running
-    )
+    await house.processes["executor-0"].wait_for(lambda beat: beat.group is not None and not beat.group.load.running)
     assert "model_not_found" in await ask(http, model="another")
     died = time.time()
     last, *refusals = await asyncio.gather(
@@ -94,14 +92,7 @@ async def start(house: House) -> None:
     await house.begin("scheduler-0", "services.scheduler", "--ack-wait", "2")
     await house.begin("executor-0", "services.executor", "--group", "group-0", *EXECUTOR)
     await house.begin(
-        "gateway-0",
-        "services.gateway",
-        "--port",
-        "0",
-        "--token-timeout",
-        TOKEN_TIMEOUT,
-        "--resume-grace",
-        "0.2",
+        "gateway-0", "services.gateway", "--port", "0", "--token-timeout", TOKEN_TIMEOUT, "--resume-grace", "0.2"
     )
     for process in house.processes.values():
         await process.wait_ready()
@@ -158,9 +149,7 @@ def check_agreement(journal: dict[str, Any], other: dict[str, Any]) -> None:
             assert bucket["at_least"] - slack <= exact, (name, percent)
             assert exact <= (bucket["at_most"] or float("inf")) + slack, (name, percent)
     assert ours["first_token"]["count"] == theirs["first_token"]["count"]
-    assert abs(ours["tokens"]["output"] - theirs["tokens"]["output"]) < 300, (
-        "of the one whose client went away"
-    )
+    assert abs(ours["tokens"]["output"] - theirs["tokens"]["output"]) < 300, "of the one whose client went away"
 
 
 @pytest.mark.nightly
@@ -191,9 +180,7 @@ async def test_the_journal_and_prometheus_report_the_same_faults(
             journal = await asyncio.to_thread(report, nats_settings, *period, *nats)
             check_journal(journal, died, back)
             if not address:
-                pytest.skip(
-                    "NOT TESTED: no Prometheus here (Debian's package), so only the journal was reported"
-                )
+                pytest.skip("NOT TESTED: no Prometheus here (Debian's package), so only the journal was reported")
             step = "--step", "1s", "--prometheus", address
             check_agreement(journal, await asyncio.to_thread(report, nats_settings, *period, *step))
 
@@ -224,9 +211,7 @@ async def until_scraped(address: str) -> None:
         async def all_there() -> bool:
             query = 'sum(ryzanstein_gateway_requests_total{route="/v1/completions",status="200"})'
             ready = await value(http, 'sum(ryzanstein_health_groups{state=~"ready|busy"})')
-            return (
-                await value(http, query) or 0
-            ) >= 41 and ready == 1  # one has shown that the gateway is up
+            return (await value(http, query) or 0) >= 41 and ready == 1  # one has shown that the gateway is up
 
         await until(all_there, 30)
         well = await value(http, "min(timestamp(up))") or 0.0

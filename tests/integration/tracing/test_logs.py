@@ -60,10 +60,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": MARK, "guided_regex": f"({MARK}"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": [{"role": MARK, "content": MARK}]}),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": MARK}], "tools": [FUNCTION], "max_tokens": 2},
-    ),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": MARK}], "tools": [FUNCTION], "max_tokens": 2}),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": MARK}], "tools": [FUNCTION], "tool_choice": MARK},
@@ -98,11 +95,7 @@ async def test_no_prompt_is_in_any_log(house: House, received: Collector) -> Non
             uploaded = await http.post(
                 "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content.encode())}
             )
-            wanted = {
-                "input_file_id": uploaded.json()["id"],
-                "endpoint": "/v1/completions",
-                "completion_window": "24h",
-            }
+            wanted = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
             batch = (await http.post("/v1/batches", json=wanted)).json()["id"]
             while (await http.get(f"/v1/batches/{batch}")).json()["status"] not in ("completed", "failed"):
                 pass
@@ -117,9 +110,7 @@ async def test_no_prompt_is_in_any_log(house: House, received: Collector) -> Non
         for path, body in BODIES:
             endpoint = path.removeprefix("/v1/").replace("/", ".")
             request = {"model": "stub"} | body | {"stream": True}
-            await socket.send(
-                json.dumps({"type": "generate", "id": "a", "endpoint": endpoint, "request": request})
-            )
+            await socket.send(json.dumps({"type": "generate", "id": "a", "endpoint": endpoint, "request": request}))
             while json.loads(await socket.recv())["type"] not in ("done", "error"):
                 pass
         await socket.send(json.dumps({"type": MARK}))
@@ -176,11 +167,7 @@ async def test_lines_of_a_batch_say_which(house: House) -> None:
         }
         file = {"file": ("in.jsonl", json.dumps(line).encode())}
         uploaded = await http.post("/v1/files", data={"purpose": "batch"}, files=file)
-        wanted = {
-            "input_file_id": uploaded.json()["id"],
-            "endpoint": "/v1/completions",
-            "completion_window": "24h",
-        }
+        wanted = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = (await http.post("/v1/batches", json=wanted)).json()["id"]
     ended = lambda: [line for line in lines(house, "executor-0.log") if batch in line.get("request_id", "")]  # noqa: E731
     await settled(lambda: {line["event"] for line in ended()} >= {"accepted", "finished"})
@@ -250,14 +237,8 @@ async def test_it_comes_back_by_itself(house: House, nats: LocalNats) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ("nobody",),
-            "error: No service, instance or group is called nobody; the instances are: executor-0,",
-        ),
-        (
-            ("all", "loud"),
-            "error: There is no level 'loud'; it is one of debug, info, warning, error, usual.",
-        ),
+        (("nobody",), "error: No service, instance or group is called nobody; the instances are: executor-0,"),
+        (("all", "loud"), "error: There is no level 'loud'; it is one of debug, info, warning, error, usual."),
         (("all", "--for", "10m"), "error: --for needs a level"),
         (("all", "debug", "--for", "soon"), "error: --for cannot be 'soon'; say 30s, 10m, 2h or 1d."),
     ],

@@ -41,8 +41,7 @@ async def ask(house: House, traceparent: str | None, **body: Any) -> httpx.Respo
 async def spans_of(received: Collector, trace_id: str, *names: str) -> dict[str, ReceivedSpan]:
     """Those of a trace by name, once all of `names` have come."""
     await asyncio.to_thread(
-        received.wait_for,
-        lambda spans: {span.name for span in spans if span.trace_id == trace_id}.issuperset(names),
+        received.wait_for, lambda spans: {span.name for span in spans if span.trace_id == trace_id}.issuperset(names)
     )
     return {span.name: span for span in received.of(trace_id)}
 
@@ -105,16 +104,11 @@ async def test_a_request_is_one_trace_from_the_client_to_the_ranks(house: House,
     assert about["request"]["span_id"] == root.span_id
     assert about["accepted"]["sparse_attention"] == "window,recent=512"
     assert about["finished"]["span_id"] == ring.span_id
-    assert (about["finished"]["group"], about["finished"]["rank"], about["finished"]["attempt"]) == (
-        "group-0",
-        0,
-        0,
-    )
+    assert (about["finished"]["group"], about["finished"]["rank"], about["finished"]["attempt"]) == ("group-0", 0, 0)
 
 
 @pytest.mark.parametrize(
-    "header",
-    ["nonsense", f"00-{'0' * 32}-{CLIENT}-01", f"ff-{'a' * 32}-{CLIENT}-01", f"00-{'A' * 32}-{CLIENT}-01"],
+    "header", ["nonsense", f"00-{'0' * 32}-{CLIENT}-01", f"ff-{'a' * 32}-{CLIENT}-01", f"00-{'A' * 32}-{CLIENT}-01"]
 )
 async def test_a_malformed_traceparent_is_as_none(house: House, received: Collector, header: str) -> None:
     answer = await ask(house, header)
@@ -130,15 +124,11 @@ async def test_what_is_not_sampled_leaves_nothing(house: House, received: Collec
     assert answer.status_code == 200
     assert "traceresponse" not in answer.headers
     await ask(house, f"00-{sampled}-{CLIENT}-01")
-    await spans_of(
-        received, sampled, "POST /v1/completions", "generate group-0", "process intake.interactive"
-    )
+    await spans_of(received, sampled, "POST /v1/completions", "generate group-0", "process intake.interactive")
     assert received.of(unsampled) == []
 
 
-async def test_a_lost_ring_gives_a_second_attempt_in_the_same_trace(
-    house: House, received: Collector
-) -> None:
+async def test_a_lost_ring_gives_a_second_attempt_in_the_same_trace(house: House, received: Collector) -> None:
     trace_id = new_trace()
     asked = asyncio.create_task(ask(house, f"00-{trace_id}-{CLIENT}-01", max_tokens=400))
     await spans_of(received, trace_id, "prefill")
@@ -203,11 +193,7 @@ async def test_websocket_and_grpc_and_batch_lines_are_traced(house: House, recei
     async with httpx.AsyncClient(base_url=house.url("gateway-0"), trust_env=False, timeout=60) as http:
         file = {"file": ("in.jsonl", json.dumps(line).encode())}
         uploaded = await http.post("/v1/files", data={"purpose": "batch"}, files=file)
-        wanted = {
-            "input_file_id": uploaded.json()["id"],
-            "endpoint": "/v1/completions",
-            "completion_window": "24h",
-        }
+        wanted = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         given = {"traceparent": f"00-{created}-{CLIENT}-01"}
         assert (await http.post("/v1/batches", json=wanted, headers=given)).status_code == 200
     root = (await spans_of(received, created, "POST /v1/batches"))["POST /v1/batches"]

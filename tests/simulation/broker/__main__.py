@@ -45,9 +45,7 @@ def _value(token: str, tokens: Iterator[str]) -> Any:
     if token == "{":
         return _table(tokens)
     if token == "[":
-        return list(
-            iter(lambda: _value(following, tokens) if (following := next(tokens)) != "]" else None, None)
-        )
+        return list(iter(lambda: _value(following, tokens) if (following := next(tokens)) != "]" else None, None))
     return _plain(token)
 
 
@@ -113,9 +111,7 @@ def _write(disk: Disk, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.simulation.broker", description=__doc__)
-    parser.add_argument(
-        "--port", type=int, default=0, help="0: one that the system chooses, which is printed"
-    )
+    parser.add_argument("--port", type=int, default=0, help="0: one that the system chooses, which is printed")
     parser.add_argument("-c", dest="config", type=Path, help="a configuration of nats-server")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="[INF] %(message)s")

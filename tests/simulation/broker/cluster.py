@@ -109,9 +109,7 @@ class Peer:
         server = self._server()
         return server is not None and server.listens(subject)
 
-    def pass_on(
-        self, subject: str, reply: str, header: bytes, payload: bytes, to: str, served: set[str]
-    ) -> bool:
+    def pass_on(self, subject: str, reply: str, header: bytes, payload: bytes, to: str, served: set[str]) -> bool:
         """To subscriptions there, and to queue groups that are not `served` yet: they are then."""
         server = self._server()
         if server is None or not server.listens(to or subject):
@@ -215,9 +213,7 @@ class Member:
     def heard(self, frame: Frame) -> None:
         """Another server says it."""
         if frame.kind == "message":
-            self.server.deliver(
-                frame.subject, frame.reply, frame.header, frame.payload, frame.to, frame.queues
-            )
+            self.server.deliver(frame.subject, frame.reply, frame.header, frame.payload, frame.to, frame.queues)
         elif frame.kind == "listened":
             self.local.listened(frame.subject)
         else:

@@ -242,9 +242,7 @@ class Consumer(Watcher):
         return out
 
     def _heartbeat(self) -> bytes:
-        return status(
-            100, "Idle Heartbeat", Nats_Last_Consumer=self.delivered, Nats_Last_Stream=self.next - 1
-        )
+        return status(100, "Idle Heartbeat", Nats_Last_Consumer=self.delivered, Nats_Last_Stream=self.next - 1)
 
     def _serve(self, now: float, wall: int, interested: Interested) -> list[Delivery]:
         out = list(self._time_out(now))
@@ -373,7 +371,5 @@ class Consumer(Watcher):
 
 
 def _timed_out(pull: Pull) -> Delivery:
-    header = status(
-        408, "Request Timeout", Nats_Pending_Messages=pull.left, Nats_Pending_Bytes=pull.max_bytes
-    )
+    header = status(408, "Request Timeout", Nats_Pending_Messages=pull.left, Nats_Pending_Bytes=pull.max_bytes)
     return Delivery(pull.reply, None, "", header)

@@ -361,13 +361,7 @@ class JetStream:
             if message is None:
                 route(delivery.to, "", delivery.header, b"")
             elif headers_only:
-                route(
-                    message.subject,
-                    delivery.reply,
-                    _with_size(message.header, message.data),
-                    b"",
-                    delivery.to,
-                )
+                route(message.subject, delivery.reply, _with_size(message.header, message.data), b"", delivery.to)
             else:
                 route(message.subject, delivery.reply, message.header, message.data, delivery.to)
 

@@ -28,9 +28,7 @@ class Peer(Protocol):
 
     def interested(self, subject: str) -> bool: ...
 
-    def pass_on(
-        self, subject: str, reply: str, header: bytes, payload: bytes, to: str, served: set[str]
-    ) -> bool: ...
+    def pass_on(self, subject: str, reply: str, header: bytes, payload: bytes, to: str, served: set[str]) -> bool: ...
 
 
 class Stored(Protocol):
@@ -171,13 +169,7 @@ class Server:
         return heard
 
     def deliver(
-        self,
-        subject: str,
-        reply: str,
-        header: bytes,
-        payload: bytes,
-        to: str = "",
-        queues: Sequence[str] | None = None,
+        self, subject: str, reply: str, header: bytes, payload: bytes, to: str = "", queues: Sequence[str] | None = None
     ) -> bool:
         """Sends it to its own clients; of `queues` alone where some are given. False: nobody has subscribed."""
         found = self._subscribers.match(to or subject)

@@ -123,9 +123,7 @@ class Surroundings:
             raise
 
 
-def exchange(
-    gateway: str, method: str, path: str, body: Any, headers: dict[str, str] | None, token: str
-) -> Exchange:
+def exchange(gateway: str, method: str, path: str, body: Any, headers: dict[str, str] | None, token: str) -> Exchange:
     """Of one HTTP request."""
     path, _, query = path.partition("?")
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()

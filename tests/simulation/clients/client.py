@@ -84,9 +84,7 @@ class Client:
         return "".join(self.draw.choices("abcdefghij klmnop qrstuv wxyz ", k=count)) + "."
 
     def request(self, body: dict[str, Any], wanted: Wanted, key: str = "") -> Request:
-        made = Request(
-            self.name, self.kind, self._number, body, wanted, self.around.now, self.around.tenant, key
-        )
+        made = Request(self.name, self.kind, self._number, body, wanted, self.around.now, self.around.tenant, key)
         return self.history.began(made)
 
     def drawn(self, seed: int, *, may_stop: bool = True) -> tuple[dict[str, Any], Wanted]:

@@ -46,23 +46,14 @@ Starter = Callable[[str, Callable[[], Any]], object]
 class Crowd:
     """`add` clients, `start` them, `stop` them, and wait until all have `finished`."""
 
-    def __init__(
-        self, seed: int, gateways: Callable[[], Sequence[str]], start: Starter, model: str = "stub"
-    ) -> None:
+    def __init__(self, seed: int, gateways: Callable[[], Sequence[str]], start: Starter, model: str = "stub") -> None:
         self.history = History()
         self.clients: list[Client] = []
         self._seed, self._gateways, self._start, self._model = seed, gateways, start, model
         self._stopping = False
 
     def add(
-        self,
-        kind: str,
-        plan: Plan | None = None,
-        *,
-        name: str = "",
-        tenant: str = "",
-        token: str = "",
-        model: str = "",
+        self, kind: str, plan: Plan | None = None, *, name: str = "", tenant: str = "", token: str = "", model: str = ""
     ) -> Client:
         """One more; its draws depend on its name alone. Raises `ValueError` for a kind that is not known."""
         if kind not in KINDS:

@@ -68,9 +68,7 @@ class GrpcClient(Session):
             request.arrivals += bool(choice.text)
             request.last_arrival = self.around.now
             request.finish = _FINISH.get(choice.finish_reason, request.finish)
-            request.logprobs += [
-                {"token": one.token.decode(), "logprob": one.logprob} for one in choice.logprobs
-            ]
+            request.logprobs += [{"token": one.token.decode(), "logprob": one.logprob} for one in choice.logprobs]
 
 
 class _Call:

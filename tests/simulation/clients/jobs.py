@@ -144,9 +144,7 @@ class Training(Long):
         method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 2}}}
         body = {"model": self.around.model, "training_file": file, "method": method, "seed": seed}
         made, gateway = await self.create(JOBS, body)
-        job = JobSeen(
-            self.name, made["id"], self.around.tenant, seed, _number(lines), started=self.around.now
-        )
+        job = JobSeen(self.name, made["id"], self.around.tenant, seed, _number(lines), started=self.around.now)
         self.acknowledged("job", job.identity, gateway)
         self.history.jobs.append(job)
         await self._follow(job, made)
@@ -213,9 +211,7 @@ class Training(Long):
 
         async def send(gateway: str, tried: Any) -> None:
             headers = {"Idempotency-Key": request.key}
-            take_whole(
-                request, (await self.around.ask(gateway, "POST", "/v1/completions", body, headers)).json()
-            )
+            take_whole(request, (await self.around.ask(gateway, "POST", "/v1/completions", body, headers)).json())
 
         await self.until_answered(request, send)
 

@@ -33,11 +33,7 @@ class Models(Client):
 
     async def once(self) -> None:
         name = f"{self.name}-{self._number}"
-        entry = {
-            "source": f"simulated/{name}",
-            "most": self.draw.randint(1, 2),
-            "idle": self.draw.choice((0, 60, 600)),
-        }
+        entry = {"source": f"simulated/{name}", "most": self.draw.randint(1, 2), "idle": self.draw.choice((0, 60, 600))}
         try:
             _, gateway = await self.around.insist("PUT", f"{REGISTRY}/{name}", entry)
         except Refused as error:

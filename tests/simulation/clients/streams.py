@@ -133,9 +133,7 @@ class Cancelling(Stream):
 
     async def once(self) -> None:
         request, self._after = self.request(*self.made()), self.draw.randint(0, 10)
-        answered = await self.until_answered(
-            request, lambda gateway, tried: self.read(gateway, request, tried)
-        )
+        answered = await self.until_answered(request, lambda gateway, tried: self.read(gateway, request, tried))
         if answered and request.cancel_asked and request.finish != request.wanted.finish:
             request.outcome = "cancelled"
 

@@ -76,9 +76,7 @@ class Filling(Long):
         for identity in made[1]:
             await self._remove(identity)
 
-    async def _fill(
-        self, what: str, most: int, one: Callable[[], tuple[str, Any, dict[str, str]]]
-    ) -> list[str]:
+    async def _fill(self, what: str, most: int, one: Callable[[], tuple[str, Any, dict[str, str]]]) -> list[str]:
         """The ids of what was made until no more was admitted."""
         made, filled = list[str](), Filled(self.name, self.around.tenant, what, most, self.around.now)
         self.history.filled.append(filled)

@@ -108,9 +108,7 @@ class Stored(Whole):
         body, wanted = self.chat(may_stop=False)
         request = self.request({**body, "store": True}, wanted, self.fresh_key())
         if await self.until_answered(request, lambda gateway, tried: self.send(gateway, request)):
-            await self._keep(
-                "chat", f"{CHAT}/{request.identity}", request.identity, request.tries[-1].gateway
-            )
+            await self._keep("chat", f"{CHAT}/{request.identity}", request.identity, request.tries[-1].gateway)
 
     async def _response(self) -> None:
         body, wanted = self.response()

@@ -33,10 +33,7 @@ async def both(
 ) -> AsyncIterator[tuple[Server, Server]]:
     """nats-server, and what is held against it."""
     other: Callable[..., Server] = NatsServer if twice else Model
-    pair = (
-        NatsServer(directory / "real", room=room, users=users),
-        other(directory / "other", room=room, users=users),
-    )
+    pair = (NatsServer(directory / "real", room=room, users=users), other(directory / "other", room=room, users=users))
     for server in pair:
         await server.start()
     try:

@@ -30,15 +30,11 @@ def messages(draw: st.DrawFn) -> Script:
     for _ in range(draw(st.integers(1, LONGEST))):
         kind = draw(st.sampled_from(("publish", "publish", "subscribe", "unsubscribe", "received")))
         if kind == "publish":
-            steps.append(
-                do("publish", draw(st.sampled_from("ab")), subject=draw(_TOPICS), data=str(len(steps)))
-            )
+            steps.append(do("publish", draw(st.sampled_from("ab")), subject=draw(_TOPICS), data=str(len(steps))))
         elif kind == "subscribe":
             name, by = f"{draw(_NAMES)}{len(boxes)}", draw(st.sampled_from("ab"))
             boxes[name] = by
-            steps.append(
-                do("subscribe", by, name=name, subject=draw(_PATTERNS), most=draw(st.integers(0, 3)))
-            )
+            steps.append(do("subscribe", by, name=name, subject=draw(_PATTERNS), most=draw(st.integers(0, 3))))
         elif kind == "unsubscribe" and boxes:
             name = draw(st.sampled_from(sorted(boxes)))
             steps.append(do("unsubscribe", boxes[name], name=name))
@@ -78,13 +74,9 @@ _STORED = st.builds(
 )
 _READ = st.one_of(
     st.builds(lambda seq, direct: do("get", stream="S", seq=seq, direct=direct), _NUMBERS, st.booleans()),
+    st.builds(lambda subject, direct: do("get", stream="S", subject=subject, direct=direct), _FILTERS, st.booleans()),
     st.builds(
-        lambda subject, direct: do("get", stream="S", subject=subject, direct=direct), _FILTERS, st.booleans()
-    ),
-    st.builds(
-        lambda seq, subject, direct: do(
-            "get", stream="S", seq=seq, subject=subject, next=True, direct=direct
-        ),
+        lambda seq, subject, direct: do("get", stream="S", seq=seq, subject=subject, next=True, direct=direct),
         _NUMBERS,
         _FILTERS,
         st.booleans(),
@@ -94,12 +86,8 @@ _READ = st.one_of(
 _REMOVED = st.one_of(
     st.builds(lambda seq: do("delete_message", stream="S", seq=seq), _NUMBERS),
     st.builds(lambda subject: do("purge_stream", stream="S", subject=subject), _FILTERS),
-    st.builds(
-        lambda subject, seq: do("purge_stream", stream="S", subject=subject, seq=seq), _FILTERS, _NUMBERS
-    ),
-    st.builds(
-        lambda subject, keep: do("purge_stream", stream="S", subject=subject, keep=keep), _FILTERS, _NUMBERS
-    ),
+    st.builds(lambda subject, seq: do("purge_stream", stream="S", subject=subject, seq=seq), _FILTERS, _NUMBERS),
+    st.builds(lambda subject, keep: do("purge_stream", stream="S", subject=subject, keep=keep), _FILTERS, _NUMBERS),
     st.builds(lambda keep: do("purge_stream", stream="S", keep=keep), _NUMBERS),
     st.builds(lambda seq: do("purge_stream", stream="S", seq=seq), _NUMBERS),
 )
@@ -181,9 +169,7 @@ _SEEN = st.one_of(
 @st.composite
 def buckets(draw: st.DrawFn) -> Script:
     """A bucket `B`, watched from some moment on."""
-    before = draw(st.lists(_SEEN, max_size=1)) + [
-        (steps[0],) for steps in draw(st.lists(_WRITTEN, max_size=6))
-    ]
+    before = draw(st.lists(_SEEN, max_size=1)) + [(steps[0],) for steps in draw(st.lists(_WRITTEN, max_size=6))]
     after = draw(st.lists(st.one_of(_WRITTEN, _WRITTEN, _SEEN), max_size=LONGEST // 2))
     watched = (do("kv_watch", name="w", bucket="B"), do("kv_caught_up", name="w", bucket="B"))
     return Script(

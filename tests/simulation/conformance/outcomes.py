@@ -61,9 +61,7 @@ def subject(name: str) -> str:
 
 
 def headers(given: Mapping[str, str] | None) -> dict[str, str]:
-    return {
-        name: "<time>" if name == _TIME_HEADER else value for name, value in sorted((given or {}).items())
-    }
+    return {name: "<time>" if name == _TIME_HEADER else value for name, value in sorted((given or {}).items())}
 
 
 def text(data: bytes | None) -> str:

@@ -141,9 +141,7 @@ class Plain:
             while "permissions" not in self._bus._last_error:  # noqa: ASYNC110  # nats-py has no event
                 await asyncio.sleep(0.01)
         said, self._bus._last_error = self._bus._last_error, ""
-        return said.replace(
-            MAPPED.lower(), API.lower()
-        )  # what users ask of JetStream has another name behind accounts
+        return said.replace(MAPPED.lower(), API.lower())  # what users ask of JetStream has another name behind accounts
 
     async def server(self) -> Any:
         """What it says of itself that our code reads."""

@@ -110,10 +110,7 @@ class Run:
     async def do_connect_as(self, by: str, user: str, password: str) -> None:
         known = self._server.settings(by if self._users else "")
         bus = await Bus.connect(
-            known.model_copy(
-                update={"nats_user": user, "nats_password": type(known.nats_password)(password)}
-            ),
-            by,
+            known.model_copy(update={"nats_user": user, "nats_password": type(known.nats_password)(password)}), by
         )
         await bus.close()
 
@@ -179,8 +176,6 @@ def operations() -> set[str]:
     found = {name.removeprefix("do_") for name in vars(Run) if name.startswith("do_")}
     for level in (Plain, Buckets, Services):
         found |= {
-            name
-            for name, member in vars(level).items()
-            if inspect.iscoroutinefunction(member) and name[0] != "_"
+            name for name, member in vars(level).items() if inspect.iscoroutinefunction(member) and name[0] != "_"
         }
     return found

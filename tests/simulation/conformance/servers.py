@@ -76,9 +76,7 @@ class Model:
     def __init__(self, directory: Path, *, room: int = 0, users: bool = False) -> None:
         config = LocalNats(directory, least_rights=users)
         self._config = config
-        self._users = {
-            name: (password, self._permissions(name, users)) for name, password in config.passwords.items()
-        }
+        self._users = {name: (password, self._permissions(name, users)) for name, password in config.passwords.items()}
         self._room = room or STORE
         self._disk = Disk()
         self._draw = random.Random(0)

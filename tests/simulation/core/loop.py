@@ -54,9 +54,7 @@ class Callback(asyncio.Handle):
 class Timer(asyncio.TimerHandle):
     __slots__ = ("process",)
 
-    def __init__(
-        self, when: float, callback: Any, args: Any, loop: Any, context: contextvars.Context
-    ) -> None:
+    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: contextvars.Context) -> None:
         self._when, self._scheduled = when, True
         self._callback, self._args, self._loop, self._context = callback, args, loop, context
         self._cancelled, self._repr, self._source_traceback = False, None, None
@@ -104,9 +102,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # --- what is to run --------------------------------------------------------------------------
 
-    def call_soon(
-        self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
         handle = Callback(callback, args, self, contextvars.copy_context() if context is None else context)
         process = handle.process
         if process.alive:
@@ -130,9 +126,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def create_task(
-        self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None
-    ) -> Any:
+    def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None) -> Any:
         task = SimulatedTask.__new__(SimulatedTask)
         task.number = next(self._numbers)
         task.process = CURRENT.get() if context is None else context.get(CURRENT, OUTSIDE)
@@ -205,9 +199,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _starve(self, process: Process) -> None:
         process.waits = process.paused = True
         self.left(process)
-        self.call_later(
-            self._draw.random() * process.starved, self._gets_core, process, context=OUTSIDE.context()
-        )
+        self.call_later(self._draw.random() * process.starved, self._gets_core, process, context=OUTSIDE.context())
 
     def _gets_core(self, process: Process) -> None:
         process.waits = False
@@ -267,9 +259,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             return
         self._cancelled_timers += 1
         if self._cancelled_timers > KEPT_CANCELLED and 2 * self._cancelled_timers > len(self._timers):
-            self._timers[:] = [
-                entry for entry in self._timers if not entry[2]._cancelled and entry[2] is not handle
-            ]
+            self._timers[:] = [entry for entry in self._timers if not entry[2]._cancelled and entry[2] is not handle]
             heapq.heapify(self._timers)
             handle._scheduled = False  # type: ignore[attr-defined]
             self._cancelled_timers = 0

@@ -166,9 +166,7 @@ def _real_ones() -> bool:
     return _Ambient.loop is None or bool(_Ambient.allowed)
 
 
-def _submit(
-    pool: Any, work: Callable[..., Any], /, *args: Any, **named: Any
-) -> "concurrent.futures.Future[Any]":
+def _submit(pool: Any, work: Callable[..., Any], /, *args: Any, **named: Any) -> "concurrent.futures.Future[Any]":
     if _real_ones():
         return _submit_to_thread(pool, work, *args, **named)
     loop = _Ambient.loop
@@ -193,9 +191,7 @@ def _waited(condition: threading.Condition, timeout: float | None = None) -> boo
     if _real_ones():
         return _wait(condition, timeout)
     if timeout is None or loop.slept is None:
-        raise NotSimulated(
-            "a lock that blocks", "await what ends, or wait in a thread's work, with a time-out"
-        )
+        raise NotSimulated("a lock that blocks", "await what ends, or wait in a thread's work, with a time-out")
     loop.slept += max(0.0, timeout)
     return False
 

@@ -42,9 +42,7 @@ class _Listening:
 
 
 class Server(asyncio.AbstractServer):
-    def __init__(
-        self, network: "Network", address: tuple[str, int], process: Process, factory: Factory
-    ) -> None:
+    def __init__(self, network: "Network", address: tuple[str, int], process: Process, factory: Factory) -> None:
         self._network, self.address, self.process, self.factory = network, address, process, factory
         self.context = contextvars.copy_context()
 
@@ -129,9 +127,7 @@ class Network:
 
     def break_connection(self, end: Transport) -> None:
         """Something on the way resets it: both sides hear of it, what is under way is lost."""
-        self._trace.add(
-            self.loop.time(), end.process.name, "reset", f"connection {end.number}", _name(end.peer)
-        )
+        self._trace.add(self.loop.time(), end.process.name, "reset", f"connection {end.number}", _name(end.peer))
         for side in (end, end.peer):
             if side is not None and not side.lost:
                 _drop(side, 0)
@@ -202,12 +198,8 @@ class Network:
         self._numbers += 1
         number, ours = self._numbers, (process.host.name, self._free_port())
         context = contextvars.copy_context()
-        here = Transport(
-            self, process, protocol, number=number, context=context, here=ours, there=server.address
-        )
-        self._trace.add(
-            self.loop.time(), process.name, "connect", f"connection {number}", server.process.name
-        )
+        here = Transport(self, process, protocol, number=number, context=context, here=ours, there=server.address)
+        self._trace.add(self.loop.time(), process.name, "connect", f"connection {number}", server.process.name)
         self._ends[here] = None
         self._accept(here, ours, server)
         protocol.connection_made(here)

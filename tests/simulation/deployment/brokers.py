@@ -98,9 +98,7 @@ def cluster_of(brokers: list[str]) -> Cluster:
     shared: dict[str, Any] = world.host(brokers[0]).disk
     if "cluster" not in shared:
         draw = random.Random(f"{world.seed} cluster")
-        shared["cluster"] = Cluster(
-            "simulated", brokers, draw, lambda one, other: _reaches(world, one, other)
-        )
+        shared["cluster"] = Cluster("simulated", brokers, draw, lambda one, other: _reaches(world, one, other))
     cluster: Cluster = shared["cluster"]
     return cluster
 

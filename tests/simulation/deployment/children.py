@@ -23,9 +23,7 @@ LONGEST_LINE = 1 << 22
 class Pipe(asyncio.WriteTransport):
     """Writes into a stream that another process reads."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, reader: asyncio.StreamReader, of: contextvars.Context
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, reader: asyncio.StreamReader, of: contextvars.Context) -> None:
         """`of`: the reader's process."""
         super().__init__()
         self._loop, self._reader, self._of = loop, reader, of

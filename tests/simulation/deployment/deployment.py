@@ -91,13 +91,7 @@ class Deployment:
         return self.of("gateway")
 
     def add(
-        self,
-        role: str,
-        name: str = "",
-        *,
-        host: str = "",
-        version: str = versions.CURRENT_RELEASE,
-        **changes: Any,
+        self, role: str, name: str = "", *, host: str = "", version: str = versions.CURRENT_RELEASE, **changes: Any
     ) -> Member:
         """A place for a service, which is not started yet. `changes`: of its settings."""
         if role not in ROLES:
@@ -105,9 +99,7 @@ class Deployment:
         name = name or self._free_name(role)
         if name in self.members:
             raise ValueError(f"there is a {name} already")
-        member = Member(
-            name, role, self.world.host(host or name), settings.of(role, self._slower, **changes), version
-        )
+        member = Member(name, role, self.world.host(host or name), settings.of(role, self._slower, **changes), version)
         self.members[name] = member
         return member
 

@@ -27,9 +27,7 @@ from tests.simulation.deployment.trainers import Trainers
 
 def install() -> None:
     """In a process that does nothing but simulate. Idempotent."""
-    lifecycle.pid_namespace = lambda: (
-        CURRENT.get().host.name
-    )  # not this machine's: a seed is one run on all of them
+    lifecycle.pid_namespace = lambda: CURRENT.get().host.name  # not this machine's: a seed is one run on all of them
 
 
 class Told:
@@ -68,9 +66,7 @@ class Executor(Told, ExecutorService):
         stand_in()
         files = directory_of(self._world, CURRENT.get().host)
         settings = settings.model_copy(update={"model_cache": files})
-        self.job_kinds = (
-            TRAININGS._replace(make=partial(TRAININGS.make, start_trainer=self._start_trainer)),
-        )
+        self.job_kinds = (TRAININGS._replace(make=partial(TRAININGS.make, start_trainer=self._start_trainer)),)
         super().__init__(settings, start_rank=self._start_rank)
 
     async def run(self) -> None:

@@ -87,14 +87,10 @@ PACES = (
     Pace("services.health_monitor.detector", "STALL", 1.0, "a monitor that did not tick blames nobody"),
     Pace("services.health_monitor.registry", "CONFIRM_INTERVAL", 4.0, "confirms what beats confirm"),
     Pace("services.health_monitor.metrics", "INTERVAL", 720.0, "figures of streams that nobody scrapes"),
-    Pace(
-        "services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 0.4, "looks for time-outs of 10 s or more"
-    ),
+    Pace("services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 0.4, "looks for time-outs of 10 s or more"),
     Pace("services.gateway.lifecycle.generations", "IDLE_MARGIN", 10.0, "a beat's load may be older"),
     Pace("services.gateway.core.catalog", "STALE", 15.0, "beats that a record has missed"),
-    Pace(
-        "services.gateway.lifecycle.request_tracker", "SWEEP_INTERVAL", 0.4, "looks for streams left for 5 s"
-    ),
+    Pace("services.gateway.lifecycle.request_tracker", "SWEEP_INTERVAL", 0.4, "looks for streams left for 5 s"),
     Pace("services.gateway.jobs.runners", "TICK", 1.0, "is woken by new jobs; looks for lost ones"),
     Pace("services.gateway.core.cold_starts", "INTERVAL", 1.0, "is woken by requests; says it again"),
     Pace("services.gateway.ratelimit.limiter", "TELL", 0.2, "says what is in use, where it has changed"),

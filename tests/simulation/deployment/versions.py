@@ -35,9 +35,7 @@ def check() -> None:
     for name in NEW_FIELDS:
         lacking = [field.name for field in _news(name) if field.required]
         if lacking:
-            raise ValueError(
-                f"{lacking} of {name} have no default, so the previous release cannot be spoken to"
-            )
+            raise ValueError(f"{lacking} of {name} have no default, so the previous release cannot be spoken to")
 
 
 def _news(name: str) -> tuple[msgspec.structs.FieldInfo, ...]:

@@ -191,9 +191,7 @@ _NETWORK = (
         {"share": (0.01, 0.4)},
         BROKER,
     ),
-    Kind(
-        "reset", "has a connection reset", ALL, _reset, parameters={"number": (0.0, 1.0)}, between_awaits=True
-    ),
+    Kind("reset", "has a connection reset", ALL, _reset, parameters={"number": (0.0, 1.0)}, between_awaits=True),
 )
 _RINGS = (
     Kind("rank_crash", "loses its ranks", ("executor",), _operate),

@@ -31,9 +31,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     def __str__(self) -> str:
         when = f"{self.at:9.3f} s" + (f" and {self.steps} steps" if self.steps else "")
         how = "".join(f", {name} {value}" for name, value in self.parameters.items())
-        return (
-            f"{when}  {self.fault} {self.target}" + (f" for {self.lasts:.3f} s" if self.lasts else "") + how
-        )
+        return f"{when}  {self.fault} {self.target}" + (f" for {self.lasts:.3f} s" if self.lasts else "") + how
 
 
 class ClientPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -98,8 +98,7 @@ class AllowedRefusals(Promise):
         host = tried.gateway.rpartition(":")[0]
         aftermath = AFTERMATH * evidence.patience
         return any(
-            fault.concerns(host) and fault.explains(tried.at, tried.until, aftermath)
-            for fault in evidence.faults
+            fault.concerns(host) and fault.explains(tried.at, tried.until, aftermath) for fault in evidence.faults
         )
 
     def _limited(self, evidence: Evidence, request: Request, tried: Try) -> bool:

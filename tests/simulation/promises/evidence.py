@@ -84,11 +84,7 @@ class StoreLog:
         decoder = msgspec.msgpack.Decoder(TokenFrame)
         for message in self.messages:
             if message.subject.startswith("tokens."):
-                yield (
-                    message.at,
-                    unescape(message.subject.removeprefix("tokens.")),
-                    decoder.decode(message.data),
-                )
+                yield (message.at, unescape(message.subject.removeprefix("tokens.")), decoder.decode(message.data))
 
 
 class Held(NamedTuple):

@@ -28,10 +28,7 @@ class OneAnswerPerKey(Promise):
         for (_, key), requests in by_key.items():
             names = sorted({request.identity for request in requests})
             if len(names) > 1:
-                yield (
-                    f"The key {key} of {requests[0].client} got {len(names)} answers: {', '.join(names)}.",
-                    names[0],
-                )
+                yield (f"The key {key} of {requests[0].client} got {len(names)} answers: {', '.join(names)}.", names[0])
             elif len({request.text for request in requests}) > 1:
                 yield f"{requests[0].name} was answered with different texts under one key.", names[0]
         yield from self._computed(evidence)

@@ -61,9 +61,7 @@ class OneLeaseHolder(Promise):
                 yield from _early("the models", before[1].holder, lease.holder, at - before[0], length, at)
             before = None if lease is None else (at, lease)
 
-    def _jobs(
-        self, evidence: Evidence, bucket: str, kind: type[BatchJob] | type[TrainingJob]
-    ) -> Iterator[Finding]:
+    def _jobs(self, evidence: Evidence, bucket: str, kind: type[BatchJob] | type[TrainingJob]) -> Iterator[Finding]:
         """The lease of a job stands still when its beat does: others may write the job too."""
         known: dict[str, tuple[float, BatchJob | TrainingJob]] = {}
         for at, key, job in evidence.store.entries(bucket, kind):

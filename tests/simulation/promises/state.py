@@ -35,9 +35,7 @@ class Released(Promise):
     def after(self, evidence: Evidence) -> Iterator[Finding]:
         for reading in evidence.readings if evidence.ended else ():
             if not reading.always and reading.count > reading.most:
-                told = (
-                    f"{reading.service} still has {reading.count:g} {reading.what} when nobody asks anything."
-                )
+                told = f"{reading.service} still has {reading.count:g} {reading.what} when nobody asks anything."
                 yield told, f"{reading.service} {reading.what}"
 
 
@@ -49,7 +47,5 @@ class Bounded(Promise):
     def after(self, evidence: Evidence) -> Iterator[Finding]:
         for reading in evidence.readings:
             if reading.always and reading.count > reading.most:
-                told = (
-                    f"{reading.service} has {reading.count:g} {reading.what}, and may have {reading.most:g}."
-                )
+                told = f"{reading.service} has {reading.count:g} {reading.what}, and may have {reading.most:g}."
                 yield told, f"{reading.service} {reading.what}"

@@ -34,9 +34,7 @@ class RightTokens(Promise):
 
     def after(self, evidence: Evidence) -> Iterator[Finding]:
         """Those whose seed a gateway drew."""
-        unknown = [
-            one for one in evidence.history.requests if one.wanted.text is None and one.outcome == "answered"
-        ]
+        unknown = [one for one in evidence.history.requests if one.wanted.text is None and one.outcome == "answered"]
         records = by_identity(evidence.store) if unknown and evidence.store.messages else {}
         for request in unknown:
             record = records.get(parse(request.identity) or "")
@@ -52,9 +50,7 @@ class RightTokens(Promise):
 def wrong_text(request: Request, wanted: str) -> str:
     """At which position the first wrong character stands."""
     text = request.text
-    at = next(
-        (i for i, pair in enumerate(zip(text, wanted, strict=False)) if pair[0] != pair[1]), len(wanted)
-    )
+    at = next((i for i, pair in enumerate(zip(text, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
     gateways = ", ".join(dict.fromkeys(one.gateway for one in request.tries))
     return (
         f"{request.name} got {text[at : at + 8]!r} at position {at}, where {wanted[at : at + 8]!r} stands "
@@ -70,10 +66,7 @@ def _end(request: Request, wanted: str) -> Iterator[Finding]:
         told = f"{request.name} ended with {request.finish!r} after {len(request.text)} of {len(wanted)} characters."
         yield told, request.identity
     elif request.finish != request.wanted.finish:
-        yield (
-            f"{request.name} ended with {request.finish!r}, not {request.wanted.finish!r}.",
-            request.identity,
-        )
+        yield (f"{request.name} ended with {request.finish!r}, not {request.wanted.finish!r}.", request.identity)
 
 
 class RightFigures(Promise):
@@ -95,10 +88,7 @@ class RightFigures(Promise):
             told = f"{request.name} has log probabilities of {len(tokens)} tokens for {len(request.text)} characters."
             yield told, request.identity
         elif odd := [one["logprob"] for one in request.logprobs if one["logprob"] != 0.0]:
-            yield (
-                f"{request.name} has a log probability of {odd[0]} where the engine is sure.",
-                request.identity,
-            )
+            yield (f"{request.name} has a log probability of {odd[0]} where the engine is sure.", request.identity)
 
     def _usage(self, request: Request) -> Iterator[Finding]:
         counted = (request.usage or {}).get("completion_tokens")

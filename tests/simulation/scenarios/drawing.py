@@ -45,12 +45,7 @@ def _fault(
     if kind.between_awaits and chance.random() < scenario.between_awaits:
         steps = chance.randint(1, MOST_STEPS)
     return Fault(
-        kind.name,
-        target,
-        round(at, 3),
-        steps,
-        round(lasts, 3),
-        _parameters(scenario, kind, rate, target, chance),
+        kind.name, target, round(at, 3), steps, round(lasts, 3), _parameters(scenario, kind, rate, target, chance)
     )
 
 
@@ -58,9 +53,7 @@ def _parameters(
     scenario: Scenario, kind: Kind, rate: FaultRate, target: str, chance: random.Random
 ) -> dict[str, Parameter]:
     spans: Mapping[str, tuple[float, float]] = {**kind.parameters, **rate.parameters}
-    drawn: dict[str, Parameter] = {
-        name: round(chance.uniform(*span), 3) for name, span in sorted(spans.items())
-    }
+    drawn: dict[str, Parameter] = {name: round(chance.uniform(*span), 3) for name, span in sorted(spans.items())}
     if kind.others:
         instances = scenario.instances()
         others = [name for role in kind.others for name in instances.get(role, ()) if name != target]

@@ -40,9 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.simulation", description="Simulates the control plane."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Simulates the control plane.")
     acts = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = acts.add_parser("run", help="one seed, or one schedule")
@@ -52,23 +50,15 @@ def _parser() -> argparse.ArgumentParser:
 
     search = acts.add_parser("search", help="many seeds")
     search.add_argument(
-        "--scenario",
-        action="append",
-        help="a name or a file (default: everything); may be given several times",
+        "--scenario", action="append", help="a name or a file (default: everything); may be given several times"
     )
     search.add_argument("--bug", action="append", default=[], metavar="NAME", help="put a mended bug back")
     search.add_argument("--seeds", type=_from(1), default=100, metavar="N", help="how many (default: 100)")
-    search.add_argument(
-        "--first", type=_from(0), default=1, metavar="SEED", help="the first of them (default: 1)"
-    )
-    search.add_argument(
-        "--jobs", type=_from(1, MOST_JOBS), default=1, metavar="N", help="runs at a time (default: 1)"
-    )
+    search.add_argument("--first", type=_from(0), default=1, metavar="SEED", help="the first of them (default: 1)")
+    search.add_argument("--jobs", type=_from(1, MOST_JOBS), default=1, metavar="N", help="runs at a time (default: 1)")
     search.add_argument("--minutes", type=float, default=0.0, metavar="M", help="begin no run after so many")
     search.add_argument("--timeout", type=float, default=600.0, metavar="S", help="real seconds of a run")
-    search.add_argument(
-        "--failures", type=_from(1), default=10, metavar="N", help="end after so many (default: 10)"
-    )
+    search.add_argument("--failures", type=_from(1), default=10, metavar="N", help="end after so many (default: 10)")
     search.add_argument("--coverage", action="store_true", help="print which transitions of states were seen")
     search.set_defaults(act=_search)
 
@@ -85,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def _of_one(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenario", default="everything", help="a name or a file (default: everything)")
     parser.add_argument("--seed", type=_from(0), default=1, metavar="N")
-    parser.add_argument(
-        "--schedule", type=Path, metavar="FILE", help="instead of what is drawn from the seed"
-    )
+    parser.add_argument("--schedule", type=Path, metavar="FILE", help="instead of what is drawn from the seed")
     parser.add_argument("--bug", action="append", default=[], metavar="NAME", help="put a mended bug back")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="real seconds of a run")
 
@@ -131,9 +119,7 @@ def _search(options: argparse.Namespace) -> int:
     return int(any(one.failed for one in totals))
 
 
-def _search_one(
-    options: argparse.Namespace, name: str, scenario: Scenario, seen: coverage.Coverage
-) -> "_Totals":
+def _search_one(options: argparse.Namespace, name: str, scenario: Scenario, seen: coverage.Coverage) -> "_Totals":
     bugs, totals = _bugs(options.bug), _Totals()
     seeds = range(options.first, options.first + options.seeds)
     with _progress() as progress:
@@ -180,9 +166,7 @@ def _reduce(options: argparse.Namespace) -> int:
     _report(outcome)
     path = options.out or FOUND / f"{scenario.name}-{schedule.seed}.yaml"
     save(msgspec.structs.replace(short, breaks=promise, told=told.partition("\n")[0]), path)
-    console.print(
-        f"Written to {path}: python -m tests.simulation run --schedule {path} --story", markup=False
-    )
+    console.print(f"Written to {path}: python -m tests.simulation run --schedule {path} --story", markup=False)
     return 1
 
 

@@ -22,9 +22,7 @@ class OutOfRuns(Exception):
 
 
 class Reduction:
-    def __init__(
-        self, fails: Fails, most_runs: int, told: Callable[[Schedule, int], None] | None = None
-    ) -> None:
+    def __init__(self, fails: Fails, most_runs: int, told: Callable[[Schedule, int], None] | None = None) -> None:
         self._fails, self._most = fails, most_runs
         self._told = told
         self._known: dict[bytes, bool] = {}
@@ -49,8 +47,7 @@ class Reduction:
         ddmin(at().clients, lambda some: self._try(clients=some))
         for number in range(len(at().faults)):
             while any(
-                self._try(faults=_with(at().faults, number, simpler))
-                for simpler in simpler_faults(at().faults[number])
+                self._try(faults=_with(at().faults, number, simpler)) for simpler in simpler_faults(at().faults[number])
             ):
                 """Each simpler one may have a simpler one yet."""
         for number in range(len(at().clients)):

@@ -155,9 +155,7 @@ def work(system: str) -> None:
             _run_one(line)
         _, status = os.waitpid(child, 0)
         if status:
-            failed = (
-                f"The run ended with status {os.waitstatus_to_exitcode(status)}; its last words are above."
-            )
+            failed = f"The run ended with status {os.waitstatus_to_exitcode(status)}; its last words are above."
             _say(_Answer(failed=failed))
 
 

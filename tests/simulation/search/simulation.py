@@ -58,9 +58,7 @@ class Run:
         except Stuck as stuck:
             broken.append(Broken("liveness", f"Nothing goes on: {stuck}."))
         except TimeoutError:
-            broken.append(
-                Broken("liveness", f"Not everything had ended at {self.world.now:.3f} s, {self._late}.")
-            )
+            broken.append(Broken("liveness", f"Not everything had ended at {self.world.now:.3f} s, {self._late}."))
         except Unusable:
             raise
         except Exception as error:  # a run that breaks is a finding, and the search goes on

@@ -42,7 +42,5 @@ def _schedule(outcome: Outcome) -> list[str]:
     schedule = outcome.schedule
     bugs = f", with {', '.join(schedule.bugs)}" if schedule.bugs else ""
     head = f"{schedule.scenario}, seed {schedule.seed}{bugs}: {len(schedule.faults)} faults"
-    clients = [
-        f"  {plan.at:9.3f} s  {plan.name} begins, {plan.requests} requests" for plan in schedule.clients[:20]
-    ]
+    clients = [f"  {plan.at:9.3f} s  {plan.name} begins, {plan.requests} requests" for plan in schedule.clients[:20]]
     return [head, *(f"  {fault}" for fault in schedule.faults), *clients]

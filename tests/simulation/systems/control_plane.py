@@ -44,9 +44,7 @@ SECONDS = ("pause", "wait")  # of plans: what may have fractions
 
 
 class ControlPlane:
-    def __init__(
-        self, world: World, scenario: Scenario, schedule: Schedule, transitions: Transitions
-    ) -> None:
+    def __init__(self, world: World, scenario: Scenario, schedule: Schedule, transitions: Transitions) -> None:
         for bug in schedule.bugs:
             BUGS[bug].put_back()
         watch_generations(transitions)
@@ -165,19 +163,13 @@ class ControlPlane:
         """At who has what, of those that reach the broker."""
         while True:
             await asyncio.sleep(LOOK)
-            reached = [
-                one for one in self.deployment.members.values() if one.ready and not self._is_away(one)
-            ]
-            self._holdings.look(
-                self.world.now, readings.held((one.name, one.role, one.service) for one in reached)
-            )
+            reached = [one for one in self.deployment.members.values() if one.ready and not self._is_away(one)]
+            self._holdings.look(self.world.now, readings.held((one.name, one.role, one.service) for one in reached))
             self._readings += [one for one in self._read_services() if one.always and one.count > one.most]
 
     def _is_away(self, member: Member) -> bool:
         process = member.process
-        cut = any(
-            self.world.network.is_cut(member.host.name, one.host.name) for one in self.deployment.of("broker")
-        )
+        cut = any(self.world.network.is_cut(member.host.name, one.host.name) for one in self.deployment.of("broker"))
         return process is None or process.stopped or cut
 
     def _read(self) -> Iterator[Reading]:
@@ -201,9 +193,7 @@ class ControlPlane:
             for one in happened
         ]
         settings = {
-            "model_lease": next(
-                (one.settings["model_lease"] for one in self.deployment.of("scheduler")), 0.0
-            ),
+            "model_lease": next((one.settings["model_lease"] for one in self.deployment.of("scheduler")), 0.0),
             "max_generations": self._scenario.settings.get("gateway", {}).get("max_generations", 0),
         }
         evidence = Evidence(

@@ -45,9 +45,7 @@ class _Lines(asyncio.Protocol):
 
 
 class Counter:
-    def __init__(
-        self, world: World, scenario: Scenario, schedule: Schedule, transitions: Transitions
-    ) -> None:
+    def __init__(self, world: World, scenario: Scenario, schedule: Schedule, transitions: Transitions) -> None:
         self.world, self._scenario, self._schedule = world, scenario, schedule
         self._transitions = transitions
         self._server: Process | None = None

@@ -162,11 +162,7 @@ class Operations:
             await self._trouble("filling", parameters, (given["tenant_files"], given["tenant_training_jobs"]))
 
     async def _trouble(
-        self,
-        kind: str,
-        parameters: Parameters,
-        size: tuple[int, int],
-        tokens: tuple[int, int] = Plan().tokens,
+        self, kind: str, parameters: Parameters, size: tuple[int, int], tokens: tuple[int, int] = Plan().tokens
     ) -> None:
         plan = Plan(requests=1, pause=(0.0, 0.0), size=size, tokens=tokens)
         await self._keys.trouble(kind, float(parameters.get("tenant", 0.0)), plan)

@@ -159,8 +159,7 @@ def _plain(status: int, body: bytes) -> bytes:
 
 async def _stream(fake: FakeServer, request: Request, writer: asyncio.StreamWriter) -> None:
     writer.write(
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     for part in fake.events(request):
         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")

@@ -69,9 +69,7 @@ def test_a_ratio_that_nobody_recorded_or_measured_is_named() -> None:
     assert left_out({"new": one}, {"old": one}) == ["old"]
 
 
-@pytest.mark.parametrize(
-    "given", [[], [1.0, 1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0], [1.0, float("inf"), 1.0]]
-)
+@pytest.mark.parametrize("given", [[], [1.0, 1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0], [1.0, float("inf"), 1.0]])
 def test_what_is_no_ratio_is_refused(given: list[float]) -> None:
     with pytest.raises(ValueError, match="rounds or more"):
         Ratio.of(given)

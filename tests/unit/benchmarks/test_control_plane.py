@@ -94,9 +94,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def load(program: Path, port: int, *, rate: float = 0.0, text: str = "".join(TEXT)) -> Figures:
     request = http_request(HOST, port, body("m", 3, {}))
-    plan = Load(
-        host=HOST, port=port, request=request, tokens=3, text=text, connections=4, rate=rate, seconds=0.3
-    )
+    plan = Load(host=HOST, port=port, request=request, tokens=3, text=text, connections=4, rate=rate, seconds=0.3)
     return await asyncio.to_thread(drive, program, plan)
 
 
@@ -223,9 +221,7 @@ def test_the_report_shows_the_ratio() -> None:
     ("p99", "closed", "verdict"),
     [(49, 900, "kept"), (49, 2500, "kept"), (51, 2500, "missed"), (51, 1999, "does not apply")],
 )
-def test_the_mark_binds_where_the_closed_loop_reaches_its_rate(
-    p99: float, closed: float, verdict: str
-) -> None:
+def test_the_mark_binds_where_the_closed_loop_reaches_its_rate(p99: float, closed: float, verdict: str) -> None:
     assert verdict in mark_line(measured(1000, p99), closed, 50)
 
 

@@ -54,9 +54,7 @@ def test_floors_count_what_a_step_of_random_weights_reads_and_multiplies(
         for plan in (*steps.before, steps.measured):
             runner.forward(plan)
     one, three = floor_of(runner, store, 1, 32, 1), floor_of(runner, store, 3, 32, 3)
-    assert three.nbytes - one.nbytes == 2 * (
-        2 * store.states.slot_bytes + 32 // BLOCK * store.shape.bytes_per_block
-    )
+    assert three.nbytes - one.nbytes == 2 * (2 * store.states.slot_bytes + 32 // BLOCK * store.shape.bytes_per_block)
     assert three.operations == 3 * one.operations
     assert one.operations < one.nbytes < 2 * one.operations, "bf16 weights, padded, and a state"
     assert one.milliseconds(Rates(1e6, 1e12)) == one.nbytes / 1e3

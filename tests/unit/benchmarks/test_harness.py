@@ -86,9 +86,7 @@ class Found(Report, frozen=True, kw_only=True):
     figure: float
 
 
-def test_a_report_says_where_it_was_made_and_is_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_says_where_it_was_made_and_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     publish(Found(**about(), figure=2.5), "what was found", json=file)
     told = capsys.readouterr().out

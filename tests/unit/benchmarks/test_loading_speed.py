@@ -34,10 +34,5 @@ def test_a_random_checkpoint_loads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loading_is_measured() -> None:
     rows = list(run(dry_bench()))
-    assert [row.key for row in rows] == [
-        "loading/plain",
-        "loading/reading",
-        "loading/load",
-        "loading/load-fp8",
-    ]
+    assert [row.key for row in rows] == ["loading/plain", "loading/reading", "loading/load", "loading/load-fp8"]
     assert all(row.figure and row.unit == "s" for row in rows)

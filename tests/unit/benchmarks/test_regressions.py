@@ -40,9 +40,7 @@ def recorded(median: float, on: str = "") -> Recorded:
     return Recorded("abc", "2026-01-01", on or machine(), {NAME: Ratio(median, 0.0, 5)})
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, path: Path, turns: list[list[float]], *options: str
-) -> tuple[int, str, int]:
+def run(monkeypatch: pytest.MonkeyPatch, path: Path, turns: list[list[float]], *options: str) -> tuple[int, str, int]:
     """(exit code, output, how often it was measured) of the command, whose measures give these ratios in turn."""
     asked: list[str] = []
 
@@ -86,9 +84,7 @@ def test_a_regression_fails_once_it_has_been_seen_twice(
     assert said in found[1]
 
 
-def test_ratios_of_another_machine_decide_nothing_unless_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ratios_of_another_machine_decide_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import msgspec
 
     other = msgspec.json.encode(recorded(0.8, "Another CPU, 96 cores"))

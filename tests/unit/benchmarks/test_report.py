@@ -69,13 +69,7 @@ def test_a_row_of_failures_shows_no_figures() -> None:
 
 
 def test_numbers_have_the_digits_they_bear() -> None:
-    assert [number(value) for value in (0.04, 7.84, 19.94, 20.4, 1151.2)] == [
-        "0.0",
-        "7.8",
-        "19.9",
-        "20",
-        "1151",
-    ]
+    assert [number(value) for value in (0.04, 7.84, 19.94, 20.4, 1151.2)] == ["0.0", "7.8", "19.9", "20", "1151"]
 
 
 def test_markdown_is_a_table_with_all_that_is_needed_to_repeat_it() -> None:
@@ -94,8 +88,7 @@ def test_turns_say_what_they_had_to_compute() -> None:
     turns = [Turn(first_token_ms=30, prompt_tokens=100, cached_tokens=40), Turn(40, 264, 160)]
     said = remarks([summary("W4s", turns=turns), summary("W1")])
     assert said == [
-        "W4s: prompt tokens not found in the cache, by turn: 60/104; "
-        "ms to the first token for each of them: 0.50/0.38."
+        "W4s: prompt tokens not found in the cache, by turn: 60/104; ms to the first token for each of them: 0.50/0.38."
     ]
 
 

@@ -32,12 +32,7 @@ def test_timing_takes_medians() -> None:
 @pytest.mark.skipif(not can_share_memory(), reason="no C compiler, or not Linux")
 def test_one_rank_and_two_run_the_same_steps(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama")
-    settings: dict[str, object] = {
-        "model": str(model),
-        "dtype": "fp32",
-        "device": "cpu",
-        "kv_memory": 1 << 22,
-    }
+    settings: dict[str, object] = {"model": str(model), "dtype": "fp32", "device": "cpu", "kv_memory": 1 << 22}
     scalings = measure_steps(settings, {"decode": Decode(2, 20), "prefill": Prefill(8)}, rounds=1)
     assert [scaling.step for scaling in scalings] == ["decode", "prefill"]
     for scaling in scalings:
@@ -79,15 +74,11 @@ def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path: Path) -> None
     assert (config.num_key_value_heads, config.intermediate_size, config.num_hidden_layers) == (2, 96, 3)
     collectives = SingleRank()
     layout = ShardLayout.from_config(config, 1, 0)
-    model = load_model(
-        tmp_path, torch.float32, layout, collectives, torch.device("cpu"), lambda done, total: None
-    )
+    model = load_model(tmp_path, torch.float32, layout, collectives, torch.device("cpu"), lambda done, total: None)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "text", ["", "64,4,2", "64,4,3,96,3,50", "65,4,2,96,3,50", "64,4,0,96,3,50", "a,4,2,96,3,50"]
-)
+@pytest.mark.parametrize("text", ["", "64,4,2", "64,4,3,96,3,50", "65,4,2,96,3,50", "64,4,0,96,3,50", "a,4,2,96,3,50"])
 def test_shapes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not hidden,heads|must be a multiple"):
         LlamaShape.parse(text)

@@ -84,9 +84,7 @@ async def test_requests_ask_for_greedy_streams_of_a_fixed_length() -> None:
 async def test_no_measured_prompt_was_sent_before() -> None:
     async with serving() as fake:
         await bench(fake.url, *SMALL)
-    asked = [
-        request.body["messages"][0]["content"] for request in fake.requests if "messages" in request.body
-    ]
+    asked = [request.body["messages"][0]["content"] for request in fake.requests if "messages" in request.body]
     for prompt in prompts(fake):
         assert sum(other.startswith(prompt[:12]) for other in asked) == 1
 
@@ -153,19 +151,13 @@ async def test_what_is_odd_is_in_the_report_and_what_failed_in_the_exit_status(
     [
         ({"models": []}, [], "serves no model yet"),
         ({}, ["--model", "huge"], "does not serve 'huge'; it serves small, large."),
-        (
-            {"status": 400, "error_body": b'{"error": {"message": "min_tokens?"}}'},
-            [],
-            "HTTP 400: min_tokens?.",
-        ),
+        ({"status": 400, "error_body": b'{"error": {"message": "min_tokens?"}}'}, [], "HTTP 400: min_tokens?."),
         ({}, ["--workload", "W1", *SMALL], "leave them out, or --concurrency"),
         ({}, ["--prompt-tokens", "5"], "too small: the model's chat template alone takes 10"),
         ({}, ["--extra", "[]"], "--extra is no JSON object"),
     ],
 )
-async def test_what_stops_a_run_is_one_sentence(
-    behaviour: dict[str, Any], options: list[str], message: str
-) -> None:
+async def test_what_stops_a_run_is_one_sentence(behaviour: dict[str, Any], options: list[str], message: str) -> None:
     async with serving(**behaviour) as fake:
         result = await bench(fake.url, *SMALL, *options)
     assert result.exit_code == 2

@@ -22,16 +22,12 @@ def test_placement_balances_sticks_and_survives_losses() -> None:
 
 
 def test_more_than_there_is_room_for_waits_and_is_answered() -> None:
-    scale = Scale(
-        groups=3, sessions=300, requests=400, schedulers=2, tenants=3, slots=2, load=1.9, failures=1
-    )
+    scale = Scale(groups=3, sessions=300, requests=400, schedulers=2, tenants=3, slots=2, load=1.9, failures=1)
     cluster = Cluster(scale, 0)
     measured = cluster.run()
     assert measured.ended == scale.requests
     assert max(measured.first_token) > 1.0
-    assert all(ring.sequences <= scale.slots + 8 + 2 for ring in cluster.rings), (
-        "the rest waits in the schedulers"
-    )
+    assert all(ring.sequences <= scale.slots + 8 + 2 for ring in cluster.rings), "the rest waits in the schedulers"
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -54,9 +54,7 @@ LOG = Log(
 
 def test_a_start_is_cut_into_phases() -> None:
     found = start_phases(Log(LOG.lines[:7]), T0, T0 + 3.5)
-    assert [*found.values()] == pytest.approx(
-        [1.0, 1.1, 0.1, 0.05, 0.5, 0.1, 0.1, 0.05, 0.0, 0.3, 0.2], abs=1e-5
-    )
+    assert [*found.values()] == pytest.approx([1.0, 1.1, 0.1, 0.05, 0.5, 0.1, 0.1, 0.05, 0.0, 0.3, 0.2], abs=1e-5)
     assert sum(found.values()) == pytest.approx(3.5, abs=1e-5), "nothing is left out or counted twice"
 
 
@@ -75,9 +73,7 @@ def test_a_return_is_cut_into_phases() -> None:
         "announced",
         "first token",
     ]
-    assert [*found.values()] == pytest.approx(
-        [0.1, 0.4, 0.1, 0.05, 0.5, 0.1, 0.1, 0.05, 0.0, 0.3, 0.3], abs=1e-5
-    )
+    assert [*found.values()] == pytest.approx([0.1, 0.4, 0.1, 0.05, 0.5, 0.1, 0.1, 0.05, 0.0, 0.3, 0.3], abs=1e-5)
     assert sum(found.values()) == pytest.approx(2.0, abs=1e-5)
 
 

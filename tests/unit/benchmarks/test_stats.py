@@ -25,9 +25,7 @@ def sample(start: float = 0.0, **changes: object) -> Sample:
     return Sample(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("quantile", "expected"), [(0.5, 50), (0.99, 99), (0.991, 100), (1.0, 100), (0.001, 1)]
-)
+@pytest.mark.parametrize(("quantile", "expected"), [(0.5, 50), (0.99, 99), (0.991, 100), (1.0, 100), (0.001, 1)])
 def test_percentile_is_the_nearest_rank(quantile: float, expected: float) -> None:
     assert percentile([float(value) for value in range(100, 0, -1)], quantile) == expected
 
@@ -63,17 +61,13 @@ def test_an_interval_is_divided_by_the_tokens_it_brought() -> None:
     assert weights == [3, 1]
 
 
-@given(
-    st.lists(st.tuples(st.floats(1e-4, 10), st.integers(1, 8)), min_size=2, max_size=20), st.integers(1, 500)
-)
+@given(st.lists(st.tuples(st.floats(1e-4, 10), st.integers(1, 8)), min_size=2, max_size=20), st.integers(1, 500))
 def test_gaps_add_up_to_the_time_after_the_first_token(steps: list[tuple[float, int]], tokens: int) -> None:
     arrivals, at = [], 0.0
     for step, _ in steps:
         at += step
         arrivals.append(at)
-    values, weights = gaps(
-        sample(arrivals=arrivals, deltas=[count for _, count in steps], output_tokens=tokens)
-    )
+    values, weights = gaps(sample(arrivals=arrivals, deltas=[count for _, count in steps], output_tokens=tokens))
     total = math.fsum(value * weight for value, weight in zip(values, weights, strict=True))
     assert total == pytest.approx(arrivals[-1] - arrivals[0])
 

@@ -27,9 +27,7 @@ from services.executor.native.library import why_not
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
 TRIED = [
-    way
-    for way in WAYS
-    if not way.served and (not way.name.startswith("GGUF") or way.name.startswith("GGUF q4_k_m"))
+    way for way in WAYS if not way.served and (not way.name.startswith("GGUF") or way.name.startswith("GGUF q4_k_m"))
 ]
 TEXTS = np.random.default_rng(5).integers(0, 131, (3, 40))
 
@@ -67,9 +65,7 @@ def test_a_rounded_row_is_near(tmp_path: Path) -> None:
     assert bool(((widened(rows, FP8) - rows).abs() <= rows.abs() / 15.9 + most / 2**17).all())
     # A group of 32 has a scale of its own.
     rows[:, 40] = 1e4
-    assert bool(
-        ((rounded(rows) - rows)[:, :32].abs() <= rows[:, :32].abs().amax(1, keepdim=True) / 253).all()
-    )
+    assert bool(((rounded(rows) - rows)[:, :32].abs() <= rows[:, :32].abs().amax(1, keepdim=True) / 253).all())
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -93,12 +89,7 @@ def test_what_is_served_is_what_was_simulated(tmp_path: Path) -> None:
 
 
 def test_what_is_skipped_is_read_and_not_counted(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        str(make_model(tmp_path, "llama")), dtype=torch.float32
-    ).eval()
-    whole, late = (
-        read_text(by_transformers(model), TEXTS, 3),
-        read_text(by_transformers(model), TEXTS, 3, skip=20),
-    )
+    model = AutoModelForCausalLM.from_pretrained(str(make_model(tmp_path, "llama")), dtype=torch.float32).eval()
+    whole, late = (read_text(by_transformers(model), TEXTS, 3), read_text(by_transformers(model), TEXTS, 3, skip=20))
     early = read_text(by_transformers(model), TEXTS[:, :21], 3)
     assert late.loss == pytest.approx(whole.loss - early.loss, rel=1e-5)

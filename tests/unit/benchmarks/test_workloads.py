@@ -17,10 +17,7 @@ VOCABULARY = Vocabulary(
 
 
 def test_the_workloads_are_those_of_the_peers() -> None:
-    shapes = {
-        name: (w.clients, w.requests, w.prompt_tokens, w.output_tokens, w.turns)
-        for name, w in WORKLOADS.items()
-    }
+    shapes = {name: (w.clients, w.requests, w.prompt_tokens, w.output_tokens, w.turns) for name, w in WORKLOADS.items()}
     assert shapes == {
         "W1": (1, 5, 128, 128, 1),
         "W2": (16, 48, 256, 128, 1),

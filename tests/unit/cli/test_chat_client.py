@@ -89,10 +89,7 @@ def test_a_model_without_a_chat_template_goes_on_with_texts(
     assert "".join(client.ask("Once up", max_tokens=3)) == "on a time"
     chat, *plain = map(json.loads, Handler.asked)
     assert "messages" in chat
-    assert [(body["prompt"], body["max_tokens"]) for body in plain] == [
-        ("Once up", PLAIN_TOKENS),
-        ("Once up", 3),
-    ]
+    assert [(body["prompt"], body["max_tokens"]) for body in plain] == [("Once up", PLAIN_TOKENS), ("Once up", 3)]
     assert client.messages == []
 
 
@@ -142,13 +139,9 @@ def test_something_else_answers(client: ChatClient, monkeypatch: pytest.MonkeyPa
         client.choose_model()
 
 
-@pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8000", "http://", "http://[::1", "http://a:b:c", "ftp://host"]
-)
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "http://", "http://[::1", "http://a:b:c", "ftp://host"])
 def test_what_is_no_address_is_said(url: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match="is not the address of a gateway; write it as http://host:port"
-    ):
+    with pytest.raises(ConfigurationError, match="is not the address of a gateway; write it as http://host:port"):
         ChatClient(url)
 
 

@@ -16,9 +16,7 @@ WORDS = st.lists(st.text("abcdefgh", min_size=1, max_size=10), max_size=40)
 
 
 def screen(width: int = 20, *, terminal: bool = True) -> Console:
-    return Console(
-        file=io.StringIO(), width=width, force_terminal=terminal, emoji=False, legacy_windows=False
-    )
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, emoji=False, legacy_windows=False)
 
 
 def output(console: Console) -> str:
@@ -35,9 +33,7 @@ def test_lines_break_between_words_however_the_text_comes(words: list[str], cuts
     printed = "".join(wrap.feed(text[a:b]) for a, b in itertools.pairwise(edges)) + wrap.end()
     assert printed.split() == words
     assert all(len(line) <= 20 for line in printed.split("\n"))
-    assert all(len(line) + 1 + len(after.split()[0]) > 20 for line, after in _neighbours(printed)), (
-        "no early break"
-    )
+    assert all(len(line) + 1 + len(after.split()[0]) > 20 for line, after in _neighbours(printed)), "no early break"
 
 
 def _neighbours(text: str) -> list[tuple[str, str]]:

@@ -32,21 +32,14 @@ def served(pieces: list[str], after: int) -> bytes:
     return (": waiting\n\n" + "".join(events) + "data: [DONE]\n\n").encode()
 
 
-@given(
-    pieces=st.lists(st.text(min_size=1, max_size=3), max_size=8),
-    cuts=st.lists(st.integers(0, 400), max_size=8),
-)
+@given(pieces=st.lists(st.text(min_size=1, max_size=3), max_size=8), cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_any_cuts_give_the_whole_text_once(pieces: list[str], cuts: list[int]) -> None:
     reading = new_reading("/v1/chat/completions", {"model": "m"}, "key", None)
     read: list[str] = []
     for cut in [*cuts, None]:
         ask = reading.ask()
         if reading.cursor is None:
-            assert (ask.method, ask.path, ask.headers) == (
-                "POST",
-                "/v1/chat/completions",
-                {"Idempotency-Key": "key"},
-            )
+            assert (ask.method, ask.path, ask.headers) == ("POST", "/v1/chat/completions", {"Idempotency-Key": "key"})
             assert ask.body == {"model": "m", "stream": True}
         else:
             assert (ask.method, ask.path) == ("GET", f"/v1/generations/{GENERATION}/stream")
@@ -102,10 +95,7 @@ def test_where_a_reading_goes_on() -> None:
         resumed("resp_1", None)
     background = new_reading("/v1/chat/completions", {}, None, 30).ask()
     assert background.headers["X-Ryzanstein-Background"] == "30"
-    assert (
-        background.headers["Idempotency-Key"]
-        != new_reading("/", {}, None, None).ask().headers["Idempotency-Key"]
-    )
+    assert background.headers["Idempotency-Key"] != new_reading("/", {}, None, None).ask().headers["Idempotency-Key"]
 
 
 def test_patience_counts_from_the_first_failure() -> None:
@@ -113,11 +103,7 @@ def test_patience_counts_from_the_first_failure() -> None:
     times = iter([700.0, 700.9, 701.0, 800.0])
     patience = Patience(1.0, lambda: next(times))
     lost = LostConnection("")
-    assert [patience(error) for error in (lost, ApiError("", again=True, retry_after=9.0), lost)] == [
-        True,
-        9.0,
-        False,
-    ]
+    assert [patience(error) for error in (lost, ApiError("", again=True, retry_after=9.0), lost)] == [True, 9.0, False]
     assert not Patience(1.0, lambda: next(times))(ApiError("No."))
 
 
@@ -162,13 +148,7 @@ def test_which_failures_of_a_connection_are_tried_again() -> None:
 
 
 def test_a_state_has_the_text_of_either_endpoint() -> None:
-    answer: dict[str, Any] = {
-        "id": "i",
-        "model": "m",
-        "status": "in_progress",
-        "position": "4",
-        "response": None,
-    }
+    answer: dict[str, Any] = {"id": "i", "model": "m", "status": "in_progress", "position": "4", "response": None}
     assert state_from(answer).text == ""
     assert not state_from(answer).over
     for choice in ({"message": {"content": "x"}}, {"text": "x"}):

@@ -71,7 +71,5 @@ def _instructions(text: str) -> list[Instruction]:
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     joined = re.sub(r"\\\n", " ", lines)
     return [
-        Instruction(line.split()[0].upper(), line.split(maxsplit=1)[1])
-        for line in joined.splitlines()
-        if line.strip()
+        Instruction(line.split()[0].upper(), line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()
     ]

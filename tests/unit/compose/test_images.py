@@ -65,9 +65,7 @@ def test_only_the_image_for_gpus_has_a_compiler() -> None:
 
 @pytest.mark.parametrize("target", ["gateway", "scheduler", "health-monitor", "cli", "nats"])
 def test_only_the_executor_has_torch(target: str) -> None:
-    installs = [
-        one.text for stage in FILE.contents(target) for one in stage.instructions if "pip install" in one.text
-    ]
+    installs = [one.text for stage in FILE.contents(target) for one in stage.instructions if "pip install" in one.text]
     assert installs
     assert not any("torch" in text for text in installs)
     extras = extras_of(target) - {"core"}

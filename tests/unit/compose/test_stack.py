@@ -91,9 +91,7 @@ def test_every_setting_in_an_image_is_one() -> None:
     file = Dockerfile(ROOT / "Dockerfile")
     for target, settings in SETTINGS.items():
         known = {f"RYZANSTEIN_{field.upper()}" for field in settings.model_fields}
-        texts = [
-            one.text for stage in file.lineage(target) for one in stage.instructions if one.keyword == "ENV"
-        ]
+        texts = [one.text for stage in file.lineage(target) for one in stage.instructions if one.keyword == "ENV"]
         assert set(re.findall(r"(RYZANSTEIN_\w+)=", " ".join(texts))) <= known, target
 
 
@@ -134,9 +132,7 @@ def test_nothing_starts_before_what_it_needs_is_healthy() -> None:
         for nats in ("nats", "nats-1", "nats-2", "nats-3"):
             assert needed[nats] == {"condition": "service_healthy", "required": False}, name
     assert SERVICES["executor"]["depends_on"]["models"] == {"condition": "service_completed_successfully"}
-    assert (
-        SERVICES["executor-gpu"]["depends_on"]["models-gpu"]["condition"] == "service_completed_successfully"
-    )
+    assert SERVICES["executor-gpu"]["depends_on"]["models-gpu"]["condition"] == "service_completed_successfully"
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu", "ha", "models"])
@@ -280,11 +276,7 @@ def test_one_command_works_from_the_root_as_well() -> None:
     root = read("compose.yaml")
     assert root["name"] == STACK["name"]
     [part] = root["include"]
-    assert part == {
-        "path": "compose/compose.yaml",
-        "project_directory": "compose",
-        "env_file": "compose/.env",
-    }
+    assert part == {"path": "compose/compose.yaml", "project_directory": "compose", "env_file": "compose/.env"}
     profiles = [line for line in (ROOT / ".env").read_text().splitlines() if not line.startswith("#")]
     assert profiles == [f"COMPOSE_PROFILES={env_file()['COMPOSE_PROFILES']}"]
 
@@ -337,12 +329,7 @@ def test_the_command_line_finds_the_stacks_gateway_and_models() -> None:
 
 def test_prometheus_reads_every_service_where_it_answers() -> None:
     jobs = {job["job_name"]: job for job in read("monitoring/prometheus.yml")["scrape_configs"]}
-    for target, port in {
-        "gateway": 8000,
-        "scheduler": 8081,
-        "health-monitor": 8081,
-        "executor": 8081,
-    }.items():
+    for target, port in {"gateway": 8000, "scheduler": 8081, "health-monitor": 8081, "executor": 8081}.items():
         (found,) = jobs.pop(f"ryzanstein-{target}")["dns_sd_configs"]
         assert (found["names"], found["port"]) == ([target], port)
         for name, kind in OURS.items():
@@ -351,9 +338,7 @@ def test_prometheus_reads_every_service_where_it_answers() -> None:
                 assert name == target or target in networks["observability"]["aliases"], name
                 assert "observability" in networks
     assert set(jobs) == {"prometheus"}
-    assert "edge" not in SERVICES["prometheus"]["networks"], (
-        "a gateway's name would stand for one network there"
-    )
+    assert "edge" not in SERVICES["prometheus"]["networks"], "a gateway's name would stand for one network there"
 
 
 def test_figures_come_within_five_seconds() -> None:
@@ -413,18 +398,14 @@ def test_packed_weights_outlive_a_container_whose_models_are_read_only() -> None
         assert any(volume.endswith(":/models:ro") for volume in volumes)
         place = SERVICES[name]["environment"]["RYZANSTEIN_WEIGHT_CACHE_DIRECTORY"]
         assert f"weights:{place}" in volumes
-        assert re.search(rf"install -d -o 10001 -g 10001 .*{place}\b", text), (
-            "a volume takes its owner from there"
-        )
+        assert re.search(rf"install -d -o 10001 -g 10001 .*{place}\b", text), "a volume takes its owner from there"
 
 
 def test_triton_may_execute_what_it_builds() -> None:
     """What Docker mounts in memory is noexec unless it is told otherwise."""
     assert SERVICES["executor-gpu"]["tmpfs"] == ["/tmp:exec"]
     kept = SERVICES["executor-gpu"]["environment"]["TRITON_CACHE_DIR"]
-    assert f"kernels:{kept}" in SERVICES["executor-gpu"]["volumes"], (
-        "else every new container compiles all kernels"
-    )
+    assert f"kernels:{kept}" in SERVICES["executor-gpu"]["volumes"], "else every new container compiles all kernels"
     assert SERVICES["models-gpu"]["build"]["target"] == "executor-gpu"
     assert SERVICES["models-gpu"]["image"] == SERVICES["executor-gpu"]["image"]
     assert SERVICES["models"]["build"]["target"] == "executor"

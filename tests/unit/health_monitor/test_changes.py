@@ -61,9 +61,7 @@ def test_a_write_that_failed_is_due_again() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(1, 5)), min_size=1, max_size=50))
-def test_load_is_never_older_than_the_interval_nor_written_more_often(
-    schedule: list[tuple[float, int]],
-) -> None:
+def test_load_is_never_older_than_the_interval_nor_written_more_often(schedule: list[tuple[float, int]]) -> None:
     changes: DueRecords[GroupRecord] = DueRecords(1.0)
     now, last, known = 0.0, float("-inf"), -1
     for gap, running in schedule:

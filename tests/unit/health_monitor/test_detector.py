@@ -223,11 +223,7 @@ def test_a_restarted_monitor_gives_everybody_time_and_does_not_repeat_itself() -
     up = GroupBeat("up", "m", 1, "ready", [rank()], IDLE)
     assert seen.observe(Heartbeat("executor", "executor-1", 1, "ready", "", up), 104.9) == []
     assert kinds(seen.tick(105.0)) == [(4, "down")]
-    assert {record.group: record.state for record in seen.groups()} == {
-        "up": "ready",
-        "lost": "gone",
-        "hung": "gone",
-    }
+    assert {record.group: record.state for record in seen.groups()} == {"up": "ready", "lost": "gone", "hung": "gone"}
 
 
 def test_a_monitor_that_was_asleep_blames_nobody() -> None:
@@ -265,10 +261,7 @@ def test_never_hung_while_progress_moves(schedule: list[float], ranks: int) -> N
 
 
 @given(
-    st.lists(st.floats(0.05, 1.5), min_size=1, max_size=60),
-    st.integers(0, 30),
-    st.integers(1, 4),
-    st.integers(0, 3),
+    st.lists(st.floats(0.05, 1.5), min_size=1, max_size=60), st.integers(0, 30), st.integers(1, 4), st.integers(0, 3)
 )
 def test_always_hung_within_the_bound(gaps: list[float], stops: int, ranks: int, still: int) -> None:
     """One rank stops at beat `stops`; it is hung at the first beat that shows it still for long enough,

@@ -2,16 +2,7 @@
 
 from services.health_monitor.detector import Detector
 from services.health_monitor.registry import DueRecords
-from shared.messages import (
-    GroupBeat,
-    GroupLoad,
-    Heartbeat,
-    HostBeat,
-    HostModel,
-    HostRecord,
-    RankBeat,
-    ServiceRecord,
-)
+from shared.messages import GroupBeat, GroupLoad, Heartbeat, HostBeat, HostModel, HostRecord, RankBeat, ServiceRecord
 from tests.unit.scheduler.models.exporting import Export, ExportingBeat
 
 WORK = GroupLoad(running=1, free_blocks=3, total_blocks=4)

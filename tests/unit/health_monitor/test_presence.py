@@ -15,9 +15,7 @@ SOON, DUE = GRACE / 2, GRACE + 0.01
 
 def beat(epoch: int = 1, state: str = "ready", *, connected: bool = True) -> Heartbeat:
     ranks = [RankBeat(0, 11, 1, 1, False)]
-    said = GroupBeat(
-        "g", "m", epoch, state, ranks, GroupLoad(total_blocks=9, free_blocks=9), connected=connected
-    )  # type: ignore[arg-type]
+    said = GroupBeat("g", "m", epoch, state, ranks, GroupLoad(total_blocks=9, free_blocks=9), connected=connected)  # type: ignore[arg-type]
     return Heartbeat("executor", "executor-1", 10, "ready", "", said)
 
 
@@ -45,9 +43,7 @@ def seen() -> Detector:
 
 @pytest.mark.parametrize("name", [SERVICE, LEADER])
 @pytest.mark.parametrize("reason", ["Client Closed", "Read Error", "Write Error"])
-def test_a_process_that_is_killed_is_known_long_before_its_silence(
-    seen: Detector, name: str, reason: str
-) -> None:
+def test_a_process_that_is_killed_is_known_long_before_its_silence(seen: Detector, name: str, reason: str) -> None:
     seen.closed(event(name, reason), 0.1)
     assert seen.tick(0.1 + SOON) == []
     lost = seen.tick(0.1 + DUE)
@@ -135,10 +131,7 @@ def test_services_without_a_group_go_too(seen: Detector) -> None:
     seen.observe(Heartbeat("gateway", "gateway-1", 7, "ready"), 0.0)
     seen.closed(event("gateway/gateway-1"), 0.1)
     seen.tick(0.1 + DUE)
-    assert {one.instance: one.state for one in seen.services()} == {
-        "executor-1": "ready",
-        "gateway-1": "gone",
-    }
+    assert {one.instance: one.state for one in seen.services()} == {"executor-1": "ready", "gateway-1": "gone"}
 
 
 def test_a_monitor_that_was_asleep_gives_time_to_come_back(seen: Detector) -> None:

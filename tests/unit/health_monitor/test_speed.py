@@ -23,9 +23,7 @@ class Fleet:
             self.now += 1.0
             for name, length in step.items():
                 work, count = self.work[name], round(1.0 / length)
-                self.work[name] = GroupWork(
-                    work.steps + count, work.seconds + 1.0, work.tokens + count * tokens
-                )
+                self.work[name] = GroupWork(work.steps + count, work.seconds + 1.0, work.tokens + count * tokens)
             self.tell()
         return dict(self.weights)
 
@@ -98,8 +96,7 @@ def test_groups_that_are_gone_are_forgotten() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abc"), st.floats(0.1, 5.0), st.integers(0, 500), st.floats(0, 5.0)),
-        max_size=80,
+        st.tuples(st.sampled_from("abc"), st.floats(0.1, 5.0), st.integers(0, 500), st.floats(0, 5.0)), max_size=80
     )
 )
 def test_weights_are_shares_whatever_comes(beats: list[tuple[str, float, int, float]]) -> None:

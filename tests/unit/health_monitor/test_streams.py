@@ -33,11 +33,7 @@ class Broker:
     async def request(self, subject: str, *, timeout: float) -> Any:
         if self.away:
             raise nats.errors.NoRespondersError
-        state = {
-            "messages": self.messages,
-            "bytes": 100 * self.messages,
-            "first_ts": "2026-11-21T10:00:00.123456789Z",
-        }
+        state = {"messages": self.messages, "bytes": 100 * self.messages, "first_ts": "2026-11-21T10:00:00.123456789Z"}
         limits = {"max_bytes": 1000, "max_age": 60_000_000_000}
         return SimpleNamespace(data=msgspec.json.encode({"state": state, "config": limits}))
 
@@ -58,9 +54,7 @@ async def test_old_figures_are_not_shown_while_the_broker_does_not_answer() -> N
     async def asked() -> tuple[dict[str, float], dict[str, float]]:
         for stream in STREAMS:
             await watch.ask(stream)
-        return shown(registry, "ryzanstein_nats_stream_messages"), shown(
-            registry, "ryzanstein_nats_stream_bytes"
-        )
+        return shown(registry, "ryzanstein_nats_stream_messages"), shown(registry, "ryzanstein_nats_stream_bytes")
 
     full = dict.fromkeys(STREAMS, 3), dict.fromkeys(STREAMS, 300)
     assert await asked() == full

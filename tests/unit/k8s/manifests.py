@@ -20,17 +20,10 @@ OVERLAYS = sorted(path.parent.name for path in (FOLDER / "overlays").glob("*/kus
 COMPONENTS = sorted(path.parent.name for path in (FOLDER / "components").glob("*/kustomization.yaml"))
 
 # Names for `build`: the base, each overlay, and each component upon the overlay `cpu`.
-BUILDS = (
-    "base",
-    *(f"overlays/{name}" for name in OVERLAYS),
-    *(f"overlays/cpu+{name}" for name in COMPONENTS),
-)
+BUILDS = ("base", *(f"overlays/{name}" for name in OVERLAYS), *(f"overlays/cpu+{name}" for name in COMPONENTS))
 
 # `BUILDS` for tests that take a second each: upon the overlays alone with the fast tests.
-SOME = [
-    pytest.param(name, marks=pytest.mark.slow if "+" in name or name == "overlays/ha" else ())
-    for name in BUILDS
-]
+SOME = [pytest.param(name, marks=pytest.mark.slow if "+" in name or name == "overlays/ha" else ()) for name in BUILDS]
 
 Resource = dict[str, Any]
 

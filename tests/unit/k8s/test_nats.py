@@ -88,8 +88,7 @@ def test_routes_are_the_pods_of_the_stateful_set() -> None:
     headless = pod.workload["spec"]["serviceName"]
     routes = [value for key, value in variables(pod.main).items() if key.startswith("NATS_ROUTE")]
     assert [route.partition("@")[2] for route in routes] == [
-        f"{pod}-{number}.{headless}:{pod.ports['cluster']}"
-        for number in range(pod.workload["spec"]["replicas"])
+        f"{pod}-{number}.{headless}:{pod.ports['cluster']}" for number in range(pod.workload["spec"]["replicas"])
     ]
 
 

@@ -60,9 +60,7 @@ def _may(build: Build, direction: str, end: str, other: str, port: int) -> bool:
     assert policies, f"{end} is under no policy"
     side = "to" if direction == "Egress" else "from"
     return any(
-        _covers(rule, side, build, other, port)
-        for policy in policies
-        for rule in policy.get(direction.lower(), [])
+        _covers(rule, side, build, other, port) for policy in policies for rule in policy.get(direction.lower(), [])
     )
 
 

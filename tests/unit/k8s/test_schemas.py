@@ -35,9 +35,7 @@ def unknown(given: Any, understood: Any, path: str = "") -> list[str]:
         return [
             found
             for key, value in given.items()
-            for found in (
-                unknown(value, understood[key], f"{path}.{key}") if key in understood else [f"{path}.{key}"]
-            )
+            for found in (unknown(value, understood[key], f"{path}.{key}") if key in understood else [f"{path}.{key}"])
         ]
     if isinstance(given, list) and isinstance(understood, list):
         pairs = enumerate(zip(given, understood, strict=True))
@@ -70,9 +68,7 @@ def test_every_resource_holds_to_its_schema(name: str) -> None:
 def test_a_misspelt_field_is_found() -> None:
     service = manifests.build("base").get("Service", "nats")
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(
-            {**service, "spec": {**service["spec"], "port": []}}, VERSIONS[0], strict=True
-        )
+        kubernetes_validate.validate({**service, "spec": {**service["spec"], "port": []}}, VERSIONS[0], strict=True)
     scaled = manifests.build("overlays/production").of_kind("ScaledObject")[0]
     with pytest.raises(AssertionError, match="minReplicas"):
         check_model({**scaled, "spec": {**scaled["spec"], "minReplicas": 0}})
@@ -82,9 +78,7 @@ def test_a_misspelt_field_is_found() -> None:
 
 def test_routes_name_a_gateway_and_a_port_of_the_service() -> None:
     build = manifests.build("overlays/cpu+gateway-api")
-    ports = {
-        port["name"]: port["port"] for port in build.get("Service", "ryzanstein-gateway")["spec"]["ports"]
-    }
+    ports = {port["name"]: port["port"] for port in build.get("Service", "ryzanstein-gateway")["spec"]["ports"]}
     for kind, port in zip(ROUTES, ("http", "grpc"), strict=True):
         (route,) = build.of_kind(kind)
         assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
@@ -103,9 +97,7 @@ def test_a_ring_over_several_nodes_is_a_set_of_leaders_and_workers() -> None:
     assert template["restartPolicy"] in ("RecreateGroupOnPodRestart", "None")
     labels = template["workerTemplate"]["metadata"]["labels"]
     spec = {"selector": {"matchLabels": labels}, "template": template["workerTemplate"]}
-    check_schema(
-        json.dumps({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}, "spec": spec})
-    )
+    check_schema(json.dumps({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}, "spec": spec}))
 
 
 def test_a_ring_over_several_nodes_is_told_of_its_places() -> None:

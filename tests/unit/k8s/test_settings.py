@@ -91,13 +91,7 @@ def test_the_models_file_is_applied_as_it_was_given() -> None:
     assert [spec.name for spec in read_models_file(file).models] == ["smollm2"]
     (job,) = build.of_kind("Job")
     pod = job["spec"]["template"]["spec"]
-    assert pod["containers"][0]["command"] == [
-        "ryzanstein",
-        "models",
-        "apply",
-        "--file",
-        "/registry/models.yaml",
-    ]
+    assert pod["containers"][0]["command"] == ["ryzanstein", "models", "apply", "--file", "/registry/models.yaml"]
     assert pod["volumes"][0]["configMap"]["name"].startswith("models-")
     taking = environment(build, build.component("executor").main)
     assert (taking["RYZANSTEIN_MODEL"], taking["HF_HUB_OFFLINE"]) == ("", "0")
@@ -116,11 +110,7 @@ def test_ports_are_those_that_services_listen_on(name: str) -> None:
     for pod in services(name):
         settings = settings_of(name, pod)
         if isinstance(settings, GatewaySettings):
-            assert (
-                pod.ports
-                == {"http": settings.port, "grpc": settings.grpc_port}
-                == {"http": 8000, "grpc": 8001}
-            )
+            assert pod.ports == {"http": settings.port, "grpc": settings.grpc_port} == {"http": 8000, "grpc": 8001}
         elif isinstance(settings, ExecutorSettings) and settings.nnodes > 1:
             assert pod.ports == {"ops": settings.ops_port, "ring": settings.master_port}
         elif isinstance(settings, ExecutorSettings):
@@ -183,9 +173,7 @@ def test_kubernetes_sets_no_variables_that_look_like_settings(name: str) -> None
 @builds
 def test_probes_ask_what_is_served_and_only_readiness_asks_whether_it_works(name: str) -> None:
     for pod in services(name):
-        paths = {
-            kind: _probed(pod, pod.main[f"{kind}Probe"]) for kind in ("startup", "liveness", "readiness")
-        }
+        paths = {kind: _probed(pod, pod.main[f"{kind}Probe"]) for kind in ("startup", "liveness", "readiness")}
         # A ring that loads or is busy, or NATS that is away, must not get anybody killed.
         assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
         assert set(paths.values()) <= set(OpsApp.paths)
@@ -226,9 +214,7 @@ def test_packed_weights_are_kept_where_a_ring_may_write(name: str) -> None:
         (tmp,) = [one for one in pod.spec["volumes"] if one["name"] == "tmp"]
         assert bytes_of(volume["emptyDir"]["sizeLimit"]) >= settings.weight_cache_bytes
         held = [bytes_of(one["emptyDir"]["sizeLimit"]) for one in (volume, tmp)]
-        assert bytes_of(pod.main["resources"]["limits"]["ephemeral-storage"]) > sum(held), (
-            "the log has the rest"
-        )
+        assert bytes_of(pod.main["resources"]["limits"]["ephemeral-storage"]) > sum(held), "the log has the rest"
 
 
 def bytes_of(quantity: str) -> int:

@@ -29,9 +29,7 @@ def fail_again(breaker: CircuitBreaker, refusal: bool, times: int) -> list[float
 def test_refusals_in_a_row_open_it_for_twice_as_long_up_to_a_cap() -> None:
     pauses = fail_again(CircuitBreaker(), True, 100)
     assert abs(pauses[0] - FIRST_REFUSAL) < 1e-9
-    assert all(
-        abs(later - min(2 * pause, LONGEST_REFUSAL)) < 1e-9 for pause, later in itertools.pairwise(pauses)
-    )
+    assert all(abs(later - min(2 * pause, LONGEST_REFUSAL)) < 1e-9 for pause, later in itertools.pairwise(pauses))
     assert max(pauses) <= LONGEST_REFUSAL + 1e-9
 
 
@@ -141,9 +139,7 @@ class BreakerMachine(RuleBasedStateMachine):
     def one_probe_at_most_and_never_open_for_ever(self) -> None:
         assert self.probes <= 1
         breaker = self.breaker
-        assert breaker.allows == (
-            breaker.state == "closed" or (breaker.state == "half_open" and breaker.allows)
-        )
+        assert breaker.allows == (breaker.state == "closed" or (breaker.state == "half_open" and breaker.allows))
         if breaker.state == "open":
             assert not breaker.allows
             assert breaker.open_until == math.inf or breaker.open_until - self.now <= 8.0

@@ -61,9 +61,7 @@ def test_a_group_that_is_lost_gives_everything_back() -> None:
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 400), st.floats(0, 0.01)), max_size=400),
     st.integers(100, 1000),
 )
-def test_batches_are_bounded_in_order_and_complete(
-    requests: list[tuple[str, int, float]], max_bytes: int
-) -> None:
+def test_batches_are_bounded_in_order_and_complete(requests: list[tuple[str, int, float]], max_bytes: int) -> None:
     batcher = Batcher(WAIT, max_bytes)
     now, sent = 0.0, {"a": [], "b": []}  # type: tuple[float, dict[str, list[int]]]
     for order, (name, size, delay) in enumerate(requests):

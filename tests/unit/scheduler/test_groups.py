@@ -4,14 +4,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.scheduler.groups import (
-    FIRST_REFUSAL,
-    HORIZON,
-    IN_HAND,
-    LONGEST_REFUSAL,
-    MIN_BACKLOG,
-    GroupTable,
-)
+from services.scheduler.groups import FIRST_REFUSAL, HORIZON, IN_HAND, LONGEST_REFUSAL, MIN_BACKLOG, GroupTable
 from shared.messages import GroupEvent, GroupLoad, GroupStatus
 from tests.unit.scheduler.requests import group
 from tests.unit.scheduler.tables import FREE, STATES, known, loads, table_of
@@ -50,9 +43,7 @@ def test_a_group_has_room_for_its_places_and_a_backlog() -> None:
         table.reserve(home, 1)
     assert open_names(table) == []
     assert table.stalest("m", "interactive", 5, 1.0) == [home]
-    table.report(
-        home, msgspec.structs.replace(home.load, running=4, waiting=MIN_BACKLOG, version=1), 2.0, 0.01
-    )
+    table.report(home, msgspec.structs.replace(home.load, running=4, waiting=MIN_BACKLOG, version=1), 2.0, 0.01)
     for _ in range(4 + MIN_BACKLOG):
         table.release(home, 1)
     assert open_names(table) == []
@@ -174,9 +165,7 @@ class TableMachine(RuleBasedStateMachine):
     def event(self, name: str, kind: str, epoch: int) -> None:
         self.table.event(GroupEvent(name, "m", epoch, kind))  # type: ignore[arg-type]
 
-    @rule(
-        name=names, what=st.sampled_from(["reserve", "release", "accepted", "refused", "timed_out", "report"])
-    )
+    @rule(name=names, what=st.sampled_from(["reserve", "release", "accepted", "refused", "timed_out", "report"]))
     def own(self, name: str, what: str) -> None:
         found = self.table.get(name)
         if found is None:
@@ -199,9 +188,7 @@ class TableMachine(RuleBasedStateMachine):
     def lists_are_what_they_stand_for(self) -> None:
         for model in "mn":
             groups = list(self.table.of(model))
-            assert {each.name for each in groups if each.takes} == {
-                each.name for each in self.table.open(model)
-            }
+            assert {each.name for each in groups if each.takes} == {each.name for each in self.table.open(model)}
             assert [each.place for each in self.table.open(model)] == list(range(len(self.table.open(model))))
             assert len(self.table.ranking(model)) == sum(each.up for each in groups)
             for each in groups:

@@ -80,9 +80,7 @@ def test_sparse_attention_is_placed_with_those_who_compute_it(
     groups: list[tuple[GroupStatus, GroupLoad, GroupTraits | None]], kind: Any, pinned: bool, attempt: int
 ) -> None:
     """It waits for them while they are full, away, or have not said yet; where none ever will, one refuses it."""
-    records = [
-        group(str(n), state=state, load=load, traits=traits) for n, (state, load, traits) in enumerate(groups)
-    ]
+    records = [group(str(n), state=state, load=load, traits=traits) for n, (state, load, traits) in enumerate(groups)]
     table = table_of(*records)
     all_ = [known(table, record.group) for record in records]
     pin = SessionPin("0", 1) if pinned else None
@@ -177,9 +175,7 @@ def test_a_sample_of_many_is_nearly_the_best() -> None:
 
 
 @given(loads, loads, st.integers(0, 8000), st.integers(0, 8000))
-def test_a_session_stays_unless_moving_pays(
-    home: GroupLoad, other: GroupLoad, tokens: int, sticky: int
-) -> None:
+def test_a_session_stays_unless_moving_pays(home: GroupLoad, other: GroupLoad, tokens: int, sticky: int) -> None:
     table = table_of(group("home", load=home), group("other", load=other))
     there, here = known(table, "other"), known(table, "home")
     assume(there.has_room)
@@ -262,9 +258,7 @@ PROMPT = [7] * 300
 
 def test_prompts_that_begin_alike_go_to_one_group_in_every_scheduler() -> None:
     records = [group(f"g{n}") for n in range(40)]
-    placements = [
-        Placement(table_of(*order), 0) for order in (records, records[::-1], records[5:] + records[:5])
-    ]
+    placements = [Placement(table_of(*order), 0) for order in (records, records[::-1], records[5:] + records[:5])]
     for beginning in range(20):
         homes = set()
         for placement in placements:

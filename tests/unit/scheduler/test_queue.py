@@ -112,9 +112,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.taken: list[WaitingRequest] = []
         self.orders = 0
 
-    @rule(
-        name=st.integers(0, 20), lane=st.sampled_from(LANES), attempt=st.integers(0, 3), due=st.integers(0, 9)
-    )
+    @rule(name=st.integers(0, 20), lane=st.sampled_from(LANES), attempt=st.integers(0, 3), due=st.integers(0, 9))
     def push(self, name: int, lane: Lane, attempt: int, due: int) -> None:
         self.orders += 1
         item = waiting(str(name), lane=lane, order=self.orders, attempt=attempt, deadline=float(due))
@@ -133,9 +131,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         item = self.queue.peek("m")
-        expected = min(
-            self.model.values(), key=lambda item: (LANES.index(item.lane), item.order), default=None
-        )
+        expected = min(self.model.values(), key=lambda item: (LANES.index(item.lane), item.order), default=None)
         assert item is expected
         if item is not None:
             self.queue.take(item)

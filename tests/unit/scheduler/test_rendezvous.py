@@ -51,9 +51,7 @@ def test_keys_are_spread_evenly() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), max_size=1200), st.lists(st.integers(0, 1000), max_size=300))
-def test_prompts_that_begin_alike_share_the_names_of_that_beginning(
-    prompt: list[int], more: list[int]
-) -> None:
+def test_prompts_that_begin_alike_share_the_names_of_that_beginning(prompt: list[int], more: list[int]) -> None:
     found = prefixes("m", prompt)
     assert [each.tokens for each in found] == [n for n in reversed(LENGTHS) if n <= len(prompt)]
     longer = prefixes("m", prompt + more)

@@ -6,20 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.request import EXPECTED_OUTPUT, cost
-from services.scheduler.ttft_estimator import (
-    LEAST_WEIGHT,
-    SEQUENCE_TOKENS,
-    UNKNOWN_SPEED,
-    TtftEstimator,
-    Usual,
-)
+from services.scheduler.ttft_estimator import LEAST_WEIGHT, SEQUENCE_TOKENS, UNKNOWN_SPEED, TtftEstimator, Usual
 from shared.messages import GroupLoad
 from tests.unit.scheduler.tables import loads
 
 
-def expected(
-    load: GroupLoad, uncached: int = 100, *, sent: int = 0, tokens: int = 0, weight: float = 1.0
-) -> float:
+def expected(load: GroupLoad, uncached: int = 100, *, sent: int = 0, tokens: int = 0, weight: float = 1.0) -> float:
     ttft = TtftEstimator()
     ttft.update(load, sent, tokens, weight, Usual())
     return ttft.first_token(uncached)
@@ -71,9 +63,7 @@ def test_a_group_without_measurements_is_reckoned_with_constants() -> None:
 
 
 @given(loads, st.integers(0, 10_000), st.floats(0.0, 1.0))
-def test_the_weight_stands_in_for_what_was_not_measured(
-    load: GroupLoad, uncached: int, weight: float
-) -> None:
+def test_the_weight_stands_in_for_what_was_not_measured(load: GroupLoad, uncached: int, weight: float) -> None:
     unmeasured = msgspec.structs.replace(load, step_seconds=0.0, prompt_tokens_per_second=0.0)
     base = expected(unmeasured, uncached)
     assert expected(unmeasured, uncached, weight=0.5) == pytest.approx(2 * base)

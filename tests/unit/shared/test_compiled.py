@@ -25,8 +25,6 @@ def test_a_module_is_the_one_that_was_asked_for(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_messages_are_not_compiled(name: str) -> None:
     """Of the types of a compiled class's fields `list` or `tuple` is left: msgspec would no longer check them."""
-    classes = [
-        node for node in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(node, ast.ClassDef)
-    ]
+    classes = [node for node in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(node, ast.ClassDef)]
     bases = {ast.unparse(base) for node in classes for base in node.bases}
     assert not {base for base in bases if "Struct" in base}

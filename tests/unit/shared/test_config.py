@@ -16,9 +16,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RYZANSTEIN_SECRETS_DIR", raising=False)
 
 
-def test_arguments_come_before_environment_before_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_come_before_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('nats_url = "nats://file:1"\nlog_level = "debug"\nhost = "file"\n')
     monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))
@@ -39,12 +37,9 @@ def test_an_override_of_none_is_not_given(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("OPS_PORT", "70000"), ("OPS_PORT", "x"), ("LOG_LEVEL", "loud"), ("BEAT_INTERVAL", "0")],
+    ("name", "value"), [("OPS_PORT", "70000"), ("OPS_PORT", "x"), ("LOG_LEVEL", "loud"), ("BEAT_INTERVAL", "0")]
 )
-def test_a_wrong_value_is_named_with_its_variable(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_a_wrong_value_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"RYZANSTEIN_{name}", value)
     with pytest.raises(ConfigurationError, match=f"RYZANSTEIN_{name} .* is wrong: .*{value}"):
         load_settings(CommonSettings)
@@ -87,9 +82,7 @@ def test_a_secret_is_no_option(arguments: list[str], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "text", ['nats_password = ["hunter2"]', 'nats_url = ["nats://me:hunter2@host"]', "nats_password = 1977"]
 )
-def test_a_secret_of_the_wrong_type_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_secret_of_the_wrong_type_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(text)
     monkeypatch.setenv("RYZANSTEIN_CONFIG", str(file))

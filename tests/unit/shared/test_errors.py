@@ -3,15 +3,7 @@
 import pytest
 
 from shared import errors
-from shared.errors import (
-    BrokerFull,
-    InternalError,
-    LinkLost,
-    NobodyThere,
-    RyzansteinError,
-    error_from_code,
-    reason_of,
-)
+from shared.errors import BrokerFull, InternalError, LinkLost, NobodyThere, RyzansteinError, error_from_code, reason_of
 
 
 def _kinds(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:

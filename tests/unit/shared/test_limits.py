@@ -10,9 +10,7 @@ from shared.limits import LIMITS, Limit
 
 SETTINGS = (GatewayService.settings_type(), SchedulerSettings, ExecutorSettings)
 DEFAULTS = [
-    (ENV_PREFIX + name.upper(), field.default)
-    for settings in SETTINGS
-    for name, field in settings.model_fields.items()
+    (ENV_PREFIX + name.upper(), field.default) for settings in SETTINGS for name, field in settings.model_fields.items()
 ]
 
 

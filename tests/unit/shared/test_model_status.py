@@ -31,9 +31,9 @@ def status(*, spec: ModelSpec | None = SPEC, groups: Any = (), hosts: Any = ()) 
 
 def test_nothing_is_known_of_a_model_that_nobody_has() -> None:
     assert status() == status(spec=None) == ModelStatus()
-    assert status(
-        groups=[group("ready", model="other")], hosts=[host(HostModel("other", "failed"))]
-    ).state == ("unloaded")
+    assert status(groups=[group("ready", model="other")], hosts=[host(HostModel("other", "failed"))]).state == (
+        "unloaded"
+    )
 
 
 def test_groups_that_take_requests_are_replicas() -> None:

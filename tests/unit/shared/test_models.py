@@ -38,23 +38,11 @@ def test_a_quantization_is_the_end_of_a_files_name(wanted: str, chosen: list[str
 @pytest.mark.parametrize(
     ("files", "wanted", "sentence"),
     [
-        (
-            FILES,
-            "Q5_K_M",
-            r"no model as Q5_K_M; there are: BF16/model-BF16, .*model-Q4_K_M, .*model\.IQ4_XS\. Name",
-        ),
-        (
-            ("a/m-Q8_0.gguf", "b/m-Q8_0.gguf"),
-            "Q8_0",
-            r"several models as Q8_0; there are: a/m-Q8_0, b/m-Q8_0",
-        ),
+        (FILES, "Q5_K_M", r"no model as Q5_K_M; there are: BF16/model-BF16, .*model-Q4_K_M, .*model\.IQ4_XS\. Name"),
+        (("a/m-Q8_0.gguf", "b/m-Q8_0.gguf"), "Q8_0", r"several models as Q8_0; there are: a/m-Q8_0, b/m-Q8_0"),
         (FILES, "F16", "no model as F16"),
         (FILES, "Q8_0", r"lacks Q8_0/model-Q8_0-00002-of-00003\.gguf"),
-        (
-            ("a-3b-Q8_0.gguf", "a-7b-Q8_0.gguf"),
-            "Q8_0",
-            r"several models as Q8_0; there are: a-3b-Q8_0, a-7b-Q8_0",
-        ),
+        (("a-3b-Q8_0.gguf", "a-7b-Q8_0.gguf"), "Q8_0", r"several models as Q8_0; there are: a-3b-Q8_0, a-7b-Q8_0"),
         (("config.json",), "Q8_0", "there are: no GGUF files"),
     ],
 )

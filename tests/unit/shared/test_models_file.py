@@ -177,10 +177,7 @@ models:
       revision: v2
 """
     models, adapters = read_models_file(text)
-    assert adapters == [
-        DeclaredAdapter("sql", "a", "/adapters/sql"),
-        DeclaredAdapter("legal", "a", "org/legal", "v2"),
-    ]
+    assert adapters == [DeclaredAdapter("sql", "a", "/adapters/sql"), DeclaredAdapter("legal", "a", "org/legal", "v2")]
     assert to_yaml(models, adapters) == text
 
 

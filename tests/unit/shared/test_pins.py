@@ -25,12 +25,7 @@ def registry(*specs: ModelSpec) -> dict[str, ModelSpec]:
 
 
 def test_what_is_pinned_has_to_fit_together() -> None:
-    hosts = [
-        host("h", 8, a=3, b=4, c=2),
-        host("i", 2),
-        host("gone", 100, "gone"),
-        host("own", 50, takes=False),
-    ]
+    hosts = [host("h", 8, a=3, b=4, c=2), host("i", 2), host("gone", 100, "gone"), host("own", 50, takes=False)]
     assert pins_of({}, {}, [], hosts) == ("", "")
     before = registry(spec("a"), spec("b"), spec("c", pinned=False))
     assert pins_of(before, before, [], hosts) == ("", "")

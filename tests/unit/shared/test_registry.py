@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from services.executor.core.settings import MOST_EVER, ExecutorSettings
 from shared.data_types import DType, KvDType, WeightDType
 from shared.messages.registry import MAX_ALIASES, MAX_MODELS, ModelSettings, ModelSpec
-from shared.registry import (
-    MAX_DRAFTS,
-    SETTINGS,
-    WEIGHT_DTYPES,
-    check,
-    check_all,
-    nearest,
-    read_spec,
-    wrong_name,
-)
+from shared.registry import MAX_DRAFTS, SETTINGS, WEIGHT_DTYPES, check, check_all, nearest, read_spec, wrong_name
 from tests.contract.strategies import messages
 
 GOOD = ModelSpec("chat", "org/name", least=1, most=2, aliases=["gpt"])

@@ -87,9 +87,7 @@ def test_a_budget_below_the_models_page_is_wrong_for_pages_alone() -> None:
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 400))
-def test_sparse_tokens_are_those_at_positions_from_the_threshold_on(
-    prompt: int, output: int, threshold: int
-) -> None:
+def test_sparse_tokens_are_those_at_positions_from_the_threshold_on(prompt: int, output: int, threshold: int) -> None:
     choice = SparseAttention(threshold=threshold)
     positions = range(prompt + output)
     beyond = [position for position in positions if position >= threshold]

@@ -25,10 +25,7 @@ def test_of_targets_their_widths_count_and_of_an_unknown_one_all() -> None:
 
 
 @given(
-    rank=st.integers(1, 256),
-    epochs=st.integers(1, 50),
-    steps=st.integers(1, 100_000),
-    examples=st.integers(0, 1 << 30),
+    rank=st.integers(1, 256), epochs=st.integers(1, 50), steps=st.integers(1, 100_000), examples=st.integers(0, 1 << 30)
 )
 def test_a_job_that_is_as_wide_as_was_reckoned_never_goes_beyond(
     rank: int, epochs: int, steps: int, examples: int
@@ -38,9 +35,7 @@ def test_a_job_that_is_as_wide_as_was_reckoned_never_goes_beyond(
     adapter = 4 * factor_values(WIDTHS, chosen)
     state = 3 * adapter + 200 * steps
     metrics = TrainingMetrics(1)
-    made = [
-        TrainedAdapter(step, "d", rank, adapter, 1, metrics) for step in range(min(epochs - 1, KEPT_ADAPTERS))
-    ]
+    made = [TrainedAdapter(step, "d", rank, adapter, 1, metrics) for step in range(min(epochs - 1, KEPT_ADAPTERS))]
     data = TokenizedData("o", 1, 1, 1, 1, bytes=examples)
     job = msgspec.structs.replace(JOB, data=data, state=TrainingState(1, "s", state, "d"), adapters=made)
     reserved = reserved_bytes(WIDTHS, chosen, steps, examples)

@@ -37,9 +37,7 @@ class House:
         self.world = world
         self.deployment = Deployment(world)
         self.told: list[str] = []
-        self.client = Surroundings(
-            lambda: ["gateway-1:8000"], History(), random.Random(f"{world.seed} client")
-        )
+        self.client = Surroundings(lambda: ["gateway-1:8000"], History(), random.Random(f"{world.seed} client"))
         logs.configure()
         logs.to(lambda process, level, event, fields: self.told.append(event))
 
@@ -98,9 +96,7 @@ async def models(house: House) -> dict[str, Any]:
     await house.start(2, takes_models=True)
     names = [f"model-{number}" for number in range(9)]
     for name in names:
-        await house.client.insist(
-            "PUT", f"{REGISTRY}/{name}", {"source": f"simulated/{name}", "most": 1, "idle": 600}
-        )
+        await house.client.insist("PUT", f"{REGISTRY}/{name}", {"source": f"simulated/{name}", "most": 1, "idle": 600})
     right = [await house.complete(turn, name) for turn in range(2) for name in names]
     return {"right": all(right), "ranks": sum("/rank" in process.name for process in house.world.processes)}
 

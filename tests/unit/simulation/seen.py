@@ -21,10 +21,7 @@ EXPECTED: dict[str, Any] = {
         for what, instead in (
             ("time.sleep on its event loop", "await asyncio.sleep, or sleep in a thread's work"),
             ("a thread 'writer'", "use a task, or loop.run_in_executor for what ends"),
-            (
-                "the process ['true'] of the machine",
-                "give the service a starter that makes a process of the world",
-            ),
+            ("the process ['true'] of the machine", "give the service a starter that makes a process of the world"),
             (
                 "a file descriptor (add_reader)",
                 "connect with loop.create_connection, or pass in a stand-in at construction",

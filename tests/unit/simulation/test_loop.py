@@ -39,9 +39,7 @@ def test_each_process_keeps_its_order(plans: list[list[tuple[float | None, bool]
         for number, (delay, cancelled) in enumerate(plan):
             at = max(0.0, delay or 0.0)
             if delay is None:
-                handle = loop.call_soon(
-                    lambda *one: ran.append((*one, loop.time())), who, number, context=context
-                )
+                handle = loop.call_soon(lambda *one: ran.append((*one, loop.time())), who, number, context=context)
             else:
                 handle = loop.call_later(
                     delay, lambda *one: ran.append((*one, loop.time())), who, number, context=context

@@ -79,11 +79,7 @@ def batch(**changes: Any) -> BatchSeen:
         for name, text in wanted.items()
     ]
     made = BatchSeen("batches-1", "batch_1", "", wanted, started=10.0, ended=60.0, status="completed")
-    made.statuses, made.counts, made.output = (
-        ["validating", "in_progress", "completed"],
-        {"completed": 3},
-        lines,
-    )
+    made.statuses, made.counts, made.output = (["validating", "in_progress", "completed"], {"completed": 3}, lines)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -124,9 +120,7 @@ def ended(identity: str) -> bytes:
 
 
 def batch_job(owner: str, beat: int) -> bytes:
-    made = BatchJob(
-        "batch_1", "", 0.0, "/v1/completions", "file", "object", "24h", 1.0, owner=owner, beat=beat
-    )
+    made = BatchJob("batch_1", "", 0.0, "/v1/completions", "file", "object", "24h", 1.0, owner=owner, beat=beat)
     return msgspec.msgpack.encode(made)
 
 
@@ -230,11 +224,7 @@ def test_nothing_is_broken_where_nothing_is_wrong() -> None:
 
 
 CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
-    (
-        "right_tokens",
-        "got .* at position 3",
-        lambda: evidence(stream(text=stub_text(7, 3) + "!" + stub_text(7, 8))),
-    ),
+    ("right_tokens", "got .* at position 3", lambda: evidence(stream(text=stub_text(7, 3) + "!" + stub_text(7, 8)))),
     ("right_tokens", "after 11 of 12 characters", lambda: evidence(stream(text=stub_text(7, 11)))),
     ("right_tokens", "at position 12", lambda: evidence(stream(text=stub_text(7, 12) + "a"))),
     ("right_tokens", "ended with 'stop', not 'length'", lambda: evidence(stream(finish="stop"))),
@@ -256,11 +246,7 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
     ("every_end", "had its end only 190 s", lambda: evidence(stream(ended=200.0))),
     ("every_end", r"batch batch_1 \(completed\) has no end", lambda: evidence(batches=[batch(ended=-1.0)])),
     ("every_end", "job ftjob-1 .* has no end", lambda: evidence(jobs=[job(ended=-1.0)])),
-    (
-        "allowed_refusals",
-        "503 broker_unavailable, and nothing",
-        lambda: evidence(refused("broker_unavailable")),
-    ),
+    ("allowed_refusals", "503 broker_unavailable, and nothing", lambda: evidence(refused("broker_unavailable"))),
     (
         "allowed_refusals",
         "internal_error",
@@ -285,9 +271,7 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "allowed_refusals",
         "rate_limit_exceeded, and nothing",
-        lambda: evidence(
-            refused("rate_limit_exceeded", 429), faults=[Fault("kill", "gateway-1", 99.0, 101.0)]
-        ),
+        lambda: evidence(refused("rate_limit_exceeded", 429), faults=[Fault("kill", "gateway-1", 99.0, 101.0)]),
     ),
     (
         "allowed_refusals",
@@ -301,11 +285,7 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         ),
     ),
     ("allowed_refusals", "401 invalid_api_key", lambda: evidence(refused("invalid_api_key", 401))),
-    (
-        "allowed_refusals",
-        "the stream ended",
-        lambda: evidence(stream(fault="the stream ended without [DONE]")),
-    ),
+    ("allowed_refusals", "the stream ended", lambda: evidence(stream(fault="the stream ended without [DONE]"))),
     (
         "no_surprises",
         "batches-1: /v1/files was",
@@ -342,22 +322,12 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         "revoked_keys",
         "again at 120.0 s",
         lambda: evidence(
-            keys=[
-                KeySeen("0123456789ab", 100.0, "", [(120.0, "gateway-1:8000")], [(101.0, "gateway-1:8000")])
-            ],
+            keys=[KeySeen("0123456789ab", 100.0, "", [(120.0, "gateway-1:8000")], [(101.0, "gateway-1:8000")])],
             faults=[Fault("cut", "gateway-1", 99.0, 130.0)],
         ),
     ),
-    (
-        "one_result_per_line",
-        "has no result of line-2",
-        lambda: evidence(batches=[batch(output=batch().output[:2])]),
-    ),
-    (
-        "one_result_per_line",
-        "has 2 results of line-0",
-        lambda: evidence(batches=[batch(errors=batch().output[:1])]),
-    ),
+    ("one_result_per_line", "has no result of line-2", lambda: evidence(batches=[batch(output=batch().output[:2])])),
+    ("one_result_per_line", "has 2 results of line-0", lambda: evidence(batches=[batch(errors=batch().output[:1])])),
     ("one_result_per_line", "no line of it", lambda: evidence(batches=[batch(wanted={})])),
     ("one_result_per_line", "counts 2", lambda: evidence(batches=[batch(counts={"completed": 2})])),
     ("one_result_per_line", "though nobody wanted", lambda: evidence(batches=[batch(status="cancelled")])),
@@ -384,11 +354,7 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
             ],
         ),
     ),
-    (
-        "one_result_per_job",
-        "undisturbed abab",
-        lambda: evidence(jobs=[job(), job(identity="b", digest="cd" * 32)]),
-    ),
+    ("one_result_per_job", "undisturbed abab", lambda: evidence(jobs=[job(), job(identity="b", digest="cd" * 32)])),
     ("one_result_per_job", "0 adapters", lambda: evidence(jobs=[job(names_of_adapters=[])])),
     ("one_result_per_job", "has 2 result files", lambda: evidence(jobs=[job(results=["a", "b"])])),
     ("one_result_per_job", r"steps \[1, 3\]", lambda: evidence(jobs=[job(steps=[1, 3])])),
@@ -397,9 +363,7 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "durable",
         "file-1 was acknowledged by gateway-1:8000",
-        lambda: evidence(
-            acknowledged=[Acknowledged("file", "file-1", 5.0, "", "", "gateway-1:8000", found=404)]
-        ),
+        lambda: evidence(acknowledged=[Acknowledged("file", "file-1", 5.0, "", "", "gateway-1:8000", found=404)]),
     ),
     (
         "durable",
@@ -408,17 +372,9 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
             acknowledged=[Acknowledged("chat", "c", 5.0, "", "", "gateway-1:8000", gone_at=9.0, found=200)]
         ),
     ),
-    (
-        "released",
-        "has 2 waiting requests",
-        lambda: evidence(readings=[Reading("s-1", "waiting requests", 2)]),
-    ),
+    ("released", "has 2 waiting requests", lambda: evidence(readings=[Reading("s-1", "waiting requests", 2)])),
     ("bounded", "has 11 keys", lambda: evidence(readings=[Reading("g-1", "keys", 11, 10, always=True)])),
-    (
-        "one_owner",
-        "gateway-1 and gateway-2 both had generation a",
-        lambda: evidence(holdings=together(120.0)),
-    ),
+    ("one_owner", "gateway-1 and gateway-2 both had generation a", lambda: evidence(holdings=together(120.0))),
     (
         "one_owner",
         "without the log of gateway-2",
@@ -440,9 +396,7 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "one_lease_holder",
         "gateway-2 took the lease of batch_1",
-        lambda: evidence(
-            stored=[(2.0, BATCH, batch_job("gateway-1", 1)), (9.5, BATCH, batch_job("gateway-2", 2))]
-        ),
+        lambda: evidence(stored=[(2.0, BATCH, batch_job("gateway-1", 1)), (9.5, BATCH, batch_job("gateway-2", 2))]),
     ),
     ("others_served", "of b took 30.0 s", lambda: evidence(*beside_a_flood(ended=1040.0))),
     ("fatal_lines", "has ended 4 gateways", lambda: evidence(poisoned={"batch_2": 4})),
@@ -454,17 +408,11 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         lambda: evidence(filled=[Filled("filling-1", "a", "files", 12, 190.0, made=15)]),
     ),
     ("quotas_apart", "a, which had filled no quota", lambda: evidence(quotas=[FULL])),
-    (
-        "quotas_apart",
-        "without the setting's name",
-        lambda: evidence(quotas=[(200.0, "a", "429 quota_exceeded: no")]),
-    ),
+    ("quotas_apart", "without the setting's name", lambda: evidence(quotas=[(200.0, "a", "429 quota_exceeded: no")])),
 ]
 
 
-@pytest.mark.parametrize(
-    ("promise", "told", "made"), CASES, ids=[f"{one}-{told[:24]}" for one, told, _ in CASES]
-)
+@pytest.mark.parametrize(("promise", "told", "made"), CASES, ids=[f"{one}-{told[:24]}" for one, told, _ in CASES])
 def test_a_doctored_history_breaks_its_promise(promise: str, told: str, made: Callable[[], Evidence]) -> None:
     found = [sentence for name, sentence in broken(made()) if name == promise]
     assert any(re.search(told, sentence) for sentence in found), (found, broken(made()))

@@ -97,13 +97,7 @@ class AsyncClient(requests.Streams[AsyncStream]):
         return bool((await self._call(Ask("DELETE", requests.path_of(generation))))["cancelled"])
 
     async def prefill(
-        self,
-        session: str,
-        *,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        wait: float = 30.0,
-        **fields: Any,
+        self, session: str, *, model: str, messages: Sequence[Mapping[str, Any]], wait: float = 30.0, **fields: Any
     ) -> Prefilled:
         """As `Client.prefill`."""
         body = {"model": model, "messages": list(messages), **fields}
@@ -124,9 +118,7 @@ class AsyncClient(requests.Streams[AsyncStream]):
     ) -> Ranking:
         """As `Client.rerank`."""
         body = {"model": model, "query": query, "documents": documents, **fields}
-        return requests.ranking_from(
-            await self._call(requests.new_ask(requests.RERANK, body, idempotency_key))
-        )
+        return requests.ranking_from(await self._call(requests.new_ask(requests.RERANK, body, idempotency_key)))
 
     async def score(
         self,

@@ -50,10 +50,7 @@ class Batch:
     def errors(self) -> list[str]:
         """What is wrong with the input file, a sentence each."""
         found = (self.raw.get("errors") or {}).get("data") or []
-        return [
-            f"line {each['line']}: {each['message']}" if each.get("line") else each["message"]
-            for each in found
-        ]
+        return [f"line {each['line']}: {each['message']}" if each.get("line") else each["message"] for each in found]
 
 
 class BatchQueue:
@@ -178,9 +175,7 @@ class BatchQueue:
                 await store.put(name, cast("Any", file))
 
     async def _ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        async for attempt in stamina.retry_context(
-            on=_again, attempts=None, timeout=self._patience, wait_max=2.0
-        ):
+        async for attempt in stamina.retry_context(on=_again, attempts=None, timeout=self._patience, wait_max=2.0):
             with attempt:
                 return await self._ask_once(what, fields)
         raise AssertionError("stamina ends with an answer or an exception")
@@ -199,8 +194,7 @@ def _again(error: Exception) -> bool:
     if isinstance(error, ApiError):
         return error.again
     return isinstance(
-        error,
-        nats.errors.TimeoutError | nats.errors.NoRespondersError | nats.errors.ConnectionReconnectingError,
+        error, nats.errors.TimeoutError | nats.errors.NoRespondersError | nats.errors.ConnectionReconnectingError
     )
 
 

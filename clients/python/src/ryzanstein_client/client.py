@@ -106,13 +106,7 @@ class Client(requests.Streams[Stream]):
         return bool(self._call(Ask("DELETE", requests.path_of(generation)))["cancelled"])
 
     def prefill(
-        self,
-        session: str,
-        *,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        wait: float = 30.0,
-        **fields: Any,
+        self, session: str, *, model: str, messages: Sequence[Mapping[str, Any]], wait: float = 30.0, **fields: Any
     ) -> Prefilled:
         """Has a conversation so far computed before its next request, which names the session in `X-Session-ID`.
         `wait`: seconds until it answers all the same, 0 to 60. `fields` are those of a chat completion."""

@@ -61,9 +61,7 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> ApiError
     try:
         found = error_from(json.loads(content)["error"], status)
     except (ValueError, KeyError, TypeError, AttributeError):
-        found = ApiError(
-            f"The server answered {status}, and not in JSON.", status=status, again=status in AGAIN_STATUS
-        )
+        found = ApiError(f"The server answered {status}, and not in JSON.", status=status, again=status in AGAIN_STATUS)
     found.request_id = headers.get("x-request-id", "")
     wait = headers.get("retry-after", "")
     found.retry_after = float(wait) if wait.isascii() and wait.isdecimal() else None

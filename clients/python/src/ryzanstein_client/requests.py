@@ -59,9 +59,7 @@ class Patience:
         return now < self._end and when_again(error)
 
 
-def new_ask(
-    path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None = None
-) -> Ask:
+def new_ask(path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None = None) -> Ask:
     """A request that may be repeated: it always has a key."""
     headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
     if background is not None:
@@ -69,9 +67,7 @@ def new_ask(
     return Ask("POST", path, headers, body)
 
 
-def new_reading(
-    path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None
-) -> Reading:
+def new_reading(path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None) -> Reading:
     return Reading(new_ask(path, {**body, "stream": True}, idempotency_key, background))
 
 
@@ -82,9 +78,7 @@ def resumed(generation: str | Cursor, after: str | None) -> Reading:
     else:
         found = Cursor(generation, after or "")
     if found.generation.startswith("resp_"):
-        raise ValueError(
-            "A response is read on by OpenAI's client: responses.retrieve(..., starting_after=...)."
-        )
+        raise ValueError("A response is read on by OpenAI's client: responses.retrieve(..., starting_after=...).")
     return Reading(None, found)
 
 
@@ -134,9 +128,7 @@ def ranking_from(answer: Mapping[str, Any]) -> Ranking:
 class Streams(Generic[StreamT]):
     """The streams that both clients open; each says what a stream is to it (`open`)."""
 
-    def __init__(
-        self, url: str | Sequence[str], api_key: str, patience: float, answer_timeout: float
-    ) -> None:
+    def __init__(self, url: str | Sequence[str], api_key: str, patience: float, answer_timeout: float) -> None:
         self._gateways = Gateways(url)
         self._answer_timeout = httpx.Timeout(answer_timeout, connect=min(answer_timeout, 5.0))
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

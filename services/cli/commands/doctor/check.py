@@ -44,12 +44,8 @@ def report_of(checks: Sequence[Check]) -> Report:
 
 def show(report: Report, screen: Console) -> None:
     """A row for each check, and below them what to do, the most urgent first."""
-    say(
-        screen, f"ryzanstein {report.version}, Python {report.python} ({sys.executable}), {report.platform}\n"
-    )
-    print_columns(
-        screen, [("check", "state", "found"), *((one.name, one.state, one.found) for one in report.checks)]
-    )
+    say(screen, f"ryzanstein {report.version}, Python {report.python} ({sys.executable}), {report.platform}\n")
+    print_columns(screen, [("check", "state", "found"), *((one.name, one.state, one.found) for one in report.checks)])
     urgent = sorted((one for one in report.checks if one.advice), key=lambda one: _ORDER.index(one.state))
     if urgent:
         say(screen, "\nWhat to do:", "bold")

@@ -16,9 +16,7 @@ _API, _GRPC = 8000, 8001
 
 
 def doctor(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, as issue reports ask for.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, as issue reports ask for.")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Check this machine: processor, kernels, memory, disk, ports, NATS, GPU, clock, proxies. Exits with 1 where

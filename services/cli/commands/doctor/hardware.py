@@ -25,9 +25,7 @@ def processor() -> Check:
     found = f"{_processor_name()}, {count} of {os.cpu_count()} cores"
     if count > 1:
         return Check("processor", "ok", found)
-    return Check(
-        "processor", "note", found, "Give it a second core: the gateway and the model share one now."
-    )
+    return Check("processor", "note", found, "Give it a second core: the gateway and the model share one now.")
 
 
 def _processor_name() -> str:
@@ -35,23 +33,17 @@ def _processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return "processor"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "processor"
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "processor")
 
 
 def kernels() -> Check:
     """Which level of instructions the native kernels compute at."""
     told = json.loads(output_of(sys.executable, *_KERNELS) or "{}")
     if not told:
-        return Check(
-            "kernels", "warning", "not known", "Install the executor: pip install 'ryzanstein[all]'."
-        )
+        return Check("kernels", "warning", "not known", "Install the executor: pip install 'ryzanstein[all]'.")
     if told["chosen"]:
         others = [level for level in told["levels"] if level != told["chosen"]]
-        return Check(
-            "kernels", "ok", f"native {told['chosen']}" + (f" (also {', '.join(others)})" if others else "")
-        )
+        return Check("kernels", "ok", f"native {told['chosen']}" + (f" (also {', '.join(others)})" if others else ""))
     reason = told["reason"]
     advice = f"{reason[:1].upper()}{reason[1:].rstrip('.')}."
     if "setting" in told:
@@ -62,16 +54,11 @@ def kernels() -> Check:
 def memory() -> Check:
     held, swap = psutil.virtual_memory(), psutil.swap_memory()
     free = min(held.available, memory_left())
-    found = f"{megabytes(held.total)}, {megabytes(free)} free" + (
-        f", {megabytes(swap.used)} swapped" * (swap.used > 0)
-    )
+    found = f"{megabytes(held.total)}, {megabytes(free)} free" + (f", {megabytes(swap.used)} swapped" * (swap.used > 0))
     if free >= _FEWEST_BYTES:
         return Check("memory", "ok", found)
     return Check(
-        "memory",
-        "warning",
-        found,
-        "Free some, or raise the container's limit: 2 GB serve the built-in model.",
+        "memory", "warning", found, "Free some, or raise the container's limit: 2 GB serve the built-in model."
     )
 
 
@@ -79,9 +66,7 @@ def bandwidth() -> Check:
     """What all cores together read of memory in a second: decoding a token reads the weights once."""
     rate = read_rate(cores())
     return Check(
-        "memory bandwidth",
-        "ok",
-        f"{rate / 1e9:.0f} GB/s: {rate / 1e9:.0f} tokens/s of a model of 1 GB at most",
+        "memory bandwidth", "ok", f"{rate / 1e9:.0f} GB/s: {rate / 1e9:.0f} tokens/s of a model of 1 GB at most"
     )
 
 
@@ -114,12 +99,8 @@ def gpus() -> Check:
         return Check("GPU", "ok", "none: the processor computes")
     listed = output_of("nvidia-smi", *_SMI).strip().splitlines()
     if not listed:
-        return Check(
-            "GPU", "warning", "the driver does not answer", "Run nvidia-smi, and follow what it says."
-        )
-    return Check(
-        "GPU", "ok", "; ".join(", ".join(part.strip() for part in line.split(",")) for line in listed)
-    )
+        return Check("GPU", "warning", "the driver does not answer", "Run nvidia-smi, and follow what it says.")
+    return Check("GPU", "ok", "; ".join(", ".join(part.strip() for part in line.split(",")) for line in listed))
 
 
 def output_of(*command: str) -> str:

@@ -38,9 +38,7 @@ def nats() -> Check:
         return Check("NATS", "error", "no nats-server", str(error))
     version = output_of(str(binary), "--version").strip()
     if not version:
-        return Check(
-            "NATS", "error", f"{binary} does not start", f"Run {binary} --version, and mend what it says."
-        )
+        return Check("NATS", "error", f"{binary} does not start", f"Run {binary} --version, and mend what it says.")
     return Check("NATS", "ok", f"{version} ({binary})")
 
 
@@ -62,16 +60,11 @@ def disk(name: str, directory: Path) -> Check:
     found = f"{megabytes(free)} free in {directory}"
     if not os.access(place, os.W_OK):
         return Check(
-            name,
-            "error",
-            f"{directory} cannot be written",
-            f"Make {place} writable, or choose another place.",
+            name, "error", f"{directory} cannot be written", f"Make {place} writable, or choose another place."
         )
     if free >= _DISK_BYTES:
         return Check(name, "ok", found)
-    return Check(
-        name, "warning", found, "Free some (`ryzanstein models list --cached`, `models gc`): models take GBs."
-    )
+    return Check(name, "warning", found, "Free some (`ryzanstein models list --cached`, `models gc`): models take GBs.")
 
 
 def port(number: int, used_by: str) -> Check:
@@ -81,9 +74,7 @@ def port(number: int, used_by: str) -> Check:
         try:
             attempt.bind(("127.0.0.1", number))
         except OSError:
-            advice = (
-                f"Another program has it; end that one, or choose another port for the {used_by} (up --help)."
-            )
+            advice = f"Another program has it; end that one, or choose another port for the {used_by} (up --help)."
             return Check(f"port {number}", "warning", "taken", advice)
     return Check(f"port {number}", "ok", f"free, for the {used_by}")
 
@@ -93,9 +84,7 @@ def open_files() -> Check:
     most = max(soft, hard) if hard != resource.RLIM_INFINITY else 1 << 30
     if most >= _FILES:
         return Check("open files", "ok", f"{soft:,} (up to {hard:,})" if most < 1 << 30 else f"{soft:,}")
-    return Check(
-        "open files", "warning", f"{most:,}", "Raise the limit (ulimit -n 65536): each connection takes one."
-    )
+    return Check("open files", "warning", f"{most:,}", "Raise the limit (ulimit -n 65536): each connection takes one.")
 
 
 def clock() -> Check:
@@ -106,9 +95,7 @@ def clock() -> Check:
         return Check("clock", "ok", "not known")
     status = int.from_bytes(bytes(room)[_STATUS_AT : _STATUS_AT + 4], "little")
     if status & _UNSYNCHRONISED:
-        advice = (
-            "Let a time service run (chrony, systemd-timesyncd) where several machines make up a cluster."
-        )
+        advice = "Let a time service run (chrony, systemd-timesyncd) where several machines make up a cluster."
         return Check("clock", "note", "not synchronised", advice)
     return Check("clock", "ok", "synchronised")
 

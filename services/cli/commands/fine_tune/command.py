@@ -44,10 +44,7 @@ class JobUnfinished(RyzansteinError):
 
 Id = Annotated[str, typer.Argument(metavar="JOB", help="Its id (ftjob-...).")]
 Ca = Annotated[
-    str,
-    typer.Option(
-        envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway."
-    ),
+    str, typer.Option(envvar="RYZANSTEIN_CA", help="File of the authorities to trust (PEM), for an https:// gateway.")
 ]
 Auto = "auto"
 LOOK_EVERY = 1.0  # seconds between two looks at a job that is followed
@@ -71,9 +68,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
     """Registers a command that is given the jobs first, and has the options that say where the gateway is."""
 
     def register(command: Callable[..., Awaitable[None]]) -> None:
-        def run(
-            url: Url = "", api_key: ApiKey = "", ca: Ca = "", data_dir: DataDir = None, **given: Any
-        ) -> None:
+        def run(url: Url = "", api_key: ApiKey = "", ca: Ca = "", data_dir: DataDir = None, **given: Any) -> None:
             _with_jobs(url, api_key, ca, data_dir, lambda jobs: command(jobs, **given))
 
         fine_tune_app.command(name)(with_options_of(command, run))
@@ -85,27 +80,20 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
 async def _create(
     jobs: FineTuningClient,
     file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="JSON lines, an example each; or the id of an uploaded file."),
+        str, typer.Argument(metavar="FILE", help="JSON lines, an example each; or the id of an uploaded file.")
     ],
     model: Annotated[str, typer.Option(help="The base: a served model.")],
     validation: Annotated[str, typer.Option(metavar="FILE", help="Validation examples.")] = "",
     method: Annotated[TrainingMethod, typer.Option(help="dpo: FILE holds pairs of answers.")] = "supervised",
     suffix: Annotated[str, typer.Option(help="Part of the new model's name, up to 64 characters.")] = "",
-    seed: Annotated[
-        int | None, typer.Option(help="The same job with the same seed makes the same adapter.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same job with the same seed makes the same adapter.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
     epochs: Annotated[str, typer.Option(help="Passes over all examples.")] = Auto,
     batch_size: Annotated[str, typer.Option(help="Examples of one step.")] = Auto,
-    learning_rate_multiplier: Annotated[
-        str, typer.Option(help="Multiplies 2e-4, or 5e-6 with --method dpo.")
-    ] = Auto,
+    learning_rate_multiplier: Annotated[str, typer.Option(help="Multiplies 2e-4, or 5e-6 with --method dpo.")] = Auto,
     beta: Annotated[str, typer.Option(help="With --method dpo: how close to stay to the base.")] = Auto,
     rank: Annotated[int | None, typer.Option(help="Of the adapter.", show_default="16")] = None,
-    alpha: Annotated[
-        float | None, typer.Option(help="Its weight is alpha / rank.", show_default="2 * rank")
-    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Its weight is alpha / rank.", show_default="2 * rank")] = None,
     dropout: Annotated[float | None, typer.Option(help="Of its inputs.", show_default="0")] = None,
     target: Annotated[
         list[str] | None,
@@ -115,22 +103,16 @@ async def _create(
             show_default="all but the output layer",
         ),
     ] = None,
-    schedule: Annotated[
-        Schedule | None, typer.Option(help="Of the learning rate.", show_default="cosine")
-    ] = None,
+    schedule: Annotated[Schedule | None, typer.Option(help="Of the learning rate.", show_default="cosine")] = None,
     warmup_ratio: Annotated[
         float | None, typer.Option(help="Share of the steps for warm-up.", show_default="0.03")
     ] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(show_default="adamw")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Of an example.", show_default="the model's context")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Of an example.", show_default="the model's context")] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Truncate longer examples; without it they are an error.")
     ] = False,
-    replicas: Annotated[
-        int | None, typer.Option(help="Hosts that train it together.", show_default="1")
-    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Hosts that train it together.", show_default="1")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Follow it until it finishes.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -303,12 +285,7 @@ async def _checkpoints(jobs: FineTuningClient, job: Id, json: AsJson = False) ->
         metrics = one.get("metrics") or {}
         losses = _figure(metrics.get("train_loss")), _figure(metrics.get("valid_loss"))
         rows.append(
-            (
-                str(one["step_number"]),
-                *losses,
-                local_time(one["created_at"]),
-                one["fine_tuned_model_checkpoint"],
-            )
+            (str(one["step_number"]), *losses, local_time(one["created_at"]), one["fine_tuned_model_checkpoint"])
         )
     print_columns(console(), rows, right=(0, 1, 2))
 
@@ -343,18 +320,14 @@ def _export(
         Format, typer.Option("--format", help="peft: the adapter alone; the others: merged with its base.")
     ] = "peft",
     checkpoint: Annotated[
-        int,
-        typer.Option(metavar="STEP", help="Instead of the result, a checkpoint.", show_default=False, min=0),
+        int, typer.Option(metavar="STEP", help="Instead of the result, a checkpoint.", show_default=False, min=0)
     ] = 0,
     base: Annotated[
-        str,
-        typer.Option(help="Directory or name of the base's files.", show_default="by its name in the cache"),
+        str, typer.Option(help="Directory or name of the base's files.", show_default="by its name in the cache")
     ] = "",
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Data type of merged weights, as in `models convert`.", show_default="the base's, or bf16"
-        ),
+        typer.Option(help="Data type of merged weights, as in `models convert`.", show_default="the base's, or bf16"),
     ] = "",
     url: Url = "",
     api_key: ApiKey = "",

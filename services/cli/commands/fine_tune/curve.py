@@ -30,10 +30,7 @@ def draw(line: Sequence[Point], marks: Sequence[Point], width: int, height: int)
     for point in marks:
         canvas.mark(point)
     names = [labels[0], *[""] * (height - 2), labels[1]] if height > 1 else [labels[0]]
-    rows = [
-        f"{name:>{margin - 2}} {'┤' if name else '│'}{row}"
-        for name, row in zip(names, canvas.rows(), strict=True)
-    ]
+    rows = [f"{name:>{margin - 2}} {'┤' if name else '│'}{row}" for name, row in zip(names, canvas.rows(), strict=True)]
     return [row.rstrip() for row in (*rows, _axis(int(first), int(last), margin, canvas.width))]
 
 
@@ -43,9 +40,7 @@ def _label(value: float) -> str:
 
 def _axis(first: int, last: int, margin: int, width: int) -> str:
     left, right = f"step {first:,}", f"{last:,}"
-    return " " * margin + (
-        left if first == last else left + right.rjust(max(len(right) + 1, width - len(left)))
-    )
+    return " " * margin + (left if first == last else left + right.rjust(max(len(right) + 1, width - len(left))))
 
 
 class _Canvas:
@@ -84,9 +79,7 @@ class _Canvas:
     def rows(self) -> list[str]:
         return [
             "".join(
-                self._marks.get((row, column), chr(_BLANK + cell))
-                if cell or (row, column) in self._marks
-                else " "
+                self._marks.get((row, column), chr(_BLANK + cell)) if cell or (row, column) in self._marks else " "
                 for column, cell in enumerate(cells)
             )
             for row, cells in enumerate(self._cells)

@@ -22,14 +22,7 @@ Fetch = Callable[[Callable[[FineTuningClient], Awaitable[str]]], str]
 
 
 def export(
-    fetch: Fetch,
-    name: str,
-    kind: Format,
-    output: Path,
-    checkpoint: int,
-    base: str,
-    dtype: str,
-    screen: Console,
+    fetch: Fetch, name: str, kind: Format, output: Path, checkpoint: int, base: str, dtype: str, screen: Console
 ) -> None:
     """Writes the adapter of the job or model `name` to `output`, a directory or a .gguf file that is not there yet.
 
@@ -66,9 +59,7 @@ def _check(output: Path, kind: Format) -> None:
     if output.exists():
         raise ConfigurationError(f"{output} exists already; remove it, or give another --output.")
     if kind == "gguf" and output.suffix != ".gguf":
-        raise ConfigurationError(
-            f"--output {output} does not end in .gguf, by which such files are known; name it so."
-        )
+        raise ConfigurationError(f"--output {output} does not end in .gguf, by which such files are known; name it so.")
 
 
 async def _download(jobs: FineTuningClient, name: str, checkpoint: int, directory: Path) -> str:
@@ -89,9 +80,7 @@ def _directory_of(model: str) -> str:
     return found
 
 
-def _merge(
-    base: str, adapter: Path, output: Path, kind: Format, dtype: str, screen: Console
-) -> dict[str, Any]:
+def _merge(base: str, adapter: Path, output: Path, kind: Format, dtype: str, screen: Console) -> dict[str, Any]:
     command = ["convert", base, str(output), "--to", kind, "--adapter", str(adapter)]
     with model_bars(screen) as report:
         return convert_model([*command, *(["--dtype", dtype] if dtype else [])], report)

@@ -93,11 +93,7 @@ class JobView:
     def __init__(self, screen: Console) -> None:
         self._screen = screen
         self._metrics = Metrics()
-        columns = (
-            SpinnerColumn(finished_text=" "),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-        )
+        columns = (SpinnerColumn(finished_text=" "), TextColumn("{task.description}"), BarColumn(bar_width=24))
         self._bar = Progress(*columns, console=screen, auto_refresh=False)
         self._task = self._bar.add_task("", total=None)
         self._live = Live(self._bar, console=screen, refresh_per_second=4) if screen.is_terminal else None

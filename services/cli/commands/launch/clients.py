@@ -100,18 +100,9 @@ def _aider(target: Target) -> ClientSetup:
         }
     }
     file = "model-metadata.json"
-    arguments = (
-        "--model",
-        model,
-        "--weak-model",
-        model,
-        "--model-metadata-file",
-        str(target.directory / file),
-    )
+    arguments = ("--model", model, "--weak-model", model, "--model-metadata-file", str(target.directory / file))
     environment = {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.api_key}
-    return ClientSetup(
-        (*arguments, "--no-show-model-warnings"), environment, {file: json.dumps(known, indent=2)}
-    )
+    return ClientSetup((*arguments, "--no-show-model-warnings"), environment, {file: json.dumps(known, indent=2)})
 
 
 def _qwen_code(target: Target) -> ClientSetup:
@@ -143,22 +134,14 @@ def _crush(target: Target) -> ClientSetup:
         "context_window": target.context_length,
         "default_max_tokens": target.answer_tokens,
     }
-    provider = {
-        "type": "openai-compat",
-        "base_url": f"{target.url}/v1",
-        "api_key": target.api_key,
-        "models": [model],
-    }
+    provider = {"type": "openai-compat", "base_url": f"{target.url}/v1", "api_key": target.api_key, "models": [model]}
     chosen = {"provider": "ryzanstein", "model": target.model}
     settings = {
         "providers": {"ryzanstein": provider},
         "models": {"large": chosen, "small": chosen},
         "options": {"disable_metrics": True, "disable_provider_auto_update": True},
     }
-    environment = {
-        "CRUSH_GLOBAL_CONFIG": str(target.directory),
-        "CRUSH_GLOBAL_DATA": str(target.directory / "data"),
-    }
+    environment = {"CRUSH_GLOBAL_CONFIG": str(target.directory), "CRUSH_GLOBAL_DATA": str(target.directory / "data")}
     return ClientSetup((), environment, {"crush.json": json.dumps(settings, indent=2)})
 
 
@@ -171,10 +154,7 @@ def _continue(target: Target) -> ClientSetup:
         "apiKey": target.api_key,
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
-        "defaultCompletionOptions": {
-            "contextLength": target.context_length,
-            "maxTokens": target.answer_tokens,
-        },
+        "defaultCompletionOptions": {"contextLength": target.context_length, "maxTokens": target.answer_tokens},
     }
     settings = {"name": "Ryzanstein", "version": "1.0.0", "schema": "v1", "models": [model]}
     file = "config.yaml"  # of which JSON is a part

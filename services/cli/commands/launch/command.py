@@ -38,12 +38,10 @@ _TRUST = ("NODE_EXTRA_CA_CERTS", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 def launch(
     client: Annotated[str, typer.Argument(metavar="|".join(CLIENTS))],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Handed to the client, behind `--` where they begin with a dash."),
+        list[str] | None, typer.Argument(help="Handed to the client, behind `--` where they begin with a dash.")
     ] = None,
     model: Annotated[
-        str,
-        typer.Option(help="The model that it talks to. Default: the first that is served.", metavar="NAME"),
+        str, typer.Option(help="The model that it talks to. Default: the first that is served.", metavar="NAME")
     ] = "",
     url: Url = "",
     print_only: Annotated[
@@ -56,9 +54,7 @@ def launch(
     touched. Where no stack runs, one is started, and stopped when the client ends."""
     found = _known(client)
     if not print_only and shutil.which(found.program) is None:
-        raise ConfigurationError(
-            f"{found.name} is not installed: no program {found.program}; {found.install}."
-        )
+        raise ConfigurationError(f"{found.name} is not installed: no program {found.program}; {found.install}.")
     directory = load_settings(LocalSettings, data_dir=data_dir).data_dir.expanduser()
     with _gateway(url, directory, model, may_start=not print_only) as gateway:
         target = _target(found, gateway, model, api_key, directory)
@@ -73,9 +69,7 @@ def launch(
 
 def _known(name: str) -> Client:
     if name not in CLIENTS:
-        raise ConfigurationError(
-            f"There is no client {name!r} to launch; it is one of: {', '.join(CLIENTS)}."
-        )
+        raise ConfigurationError(f"There is no client {name!r} to launch; it is one of: {', '.join(CLIENTS)}.")
     return CLIENTS[name]
 
 
@@ -128,8 +122,7 @@ def _show(client: Client, target: Target, setup: ClientSetup, gateway: Gateway, 
         if target.api_key == _NO_KEY or target.api_key not in text:
             return shlex.quote(text)
         return "".join(
-            part if part == f'"{hidden}"' else shlex.quote(part)
-            for part in _split(text, target.api_key, f'"{hidden}"')
+            part if part == f'"{hidden}"' else shlex.quote(part) for part in _split(text, target.api_key, f'"{hidden}"')
         )
 
     screen = console()
@@ -138,9 +131,7 @@ def _show(client: Client, target: Target, setup: ClientSetup, gateway: Gateway, 
         say(screen, content.replace(target.api_key, hidden) if target.api_key != _NO_KEY else content)
     for name, value in _environment(setup, gateway).items():
         say(screen, f"export {name}={quoted(value)}")
-    say(
-        screen, " ".join([client.program, *(quoted(argument) for argument in (*setup.arguments, *arguments))])
-    )
+    say(screen, " ".join([client.program, *(quoted(argument) for argument in (*setup.arguments, *arguments))]))
 
 
 def _split(text: str, key: str, instead: str) -> list[str]:

@@ -55,9 +55,7 @@ class Served:
         found = next((model for model in listed if name in ("", model.id)), None)
         if found is None and name:
             names = ", ".join(model.id for model in listed[:8]) or "none yet"
-            raise ConfigurationError(
-                f"The gateway at {self._url} serves no model {name}; it serves: {names}."
-            )
+            raise ConfigurationError(f"The gateway at {self._url} serves no model {name}; it serves: {names}.")
         if found is None:
             raise Unavailable(
                 f"The gateway at {self._url} serves no model yet; wait until `ryzanstein status` says so."
@@ -73,19 +71,12 @@ class Served:
                 f"{model.id} has {model.max_model_len:,}: serve a model with more, or with --context-length."
             )
         if refusal := self._refuses_tools(model.id):
-            told.append(
-                f"{model.id} calls no tools here ({refusal}): {client.name} can chat, and do nothing else."
-            )
+            told.append(f"{model.id} calls no tools here ({refusal}): {client.name} can chat, and do nothing else.")
         return told
 
     def _refuses_tools(self, model: str) -> str:
         """Why a request with a tool is refused; empty: it is not, or nothing is known."""
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": "Hi"}],
-            "tools": [_TOOL],
-            "max_tokens": 1,
-        }
+        body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "tools": [_TOOL], "max_tokens": 1}
         answer = self._ask("POST", "/v1/chat/completions", body)
         if answer.status_code != 400:
             return ""

@@ -28,9 +28,7 @@ def gc(
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     to: Annotated[
         str | None,
         typer.Option(
@@ -40,10 +38,7 @@ def gc(
         ),
     ] = None,
     any_model: Annotated[
-        bool,
-        typer.Option(
-            "--unregistered", help="Work without a registry: keep only models that are being served."
-        ),
+        bool, typer.Option("--unregistered", help="Work without a registry: keep only models that are being served.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     data_dir: DataDir = None,

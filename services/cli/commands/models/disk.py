@@ -29,8 +29,7 @@ class DiskUse(msgspec.Struct, frozen=True):
 
 
 def disk(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False, data_dir: DataDir = None
 ) -> None:
     """Show what models, packed weights, downloads and the local stack take on this machine's disk."""
     settings = load_settings(LocalSettings, data_dir=data_dir)
@@ -82,9 +81,7 @@ def disk_use(store: Store, data_dir: Path) -> list[DiskUse]:
             sum(one.bytes for one in packed if not one.needed),
         ),
         DiskUse("adapters", len(adapters), sum(map(bytes_of, adapters)), str(store.cache / ADAPTERS)),
-        DiskUse(
-            "unfinished downloads", len(unfinished), sum(size for _, size in unfinished), str(store.cache)
-        ),
+        DiskUse("unfinished downloads", len(unfinished), sum(size for _, size in unfinished), str(store.cache)),
         DiskUse("logs", len([*logs.glob("*")]), bytes_of(logs), str(logs)),
         DiskUse("streams and queues", len([*queue.glob("*")]), bytes_of(queue), str(queue)),
     ]

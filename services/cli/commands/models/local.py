@@ -46,13 +46,10 @@ def models_pull(
     hosts: Annotated[
         bool,
         typer.Option(
-            "--hosts",
-            help="Have the hosts of a cluster fetch it instead of this machine; the default with --nats-url.",
+            "--hosts", help="Have the hosts of a cluster fetch it instead of this machine; the default with --nats-url."
         ),
     ] = False,
-    revision: Annotated[
-        str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
-    ] = "",
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")] = "",
     timeout: serving.Timeout = 0,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -74,18 +71,14 @@ def models_pull(
 
 @models_app.command("list")
 def models_list(
-    supported: Annotated[
-        bool, typer.Option("--supported", help="List the served architectures instead.")
-    ] = False,
+    supported: Annotated[bool, typer.Option("--supported", help="List the served architectures instead.")] = False,
     cached: Annotated[
         bool, typer.Option("--cached", help="List the models in this machine's cache, even if a stack runs.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_yaml: Annotated[
         bool,
-        typer.Option(
-            "--yaml", help="Print the registry of the running stack as a models file for `models apply`."
-        ),
+        typer.Option("--yaml", help="Print the registry of the running stack as a models file for `models apply`."),
     ] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -100,9 +93,7 @@ def models_list(
         list_running(running, as_json=as_json, as_yaml=as_yaml)
         return
     if as_yaml:
-        raise ConfigurationError(
-            "No stack runs here, so there is no registry; start one, or give --nats-url."
-        )
+        raise ConfigurationError("No stack runs here, so there is no registry; start one, or give --nats-url.")
     _list_cached(as_json=as_json)
 
 
@@ -114,10 +105,7 @@ def _list_cached(*, as_json: bool) -> None:
     others = [file for file in packed if file.model not in models]
     unfinished = unfinished_downloads(store.cache)
     if as_json:
-        told = [
-            {**msgspec.to_builtins(model), "packed": size}
-            for model, size in zip(local, of_models, strict=True)
-        ]
+        told = [{**msgspec.to_builtins(model), "packed": size} for model, size in zip(local, of_models, strict=True)]
         more = [{"file": str(file.path), "bytes": file.bytes, "needed": file.needed} for file in others]
         parts = [{"directory": str(place), "bytes": size} for place, size in unfinished]
         print(json.dumps({"models": told, "unfinished": parts, "packed": more}))  # noqa: T201
@@ -128,12 +116,9 @@ def _list_cached(*, as_json: bool) -> None:
         for model, size in zip(local, of_models, strict=True)
     ]
     rows += [
-        (f"{_unfinished_name(place)} (unfinished)", megabytes(size), "-", str(place))
-        for place, size in unfinished
+        (f"{_unfinished_name(place)} (unfinished)", megabytes(size), "-", str(place)) for place, size in unfinished
     ]
-    rows += [
-        (f"{file.path.name} (packed weights)", "-", megabytes(file.bytes), _model_of(file)) for file in others
-    ]
+    rows += [(f"{file.path.name} (packed weights)", "-", megabytes(file.bytes), _model_of(file)) for file in others]
     names = {model.name for model in local}
     for built_in in catalog.BUILT_IN.values():
         if built_in.name not in names:
@@ -152,9 +137,7 @@ def _model_of(file: PackedWeightsFile) -> str:
 
 
 def _list_supported(*, as_json: bool) -> None:
-    found = run_module(
-        ["services.executor.model.supported"], lambda *step: None, "The architectures cannot be listed"
-    )
+    found = run_module(["services.executor.model.supported"], lambda *step: None, "The architectures cannot be listed")
     if as_json:
         print(json.dumps(found))  # noqa: T201
         return
@@ -173,16 +156,13 @@ def _list_supported(*, as_json: bool) -> None:
 
 _Name = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL", help="A directory, a .gguf file or a name in the cache; inspect: of the hub too."
-    ),
+    typer.Argument(metavar="MODEL", help="A directory, a .gguf file or a name in the cache; inspect: of the hub too."),
 ]
 
 
 @models_app.command("inspect")
 def models_inspect(
-    model: _Name,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all facts as one JSON object.")] = False,
+    model: _Name, as_json: Annotated[bool, typer.Option("--json", help="Print all facts as one JSON object.")] = False
 ) -> None:
     """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU. Of a name
     of the hub that is not pulled, whether it is served, by its config.json alone."""
@@ -231,10 +211,7 @@ def _look_at(model: str, *, as_json: bool) -> None:
         print(json.dumps(msgspec.to_builtins(verdict)))  # noqa: T201
         return
     kind = verdict.architecture or "its architecture is not known"
-    say(
-        console(),
-        f"{repository} ({kind}): {verdict.refused or 'nothing in its config.json speaks against it'}",
-    )
+    say(console(), f"{repository} ({kind}): {verdict.refused or 'nothing in its config.json speaks against it'}")
 
 
 @models_app.command("convert")
@@ -250,14 +227,10 @@ def models_convert(
         ),
     ] = "bf16",
     calibrate: Annotated[
-        Path | None,
-        typer.Option(help="Calibration text, such as the model will read, by which int4 codes are chosen."),
+        Path | None, typer.Option(help="Calibration text, such as the model will read, by which int4 codes are chosen.")
     ] = None,
     check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Then compare logits of both, which needs memory for the model in float32."
-        ),
+        bool, typer.Option("--check", help="Then compare logits of both, which needs memory for the model in float32.")
     ] = False,
 ) -> None:
     """Write a model in another format. What a stopped conversion had finished is kept for the next."""
@@ -277,11 +250,7 @@ def models_convert(
             f"{found['tokens']} tokens: the same most likely token at {found['same_top']:.1%}, logits differ by "
             f"{found['largest']:.3g} at most, perplexity {before:.4f} before and {after:.4f} after "
             f"({after / before - 1:+.2%})"
-            + (
-                ""
-                if found["same_tokens"]
-                else "; the tokenizers differ: of the same text they make other tokens"
-            ),
+            + ("" if found["same_tokens"] else "; the tokenizers differ: of the same text they make other tokens"),
         )
 
 
@@ -298,8 +267,7 @@ def _path(model: str) -> str:
 
 def _unknown(model: str) -> str:
     return (
-        f"{model!r} is neither a directory, nor a file, nor a model in the cache; `ryzanstein models list` shows "
-        "those."
+        f"{model!r} is neither a directory, nor a file, nor a model in the cache; `ryzanstein models list` shows those."
     )
 
 

@@ -44,17 +44,11 @@ def _rows(found: Sequence[Recommendation]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("model", "for", "memory", "tokens/s", "licence", "good at")]
     for one in found:
         speed = f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else "-"
-        rows.append(
-            (one.model.name, one.model.use, megabytes(one.memory), speed, one.model.licence, one.model.about)
-        )
+        rows.append((one.model.name, one.model.use, megabytes(one.memory), speed, one.model.licence, one.model.about))
     return rows
 
 
 def _best(found: Sequence[Recommendation]) -> Recommendation | None:
     """The largest that answers at a pleasant speed; where none does, the fastest."""
     pleasant = [one for one in found if one.tokens_per_second >= _PLEASANT or one.model.use == "embeddings"]
-    return max(
-        pleasant or found,
-        key=lambda one: one.model.bytes if pleasant else one.tokens_per_second,
-        default=None,
-    )
+    return max(pleasant or found, key=lambda one: one.model.bytes if pleasant else one.tokens_per_second, default=None)

@@ -19,15 +19,7 @@ from services.cli.commands.models.tables import (
     told_of,
     words,
 )
-from services.cli.declarations import (
-    Applied,
-    apply,
-    local_source,
-    plan_apply,
-    read_file,
-    spec_of,
-    watch_adapters,
-)
+from services.cli.declarations import Applied, apply, local_source, plan_apply, read_file, spec_of, watch_adapters
 from services.cli.ui import ModelBars, console, described_traits, megabytes, say
 from shared import sparse_attention
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
@@ -38,9 +30,7 @@ from shared.registry import SETTINGS, read_spec
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="Its name in the registry, or an alias.")]
 Wait = Annotated[bool, typer.Option(help="Wait until it is done.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait; 0: no limit.", min=0)]
-Force = Annotated[
-    bool, typer.Option("--force", help="End running generations at once; they fail with an error.")
-]
+Force = Annotated[bool, typer.Option("--force", help="End running generations at once; they fail with an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Source = Annotated[
     str | None,
@@ -49,14 +39,11 @@ Source = Annotated[
         show_default="the name",
     ),
 ]
-Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
-]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")]
 Least = Annotated[int | None, typer.Option(help="Minimum of replicas, kept at all times.", show_default="0")]
 Most = Annotated[int | None, typer.Option(help="Maximum of replicas, whatever the load.", show_default="1")]
 Pin = Annotated[
-    bool | None,
-    typer.Option("--pin/--no-pin", help="Never unload it for other models.", show_default="no-pin"),
+    bool | None, typer.Option("--pin/--no-pin", help="Never unload it for other models.", show_default="no-pin")
 ]
 Idle = Annotated[
     str | None,
@@ -237,9 +224,7 @@ async def show(models: ClusterModels, name: Name, json: AsJson = False) -> None:
         rows.append(("placement", placement.reason))
     for group in found.groups_of(model):
         load = group.load
-        rows.append(
-            (f"group {group.group}", f"{group.state}, {load.running} running, {load.waiting} waiting")
-        )
+        rows.append((f"group {group.group}", f"{group.state}, {load.running} running, {load.waiting} waiting"))
         rows += [("", line) for line in described_traits(group.traits)]
     for field, value in (declared_fields(spec) if spec else {"source": "an executor's own --model"}).items():
         rows.append((field, ", ".join(value) if isinstance(value, list) else str(value)))
@@ -253,9 +238,7 @@ async def show(models: ClusterModels, name: Name, json: AsJson = False) -> None:
 async def remove(
     models: ClusterModels,
     name: Name,
-    files: Annotated[
-        bool, typer.Option("--files", help="Delete its files from the hosts' disks too.")
-    ] = False,
+    files: Annotated[bool, typer.Option("--files", help="Delete its files from the hosts' disks too.")] = False,
     force: Force = False,
     wait: Wait = True,
     timeout: Timeout = 0,
@@ -291,14 +274,9 @@ async def apply_(
     prune: Annotated[
         bool, typer.Option(help="Remove models that an earlier file declared and this one does not.")
     ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")] = False,
     wait: Annotated[
-        bool,
-        typer.Option(
-            help="Wait until all replicas that --least asks for are there, and all adapters are read."
-        ),
+        bool, typer.Option(help="Wait until all replicas that --least asks for are there, and all adapters are read.")
     ] = False,
     timeout: Timeout = 0,
     json: AsJson = False,
@@ -306,10 +284,7 @@ async def apply_(
     """Have the registry hold what a file declares: models and their LoRA adapters. A file with errors changes nothing;
     all of them are told."""
     read = [read_file(one) for one in file]
-    wanted, adapters = (
-        [spec for one in read for spec in one.models],
-        [one for part in read for one in part.adapters],
-    )
+    wanted, adapters = ([spec for one in read for spec in one.models], [one for part in read for one in part.adapters])
 
     since = time.time()
     if dry_run:
@@ -476,17 +451,13 @@ async def _remove_files(models: ClusterModels, spec: ModelSpec) -> None:
     replies = await asyncio.gather(*(models.tell(host, RemoveModel(spec)) for host in hosts))
     failed = [f"{host}: {reply.error}" for host, reply in zip(hosts, replies, strict=True) if not reply.ok]
     if failed:
-        raise ConfigurationError(
-            f"{spec.name} was removed, but some of its files remain on {'; '.join(failed)}"
-        )
+        raise ConfigurationError(f"{spec.name} was removed, but some of its files remain on {'; '.join(failed)}")
 
 
 # --- showing -------------------------------------------------------------------------------------
 
 
-async def _watched(
-    wait: Callable[..., Awaitable[ModelsSnapshot]], *arguments: Any, quiet: bool
-) -> ModelsSnapshot:
+async def _watched(wait: Callable[..., Awaitable[ModelsSnapshot]], *arguments: Any, quiet: bool) -> ModelsSnapshot:
     """`wait`, with a bar for each model that it waits for."""
     models = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
     with ModelBars(console(), quiet=quiet) as bars:
@@ -494,13 +465,7 @@ async def _watched(
         def report(now: ModelsSnapshot) -> None:
             for model in models:
                 status = now.status(model)
-                bars.update(
-                    model,
-                    f"{model}: {_doing(now, model, status)}",
-                    status.progress,
-                    status.done,
-                    status.total,
-                )
+                bars.update(model, f"{model}: {_doing(now, model, status)}", status.progress, status.done, status.total)
 
         end = await wait(*arguments, report)
         report(end)

@@ -43,14 +43,7 @@ def print_models(found: ModelsSnapshot, *, as_json: bool) -> None:
         if (placement := found.placements.get(name)) and placement.waiting and not status.ready:
             state += f", {placement.waiting} waiting"
         rows.append(
-            (
-                name + aliases,
-                state + pin,
-                replicas_of(spec, status),
-                memory_of(status),
-                str(adapters[name]),
-                source,
-            )
+            (name + aliases, state + pin, replicas_of(spec, status), memory_of(status), str(adapters[name]), source)
         )
     print_columns(console(), rows, right=(3, 4))
     for name, status in every.items():

@@ -64,9 +64,7 @@ def _first_writable(table, begin, end, num_writable, SIZE: tl.constexpr):
         entry = at + tl.arange(0, ENTRIES)
         there = entry * SIZE < end
         is_writable = tl.load(table + entry, mask=there, other=0) < num_writable
-        first_writable = tl.minimum(
-            first_writable, tl.min(tl.where(there & is_writable, entry * SIZE, end), 0)
-        )
+        first_writable = tl.minimum(first_writable, tl.min(tl.where(there & is_writable, entry * SIZE, end), 0))
     return first_writable
 
 

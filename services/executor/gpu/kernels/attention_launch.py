@@ -39,9 +39,7 @@ class AttentionCall(NamedTuple):
     stages: int = 3
 
     def run(self) -> None:
-        self.kernel[self.grid](
-            **self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages
-        )
+        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
 
 
 class AttentionLayer(NamedTuple):
@@ -125,9 +123,7 @@ def attend_calls(
     grid = (len(batch.tile_sequence), kv_heads, splits)
     calls = [AttentionCall(attention.attend, grid, arguments, constants, shape.warps, shape.stages)]
     if splits > 1:
-        given = {
-            name: arguments[name] for name in ("parts", "weights", "out", "first_row", "num_rows", "splits")
-        }
+        given = {name: arguments[name] for name in ("parts", "weights", "out", "first_row", "num_rows", "splits")}
         sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_D": padded}
         sizes["BLOCK_S"] = triton.next_power_of_2(splits)
         calls.append(AttentionCall(attention.merge, (batch.num_rows, heads), given, sizes))
@@ -179,12 +175,7 @@ def compress_call(
         "scale_layer_stride": 0 if scales is None else scales.stride(0),
         "limit": 1.0 if codec is None else codec.limit, "smallest": SMALLEST_SCALE,
     }  # fmt: skip
-    sizes = {
-        "ROWS": sides * heads,
-        "COUNT": size,
-        "BLOCK": triton.next_power_of_2(size),
-        "CODE": _codes_of(codec),
-    }
+    sizes = {"ROWS": sides * heads, "COUNT": size, "BLOCK": triton.next_power_of_2(size), "CODE": _codes_of(codec)}
     return AttentionCall(blocks.compress, (len(pairs), count, sides * heads), arguments, sizes)
 
 

@@ -192,9 +192,7 @@ def norm_warps(block: int) -> int:
     return min(max(block // _WARP_VALUES, 1), 32)
 
 
-def _norm(
-    x: Tensor, residual: Tensor | None, after: Tensor | None, weight: Tensor, scale: float, how: Norms
-) -> Tensor:
+def _norm(x: Tensor, residual: Tensor | None, after: Tensor | None, weight: Tensor, scale: float, how: Norms) -> Tensor:
     rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)

@@ -253,9 +253,7 @@ class Routed(NamedTuple):
     rows: int  # of a tile, at most
 
 
-def route(
-    logits: Tensor, correction: Tensor | None, slots: Tensor, count: int, rule: Rule, rows: int = 0
-) -> Routed:
+def route(logits: Tensor, correction: Tensor | None, slots: Tensor, count: int, rule: Rule, rows: int = 0) -> Routed:
     """Of `logits` float32 [T, count or more], T at least one. `rows`: of a tile; 0: by how many pairs an expert has."""
     tokens, most = len(logits), rule.chosen
     chosen = torch.empty((tokens, most), dtype=torch.int32, device=logits.device)
@@ -300,13 +298,7 @@ def arrivals_of(processors: int, device: torch.device) -> Tensor:
 
 
 def multiply_stacked(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor | None,
-    routed: Routed,
-    outputs: int,
-    arrivals: Tensor,
-    splits: int,
+    x: Tensor, weight: Tensor, scales: Tensor | None, routed: Routed, outputs: int, arrivals: Tensor, splits: int
 ) -> Tensor:
     """[T * K, outputs] of `x` [T or T * K, in] and `weight` [experts * outputs, in], plain or codes with `scales` float32
     [experts * outputs]. `arrivals`: no two products with them may run at the same time."""
@@ -323,9 +315,7 @@ def multiply_stacked(
     return out
 
 
-def multiply_stacked_groups(
-    x: Tensor, weight: PackedRows, routed: Routed, arrivals: Tensor, splits: int
-) -> Tensor:
+def multiply_stacked_groups(x: Tensor, weight: PackedRows, routed: Routed, arrivals: Tensor, splits: int) -> Tensor:
     """The same by a `PackedRows.stacked` weight; `x` in the order of its columns."""
     pairs = routed.order.numel()
     out, parts = _room(x, routed, weight.outputs, splits)

@@ -140,14 +140,7 @@ def pairs_by_slot(slots: Tensor, chosen: Tensor, count: int, most: int) -> LowRa
 
 
 def add_low_rank(
-    out: Tensor,
-    x: Tensor,
-    table: Tensor,
-    ranks: Tensor,
-    starts: Tensor,
-    widest: int,
-    most: int,
-    rows: LowRankRows,
+    out: Tensor, x: Tensor, table: Tensor, ranks: Tensor, starts: Tensor, widest: int, most: int, rows: LowRankRows
 ) -> None:
     """Adds to `out` [rows, outputs] what the adapters make of `x`. `widest`: outputs of the widest part; `most`: the
     highest rank there may be, rounded up to 16; the tables are those of the kernels."""

@@ -66,9 +66,7 @@ def few_rows_kernel(
     end = tl.minimum(begin + share, inputs)
     of_codes = codes + n.to(tl.int64)[:, None] * inputs
     of_x = x + t.to(tl.int64)[None, :] * x_stride
-    sums = sums_of_rows(
-        of_codes, of_x, n < outputs, t < rows, begin, end, BLOCK_N, BLOCK_T, BLOCK_K, CODE, WIDE
-    )
+    sums = sums_of_rows(of_codes, of_x, n < outputs, t < rows, begin, end, BLOCK_N, BLOCK_T, BLOCK_K, CODE, WIDE)
     add_splits(
         sums, scales, bias, out, parts, arrivals, t, n, rows, outputs, splits, tile * tl.num_programs(0) + group, split,
         SPLIT, CODE, BIAS,
@@ -153,9 +151,7 @@ def one_row_kernel(
 
 
 @triton.jit
-def encode_rows_kernel(
-    x, codes, scales, inputs, x_stride, limit, smallest, BLOCK: tl.constexpr, CODE: tl.constexpr
-):
+def encode_rows_kernel(x, codes, scales, inputs, x_stride, limit, smallest, BLOCK: tl.constexpr, CODE: tl.constexpr):
     """Grid (rows,): each row of `x` [rows, inputs], rows `x_stride` apart, as `codes` int8 (of e4m3 the bits) [rows,
     inputs] and a scale float32. One pass: the row stays in registers. BLOCK: `inputs`, up to a power of two. What
     `Codec.encode` says; a row with NaN gets it for its scale."""
@@ -251,9 +247,7 @@ def multiply_few(
     return out
 
 
-def multiply_alike(
-    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, arrivals: Tensor
-) -> Tensor:
+def multiply_alike(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, arrivals: Tensor) -> Tensor:
     """`x` [T, in] times `weight` [out, in], plus `bias`: [T, out], each row with the bits that it has alone.
 
     Tiles and splits are those of `BATCH_INVARIANT_ROWS` rows on `BATCH_INVARIANT_PROCESSORS`, whatever there is. Rows

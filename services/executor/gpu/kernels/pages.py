@@ -103,8 +103,7 @@ def _product(q, lines, PRECISION: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_writable", "most", "deviations"],
-    do_not_specialize_on_alignment=["tables", "choices"],
+    do_not_specialize=["num_writable", "most", "deviations"], do_not_specialize_on_alignment=["tables", "choices"]
 )
 def score_kernel(
     query, writable, quantized, tables, choices, scores, num_writable, most, deviations,
@@ -130,13 +129,9 @@ def score_kernel(
         at = begin + tl.arange(0, BLOCK_N)
         there = at < between
         block = tl.load(tables + tl.load(choice + 1) + first + at, mask=there, other=0)
-        mean = _lines(
-            writable, quantized, block, there, num_writable, head, 0, KV_HEADS, WIDTH, BLOCK_D, CODE
-        )
+        mean = _lines(writable, quantized, block, there, num_writable, head, 0, KV_HEADS, WIDTH, BLOCK_D, CODE)
         near = _product(q, mean, PRECISION, WIDE)
-        deviation = _lines(
-            writable, quantized, block, there, num_writable, head, 1, KV_HEADS, WIDTH, BLOCK_D, CODE
-        )
+        deviation = _lines(writable, quantized, block, there, num_writable, head, 1, KV_HEADS, WIDTH, BLOCK_D, CODE)
         total = near + deviations * _product(tl.abs(q), deviation, PRECISION, WIDE)
         best = tl.max(tl.where(lanes < GROUP, total, float("-inf")), 0)
         place = (index.to(tl.int64) * KV_HEADS + head) * most + at
@@ -266,12 +261,7 @@ def choose(query: Tensor, summaries: AttentionLayer | None, rows: ChosenRows, de
 
 
 def choose_calls(
-    query: Tensor,
-    summaries: AttentionLayer | None,
-    rows: ChosenRows,
-    deviations: float,
-    scores: Tensor,
-    chosen: Tensor,
+    query: Tensor, summaries: AttentionLayer | None, rows: ChosenRows, deviations: float, scores: Tensor, chosen: Tensor
 ) -> list[AttentionCall]:
     count, (kv_heads, group, width) = len(rows.choices), query.shape[1:]
     calls = []
@@ -287,14 +277,10 @@ def choose_calls(
             "BLOCK_N": SCORED, "BLOCK_D": triton.next_power_of_2(width), "CODE": code_of(summaries),
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "WIDE": query.device.type == "cpu",
         }  # fmt: skip
-        calls.append(
-            AttentionCall(score_kernel, (count, kv_heads, triton.cdiv(rows.most, SCORED)), arguments, sizes)
-        )
+        calls.append(AttentionCall(score_kernel, (count, kv_heads, triton.cdiv(rows.most, SCORED)), arguments, sizes))
     given = {
         "scores": scores, "tables": rows.tables, "choices": rows.choices, "chosen": chosen,
         "most": rows.most, "length": rows.length,
     }  # fmt: skip
-    calls.append(
-        AttentionCall(choose_kernel, (count, kv_heads), given, {"KV_HEADS": kv_heads, "BLOCK": CHOSEN})
-    )
+    calls.append(AttentionCall(choose_kernel, (count, kv_heads), given, {"KV_HEADS": kv_heads, "BLOCK": CHOSEN}))
     return calls

@@ -53,9 +53,7 @@ def _is_drawn(row_params, largest, row):
 @triton.jit
 def _is_off(row_params, row, rows, WEIGHTS: tl.constexpr):
     """Whether the row is greedy, or does without the filter that is sought: top-p (WEIGHTS), or top-k."""
-    filtered = (
-        tl.load(row_params + 2 * rows + row) < 1.0 if WEIGHTS else tl.load(row_params + rows + row) > 0.0
-    )
+    filtered = tl.load(row_params + 2 * rows + row) < 1.0 if WEIGHTS else tl.load(row_params + rows + row) > 0.0
     return (tl.load(row_params + row) <= 0.0) | (filtered == 0)
 
 
@@ -73,9 +71,7 @@ def _tile(logits, row, chunk, width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _in_top_k(
-    x, weights, inside, row, largest, temperature, row_params, prefixes, rows, most, FILL: tl.constexpr
-):
+def _in_top_k(x, weights, inside, row, largest, temperature, row_params, prefixes, rows, most, FILL: tl.constexpr):
     """What top-k leaves. Up to `most` it is the logits that count, beyond it their weights, as on the host."""
     k = tl.load(row_params + rows + row).to(tl.int32)
     threshold = tl.load(prefixes + row)
@@ -104,9 +100,7 @@ def tally_kernel(
     if WEIGHTS:
         highest, temperature = tl.load(largest + row), tl.load(row_params + row).to(tl.float32)
         weights = _weights_of(x, highest, temperature)
-        inside = _in_top_k(
-            x, weights, inside, row, highest, temperature, row_params, prefixes, rows, most, FILL
-        )
+        inside = _in_top_k(x, weights, inside, row, highest, temperature, row_params, prefixes, rows, most, FILL)
         amounts = weights.to(tl.float64)
     else:
         amounts = tl.full([BLOCK], 1, tl.int32)

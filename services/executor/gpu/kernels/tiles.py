@@ -88,9 +88,7 @@ def splits_of(programs: int, longest: int, processors: int) -> int:
     lengths, of the longest that it may get: parts that would have fewer than `LEAST_KEYS` keys are left empty.
     """
     splits = 1
-    while (
-        splits < MOST_SPLITS and programs * splits < PROGRAMS * processors and longest > LEAST_KEYS * splits
-    ):
+    while splits < MOST_SPLITS and programs * splits < PROGRAMS * processors and longest > LEAST_KEYS * splits:
         splits *= 2
     return splits
 

@@ -6,13 +6,7 @@ files            inspect_adapter, read_adapter: tensors checked against the targ
 modules          transformers' own modules with adapters beside their weights
 """
 
-from services.executor.model.adapters.files import (
-    AdapterInfo,
-    LowRank,
-    LowRankWeights,
-    inspect_adapter,
-    read_adapter,
-)
+from services.executor.model.adapters.files import AdapterInfo, LowRank, LowRankWeights, inspect_adapter, read_adapter
 from services.executor.model.adapters.holder import AdapterHolder
 from services.executor.model.adapters.targets import AdapterTarget, targets_of, whole_targets
 

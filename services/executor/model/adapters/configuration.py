@@ -119,9 +119,7 @@ class _Reader:
                 raise self._wrong(f"uses {meaning}, which is not supported; train the adapter without")
         bias = self._described.get("bias", "none")
         if bias != "none":
-            raise self._wrong(
-                f"has trained biases (bias {bias!r}), which are not served; train with bias none"
-            )
+            raise self._wrong(f"has trained biases (bias {bias!r}), which are not served; train with bias none")
         start = self._described.get("init_lora_weights")
         if isinstance(start, str) and start.startswith(_CHANGES_BASE):
             raise self._wrong(

@@ -206,9 +206,7 @@ class _Files:
             raise self._wrong(name, "adapts an embedding or the output layer, which is not served")
         if re.search(r"(^|\.)(gate|router|shared_expert_gate)(\.\w+)?$", module):
             raise self._wrong(name, "adapts what chooses experts, which is not served; train without it")
-        raise self._wrong(
-            name, "is of a module that the model does not have, or in which adapters are not served"
-        )
+        raise self._wrong(name, "is of a module that the model does not have, or in which adapters are not served")
 
     def _of_all(self, experts: str, is_inner: bool, name: str) -> AdapterTarget | None:
         """Which parameter of `experts` the tensor `name` is for: by its size, else by the order peft wraps them in."""
@@ -218,8 +216,7 @@ class _Files:
         fitting = [
             target
             for target in found
-            if self._shapes[name][-1 if factor == "A" else 0]
-            == (target.inputs if factor == "A" else target.outputs)
+            if self._shapes[name][-1 if factor == "A" else 0] == (target.inputs if factor == "A" else target.outputs)
         ]
         if len(fitting) == 1:
             return fitting[0]
@@ -255,9 +252,7 @@ class _Files:
                 "adapter is of another model, or its configuration of another adapter",
             )
         if expected > self._max_rank:
-            raise self._wrong(
-                factors["A"], f"has rank {expected}, and --max-adapter-rank allows {self._max_rank}"
-            )
+            raise self._wrong(factors["A"], f"has rank {expected}, and --max-adapter-rank allows {self._max_rank}")
         self.rank = max(self.rank, expected)
         for name, shape in ((factors["A"], a), (factors["B"], b)):
             self.bytes += shape[0] * shape[1] * (4 if self._file_dtypes[name] == "F32" else 2)
@@ -266,8 +261,7 @@ class _Files:
         """That all parts have one rank and one scale, so that they are one weight."""
         ranks = {self._shapes[factors["A"]][0] for factors in group.parts.values()}
         scales = {
-            self._config.scale_of(self._configured(factors["A"], group.target.name))
-            for factors in group.parts.values()
+            self._config.scale_of(self._configured(factors["A"], group.target.name)) for factors in group.parts.values()
         }
         if len(ranks) > 1 or len(scales) > 1:
             some = next(iter(group.parts.values()))["A"]
@@ -290,9 +284,7 @@ class _Files:
             if not target.experts:
                 return LowRank(a, b)
             count = target.experts
-            return LowRank(
-                a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count).permute(2, 0, 1).contiguous()
-            )
+            return LowRank(a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count).permute(2, 0, 1).contiguous())
         return self._of_experts(group)
 
     def _of_experts(self, group: _Group) -> LowRank:

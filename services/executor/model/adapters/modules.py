@@ -56,9 +56,7 @@ class StepRows:
     def groups(self) -> Groups:
         if self._part not in self._groups:
             found = grouped_rows(self._slots[slice(*self._part)])
-            self._groups[self._part] = [
-                (slot, torch.from_numpy(rows).to(self._device)) for slot, rows in found
-            ]
+            self._groups[self._part] = [(slot, torch.from_numpy(rows).to(self._device)) for slot, rows in found]
         return self._groups[self._part]
 
     @property
@@ -146,9 +144,7 @@ class AdapterLoader:
 
     def computing(self, plan: StepPlan, step: StepContext) -> AbstractContextManager[None]:
         """While PyTorch computes `plan`; decoders read it themselves."""
-        return (
-            self._holder.computing(plan, step) if isinstance(self._holder, ModuleAdapters) else nullcontext()
-        )
+        return self._holder.computing(plan, step) if isinstance(self._holder, ModuleAdapters) else nullcontext()
 
 
 class _Delta:
@@ -188,9 +184,7 @@ class _Delta:
                 made.index_add_(0, at, functional.linear(low, pair.b[expert]))
 
 
-def _attach_experts(
-    experts: Any, deltas: Mapping[str, _Delta], current: Callable[[], StepRows | None]
-) -> None:
+def _attach_experts(experts: Any, deltas: Mapping[str, _Delta], current: Callable[[], StepRows | None]) -> None:
     plain = experts.forward
     entry, out = (deltas[leaf] for leaf in expert_leaves(experts))
 

@@ -30,9 +30,7 @@ from shared.errors import ModelLoadError
 
 # Steps of Mamba 1, by whose weight its code multiplies without a call; what chooses or weights experts, which
 # decoders multiply by in one product with others; layers of an output layer, which see the sampled rows alone.
-_NOT_SERVED = re.compile(
-    r"(\.(mixer|mamba)\.dt_proj|(^|\.)(gate|router|shared_expert_gate)(\.\w+)?|^lm_head\.\w+)$"
-)
+_NOT_SERVED = re.compile(r"(\.(mixer|mamba)\.dt_proj|(^|\.)(gate|router|shared_expert_gate)(\.\w+)?|^lm_head\.\w+)$")
 
 Spans = list[tuple[int, int]]  # half-open ranges of a dimension, end to end
 

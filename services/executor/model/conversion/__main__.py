@@ -110,13 +110,7 @@ def _convert(options: argparse.Namespace) -> dict[str, object]:
     report = _reporter()
     dtype, codes = (options.dtype, "") if options.dtype else dtype_of(options.source)
     size = convert(
-        options.source,
-        options.target,
-        options.to,
-        dtype,
-        report,
-        calibrate=options.calibrate,
-        adapter=options.adapter,
+        options.source, options.target, options.to, dtype, report, calibrate=options.calibrate, adapter=options.adapter
     )
     checked = compare(options.source, options.target, report) if options.check else None
     return {"bytes": size, "check": checked, "dtype": dtype, "codes": codes}

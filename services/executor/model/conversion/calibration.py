@@ -36,9 +36,7 @@ _Settings = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called wit
 class Calibration:
     """Quantizes the weights of a model's layers, asked for in the order of the layers."""
 
-    def __init__(
-        self, model: SourceModel, text: Path, rounded: Round, report: Callable[[str, int, int], None]
-    ):
+    def __init__(self, model: SourceModel, text: Path, rounded: Round, report: Callable[[str, int, int], None]):
         """Scales and zero points are those of `rounded`. Raises `ConfigurationError` and `ModelLoadError`."""
         self._tensors = {tensor.name: tensor for tensor in model.tensors}
         self._rounded = rounded
@@ -141,10 +139,7 @@ class Calibration:
                 f"The checkpoint has no tensor {before}{missing[0]}, as the model names it, so it is not calibrated; "
                 "leave out --calibrate."
             )
-        held = {
-            name: torch.cat([piece.float() for piece in self._tensors[before + name].pieces()])
-            for name in wanted
-        }
+        held = {name: torch.cat([piece.float() for piece in self._tensors[before + name].pieces()]) for name in wanted}
         module.load_state_dict(held, strict=False, assign=True)
 
     @torch.inference_mode()
@@ -198,11 +193,7 @@ class Calibration:
             if module not in found[number][0]:
                 found[number][0].append(module)
 
-        hooks = [
-            module.register_forward_pre_hook(note)
-            for module in layer.modules()
-            if isinstance(module, nn.Linear)
-        ]
+        hooks = [module.register_forward_pre_hook(note) for module in layer.modules() if isinstance(module, nn.Linear)]
         for states in self._states if self._states is not None else ():
             seen.clear()
             self._run(layer, states)
@@ -270,9 +261,7 @@ def _sequences(model: SourceModel, text: Path) -> list[Tensor]:
         with text.open(encoding="utf-8") as file:
             content = file.read(_CHARACTERS)
     except UnicodeDecodeError:
-        raise ConfigurationError(
-            f"The file {text} is not UTF-8 text; give one that is to --calibrate."
-        ) from None
+        raise ConfigurationError(f"The file {text} is not UTF-8 text; give one that is to --calibrate.") from None
     except OSError as error:
         raise ConfigurationError(
             f"The text {text} cannot be read ({error.strerror}); give another to --calibrate."

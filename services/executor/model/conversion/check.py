@@ -34,9 +34,7 @@ def compare(source: Path, target: Path, report: Callable[[str, int, int], None])
     with open_model(source) as model:
         ids = _ids(model)
         if len(ids) < _FEWEST:
-            raise ModelLoadError(
-                f"The tokenizer of {source} makes {len(ids)} tokens of a text; it cannot be compared."
-            )
+            raise ModelLoadError(f"The tokenizer of {source} makes {len(ids)} tokens of a text; it cannot be compared.")
         before = _logits(model, ids)
     report("checking", 1, 2)
     with open_model(target) as model:
@@ -65,17 +63,12 @@ def _logits(model: SourceModel, ids: list[int]) -> Tensor:
     computed = empty_model(model.config, torch.float32)
     if model.gguf is not None:
         model.gguf.scale_frequencies(computed)
-    held = {
-        one.name: torch.cat([piece.float() for piece in one.pieces()]).view(one.shape)
-        for one in model.tensors
-    }
+    held = {one.name: torch.cat([piece.float() for piece in one.pieces()]).view(one.shape) for one in model.tensors}
     found = computed.load_state_dict(held, strict=False, assign=True)
     computed.tie_weights()
     missing = [name for name, tensor in computed.named_parameters() if tensor.is_meta]
     if missing or found.unexpected_keys:
         name = [*missing, *found.unexpected_keys][0]
-        raise ModelLoadError(
-            f"The model in {model.directory} has the tensor {name} otherwise; it cannot be compared."
-        )
+        raise ModelLoadError(f"The model in {model.directory} has the tensor {name} otherwise; it cannot be compared.")
     logits: Tensor = computed.eval()(torch.tensor([ids]), use_cache=False).logits[0].float()
     return logits

@@ -83,9 +83,7 @@ def convert(
             model, made_of = with_adapter(model, adapter), fingerprint(adapter)
         if to == "gguf":
             return _to_gguf(model, source, target, gguf_types.DTYPES[dtype], report, made_of)
-        return _to_safetensors(
-            model, source, target, safetensors_file.DTYPES[dtype], report, calibrate, made_of
-        )
+        return _to_safetensors(model, source, target, safetensors_file.DTYPES[dtype], report, calibrate, made_of)
 
 
 @contextlib.contextmanager
@@ -128,18 +126,11 @@ def _check(target: Path, to: str, dtype: str) -> None:
         raise ConfigurationError(f"{to} files are not written as {dtype}, but as {', '.join(FORMATS[to])}.")
     check_free(target)
     if to == "gguf" and target.suffix != ".gguf":
-        raise ConfigurationError(
-            f"{target} does not end in .gguf, by which such files are known; name it so."
-        )
+        raise ConfigurationError(f"{target} does not end in .gguf, by which such files are known; name it so.")
 
 
 def _to_gguf(
-    model: SourceModel,
-    source: Path,
-    target: Path,
-    dtype: gguf_types.GgufDtype,
-    report: Progress,
-    made_of: str,
+    model: SourceModel, source: Path, target: Path, dtype: gguf_types.GgufDtype, report: Progress, made_of: str
 ) -> int:
     config = {**model.config.to_dict(), **_rotary_settings(model)}
     architecture = gguf_header.architecture_of(config)
@@ -153,9 +144,7 @@ def _to_gguf(
     layers = config["num_hidden_layers"]
     listed = [(name, one.shape, gguf_types.type_of(name, one.shape, dtype, layers)) for name, one in named]
     written = [_gguf_tensor(one, kind) for (_, one), (_, _, kind) in zip(named, listed, strict=True)]
-    if linked := linked_gguf(
-        model.directory
-    ):  # merged with an adapter: what the file says of its tokenizer stays
+    if linked := linked_gguf(model.directory):  # merged with an adapter: what the file says of its tokenizer stays
         header = gguf_header.header_from(open_parts(linked[0])[0], dtype, listed)
     else:
         header = gguf_header.header_of(source.resolve().name, config, model.directory, dtype, listed)
@@ -186,9 +175,7 @@ def _from_rows(file: GgufFile, tensor: GgufTensor, kind: Type) -> WrittenTensor:
         for first, end in row_spans((tensor.rows, tensor.shape[-1])):
             raw = file.rows(tensor)[first:end]
             try:
-                yield (
-                    raw.numpy() if kind is tensor.kind else gguf_types.encoded(values(raw, tensor.kind), kind)
-                )
+                yield (raw.numpy() if kind is tensor.kind else gguf_types.encoded(values(raw, tensor.kind), kind))
             except (ValueError, NotImplementedError) as error:
                 raise ModelLoadError(
                     f"The tensor {tensor.name} of {file.path} cannot be read as {tensor.kind.name} ({error}); the "
@@ -200,12 +187,7 @@ def _from_rows(file: GgufFile, tensor: GgufTensor, kind: Type) -> WrittenTensor:
 
 
 def _write_gguf(
-    source: Path,
-    target: Path,
-    header: bytes,
-    tensors: list[WrittenTensor],
-    options: str,
-    report: Progress,
+    source: Path, target: Path, header: bytes, tensors: list[WrittenTensor], options: str, report: Progress
 ) -> int:
     with partial_directory(target, digest_of(source, header, options)) as directory:
         made = directory / target.name

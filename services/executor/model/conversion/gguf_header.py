@@ -43,9 +43,7 @@ def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
         )
     for differs in (_biases, _windows, _rotary, _scores, _activation):
         if reason := differs(config, found):
-            raise ModelLoadError(
-                f"GGUF's architecture {found.name} has no place for {reason}; convert to safetensors."
-            )
+            raise ModelLoadError(f"GGUF's architecture {found.name} has no place for {reason}; convert to safetensors.")
     _rope_scaling(config)
     return found
 
@@ -98,9 +96,7 @@ def _activation(config: Mapping[str, Any], architecture: GgufArchitecture) -> st
     return "" if found in architecture.activations else f"the activation {found}"
 
 
-def names_of(
-    names: Sequence[str], architecture: GgufArchitecture, config: Mapping[str, Any]
-) -> dict[str, str]:
+def names_of(names: Sequence[str], architecture: GgufArchitecture, config: Mapping[str, Any]) -> dict[str, str]:
     """For each of the checkpoint's `names` GGUF's. Raises `ModelLoadError` where there is none."""
     name_in_file = architecture.tensor_names(config["num_hidden_layers"])
     found = {}
@@ -151,9 +147,7 @@ def header_of(
             add_tokenizer(writer, tokenizer, config)
             _add_sampling(writer, tokenizer / "generation_config.json")
             for name, shape, kind in tensors:
-                writer.add_tensor_info(
-                    name, shape, torch.empty(0).numpy().dtype, nbytes_of(shape, kind), kind
-                )
+                writer.add_tensor_info(name, shape, torch.empty(0).numpy().dtype, nbytes_of(shape, kind), kind)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -163,15 +157,10 @@ def header_of(
     return header + bytes(-len(header) % ALIGNMENT)
 
 
-def header_from(
-    file: GgufFile, dtype: GgufDtype, tensors: Sequence[tuple[str, tuple[int, ...], Type]]
-) -> bytes:
+def header_from(file: GgufFile, dtype: GgufDtype, tensors: Sequence[tuple[str, tuple[int, ...], Type]]) -> bytes:
     """The same for other `tensors` of the model that `file` is, or is the first part of: what it says stays."""
     kept = [key for key in file.header.spans if not key.startswith(_OF_ONE_FILE)]
-    numbers = {
-        "general.file_type": int(dtype.file_type),
-        "general.quantization_version": gguf.GGML_QUANT_VERSION,
-    }
+    numbers = {"general.file_type": int(dtype.file_type), "general.quantization_version": gguf.GGML_QUANT_VERSION}
     number = struct.Struct("<II")
     said = [file.raw_entry(key) for key in kept]
     said += [_text(key) + number.pack(gguf.GGUFValueType.UINT32, value) for key, value in numbers.items()]
@@ -186,13 +175,7 @@ def header_from(
 
 
 # Keys that tell of how a file is stored.
-_OF_ONE_FILE = (
-    "split.",
-    "general.alignment",
-    "general.file_type",
-    "general.quantization_version",
-    "quantize.",
-)
+_OF_ONE_FILE = ("split.", "general.alignment", "general.file_type", "general.quantization_version", "quantize.")
 
 
 def _text(text: str) -> bytes:
@@ -216,9 +199,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of the layers that see all of the text."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = found.get("full_attention", found)
-    original = {
-        name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None
-    }
+    original = {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
     return {"rope_theta": config.get("rope_theta", 10_000.0), "rope_type": "default", **original, **found}
 
 
@@ -262,11 +243,7 @@ _USUAL = {
 
 
 def _add_config(
-    writer: gguf.GGUFWriter,
-    architecture: GgufArchitecture,
-    config: Mapping[str, Any],
-    name: str,
-    dtype: GgufDtype,
+    writer: gguf.GGUFWriter, architecture: GgufArchitecture, config: Mapping[str, Any], name: str, dtype: GgufDtype
 ) -> None:
     heads = config["num_attention_heads"]
     head_dim = _head_dim(config)

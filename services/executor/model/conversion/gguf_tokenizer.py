@@ -38,9 +38,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str,
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any]) -> None:
     tokenizer = _tokenizer(directory)
     model = tokenizer["model"]
-    merges = [
-        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]
-    ]
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     tokens, types = vocabulary(tokenizer, config["vocab_size"])
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
@@ -129,10 +127,7 @@ def space_prefix(tokenizer: Mapping[str, Any]) -> bool:
     kind = (splitter.get("type"), splitter.get("replacement"), splitter.get("split", True))
     if not rules and kind == ("Metaspace", _SPACE, False):
         return bool(splitter.get("prepend_scheme", "always") != "never")
-    harmless = not splitter or (splitter.get("type"), splitter.get("behavior")) == (
-        "Split",
-        "MergedWithPrevious",
-    )
+    harmless = not splitter or (splitter.get("type"), splitter.get("behavior")) == ("Split", "MergedWithPrevious")
     if harmless and rules in ([("Replace", _SPACE)], [("Prepend", _SPACE), ("Replace", _SPACE)]):
         return len(rules) > 1
     raise ModelLoadError(
@@ -148,11 +143,7 @@ def pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
     parts = splitter.get("pretokenizers", [splitter])
     kinds = [part.get("type") for part in parts]
     if kinds[-1:] == ["ByteLevel"] and not parts[-1].get("add_prefix_space"):
-        if (
-            kinds == ["Digits", "ByteLevel"]
-            and parts[0].get("individual_digits")
-            and parts[1].get("use_regex")
-        ):
+        if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and parts[1].get("use_regex"):
             return "smollm"
         if kinds == ["ByteLevel"] and parts[0].get("use_regex"):
             return "gpt-2"

@@ -22,14 +22,7 @@ from services.executor.model.conversion.models import SourceModel, SourceTensor
 from shared.errors import ModelLoadError
 
 # What `models inspect` calls formats that are not codes, and the `--dtype` that writes them.
-_PLAIN = {
-    "float32": "f32",
-    "F32": "f32",
-    "float16": "f16",
-    "F16": "f16",
-    "bfloat16": "bf16",
-    "BF16": "bf16",
-}
+_PLAIN = {"float32": "f32", "F32": "f32", "float16": "f16", "F16": "f16", "bfloat16": "bf16", "BF16": "bf16"}
 _OF_CODES = "bf16"  # what a base of codes is written as
 
 

@@ -113,9 +113,7 @@ def tokens_of(model: SourceModel, text: str) -> list[int]:
         tokenizer = AutoTokenizer.from_pretrained(str(model.directory), local_files_only=True)
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception as error:
-        raise ModelLoadError(
-            f"The tokenizer in {model.directory} cannot be read ({reason_of(error)})."
-        ) from error
+        raise ModelLoadError(f"The tokenizer in {model.directory} cannot be read ({reason_of(error)}).") from error
     return ids
 
 
@@ -163,14 +161,7 @@ def row_spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, count)
 
 
-_TEXTS = (
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-)
+_TEXTS = ("generation_config.json", "tokenizer*.json", "special_tokens_map.json", "*.jinja", "*.model", "*.txt")
 
 
 def copy_texts(source: Path, target: Path, changes: Mapping[str, Any]) -> None:

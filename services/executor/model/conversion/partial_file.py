@@ -128,9 +128,7 @@ def write_tensors(
                 file.write(np.ascontiguousarray(piece).tobytes())
                 written += piece.nbytes
                 progress("writing", done + written, total)
-            assert written == tensor.nbytes, (
-                f"{tensor.name}: {written} bytes where {tensor.nbytes} are announced"
-            )
+            assert written == tensor.nbytes, f"{tensor.name}: {written} bytes where {tensor.nbytes} are announced"
             file.write(bytes(_padded(written, alignment) - written))
             done += _padded(written, alignment)
             file.flush()

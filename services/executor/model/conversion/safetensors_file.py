@@ -52,13 +52,7 @@ DTYPES = {
         SafetensorsDtype("int4-g32", bits=4, group=32),
     )
 }
-_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 
 
 @dataclass(frozen=True)
@@ -73,9 +67,7 @@ class _Stored:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def finish(self) -> WrittenTensor:
-        return WrittenTensor(
-            self.name, self.nbytes, lambda: (_bytes(piece.to(self.dtype)) for piece in self.pieces())
-        )
+        return WrittenTensor(self.name, self.nbytes, lambda: (_bytes(piece.to(self.dtype)) for piece in self.pieces()))
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.generic]:
@@ -116,12 +108,7 @@ def configuration(dtype: SafetensorsDtype) -> dict[str, Any]:
             "dynamic": False,
             "observer": "minmax",
         }
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         changes["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",

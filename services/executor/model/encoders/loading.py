@@ -97,9 +97,7 @@ def _build(config: Any, *, classifies: bool, **options: Any) -> Any:
     return AutoModel.from_config(config, **options)
 
 
-def load_dense(
-    layers: tuple[Dense, ...], size: int, dtype: torch.dtype, device: torch.device
-) -> nn.Module | None:
+def load_dense(layers: tuple[Dense, ...], size: int, dtype: torch.dtype, device: torch.device) -> nn.Module | None:
     """sentence-transformers' layers behind a pooling of `size` numbers; None: there are none. Raises
     `ModelLoadError`."""
     modules: list[nn.Module] = []

@@ -17,26 +17,14 @@ import structlog
 from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import GGUF, gguf_architecture
 from services.executor.model.catalogue import check_sizes
-from services.executor.model.loading.gguf_metadata import (
-    check_described,
-    end_tokens,
-    positive,
-    sampling_of,
-    unsaid,
-)
+from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
 from shared.model_store.locks import claimed
 from shared.model_store.programs import CONVERSION, recommend
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
-from shared.models import (
-    converted_name,
-    link_gguf,
-    linked_gguf,
-    path_of,
-    relink_gguf,
-)
+from shared.models import converted_name, link_gguf, linked_gguf, path_of, relink_gguf
 
 if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does without
     from services.executor.model.loading.gguf_file import GgufFile, Value
@@ -88,9 +76,7 @@ def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress,
     if file.suffix == ".gguf" and ((path is not None and path.exists()) or ":" not in name_or_path):
         return _of_gguf(file, cache_dir, progress)
     if path is not None and path.exists():
-        raise ModelLoadError(
-            f"{path} is neither a model directory nor a .gguf file; give one of these or a hub name."
-        )
+        raise ModelLoadError(f"{path} is neither a model directory nor a .gguf file; give one of these or a hub name.")
     if path is not None:
         raise ModelLoadError(f"The model {name_or_path} does not exist; check the path.")
     from shared.model_store.catalog import ensure_model
@@ -133,9 +119,7 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
             f"The model of {file} is in {len(files)} files, and one of the architecture {row.name!r} is only read "
             "from one; join them with llama-gguf-split --merge, or use a safetensors directory."
         )
-    from services.executor.model.loading.config_file import (
-        load_config,
-    )  # with transformers, which takes seconds
+    from services.executor.model.loading.config_file import load_config  # with transformers, which takes seconds
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -226,11 +210,7 @@ def _alone(file: Path, directory: Path) -> dict[str, Any]:
     in its stead, another model's tokenizer.json for one."""
     directory.mkdir()
     (directory / file.name).symlink_to(file.absolute())
-    return {
-        "pretrained_model_name_or_path": str(directory),
-        "gguf_file": file.name,
-        "local_files_only": True,
-    }
+    return {"pretrained_model_name_or_path": str(directory), "gguf_file": file.name, "local_files_only": True}
 
 
 def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
@@ -290,9 +270,7 @@ def _said_beside(header: "Mapping[str, Value]", row: GgufArchitecture) -> dict[s
 _NONE_BY_ZERO = ("attention.sliding_window",)
 
 
-def _set_rotary(
-    config: Any, header: "Mapping[str, Value]", row: GgufArchitecture, scaling: dict[str, Any]
-) -> None:
+def _set_rotary(config: Any, header: "Mapping[str, Value]", row: GgufArchitecture, scaling: dict[str, Any]) -> None:
     if row.rotates_in_part:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if rotated := positive(header, f"{row.name}.rope.dimension_count", head_dim):
@@ -318,24 +296,16 @@ _SETTINGS = {
 }
 
 
-def _own_settings(
-    files: "Sequence[GgufFile]", row: GgufArchitecture, settings: Mapping[str, str]
-) -> dict[str, Any]:
+def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: Mapping[str, str]) -> dict[str, Any]:
     """Of config.json. Raises `ModelLoadError` where the file does not say what it has to."""
     header = files[0].header.metadata
-    said = {
-        key.removeprefix(f"{row.name}."): value
-        for key, value in header.items()
-        if isinstance(value, int | float)
-    }
+    said = {key.removeprefix(f"{row.name}."): value for key, value in header.items() if isinstance(value, int | float)}
     wanted = {key: name for key, name in {**_SETTINGS, **settings}.items() if name}
     if missing := [key for key in wanted if key not in said]:
         raise unsaid(files[0].path, f"{row.name}.{missing[0]}")
     tensors = {tensor.name: tensor for file in files for tensor in file.header.tensors}
     if (embedding := tensors.get("token_embd.weight")) is None:
-        raise ModelLoadError(
-            f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model."
-        )
+        raise ModelLoadError(f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model.")
     heads = said["attention.head_count"]
     rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
     tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
@@ -378,12 +348,7 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
                 raise _without(f"rope_factors_{length}.weight")
         if original is None:
             raise unsaid(files[0].path, f"{prefix}original_context_length")
-        return {
-            "rope_type": "longrope",
-            "long_factor": factors["long"],
-            "short_factor": factors["short"],
-            **known,
-        }
+        return {"rope_type": "longrope", "long_factor": factors["long"], "short_factor": factors["short"], **known}
     if kind in (None, "none") and factor in (None, 0.0, 1.0):
         return {}
     if kind in ("linear", "yarn") and positive(header, f"{prefix}factor"):
@@ -397,9 +362,7 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
 
 
 def _without(tensor: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"The file has no tensor {tensor}, by which its rotary positions are scaled; fetch it again."
-    )
+    return ModelLoadError(f"The file has no tensor {tensor}, by which its rotary positions are scaled; fetch it again.")
 
 
 def _write_generation(made: Path, config: Any, ends: list[int]) -> None:
@@ -425,9 +388,7 @@ def _mend_tokenizer(directory: Path, header: "Mapping[str, Value]", context_leng
     added = content.get("added_tokens") or []
     own = [token for token in added if token["id"] < len(content["model"]["vocab"])]
     if len(own) < len(added):
-        changes["added_tokens"] = (
-            own  # the others are such as transformers gives to every tokenizer of the kind
-        )
+        changes["added_tokens"] = own  # the others are such as transformers gives to every tokenizer of the kind
     if changes:
         tokenizer.write_text(json.dumps({**content, **changes}, ensure_ascii=False), encoding="utf-8")
     settings = directory / "tokenizer_config.json"

@@ -46,9 +46,7 @@ def check_whole(model: Any, sources: CheckpointSources, directory: Path) -> None
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     missing = [
-        held[0]
-        for held in names.values()
-        if not sources.parameters.keys() & set(held) and not is_computed(held[0])
+        held[0] for held in names.values() if not sources.parameters.keys() & set(held) and not is_computed(held[0])
     ]
     if missing:
         raise ModelLoadError(
@@ -70,9 +68,7 @@ def check_leftovers(
     known = {name for names in parameters for name in names}
     for name, module in model.named_modules():
         known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
-    ignored = [
-        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     for name in sorted(sources.unused | (sources.parameters.keys() - known)):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue

@@ -98,16 +98,11 @@ class Composition:
     def split(self, sizes: Sequence[int], dim: int) -> "list[Composition]":
         """Pieces of `sizes` along dimension `dim`."""
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [
-            self._span(dim, ShardRange(start, start + size))
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        return [self._span(dim, ShardRange(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
     def _span(self, dim: int, span: ShardRange) -> "Composition":
         pieces = (part.cut(dim, span) for part in self.parts)
-        return Composition(
-            _changed(self.shape, dim, span.size), tuple(piece for piece in pieces if piece is not None)
-        )
+        return Composition(_changed(self.shape, dim, span.size), tuple(piece for piece in pieces if piece is not None))
 
     def unsqueezed(self, dim: int) -> "Composition":
         """A new dimension `dim` of size 1."""

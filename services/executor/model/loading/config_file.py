@@ -80,9 +80,7 @@ def _unusable(directory: Path, described: Any, error: Exception) -> ModelLoadErr
     model_type = described.get("model_type") if isinstance(described, dict) else None
     other = nearest(model_type) if isinstance(model_type, str) else ""
     is_known = model_type is None or model_type in CONFIG_MAPPING
-    reason = (
-        reason_of(error) if is_known else f"transformers {transformers.__version__} knows no {model_type!r}"
-    )
+    reason = reason_of(error) if is_known else f"transformers {transformers.__version__} knows no {model_type!r}"
     return ModelLoadError(
         f"The config.json in {directory} is not one that can be served ({reason}); "
         f"check the file, or choose a model of an architecture that transformers knows{other}."

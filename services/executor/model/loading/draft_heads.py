@@ -74,11 +74,7 @@ class _Names:
         return beside, layer
 
 
-_HEAD = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "eh_proj.weight": "eh_proj.weight",
-}
+_HEAD = {"enorm.weight": "enorm.weight", "hnorm.weight": "hnorm.weight", "eh_proj.weight": "eh_proj.weight"}
 _NORM = "model.model.norm.weight"
 # Sources: transformers' conversions for its `MtpModel`; vLLM's mimo_v2_mtp.py and qwen3_next_mtp.py.
 _KINDS = (
@@ -115,10 +111,7 @@ _KINDS = (
 )
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 # What is the model's where a head has none: the first that is there.
-_SHARED = {
-    "model.model.embed_tokens.weight": _EMBEDDINGS,
-    "model.lm_head.weight": ("lm_head.weight", *_EMBEDDINGS),
-}
+_SHARED = {"model.model.embed_tokens.weight": _EMBEDDINGS, "model.lm_head.weight": ("lm_head.weight", *_EMBEDDINGS)}
 _TABLES = ("d2t", "t2d")
 _LAYER = "model.model.layers.0."
 
@@ -167,9 +160,7 @@ def load_mtp_head(directory: Path, where: HeadPlacement) -> LoadedHead:
         config = _of_one_layer(whole, names)
         model, ties = build_causal(config, where.dtype)
         fix_frequencies(model, longest_context(config))
-        sources = _renamed(
-            find_sources(model, {own: shapes[name] for own, name in of_layer.items()}), of_layer
-        )
+        sources = _renamed(find_sources(model, {own: shapes[name] for own, name in of_layer.items()}), of_layer)
         apply_plan(model, config, where.layout(config), where.collectives)
         norm = type(model.base_model.norm)
         norms = [norm(config.hidden_size, eps=config.rms_norm_eps).to("meta", where.dtype) for _ in range(2)]
@@ -198,11 +189,7 @@ def _own_head(
 
 
 # What has a configuration's first layer be of experts, where any is.
-_WITH_EXPERTS: Mapping[str, Any] = {
-    "first_k_dense_replace": 0,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
+_WITH_EXPERTS: Mapping[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def _of_one_layer(whole: Any, names: _Names) -> Any:
@@ -230,11 +217,7 @@ def load_eagle3_head(directory: Path, model_directory: Path, where: HeadPlacemen
     reduced: int = getattr(config, "draft_vocab_size", None) or config.vocab_size
     _check_eagle3(directory, config, whole)
     config.tie_word_embeddings = False
-    with (
-        LOADING,
-        WeightFiles(directory) as files,
-        WeightFiles(model_directory, scheme_of(whole)) as others,
-    ):
+    with LOADING, WeightFiles(directory) as files, WeightFiles(model_directory, scheme_of(whole)) as others:
         shapes = files.shapes
         for name in ("fc.weight", "lm_head.weight"):
             if name not in shapes:
@@ -252,9 +235,7 @@ def load_eagle3_head(directory: Path, model_directory: Path, where: HeadPlacemen
         head = Eagle3Head(model, config.hidden_size, norms, 3 * whole.hidden_size, where.dtype)
         found = {_eagle3_name(name): _whole(name, shapes) for name in shapes if name not in _TABLES}
         found |= _shared(found, others.shapes, lambda name: _OTHERS + name)
-        _read(
-            head, ties, CheckpointSources(found, frozenset()), {"": files, _OTHERS: others}, where, directory
-        )
+        _read(head, ties, CheckpointSources(found, frozenset()), {"": files, _OTHERS: others}, where, directory)
     return LoadedHead(head, config, _aux_layers(config, whole.num_hidden_layers, directory))
 
 
@@ -284,9 +265,7 @@ def _check_eagle3(directory: Path, config: Any, whole: Any) -> None:
 def _aux_layers(config: Any, layers: int, directory: Path) -> tuple[int, ...]:
     """Whose inputs the head reads: low, middle, high."""
     told = getattr(config, "eagle_config", None) or {}
-    ids = told.get("eagle_aux_hidden_state_layer_ids") or getattr(
-        config, "eagle_aux_hidden_state_layer_ids", None
-    )
+    ids = told.get("eagle_aux_hidden_state_layer_ids") or getattr(config, "eagle_aux_hidden_state_layer_ids", None)
     found = tuple(ids or (min(2, layers - 1), layers // 2, max(layers - 3, 0)))
     if len(found) != 3 or not all(isinstance(one, int) and 0 <= one < layers for one in found):
         raise ModelLoadError(
@@ -302,11 +281,7 @@ def _widen(model: Any, config: Any, dtype: torch.dtype) -> Eagle3Norms:
     for name in ("q_proj", "k_proj", "v_proj"):
         linear = getattr(layer.self_attn, name)
         wide = nn.Linear(
-            2 * config.hidden_size,
-            linear.out_features,
-            bias=linear.bias is not None,
-            device="meta",
-            dtype=dtype,
+            2 * config.hidden_size, linear.out_features, bias=linear.bias is not None, device="meta", dtype=dtype
         )
         setattr(layer.self_attn, name, wide)
     of_states = type(layer.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps).to("meta", dtype)

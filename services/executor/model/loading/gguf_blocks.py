@@ -221,9 +221,7 @@ def _q5_k(blocks: Tensor) -> QuantizedRows:
 def _q6_k(blocks: Tensor) -> QuantizedRows:
     low, high = _plane(blocks[..., :128], 64, 4), _plane(blocks[..., 128:192], 32, 2)
     scales = _rows(blocks[..., 192:208]).view(torch.int8)
-    return QuantizedRows(
-        _rows(low | high << 4), 6, 16, scales, offset=32, supers=_halves(blocks, 208), per=16
-    )
+    return QuantizedRows(_rows(low | high << 4), 6, 16, scales, offset=32, supers=_halves(blocks, 208), per=16)
 
 
 def _iq4_xs(blocks: Tensor) -> QuantizedRows:
@@ -256,9 +254,7 @@ def _pack_q3_k(rows: QuantizedRows) -> Bytes:
     nibbles = (scales[:, 0] & 15) | ((scales[:, 1] & 15) << 4)
     fours = scales.reshape(blocks, 4, 4) >> 4
     upper = fours[:, 0] | (fours[:, 1] << 2) | (fours[:, 2] << 4) | (fours[:, 3] << 6)
-    return np.concatenate(
-        [_single_bits(codes >> 2), low, nibbles, upper, *_float16((rows.supers,), blocks)], axis=1
-    )
+    return np.concatenate([_single_bits(codes >> 2), low, nibbles, upper, *_float16((rows.supers,), blocks)], axis=1)
 
 
 def _pack_q4_k(rows: QuantizedRows) -> Bytes:
@@ -328,9 +324,7 @@ BLOCKS = {
     GGMLQuantizationType.Q2_K: GgufBlock(
         _q2_k, codec=replace(CODECS["q4_k"], name="q2_k", bits=2, group=16), pack=_pack_q2_k
     ),
-    GGMLQuantizationType.Q3_K: GgufBlock(
-        _q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k
-    ),
+    GGMLQuantizationType.Q3_K: GgufBlock(_q3_k, codec=replace(CODECS["q6_k"], name="q3_k", bits=3), pack=_pack_q3_k),
     GGMLQuantizationType.Q4_K: GgufBlock(_q4_k, native=True, codec=CODECS["q4_k"], pack=_pack_q4_k),
     GGMLQuantizationType.Q5_K: GgufBlock(
         _q5_k, native=True, codec=replace(CODECS["q4_k"], name="q5_k", bits=_FIVE), pack=_pack_q4_k

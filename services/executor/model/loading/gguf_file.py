@@ -88,9 +88,7 @@ class GgufFile:
                     file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
         except OSError as error:
-            raise ModelLoadError(
-                f"The file {path} cannot be read ({error.strerror}); check the path."
-            ) from error
+            raise ModelLoadError(f"The file {path} cannot be read ({error.strerror}); check the path.") from error
         try:
             self.header = _Reader(self._memory).header()
         except ValueError as error:
@@ -114,15 +112,11 @@ class GgufFile:
         """The values of an array of the metadata, however long: texts, or numbers. Raises `ModelLoadError` where it is
         not there, or no array."""
         if (span := self.header.spans.get(key)) is None:
-            raise ModelLoadError(
-                f"The file {self.path} does not say {key}; fetch it again, or choose another."
-            )
+            raise ModelLoadError(f"The file {self.path} does not say {key}; fetch it again, or choose another.")
         at = span.start + 8 + len(key.encode())
         kind, inner, count = struct.unpack_from("<IIQ", self._memory, at)
         if kind != ARRAY:
-            raise ModelLoadError(
-                f"The file {self.path} has {key} as one value, where a list belongs; fetch it again."
-            )
+            raise ModelLoadError(f"The file {self.path} has {key} as one value, where a list belongs; fetch it again.")
         at += 16
         return (
             self._texts(at, count)
@@ -140,9 +134,7 @@ class GgufFile:
         try:
             return [text.decode() for text in texts]
         except UnicodeDecodeError as error:
-            raise ModelLoadError(
-                f"The file {self.path} has texts that are not UTF-8; fetch it again."
-            ) from error
+            raise ModelLoadError(f"The file {self.path} has texts that are not UTF-8; fetch it again.") from error
 
     def numbers(self, tensor: GgufTensor) -> "Tensor":
         """Of a vector, or a small tensor: [values]. Raises `ValueError` where its scales are no numbers."""
@@ -173,9 +165,7 @@ def open_parts(path: Path) -> list[GgufFile]:
                 "fetch the model's files again, under their own names."
             )
     if doubled := _doubled(tensor.name for file in files for tensor in file.header.tensors):
-        raise ModelLoadError(
-            f"Two of the files beside {path} hold a tensor {doubled}; fetch the model's files again."
-        )
+        raise ModelLoadError(f"Two of the files beside {path} hold a tensor {doubled}; fetch the model's files again.")
     return files
 
 
@@ -198,9 +188,7 @@ class _Reader:
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            raise ValueError(
-                "it is of a big-endian machine" if swapped else f"its version {version} is not read"
-            )
+            raise ValueError("it is of a big-endian machine" if swapped else f"its version {version} is not read")
         tensors, values = self._number("Q"), self._number("Q")
         metadata: dict[str, Value] = {}
         spans: dict[str, slice] = {}
@@ -230,9 +218,7 @@ class _Reader:
                 raise ValueError(f"the tensors {before} and {tensor.name} overlap")
             behind, before = tensor.offset + tensor.nbytes, tensor.name
             if begin + behind > self._size:
-                raise ValueError(
-                    f"it ends {begin + behind - self._size} bytes before the end of the tensor {before}"
-                )
+                raise ValueError(f"it ends {begin + behind - self._size} bytes before the end of the tensor {before}")
             placed.append(GgufTensor(tensor.name, tensor.shape, tensor.kind, begin + tensor.offset))
         if doubled := _doubled(tensor.name for tensor in placed):
             raise ValueError(f"two of its tensors have one name, {doubled}")

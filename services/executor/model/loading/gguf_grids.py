@@ -124,19 +124,11 @@ def _signed(
 
 
 def _rows(
-    codes: Tensor,
-    halves: Tensor,
-    scales: Tensor,
-    group: int,
-    table: tuple[int, ...],
-    bits: int,
-    factor: float,
+    codes: Tensor, halves: Tensor, scales: Tensor, group: int, table: tuple[int, ...], bits: int, factor: float
 ) -> QuantizedRows:
     """`scales` stand for twice themselves and 1; `halves` [rows, blocks] float32 times `factor` for a block."""
     odd = (2 * scales + 1).to(torch.uint8).flatten(1)
-    return QuantizedRows(
-        _flat(codes), bits, group, odd, table=table, supers=halves * factor, per=256 // group
-    )
+    return QuantizedRows(_flat(codes), bits, group, odd, table=table, supers=halves * factor, per=256 // group)
 
 
 @cache

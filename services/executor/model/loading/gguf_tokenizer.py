@@ -47,9 +47,7 @@ def tokenizer_json(file: "GgufFile") -> dict[str, Any]:
         try:
             return dict(json.loads(whole))
         except (ValueError, TypeError) as error:
-            raise ModelLoadError(
-                f"The file {file.path} has an invalid {WHOLE} ({error}); fetch it again."
-            ) from None
+            raise ModelLoadError(f"The file {file.path} has an invalid {WHOLE} ({error}); fetch it again.") from None
     kind = said.get(_KIND)
     if kind not in _MAKERS:
         raise ModelLoadError(
@@ -69,18 +67,12 @@ def tokenizer_json(file: "GgufFile") -> dict[str, Any]:
 def tokenizer_settings(file: "GgufFile", end: int, context_length: int) -> dict[str, Any]:
     """What tokenizer_config.json holds; `end` is the token that ends a text. Raises `ModelLoadError`."""
     tokens, said = file.array("tokenizer.ggml.tokens"), file.header.metadata
-    ids = {name: said.get(f"tokenizer.ggml.{word}_token_id") for name, word in _SPECIAL.items()} | {
-        "eos": end
-    }
+    ids = {name: said.get(f"tokenizer.ggml.{word}_token_id") for name, word in _SPECIAL.items()} | {"eos": end}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
-        **{
-            f"{name}_token": _token(file, tokens, name, number)
-            for name, number in ids.items()
-            if number is not None
-        },
+        **{f"{name}_token": _token(file, tokens, name, number) for name, number in ids.items() if number is not None},
     }
 
 
@@ -140,9 +132,7 @@ class _Vocabulary:
         ids: dict[str, int] = {}
         for number, (token, kind) in enumerate(zip(spelled or self.tokens, self.kinds, strict=True)):
             if kind != _UNUSED and ids.setdefault(token, number) != number:
-                raise self._invalid(
-                    "tokenizer.ggml.tokens", f"has {token[:40]!r} twice, as {ids[token]} and {number}"
-                )
+                raise self._invalid("tokenizer.ggml.tokens", f"has {token[:40]!r} twice, as {ids[token]} and {number}")
         return ids
 
     def merges(self, ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -198,9 +188,7 @@ class _Vocabulary:
     def _beside(self, name: str) -> list[Any]:
         values = self.file.array(f"tokenizer.ggml.{name}")
         if len(values) != len(self.tokens):
-            raise self._invalid(
-                f"tokenizer.ggml.{name}", f"has {len(values)} values for {len(self.tokens)} tokens"
-            )
+            raise self._invalid(f"tokenizer.ggml.{name}", f"has {len(values)} values for {len(self.tokens)} tokens")
         return values
 
     def _invalid(self, key: str, why: str) -> ModelLoadError:
@@ -219,8 +207,7 @@ def _template(tokens: Sequence[str], first: int | None, last: int | None, classe
         "single": head,
         "pair": [*head, *([] if classes else special(first, 1)), other, *special(last, 1)],
         "special_tokens": {
-            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
-            for number in used
+            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]} for number in used
         },
     }
 
@@ -268,16 +255,10 @@ def _pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
 def _gemma(vocabulary: _Vocabulary) -> dict[str, Any]:
     """SentencePiece's, of which spaces stay with the word before them. Files have runs of spaces as they are, and the
     order of the tokens, not their scores, is that of the merges."""
-    spelled = [
-        _SPACE * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens
-    ]
+    spelled = [_SPACE * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens]
     ids = vocabulary.ids(spelled)
     listed = "tokenizer.ggml.merges" in vocabulary.file.header.spans
-    merges = (
-        vocabulary.merges(ids)
-        if listed
-        else merges_of(ids, {token: -number for token, number in ids.items()})
-    )
+    merges = vocabulary.merges(ids) if listed else merges_of(ids, {token: -number for token, number in ids.items()})
     return {
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
         "pre_tokenizer": {
@@ -319,9 +300,7 @@ def _likeliest(vocabulary: _Vocabulary) -> dict[str, Any]:
         "model": {
             "type": "Unigram",
             "unk_id": None if unknown is None else vocabulary.tokens.index(unknown),
-            "vocab": [
-                [token, score] for token, score in zip(vocabulary.tokens, vocabulary.scores, strict=True)
-            ],
+            "vocab": [[token, score] for token, score in zip(vocabulary.tokens, vocabulary.scores, strict=True)],
             "byte_fallback": _BYTE in vocabulary.kinds,
         },
     }
@@ -396,10 +375,7 @@ def merges_of(ids: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple
         for at in range(1, len(piece)):
             if (first := piece[:at]) in ids and (second := piece[at:]) in ids:
                 cuts.append((-score, ids[first], ids[second], first, second))
-    return [
-        (first, second)
-        for *_, first, second in sorted(cuts, key=lambda cut: (cut[0], -len(cut[3]), cut[1:3]))
-    ]
+    return [(first, second) for *_, first, second in sorted(cuts, key=lambda cut: (cut[0], -len(cut[3]), cut[1:3]))]
 
 
 # By `tokenizer.ggml.model`.

@@ -41,9 +41,7 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     Transformers rotates channel i with channel i + d/2 of a head, GGUF's llama channel 2i with 2i + 1, as the original
     Llama did. [heads * d, ...] to the same shape.
     """
-    return (
-        rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-    )
+    return rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _pairs(count: int, name: str, heads: Heads) -> Tensor:
@@ -58,10 +56,6 @@ def _heads_of(name: str, heads: Heads) -> int:
 
 
 TRANSFORMS = {
-    "pairs": Transform(
-        write=lambda rows, name, heads: interleaved(rows, _heads_of(name, heads)), order=_pairs
-    ),
-    "plus_one": Transform(
-        write=lambda rows, name, heads: rows.float() + 1, numbers=lambda values: values.float() - 1
-    ),
+    "pairs": Transform(write=lambda rows, name, heads: interleaved(rows, _heads_of(name, heads)), order=_pairs),
+    "plus_one": Transform(write=lambda rows, name, heads: rows.float() + 1, numbers=lambda values: values.float() - 1),
 }

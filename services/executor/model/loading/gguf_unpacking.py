@@ -72,11 +72,7 @@ def _names_all(architecture: str) -> bool:
 
 def _places(model: Any, architecture: GgufArchitecture) -> dict[str, str]:
     """By the file's name of a tensor what transformers' reader makes it a part of."""
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     processor = TENSOR_PROCESSORS.get(architecture.name, TensorProcessor)(config=model.config.to_dict())
     places: dict[str, str] = get_gguf_hf_weights_map(model, processor)

@@ -43,9 +43,7 @@ class GgufWeights:
 
     def __init__(self, directory: Path) -> None:
         files = open_parts(linked_gguf(directory)[0])
-        self._tensors = {
-            tensor.name: (file, _as_matrix(tensor)) for file in files for tensor in file.header.tensors
-        }
+        self._tensors = {tensor.name: (file, _as_matrix(tensor)) for file in files for tensor in file.header.tensors}
         self._files = files
         self._architecture = row = gguf_architecture(files[0].header.metadata)
         if not row.kept:
@@ -109,9 +107,7 @@ class GgufWeights:
                 )
             buffer.div_(factors)
 
-    def read_all(
-        self, reads: Sequence[Read], config: Any, device: torch.device, progress: Progress
-    ) -> list[Weight]:
+    def read_all(self, reads: Sequence[Read], config: Any, device: torch.device, progress: Progress) -> list[Weight]:
         """What `reads` describe, on `device`: those that keep codes as codes, where the file has some; those with a
         codec quantised by it; others in their dtype. Raises `ModelLoadError` where a tensor holds no numbers."""
         meter = ReadMeter(progress, sum(self._read_bytes(read) for read in reads))
@@ -147,9 +143,7 @@ class GgufWeights:
         """As `_codes`, which the files are kept open for."""
 
         def rows(first: int, end: int, meter: ReadMeter) -> QuantizedRows | None:
-            return self._codes(
-                replace(read, content=read.content.selected(0, [ShardRange(first, end)])), config, meter
-            )
+            return self._codes(replace(read, content=read.content.selected(0, [ShardRange(first, end)])), config, meter)
 
         def reader(first: int, end: int) -> QuantizedRows:
             codes = rows(first, end, meter)
@@ -226,9 +220,7 @@ class GgufWeights:
         try:
             return transform.order(_rows_of(tensor), tensor.name, heads)
         except ValueError as error:
-            raise ModelLoadError(
-                f"The tensor {tensor.name} {error}; the file is damaged, fetch it again."
-            ) from error
+            raise ModelLoadError(f"The tensor {tensor.name} {error}; the file is damaged, fetch it again.") from error
 
     def _transform(self, name: str) -> Transform | None:
         return transform_of(self._architecture, name)
@@ -276,6 +268,4 @@ def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> 
     try:
         return concatenated(sides, 1)
     except ValueError as error:
-        raise ModelLoadError(
-            f"The file's {', '.join(names)} do not fit ({error}); fetch it again."
-        ) from error
+        raise ModelLoadError(f"The file's {', '.join(names)} do not fit ({error}); fetch it again.") from error

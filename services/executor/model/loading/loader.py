@@ -28,10 +28,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
 from services.executor.families.registry import family_of
 from services.executor.model.attention import register_attention
-from services.executor.model.catalogue import (
-    check_supported,
-    longest_context,
-)
+from services.executor.model.catalogue import check_supported, longest_context
 from services.executor.model.loading.completeness import check_leftovers, check_ties, is_computed
 from services.executor.model.loading.config_file import load_config as load_config
 from services.executor.model.loading.gguf_weights import GgufWeights
@@ -109,22 +106,10 @@ def load_model(
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
     with LOADING, _open(directory, find) as files:
-        kernels = (
-            platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
-        )
+        kernels = platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
         with_experts = dtype is torch.bfloat16 and kernels
         model, plan = _planned(
-            directory,
-            config,
-            dtype,
-            layout,
-            collectives,
-            files,
-            codec,
-            keep_codes,
-            defer_codes,
-            with_experts,
-            context,
+            directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts, context
         )
         reads = [read for _, read in plan]
         before_reading(sum(read.least_bytes for read in reads))
@@ -324,9 +309,7 @@ def parameters_of(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
         owner = model.get_submodule(path)
         piece = piece_of(owner, leaf)
         buffer = not isinstance(tensor, nn.Parameter)
-        parameter = wanted.setdefault(
-            id(tensor), _Parameter(tuple(tensor.shape), tensor.dtype, piece, buffer)
-        )
+        parameter = wanted.setdefault(id(tensor), _Parameter(tuple(tensor.shape), tensor.dtype, piece, buffer))
         parameter.targets.append((owner, leaf))
         parameter.names += [name, *([ties[name]] if name in ties else [])]
         parameter.names += [tied for tied, to in ties.items() if to == name]
@@ -363,9 +346,7 @@ def plan_reads(
         flat = content.flattened() if parameter.of_experts else None
         fits = flat is not None and with_experts if parameter.of_experts else parameter.may_be_quantized
         kind = parameter.codec_of(codec) if fits else None
-        plan.append(
-            (parameter, Read(flat or content, parameter.dtype, kind, keep_codes and fits, defer_codes))
-        )
+        plan.append((parameter, Read(flat or content, parameter.dtype, kind, keep_codes and fits, defer_codes)))
     if missing:
         raise ModelLoadError(
             f"The weights have no tensor {some_of(missing)}, which config.json calls for; "
@@ -404,9 +385,7 @@ def place(parameter: _Parameter, held: Weight) -> None:
             if parameter.of_experts:
                 keep_quantized_experts(module, leaf, held)
             else:
-                assert isinstance(module, WeightShard), (
-                    "only linear layers, embeddings and experts are quantised"
-                )
+                assert isinstance(module, WeightShard), "only linear layers, embeddings and experts are quantised"
                 module.keep_quantized(held)
         return
     if parameter.of_experts:
@@ -421,9 +400,7 @@ def unpack(model: nn.Module, dtype: torch.dtype, device: torch.device = _CPU) ->
     made: dict[int, nn.Parameter] = {}
     unpack_experts(model)
     for module in model.modules():
-        if isinstance(module, WeightShard) and isinstance(
-            stored := module.stored, QuantizedRows | DeferredRows
-        ):
+        if isinstance(module, WeightShard) and isinstance(stored := module.stored, QuantizedRows | DeferredRows):
             if id(stored) not in made:
                 made[id(stored)] = nn.Parameter(_unpacked(stored, dtype).to(device), requires_grad=False)
             module.keep_quantized(None)
@@ -452,8 +429,6 @@ def pack_linears(model: nn.Module) -> None:
     linears = [linear for linear in modules if isinstance(linear.stored, Tensor)]
     if not any(can_pack(linear.weight.device, linear.weight.dtype) for linear in linears):
         return
-    uses = Counter(
-        id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
-    )
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for module in linears:
         module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)

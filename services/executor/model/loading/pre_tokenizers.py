@@ -112,10 +112,7 @@ _RULES: tuple[tuple[SplitRule, str], ...] = (
         "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling roberta-bpe "
         "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code",
     ),
-    (
-        SplitRule((_DIGITS,), words=True),
-        "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2",
-    ),
+    (SplitRule((_DIGITS,), words=True), "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2"),
     (
         _by(_LLAMA, whole=True, begins=True),
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
@@ -144,15 +141,12 @@ SPLIT_RULES = {name: rule for rule, names in _RULES for name in names.split()}  
 def split_name(pre_tokenizer: dict[str, Any]) -> str | None:
     """GGUF's name for a `pre_tokenizer` of tokenizer.json; None where it has none here."""
     wanted = _compared(pre_tokenizer)
-    return next(
-        (name for name, rule in SPLIT_RULES.items() if _compared(rule.pre_tokenizer()) == wanted), None
-    )
+    return next((name for name, rule in SPLIT_RULES.items() if _compared(rule.pre_tokenizer()) == wanted), None)
 
 
 def _compared(pre_tokenizer: dict[str, Any]) -> list[tuple[Any, ...]]:
     """What of it changes tokens."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     return [
-        tuple(sorted((name, str(value)) for name, value in step.items() if name != "trim_offsets"))
-        for step in steps
+        tuple(sorted((name, str(value)) for name, value in step.items() if name != "trim_offsets")) for step in steps
     ]

@@ -64,9 +64,7 @@ def scheme_of(config: Any) -> Find | None:
         if make is not None:
             return make(settings)
     except (AttributeError, TypeError, ValueError) as error:
-        raise _refused(
-            f"described by a quantization_config that makes no sense ({error})", _methods()
-        ) from error
+        raise _refused(f"described by a quantization_config that makes no sense ({error})", _methods()) from error
     raise _refused(f"quantized by the method {method!r}", _methods())
 
 
@@ -83,9 +81,7 @@ def coded_tensors(find: Find, tensors: Tensors) -> tuple[dict[str, CodedTensor],
                 f"The weights have no tensor {found.prefix}{missing[0]}, which the quantized {found.name} needs; "
                 "the checkpoint is incomplete or config.json belongs to another one, fetch the model again."
             )
-        names = {
-            part: name for part in found.needed + found.optional if (name := found.prefix + part) in tensors
-        }
+        names = {part: name for part in found.needed + found.optional if (name := found.prefix + part) in tensors}
         try:
             coded[found.name] = found.make({part: tensors[name] for part, name in names.items()})
         except ValueError as error:
@@ -110,9 +106,7 @@ def _gptq(settings: dict[str, Any]) -> Find:
     if version not in ("gptq", "gptq_v2"):
         raise _refused(f"gptq with checkpoint_format {version!r}", "gptq and gptq_v2")
     if any(not str(rule).startswith("-:") for rule in settings.get("dynamic") or ()):
-        raise _refused(
-            "gptq with other bits for some modules (dynamic)", "one width for all quantized modules"
-        )
+        raise _refused("gptq with other bits for some modules (dynamic)", "one width for all quantized modules")
     needed = ("qweight", "scales", "qzeros", *(["g_idx"] if settings.get("desc_act") else []))
     shift = 1 if version == "gptq" else 0
 
@@ -129,9 +123,7 @@ def _awq(settings: dict[str, Any]) -> Find:
     if bits != 4:
         raise _refused(f"awq with {bits} bits", "4 bits")
     if version != "gemm" or settings.get("zero_point") is False:
-        raise _refused(
-            f"awq of version {version!r}, zero_point {settings.get('zero_point')}", "gemm with zero points"
-        )
+        raise _refused(f"awq of version {version!r}, zero_point {settings.get('zero_point')}", "gemm with zero points")
 
     needed = ("qweight", "scales", "qzeros")
 
@@ -170,9 +162,7 @@ def _compressed(settings: dict[str, Any]) -> Find:
 
     def find(tensors: Tensors) -> Iterator[StoredCodes]:
         words = ("weight_packed", "weight_scale", "weight_shape")
-        yield from _weights(
-            words[0], tensors, words, ("weight_zero_point", "weight_g_idx", *_ACTIVATIONS), packed
-        )
+        yield from _weights(words[0], tensors, words, ("weight_zero_point", "weight_g_idx", *_ACTIVATIONS), packed)
         optional = ("weight_zero_point", *_ACTIVATIONS)
         for dtype, make in ((int8, _integers), (float8_e4m3fn, fp8)):
             yield from _weights("weight", tensors, ("weight", "weight_scale"), optional, make, dtype)
@@ -187,9 +177,7 @@ _ACTIVATIONS = ("input_scale", "input_zero_point")
 def _packed(parts: Parts) -> PackedIntegers:
     stored = parts["weight_shape"]
     if stored.shape != (2,) or stored.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"its weight_shape is {stored.dtype} {list(stored.shape)} where two whole numbers are needed"
-        )
+        raise ValueError(f"its weight_shape is {stored.dtype} {list(stored.shape)} where two whole numbers are needed")
     shape = stored.tolist()
     zeros, index = parts.get("weight_zero_point"), parts.get("weight_g_idx")
     return PackedIntegers(parts["weight_packed"], parts["weight_scale"], zeros, index, (shape[0], shape[1]))
@@ -322,9 +310,7 @@ def _weights(
 def _number(settings: dict[str, Any], key: str) -> int:
     value = settings.get(key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _refused(
-            f"described by a quantization_config whose {key} is {value!r}", f"a whole number of {key}"
-        )
+        raise _refused(f"described by a quantization_config whose {key} is {value!r}", f"a whole number of {key}")
     return value
 
 

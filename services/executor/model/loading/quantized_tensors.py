@@ -117,9 +117,7 @@ class CodedRows(CodedTensor):
         groups = inputs // group
         fits = bool((g_idx >= 0).all()) and bool((g_idx < groups).all())
         if not fits or not bool((g_idx.long().bincount(minlength=groups) == group).all()):
-            raise ValueError(
-                f"its g_idx does not give each of {groups} groups {group} of the {inputs} inputs"
-            )
+            raise ValueError(f"its g_idx does not give each of {groups} groups {group} of the {inputs} inputs")
         return g_idx.argsort(stable=True).int()
 
 
@@ -127,14 +125,7 @@ class Gptq(CodedRows):
     """Codes of 2, 3, 4 or 8 bits, packed along the inputs; zero points along the outputs."""
 
     def __init__(
-        self,
-        qweight: Tensor,
-        scales: Tensor,
-        qzeros: Tensor,
-        g_idx: Tensor | None,
-        bits: int,
-        group: int,
-        shift: int,
+        self, qweight: Tensor, scales: Tensor, qzeros: Tensor, g_idx: Tensor | None, bits: int, group: int, shift: int
     ) -> None:
         """`group` 0: the row; `shift` is what is added to zero points: 1 in the format's first version."""
         _expect("qweight", qweight, (torch.int32,), (None, None))
@@ -214,9 +205,7 @@ class PackedIntegers(CodedRows):
         if weight_zero_point is not None and weight_zero_point.dtype is torch.int8:
             _expect("weight_zero_point", weight_zero_point, (torch.int8,), (outputs, groups))
         elif weight_zero_point is not None:
-            _expect(
-                "weight_zero_point", weight_zero_point, (torch.int32,), (_words(outputs, self.bits), groups)
-            )
+            _expect("weight_zero_point", weight_zero_point, (torch.int32,), (_words(outputs, self.bits), groups))
         if weight_g_idx is not None:
             _expect("weight_g_idx", weight_g_idx, (torch.int32, torch.int64), (inputs,))
         self._packed, self._zeros, self.g_idx = weight_packed, weight_zero_point, weight_g_idx
@@ -279,9 +268,7 @@ class Fp8(CodedTensor):
         self._weight, self._scales, self._block = weight, scales, block
 
     def values(self, box: Box) -> Tensor:
-        places = [
-            torch.arange(cut.start, cut.stop) // size for cut, size in zip(box, self._block, strict=True)
-        ]
+        places = [torch.arange(cut.start, cut.stop) // size for cut, size in zip(box, self._block, strict=True)]
         scales = self._scales[places[0]].float()[:, places[1]]
         return _finite(self._weight[box].float() * scales)
 
@@ -356,9 +343,7 @@ class Nf4(CodedTensor):
         self.shape = state.shape
         size = math.prod(state.shape)
         if weight.numel() != -(-size // 2) or weight.dtype is not torch.uint8:
-            raise ValueError(
-                f"its {weight.numel()} bytes of {weight.dtype} do not hold {size} codes of 4 bits"
-            )
+            raise ValueError(f"its {weight.numel()} bytes of {weight.dtype} do not hold {size} codes of 4 bits")
         scales = -(-size // state.block)
         _expect("quant_map", quant_map, (torch.float32,), (16,))
         _expect("absmax", absmax, (torch.uint8,) if state.nested_block else (torch.float32,), (scales,))
@@ -481,9 +466,7 @@ def _by_group(scales: Tensor, outputs: int) -> Tensor:
     return scales
 
 
-def _expect(
-    part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
-) -> None:
+def _expect(part: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> None:
     """Raises `ValueError` where `tensor` is of none of `dtypes` or of another shape; None: of any size but 0."""
     fits = tensor.dim() == len(shape) and all(
         size == expected if expected is not None else size > 0

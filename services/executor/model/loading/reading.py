@@ -59,9 +59,7 @@ class Read:
         return torch.Size(self.content.shape).numel() // 4
 
 
-def read_all(
-    reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
-) -> list[Weight]:
+def read_all(reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress) -> list[Weight]:
     """The tensors that `reads` describe, on `device`, in that order; those with a codec quantised.
 
     Those that defer their codes keep the files mapped, each until it is let go.
@@ -69,8 +67,7 @@ def read_all(
     """
     coded = [any(part.source in files.coded for part in read.content.parts) for read in reads]
     sizes = [
-        sum(read.nbytes for read, is_one in zip(reads, coded, strict=True) if is_one is kind)
-        for kind in (True, False)
+        sum(read.nbytes for read, is_one in zip(reads, coded, strict=True) if is_one is kind) for kind in (True, False)
     ]
     done = [0, 0]
 
@@ -81,18 +78,14 @@ def read_all(
     held: list[Weight] = []
     if any(coded):
         meter = ReadMeter(partial(tell, 0), sizes[0])
-        held = _read_coded(
-            [read for read, is_one in zip(reads, coded, strict=True) if is_one], files, device, meter
-        )
+        held = _read_coded([read for read, is_one in zip(reads, coded, strict=True) if is_one], files, device, meter)
     plain = [read for read, is_one in zip(reads, coded, strict=True) if not is_one]
     rest = iter(_read_plain(plain, files, device, partial(tell, 1)))
     first = iter(held)
     return [next(first if is_one else rest) for is_one in coded]
 
 
-def _read_plain(
-    reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
-) -> list[Weight]:
+def _read_plain(reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress) -> list[Weight]:
     platform = platform_of(device)
     if platform.is_host and not any(read.codec for read in reads):
         return [*_read_to_host(reads, files, device, progress)]
@@ -110,9 +103,7 @@ def stream_all(
     """`read_all` by `lanes` threads, through what `make_carrier` makes for each."""
     rooms = [_room(read, device) for read in reads]
     meter = ReadMeter(progress, sum(read.nbytes for read in reads))
-    pieces = (
-        piece for read, into in zip(reads, rooms, strict=True) for piece in _streamed(read, into, files)
-    )
+    pieces = (piece for read, into in zip(reads, rooms, strict=True) for piece in _streamed(read, into, files))
     streaming.carry_all(pieces, files, make_carrier, meter.add, lanes)
     platform_of(device).free_buffers()
     held: list[Weight] = [*rooms]
@@ -146,9 +137,7 @@ def _streamed(
             yield from streaming.pieces_of(part, files, into, read.dtype.itemsize)
 
 
-def _read_coded(
-    reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "ReadMeter"
-) -> list[Weight]:
+def _read_coded(reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "ReadMeter") -> list[Weight]:
     """Of which some part is coded: as codes where they may stay codes and fit, else as the values they stand for."""
     held: list[Weight] = []
     unpacked: dict[str, int] = {}
@@ -209,12 +198,7 @@ def _codes(read: Read, coded_tensors: Mapping[str, CodedTensor]) -> QuantizedRow
     rows: list[QuantizedRows] = []
     for part in sorted(read.content.parts, key=lambda part: part.at):
         coded = coded_tensors.get(part.source)
-        if (
-            coded is None
-            or part.matrix is not None
-            or part.axes != (0, 1)
-            or part.size[1] != read.content.shape[1]
-        ):
+        if coded is None or part.matrix is not None or part.axes != (0, 1) or part.size[1] != read.content.shape[1]:
             return None
         spans = [ShardRange(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]
         try:
@@ -255,9 +239,7 @@ def _unpacked(part: TensorBox, files: WeightFiles) -> Tensor:
     return values.permute([axis for axis in part.axes if axis is not None]).reshape(part.size)
 
 
-def _read_to_host(
-    reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
-) -> list[Tensor]:
+def _read_to_host(reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress) -> list[Tensor]:
     held = allocate([(read.content.shape, read.dtype) for read in reads], device)
     meter = ReadMeter(progress, sum(read.nbytes for read in reads))
     with torch.no_grad():

@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from services.executor.model.loading.composition import Composition, concatenated, stacked
 from services.executor.model.loading.text_models import text_names, whole_of
@@ -106,8 +101,7 @@ class _Scope:
 def _composed(group: _Group, shapes: Mapping[str, tuple[int, ...]], scope: _Scope) -> dict[str, Composition]:
     """The parameters that `group` makes."""
     collected: _Collected = {
-        pattern: [Composition.whole(name, shapes[name]) for name in names]
-        for pattern, names in group.names.items()
+        pattern: [Composition.whole(name, shapes[name]) for name in names] for pattern, names in group.names.items()
     }
     _check_complete(group, scope)
     for operation in group.converter.operations:
@@ -196,9 +190,7 @@ def _merge(operation: Any, collected: _Collected, scope: _Scope) -> _Collected:
 def _concatenate(operation: Any, collected: _Collected, scope: _Scope) -> _Collected:
     order = [pattern for pattern in scope.converter.source_patterns if pattern in collected]
     pieces = [tensor for pattern in order for tensor in collected[pattern]]
-    return {
-        operation.get_target_pattern(scope.converter.target_patterns): [concatenated(pieces, operation.dim)]
-    }
+    return {operation.get_target_pattern(scope.converter.target_patterns): [concatenated(pieces, operation.dim)]}
 
 
 def _chunk(operation: Any, collected: _Collected, scope: _Scope) -> _Collected:

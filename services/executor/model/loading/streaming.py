@@ -40,9 +40,7 @@ def put(place: Tensor, staged: Tensor) -> None:
         place.copy_(staged.to(place.device, non_blocking=True))
 
 
-def put_coded(
-    room: Quantized | QuantizedRows, codec: WeightCodec, dtype: torch.dtype, staged: Tensor
-) -> None:
+def put_coded(room: Quantized | QuantizedRows, codec: WeightCodec, dtype: torch.dtype, staged: Tensor) -> None:
     """A `Target`: rows of a weight that is quantised from what it is in `dtype`."""
     rows = staged.to(room.codes.device, non_blocking=True).to(dtype)
     encode_into(room, rows, codec)
@@ -134,11 +132,7 @@ def pieces_of(part: TensorBox, files: WeightFiles, held: Tensor, itemsize: int) 
 
 
 def coded_pieces_of(
-    part: TensorBox,
-    files: WeightFiles,
-    held: Quantized | QuantizedRows,
-    codec: WeightCodec,
-    dtype: torch.dtype,
+    part: TensorBox, files: WeightFiles, held: Quantized | QuantizedRows, codec: WeightCodec, dtype: torch.dtype
 ) -> Iterator[TransferPiece]:
     """Of `part`, whole rows of a weight [out, in] that is quantised to `held` from what it is in `dtype`."""
     stored = part.view(files.tensor(part.source))
@@ -146,9 +140,7 @@ def coded_pieces_of(
     for first in range(0, len(stored), step):
         some = stored[first : first + step]
         room = held.rows(part.at[0] + first, part.at[0] + first + len(some))
-        yield TransferPiece(
-            part.source, some, partial(put_coded, room, codec, dtype), some.numel() * dtype.itemsize
-        )
+        yield TransferPiece(part.source, some, partial(put_coded, room, codec, dtype), some.numel() * dtype.itemsize)
 
 
 def can_encode_by_rows(parts: Sequence[TensorBox], shape: tuple[int, ...], widest: int) -> bool:

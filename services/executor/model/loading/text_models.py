@@ -13,10 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 # Attribute of a text model's configuration: the `model_type` of the model that it was part of.
 _WHOLE = "text_of"
@@ -52,9 +49,7 @@ def text_config(config: Any, described: Mapping[str, Any]) -> Any:
         text = _as_type(other, text.to_dict())
     causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is not None and causal.config_class is type(text):
-        AutoModelForCausalLM.register(
-            type(text), causal, exist_ok=True
-        )  # not every text model has a type of its own
+        AutoModelForCausalLM.register(type(text), causal, exist_ok=True)  # not every text model has a type of its own
     inner = described.get("text_config") or {}
     tied = described.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) if tied is None else tied
@@ -72,9 +67,7 @@ def _as_type(model_type: str, settings: Mapping[str, Any]) -> Any:
     own = kind().to_dict().keys() - {"model_type"}
     taken = {name: value for name, value in settings.items() if name in own}
     if rope := taken.get("rope_parameters"):
-        taken["rope_parameters"] = {
-            name: value for name, value in rope.items() if not name.startswith("mrope_")
-        }
+        taken["rope_parameters"] = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
     return kind(**taken)
 
 

@@ -139,10 +139,7 @@ def map_safetensors(path: Path) -> MappedFile:
         _check_extent(entries, size - begin)
         # Private and writable, because torch warns of tensors over memory that cannot be written.
         mapped = mmap.mmap(
-            file.fileno(),
-            size,
-            flags=mmap.MAP_PRIVATE | NO_RESERVE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            file.fileno(), size, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
     tensors = {name: _tensor(mapped, begin, *entry) for name, entry in entries.items()}
     return MappedFile(tensors, mapped, path)
@@ -251,10 +248,7 @@ class _Format:
 
 
 # Best first.
-_FORMATS = (
-    _Format("model.safetensors", map_safetensors),
-    _Format("pytorch_model.bin", map_pytorch),
-)
+_FORMATS = (_Format("model.safetensors", map_safetensors), _Format("pytorch_model.bin", map_pytorch))
 _OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
@@ -301,9 +295,7 @@ class WeightFiles:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor, by name; of one that is coded as it would be if it were plain."""
         parts = {part for names in self._made_of.values() for part in names}
-        plain = {
-            name: tuple(file.tensors[name].shape) for name, file in self._files.items() if name not in parts
-        }
+        plain = {name: tuple(file.tensors[name].shape) for name, file in self._files.items() if name not in parts}
         return plain | {name: tensor.shape for name, tensor in self.coded.items()}
 
     def tensor(self, name: str) -> Tensor:

@@ -29,12 +29,7 @@ from services.executor.model.indexing import chosen, scores_of
 from services.executor.model.parallel.latent import over_lines
 from services.executor.model.parallel.mixers.split import MixerSplit
 from services.executor.model.states.base import StatePlace
-from services.executor.model.step_context import (
-    RecurrentPiece,
-    ScoreRule,
-    StepContext,
-    attend_decodes,
-)
+from services.executor.model.step_context import RecurrentPiece, ScoreRule, StepContext, attend_decodes
 from services.executor.model.token_lines import TokenLines, ring_of
 from shared.errors import ModelLoadError
 
@@ -90,12 +85,7 @@ class CompressedAttention:
         self._indexer = None if indexer is None else _Indexer(indexer, page + 1)
 
     def forward(
-        self,
-        hidden: Tensor,
-        *,
-        position_embeddings: dict[str, tuple[Tensor, Tensor]],
-        step: StepContext,
-        **others: Any,
+        self, hidden: Tensor, *, position_embeddings: dict[str, tuple[Tensor, Tensor]], step: StepContext, **others: Any
     ) -> tuple[Tensor, None]:
         """`hidden` [1, T, hidden]; returns the same shape, summed over the ranks."""
         module = self._module
@@ -104,8 +94,7 @@ class CompressedAttention:
         queries = module.q_b_norm(module.q_b_proj(residual)[0].unflatten(-1, (-1, module.head_dim)))
         tokens = module.kv_norm(module.kv_proj(hidden))[0]
         asked = _Asked(
-            _turned(queries, cos, sin),
-            None if self._indexer is None else self._indexer.ask(hidden, residual, step),
+            _turned(queries, cos, sin), None if self._indexer is None else self._indexer.ask(hidden, residual, step)
         )
         attended = self._attend(step, asked, _turned(tokens.unsqueeze(1), cos, sin)[:, 0], hidden)
         step.on_layer()
@@ -132,9 +121,7 @@ class CompressedAttention:
         """What makes lines of the layer: first those that are attended to."""
         return [part for part in (self._lines, self._indexer) if part is not None]
 
-    def _attend_decodes(
-        self, step: StepContext, asked: "_Asked", window: Tensor, rule: ScoreRule, out: Tensor
-    ) -> None:
+    def _attend_decodes(self, step: StepContext, asked: "_Asked", window: Tensor, rule: ScoreRule, out: Tensor) -> None:
         batch, slots = step.decodes(None), step.recurrent.slots
         positions = step.positions[: step.num_decodes, None]
         places = torch.arange(self._window, device=window.device)

@@ -21,9 +21,7 @@ from services.executor.core.sharding import ShardLayout, ShardRange
 from services.executor.model.parallel.layers import TensorSlice, halves, hold, leave_out, shifted
 from shared.errors import ModelLoadError
 
-_PARAMETERS = frozenset(
-    {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
-)
+_PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 _IDENTITY = "identity_expert"
 _BY_ROWS = frozenset({"mlp.w1", "mlp.v1", "mlp.w2"})
 

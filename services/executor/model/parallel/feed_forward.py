@@ -66,9 +66,4 @@ def _cut_off(module: Any, collectives: Collectives, share: Tensor) -> Tensor:
 
 
 # By `own_feed_forward` of a family, for every module.
-_ADAPTED: Mapping[str, Callable[[Any, Collectives], None]] = MappingProxyType(
-    {
-        "gemma3n": _gemma3n,
-        "llama4": _llama4,
-    }
-)
+_ADAPTED: Mapping[str, Callable[[Any, Collectives], None]] = MappingProxyType({"gemma3n": _gemma3n, "llama4": _llama4})

@@ -35,13 +35,7 @@ from services.executor.model.attention import (
 )
 from services.executor.model.indexing import IndexerMasks
 from services.executor.model.parallel.layers import LatentWeight
-from services.executor.model.step_context import (
-    PrefillChunk,
-    ScoreRule,
-    StepContext,
-    attend_decodes,
-    attend_prefill,
-)
+from services.executor.model.step_context import PrefillChunk, ScoreRule, StepContext, attend_decodes, attend_prefill
 
 # The attention of models in which some layers keep latents; their other layers have `paged_attention`.
 LATENT_NAME = "ryzanstein_latent"
@@ -139,9 +133,7 @@ def _causal(rows: int, device: torch.device) -> Tensor:
     return torch.full((rows, rows), float("-inf"), device=device).triu(1)
 
 
-def _attend_chunk(
-    query: Tensor, lines: Tensor, mask: Tensor | None, weight: LatentWeight, rule: ScoreRule
-) -> Tensor:
+def _attend_chunk(query: Tensor, lines: Tensor, mask: Tensor | None, weight: LatentWeight, rule: ScoreRule) -> Tensor:
     """A chunk of one sequence, `query` [rows, heads, n + d] over `lines` [K, r + d]: [rows, heads, v]."""
     out = query.new_empty(*query.shape[:2], weight.value_width)
     expands = query.shape[0] >= weight.expands_from

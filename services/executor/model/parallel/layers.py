@@ -143,9 +143,7 @@ def unpack_experts(model: nn.Module) -> None:
             if kept is None:
                 continue
             weight = kept.read() if isinstance(kept, DeferredRows) else kept
-            assert isinstance(weight, Quantized | QuantizedRows), (
-                "nothing unpacks what a device's kernels read"
-            )
+            assert isinstance(weight, Quantized | QuantizedRows), "nothing unpacks what a device's kernels read"
             plain = weight.dequantized().to(device, getattr(module, name).dtype)
             count: int = module.num_experts  # type: ignore[assignment]  # of transformers' own
             experts = plain.view(count, -1, plain.shape[1])
@@ -234,11 +232,7 @@ class RowParallelLinear(LinearShard):
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        span: ShardRange | tuple[ShardRange, ...],
-        collectives: Collectives,
-        skip: int = 0,
+        self, linear: nn.Linear, span: ShardRange | tuple[ShardRange, ...], collectives: Collectives, skip: int = 0
     ):
         super().__init__()
         self._collectives = collectives
@@ -248,9 +242,7 @@ class RowParallelLinear(LinearShard):
         self.register_parameter("bias", None)
         bias: Tensor | None = getattr(linear, "bias", None)
         if bias is not None and collectives.rank == 0:
-            hold(
-                self, "bias", bias, TensorSlice(0, (ShardRange(0, linear.out_features),), linear.out_features)
-            )
+            hold(self, "bias", bias, TensorSlice(0, (ShardRange(0, linear.out_features),), linear.out_features))
         elif bias is not None:
             leave_out(self, "bias")
 
@@ -291,9 +283,7 @@ class VocabParallelEmbedding(WeightShard):
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = self._look_up(token_ids)
         scale = self.embed_scale
-        return (
-            rows if scale is None else rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
-        )
+        return rows if scale is None else rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
@@ -407,12 +397,7 @@ class LatentWeight(nn.Module):
                 f"A layer makes {linear.out_features} keys and values of a latent where config.json calls for "
                 f"{layout.total.q_heads * rows}, without biases; choose a model of another architecture."
             )
-        hold(
-            self,
-            "weight",
-            linear.weight,
-            TensorSlice(0, (layout.q_heads.scaled(rows),), linear.out_features),
-        )
+        hold(self, "weight", linear.weight, TensorSlice(0, (layout.q_heads.scaled(rows),), linear.out_features))
         saved = 2 * self.rank - rows
         # Rows of a chunk from which on keys and values are made of the lines.
         self.expands_from: float = self.rank * rows / saved if saved > 0 else 0.0

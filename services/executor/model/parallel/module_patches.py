@@ -46,9 +46,7 @@ def attention_to_build_with(config: Any) -> str:
     return "eager" if family.own_attention else ATTENTION_NAME
 
 
-def rewire_attention(
-    model: Any, config: Any, attentions: Mapping[str, nn.Module], layout: ShardLayout
-) -> None:
+def rewire_attention(model: Any, config: Any, attentions: Mapping[str, nn.Module], layout: ShardLayout) -> None:
     """Makes the attention modules of an architecture without `AttentionInterface` paged; others stay."""
     family = family_of(config.model_type)
     make_forward = _FORWARDS[family.own_attention] if family.own_attention else None
@@ -157,11 +155,7 @@ def _falcon(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
         bias = partial(_bias, attention, layout.head_dim**-0.5)
 
     def forward(
-        hidden: Tensor,
-        *,
-        layer_past: _StepAsCache,
-        position_embeddings: tuple[Tensor, Tensor],
-        **others: Any,
+        hidden: Tensor, *, layer_past: _StepAsCache, position_embeddings: tuple[Tensor, Tensor], **others: Any
     ) -> tuple[Tensor, None]:
         query, key, value = _by_group(attention.query_key_value(hidden), layout)
         if bias is None:
@@ -176,9 +170,7 @@ def _bloom(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     _hold_slopes(attention, layout, torch.float32)
     bias = partial(_bias, attention, 1.0)
 
-    def forward(
-        hidden: Tensor, residual: Tensor, *, layer_past: _StepAsCache, **others: Any
-    ) -> tuple[Tensor, None]:
+    def forward(hidden: Tensor, residual: Tensor, *, layer_past: _StepAsCache, **others: Any) -> tuple[Tensor, None]:
         query, key, value = _by_group(attention.query_key_value(hidden), layout)
         attended = _attend(attention, query, key, value, layer_past, bias)
         return attention.dense(attended) + residual, None
@@ -188,15 +180,11 @@ def _bloom(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
 
 def _gptj(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return _turned_in_pairs(
-        attention, config, layout, lambda hidden: [_heads(p(hidden), layout) for p in projections]
-    )
+    return _turned_in_pairs(attention, config, layout, lambda hidden: [_heads(p(hidden), layout) for p in projections])
 
 
 def _codegen(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
-    return _turned_in_pairs(
-        attention, config, layout, lambda hidden: _by_block(attention.qkv_proj(hidden), layout)
-    )
+    return _turned_in_pairs(attention, config, layout, lambda hidden: _by_block(attention.qkv_proj(hidden), layout))
 
 
 def _turned_in_pairs(
@@ -233,8 +221,7 @@ def _gpt_neox_japanese(attention: Any, config: Any, layout: ShardLayout) -> _For
         query, key, value = _by_group(attention.query_key_value(hidden), layout)
         turned = rotate_falcon(query[..., :rotary], key[..., :rotary], *position_embeddings)
         query, key = (
-            torch.cat((part, whole[..., rotary:]), dim=-1)
-            for part, whole in zip(turned, (query, key), strict=True)
+            torch.cat((part, whole[..., rotary:]), dim=-1) for part, whole in zip(turned, (query, key), strict=True)
         )
         attended = _attend(attention, query, key, value, layer_past, None)
         return attention.dense(attended), None, attention.dense_bias
@@ -258,9 +245,7 @@ def _mpt(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
         if most:
             projected = projected.clamp(min=-most, max=most)
         query, key, value = _by_block(projected, layout)
-        attended = _attend(
-            attention, query, key, value, past_key_values, bias, scaling=attention.softmax_scale
-        )
+        attended = _attend(attention, query, key, value, past_key_values, bias, scaling=attention.softmax_scale)
         return attention.out_proj(attended), None
 
     return forward
@@ -335,9 +320,7 @@ def _diffllama(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
         **others: Any,
     ) -> tuple[Tensor, None]:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        parts = (
-            p(hidden_states).view(1, hidden_states.shape[1], -1, half).transpose(1, 2) for p in projections
-        )
+        parts = (p(hidden_states).view(1, hidden_states.shape[1], -1, half).transpose(1, 2) for p in projections)
         query, key, value = parts
         query, key = rotate_falcon(query, key, *position_embeddings)
         key, value = (torch.cat(part.chunk(2, dim=1), dim=-1) for part in (key, value))
@@ -372,9 +355,7 @@ def _doge(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
         **others: Any,
     ) -> tuple[Tensor, None]:
         projected = attention.v_proj(hidden_states)
-        query, key = (
-            _heads(projection(hidden_states), layout) for projection in (attention.q_proj, attention.k_proj)
-        )
+        query, key = (_heads(projection(hidden_states), layout) for projection in (attention.q_proj, attention.k_proj))
         query, key = rotate_falcon(attention.q_norm(query), attention.k_norm(key), *position_embeddings)
         steps = attention.dt_proj(projected)[..., slice(*groups)]
         bias = torch.exp(attention.A * softplus(steps)).transpose(1, 2).unsqueeze(-1)
@@ -413,9 +394,7 @@ def _attend(
     scaling: float | None = None,
 ) -> Tensor:
     """[1, heads, T, d] each -> [1, T, q heads * d]."""
-    attended, _ = paged_attention(
-        attention, query, key, value, None, step=cache.step, key_bias=bias, scaling=scaling
-    )
+    attended, _ = paged_attention(attention, query, key, value, None, step=cache.step, key_bias=bias, scaling=scaling)
     return attended.flatten(2)
 
 

@@ -30,9 +30,7 @@ def plan_for(config: Any) -> Plan:
     return {
         key.removeprefix(_LAYERS): _translated(key, style)
         for key, style in theirs.items()
-        if key.startswith(
-            _LAYERS
-        )  # embeddings and the output layer are split by vocabulary, whatever it says
+        if key.startswith(_LAYERS)  # embeddings and the output layer are split by vocabulary, whatever it says
     }
 
 

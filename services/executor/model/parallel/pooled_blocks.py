@@ -31,9 +31,7 @@ def choose_pooled_blocks(attention: Any, place: StatePlace) -> None:
     rotary = Qwen4ExpTextRotaryEmbedding(attention.config)
     indexer = _Indexer(attention.indexer, rotary, place.slot, place.page + 1)
 
-    def forward(
-        hidden: Tensor, position_embeddings: Waves, *, step: StepContext, **others: Any
-    ) -> tuple[Tensor, None]:
+    def forward(hidden: Tensor, position_embeddings: Waves, *, step: StepContext, **others: Any) -> tuple[Tensor, None]:
         """transformers', with a choice of blocks in place of a mask: `hidden` [1, T, hidden]."""
         choice = indexer.choose(step, hidden, position_embeddings)
         heads = (*hidden.shape[:-1], -1, attention.head_dim)
@@ -94,9 +92,7 @@ class _Indexer:
             made.append(found[:, blocks])
         return made
 
-    def _of_chunk(
-        self, step: StepContext, chunk: PrefillChunk, queries: Tensor, made: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _of_chunk(self, step: StepContext, chunk: PrefillChunk, queries: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
         rows = slice(chunk.start, chunk.stop)
         keys, hidden = self._lines.of_rows(step, rows, made)
         if chunk.positions is not None:

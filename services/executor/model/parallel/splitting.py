@@ -64,9 +64,7 @@ def blocks(layout: ShardLayout) -> tuple[ShardRange, ...]:
     keys = layout.kv_heads.scaled(size)
     first_key = total.q_heads * size
     first_value = first_key + total.kv_heads * size
-    return merged(
-        [layout.q_heads.scaled(size), shifted(keys, first_key), shifted(keys, first_value)],
-    )
+    return merged([layout.q_heads.scaled(size), shifted(keys, first_key), shifted(keys, first_value)])
 
 
 def by_group(layout: ShardLayout) -> tuple[ShardRange, ...]:
@@ -119,13 +117,7 @@ _WIDE_NORMS = frozenset({Style.QUERY_WIDE_NORM, Style.KEY_WIDE_NORM, Style.INNER
 _FUSED = {Style.QKV_BLOCKS: blocks, Style.QKV_BY_GROUP: by_group, Style.QVK_BY_FOURTH: by_fourth}
 _PAIRS = frozenset({Style.QUERY_PAIRS, Style.KEY_VALUE_PAIRS, Style.KEYS_VALUES})
 _OF_KEYS = frozenset(
-    {
-        Style.KEY_VALUE,
-        Style.KEYS_VALUES,
-        Style.KEY_VALUE_PAIRS,
-        Style.KEY_VALUE_INPUT,
-        Style.KEY_VALUE_ADAPTER,
-    }
+    {Style.KEY_VALUE, Style.KEYS_VALUES, Style.KEY_VALUE_PAIRS, Style.KEY_VALUE_INPUT, Style.KEY_VALUE_ADAPTER}
 )
 _ATTENTION = frozenset({Style.QUERY, Style.GATED_QUERY, Style.KEY_VALUE, Style.OUTPUT, *_PAIRS, *_FUSED})
 _ROWS = frozenset({Style.ROW, Style.ROW_OF_WHOLE, Style.OUTPUT, Style.KEY_VALUE_INPUT})
@@ -174,9 +166,7 @@ def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: 
     compute_chosen_logits(model)
 
 
-def _attend_to_pages(
-    attention: Any, config: Any, states: LayerStates, layer: int, layout: ShardLayout
-) -> None:
+def _attend_to_pages(attention: Any, config: Any, states: LayerStates, layer: int, layout: ShardLayout) -> None:
     """Tells `attention` which page layers are its own, and what of them it reaches."""
     page = page_of(states, layer)
     setattr(attention, PAGE_ATTRIBUTE, page)
@@ -229,11 +219,7 @@ class _Splitter:
     """Makes one module at a time this rank's share."""
 
     def __init__(
-        self,
-        base: nn.Module,
-        layout: ShardLayout,
-        layouts: tuple[ShardLayout, ...],
-        collectives: Collectives,
+        self, base: nn.Module, layout: ShardLayout, layouts: tuple[ShardLayout, ...], collectives: Collectives
     ):
         """`layouts`: of each layer's attention."""
         self._base = base
@@ -402,9 +388,7 @@ def _check_layers(attentions: Mapping[str, nn.Module], config: Any, states: Laye
     kind = state_kind(config.model_type)
     by_itself = kind is not None and kind.mixer
     expected = [
-        layer
-        for layer, state in enumerate(states)
-        if not by_itself and (state.pages or state.reads is not None)
+        layer for layer, state in enumerate(states) if not by_itself and (state.pages or state.reads is not None)
     ]
     if layers != expected:
         raise ModelLoadError(
@@ -495,11 +479,7 @@ def _split_vocabulary(model: Any, layout: ShardLayout, collectives: Collectives,
     for name, other in [*model.named_modules()]:
         of_layer = type(other).__name__.endswith(_SCALED_EMBEDDING) or name.endswith(_NGRAM_EMBEDDING)
         if isinstance(other, nn.Embedding) and of_layer:
-            _replace(
-                model,
-                name,
-                VocabParallelEmbedding(other, layout.dimension(other.num_embeddings), collectives),
-            )
+            _replace(model, name, VocabParallelEmbedding(other, layout.dimension(other.num_embeddings), collectives))
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

@@ -89,10 +89,7 @@ def _mimo_heads(config: Any) -> Iterable[HeadCounts]:
 
 # The heads of each layer, by `heads_by_layer` of a family.
 _HEADS: Mapping[str, Callable[[Any], Iterable[HeadCounts]]] = MappingProxyType(
-    {
-        "listed": _laguna_heads,
-        "wider_windows": _mimo_heads,
-    }
+    {"listed": _laguna_heads, "wider_windows": _mimo_heads}
 )
 
 

@@ -16,8 +16,7 @@ def _compressed(config: Any, layout: ShardLayout) -> LayerStates:
         return StateTensor(name, (tokens, 2 * widths), fp32=False)
 
     heavy, sparse = (
-        config.compress_rates[kind]
-        for kind in ("heavily_compressed_attention", "compressed_sparse_attention")
+        config.compress_rates[kind] for kind in ("heavily_compressed_attention", "compressed_sparse_attention")
     )
     line, key = config.head_dim, config.index_head_dim
     kinds = {

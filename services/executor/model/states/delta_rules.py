@@ -20,9 +20,7 @@ from services.executor.model.states.base import (
 
 def delta_heads(config: Any, layout: ShardLayout) -> ShardLayout:
     """How the heads of gated delta rules are split: value heads in groups over key heads, as queries are over keys."""
-    heads = HeadCounts(
-        config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim
-    )
+    heads = HeadCounts(config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim)
     return ShardLayout.of(heads, layout.world_size, layout.rank)
 
 

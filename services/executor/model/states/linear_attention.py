@@ -50,8 +50,5 @@ LIGHTNING = StateKind(
 )
 RWKV = StateKind("rwkv", _rwkv, shown={"recurrent": "RWKV"}, splits={"": f"{MIXERS}.rwkv:rwkv"})
 MATRIX_MEMORY = StateKind(
-    "matrix_memory",
-    _matrix_memory,
-    shown={"recurrent": "LSTM"},
-    splits={"": f"{MIXERS}.matrix_memory:matrix_memory"},
+    "matrix_memory", _matrix_memory, shown={"recurrent": "LSTM"}, splits={"": f"{MIXERS}.matrix_memory:matrix_memory"}
 )

@@ -58,9 +58,7 @@ class StateSpaceSizes:
 
     def heads_of(self, layout: ShardLayout) -> ShardLayout:
         """How they are split over the ranks of `layout`: in groups, as queries are over keys."""
-        return ShardLayout.of(
-            HeadCounts(self.heads, self.groups, self.head_dim), layout.world_size, layout.rank
-        )
+        return ShardLayout.of(HeadCounts(self.heads, self.groups, self.head_dim), layout.world_size, layout.rank)
 
 
 def _state_space(config: Any, layout: ShardLayout) -> LayerStates:
@@ -99,9 +97,7 @@ def _gated_recurrence(config: Any, layout: ShardLayout) -> LayerStates:
     heads = gate_heads(config, layout)
     width = heads.q_heads.size * heads.head_dim
     window = StateTensor("conv", (width, config.conv1d_width - 1), fp32=False)
-    return between_attention(
-        config, layout, LayerState("recurrent", slot=(window, StateTensor("recurrent", (width,))))
-    )
+    return between_attention(config, layout, LayerState("recurrent", slot=(window, StateTensor("recurrent", (width,)))))
 
 
 SELECTIVE_SCAN = StateKind(

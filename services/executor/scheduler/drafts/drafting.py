@@ -68,9 +68,7 @@ class Drafter:
     def engine_counts(self) -> EngineCounts:
         return EngineCounts() if self.engine is None else self.engine.counts
 
-    def extend(
-        self, batch: list[ScheduledTokens], tables: BlockTables, running: Collection[Sequence]
-    ) -> None:
+    def extend(self, batch: list[ScheduledTokens], tables: BlockTables, running: Collection[Sequence]) -> None:
         """Gives chunks of `batch` drafts, where they are likely to pay."""
         if not self._settings.max_drafts:
             return
@@ -129,9 +127,7 @@ class Drafter:
             return False
         return not any(proposer.must_look(sequences) for proposer in self._proposers)
 
-    def take(
-        self, step: Step, results: Seq[SampledToken], seconds: float
-    ) -> list[tuple[Sequence, list[SampledToken]]]:
+    def take(self, step: Step, results: Seq[SampledToken], seconds: float) -> list[tuple[Sequence, list[SampledToken]]]:
         """Moves all sequences of a step on. Returns the new tokens, already appended, of those that go on.
 
         `results` are aligned with the step's rows. `seconds` that it took; 0: nobody knows.

@@ -37,9 +37,7 @@ class Proposer(Protocol):
         """Whether it has looked where tokens are about to be drawn, and is to be told of them: `learn`."""
         ...
 
-    def propose(
-        self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int
-    ) -> Seq[Offer | None]:
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int) -> Seq[Offer | None]:
         """For each sequence, `limits` tokens at most, as far as all of them are right with a probability above
         `least`. An offer says what that costs (`Offer.worth`). `skipped`: steps since the last one in which it was
         asked."""

@@ -123,6 +123,4 @@ class Speculation:
                 break
             counts[at] += 1
             expected += chance
-        return [
-            [] if offer is None else offer.tokens[:count] for offer, count in zip(offers, counts, strict=True)
-        ]
+        return [[] if offer is None else offer.tokens[:count] for offer, count in zip(offers, counts, strict=True)]

@@ -90,9 +90,7 @@ def _make(context: FeatureContext) -> StepFeature | None:
     if context.spec.max_adapters <= 0:
         return None
     held = _Adapters(context.slots, context.directories)
-    return StepFeature(
-        held.fields, claims=held.claims, admitted=held.admitted, left=held.left, check=held.check
-    )
+    return StepFeature(held.fields, claims=held.claims, admitted=held.admitted, left=held.left, check=held.check)
 
 
 ADAPTERS = Feature(_make, RequestChecks(check=_check))

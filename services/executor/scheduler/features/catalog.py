@@ -8,11 +8,4 @@ from services.executor.scheduler.features.recurrent_states import RECURRENT_STAT
 from services.executor.scheduler.features.segments import SEGMENTS
 from services.executor.scheduler.features.sparse_choices import SPARSE_CHOICES
 
-FEATURES: tuple[Feature, ...] = (
-    RECURRENT_STATES,
-    ADAPTERS,
-    PROMPT_RESULTS,
-    HAND_OVER,
-    SEGMENTS,
-    SPARSE_CHOICES,
-)
+FEATURES: tuple[Feature, ...] = (RECURRENT_STATES, ADAPTERS, PROMPT_RESULTS, HAND_OVER, SEGMENTS, SPARSE_CHOICES)

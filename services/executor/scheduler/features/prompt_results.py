@@ -42,9 +42,7 @@ from shared.messages import GenerationRequest, TokenEntry
 def _numbers(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
     if -1 <= request.prompt_logprobs <= spec.vocab_size:
         return None
-    return InvalidRequest(
-        f"prompt_logprobs is {request.prompt_logprobs} and must be between -1 and {spec.vocab_size}."
-    )
+    return InvalidRequest(f"prompt_logprobs is {request.prompt_logprobs} and must be between -1 and {spec.vocab_size}.")
 
 
 def _sizes(request: GenerationRequest) -> list[FieldSize]:
@@ -65,9 +63,7 @@ def _check(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | Non
     if request.classify and "classify" not in tasks:
         return InvalidRequest("This model has no classification head; choose one that has.")
     if not request.embed and not request.classify and "generate" not in tasks:
-        return InvalidRequest(
-            f"This model generates no text (it does {' and '.join(tasks)}); choose a language model."
-        )
+        return InvalidRequest(f"This model generates no text (it does {' and '.join(tasks)}); choose a language model.")
     if request.embed + request.classify + bool(request.logprob_token_ids) > 1:
         return InvalidRequest("embed, classify and logprob_token_ids exclude each other; send one.")
     if request.pools and request.prompt_logprobs >= 0:

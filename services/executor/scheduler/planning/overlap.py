@@ -41,14 +41,7 @@ from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.planning.step_planner import StepPlanner
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
-from services.executor.scheduler.steps import (
-    NO_STEP,
-    SampledRow,
-    ScheduledTokens,
-    Step,
-    compressions_of,
-    table_of,
-)
+from services.executor.scheduler.steps import NO_STEP, SampledRow, ScheduledTokens, Step, compressions_of, table_of
 
 
 class Successor(NamedTuple):
@@ -105,10 +98,7 @@ class OverlapScheduling:
 def step_ahead(successors: Seq[Successor]) -> Step:
     chunks = [one.chunk for one in successors]
     return Step(
-        chunks,
-        chunks,
-        [SampledRow(one.sequence, one.sequence.sampling.later()) for one in successors],
-        ahead=True,
+        chunks, chunks, [SampledRow(one.sequence, one.sequence.sampling.later()) for one in successors], ahead=True
     )
 
 

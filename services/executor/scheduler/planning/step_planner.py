@@ -103,9 +103,7 @@ class _FeatureHooks:
         self.budgets: list[Callable[[], StepBudget]] = [one.budget for one in brought if one.budget]
         self.admitted: list[Callable[[Sequence], None]] = [one.admitted for one in brought if one.admitted]
         self.left: list[Callable[[Sequence], None]] = [one.left for one in brought if one.left]
-        self.checks: list[Callable[[Collection[Sequence]], None]] = [
-            one.check for one in brought if one.check
-        ]
+        self.checks: list[Callable[[Collection[Sequence]], None]] = [one.check for one in brought if one.check]
 
 
 class StepPlanner:

@@ -51,12 +51,7 @@ class GroupDump(msgspec.Struct, frozen=True):
 
 
 async def take_dump(
-    ring: Ring | None,
-    group: GroupDump,
-    settings: ExecutorSettings,
-    still: ProgressAge,
-    wait: float,
-    reason: str = "",
+    ring: Ring | None, group: GroupDump, settings: ExecutorSettings, still: ProgressAge, wait: float, reason: str = ""
 ) -> Dump:
     """`wait`: seconds for which ranks that do not answer are waited for. `ring`: None where there is none."""
     began, at = time.monotonic(), time.time()

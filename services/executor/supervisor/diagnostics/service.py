@@ -210,9 +210,7 @@ async def _wait(ring: Ring, paths: list[Path], timeout: float) -> None:
             if end.done():
                 raise RingLost(f"The ring was lost while it was profiled ({end.result().reason}).")
             if time.monotonic() > give_up:
-                raise RingLost(
-                    "Some ranks have not written their profile in time; see `ryzanstein debug dump`."
-                )
+                raise RingLost("Some ranks have not written their profile in time; see `ryzanstein debug dump`.")
             await asyncio.sleep(LOOK)
     finally:
         end.cancel()
@@ -305,9 +303,7 @@ class DebugService(Collector):
     async def _begin_profile(self, jobs: DiagnosticJobs, command: ProfileCommand) -> JobReply:
         ring, group = self._now()
         if self._profile is not None and not self._profile.done:
-            return JobReply(
-                error=f"A profile of the group {group.group} is under way; ask again when it is over."
-            )
+            return JobReply(error=f"A profile of the group {group.group} is under way; ask again when it is over.")
         error = refusal(command, self._settings, ring, group.group)
         if error or ring is None:
             return JobReply(error=error)

@@ -72,9 +72,7 @@ class HostAdapters:
 
     async def _read(self, command: PullAdapter, settings: ExecutorSettings, bus: Bus) -> AdapterRecord:
         if not settings.max_adapters:
-            raise InvalidRequest(
-                f"The model {command.model} takes no adapters; set its max_adapters above 0."
-            )
+            raise InvalidRequest(f"The model {command.model} takes no adapters; set its max_adapters above 0.")
         base = StoredModel(settings)
         if not base.is_ready:
             raise ModelNotStored(

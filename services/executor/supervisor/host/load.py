@@ -45,12 +45,7 @@ class HostLoad:
         if self.unload is not None:
             raise Unavailable(f"The group {self.group} is being unloaded; load it again when it is gone.")
         own = self.spec
-        if (own.name, own.source, own.revision, own.settings) != (
-            spec.name,
-            spec.source,
-            spec.revision,
-            spec.settings,
-        ):
+        if (own.name, own.source, own.revision, own.settings) != (spec.name, spec.source, spec.revision, spec.settings):
             raise InvalidRequest(
                 f"The group {self.group} serves the model {own.name} with other settings; unload it first."
             )

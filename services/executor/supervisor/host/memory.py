@@ -105,9 +105,7 @@ class HostMemory:
             raise self._refusal(footprint, room, ranks)
         self._held[group] = self._shares(footprint.total, devices)
         woken = () if self._gpus else tuple(self._make_way(self.total - self.used))
-        return MemoryPlacement(
-            footprint, tuple(devices) if self._gpus else (), woken, tuple(self._in_the_way())
-        )
+        return MemoryPlacement(footprint, tuple(devices) if self._gpus else (), woken, tuple(self._in_the_way()))
 
     def least(self, size: ModelSize, ranks: int, kv: int) -> int:
         """Bytes that a group takes at least; arguments as of `place`."""

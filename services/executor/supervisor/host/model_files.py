@@ -122,9 +122,7 @@ class StoredModel:
     @property
     def is_ready(self) -> bool:
         """Whether there is nothing to fetch or to convert."""
-        return self._needs_none or catalog.is_ready(
-            self._settings.model, self._store, self._settings.revision
-        )
+        return self._needs_none or catalog.is_ready(self._settings.model, self._store, self._settings.revision)
 
     async def prepare(self, report: Progress, named: Named | None = None) -> str:
         """Fetches and converts what is not there, in a process that ends when this is cancelled; returns what names

@@ -24,19 +24,8 @@ from services.executor.supervisor.host.jobs import HostJobKind
 from services.executor.supervisor.host.load import HostLoad
 from services.executor.supervisor.host.memory import HostMemory, MemoryPlacement, ModelSize
 from services.executor.supervisor.host.metrics import HostMetrics
-from services.executor.supervisor.host.model_files import (
-    MEMORY_SHARE,
-    ResidentFiles,
-    StoredModel,
-    gpus_of,
-    host_bytes,
-)
-from shared.errors import (
-    ConfigurationError,
-    InvalidRequest,
-    ModelDoesNotFit,
-    RyzansteinError,
-)
+from services.executor.supervisor.host.model_files import MEMORY_SHARE, ResidentFiles, StoredModel, gpus_of, host_bytes
+from shared.errors import ConfigurationError, InvalidRequest, ModelDoesNotFit, RyzansteinError
 from shared.messages import (
     GroupBeat,
     HostBeat,
@@ -71,21 +60,12 @@ IDLE_LOOK = 0.1
 def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
     """Those of a group that serves `spec`: the host's, but for what the model's say. Raises `ConfigurationError`."""
     given = {
-        name: value
-        for name in ModelSettings.__struct_fields__
-        if (value := getattr(spec.settings, name)) is not None
+        name: value for name in ModelSettings.__struct_fields__ if (value := getattr(spec.settings, name)) is not None
     }
     if (keeps := keeps_pages(spec.sparse_attention)) is not None:
         given["sparse_attention"] = keeps
-    own = {
-        "model": as_of_hub(spec.source),
-        "revision": spec.revision,
-        "served_model_name": spec.name,
-        "group": "",
-    }
-    own["draft_model"] = as_of_hub(
-        spec.settings.draft_model or ""
-    )  # the host's goes with the host's own model
+    own = {"model": as_of_hub(spec.source), "revision": spec.revision, "served_model_name": spec.name, "group": ""}
+    own["draft_model"] = as_of_hub(spec.settings.draft_model or "")  # the host's goes with the host's own model
     # A port that is set can be of one group alone, and groups that come and go share the cores.
     shared = {"nnodes": 1, "takes_models": True, "handover_port": 0, "pin_threads": False}
     try:
@@ -103,12 +83,7 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
 class ModelHost:
     """All groups of an executor, and its models."""
 
-    def __init__(
-        self,
-        settings: ExecutorSettings,
-        service: GroupHost,
-        job_kinds: Iterable[HostJobKind] = (),
-    ) -> None:
+    def __init__(self, settings: ExecutorSettings, service: GroupHost, job_kinds: Iterable[HostJobKind] = ()) -> None:
         self._settings = settings
         self._service = service
         gpus = gpus_of(settings)
@@ -379,9 +354,7 @@ class ModelHost:
             return
         kv = placed.footprint.kv // load.settings.tp
         settings = load.settings.model_copy(update={"kv_memory": kv})
-        group = GroupSupervisor(
-            settings, load.group, self._service, variables=self.gpu_variables(placed.devices)
-        )
+        group = GroupSupervisor(settings, load.group, self._service, variables=self.gpu_variables(placed.devices))
         group.memory = placed.footprint.total
         group.set_log_level(self._log_level)
         load.supervisor = self.groups[load.group] = group
@@ -461,9 +434,7 @@ class ModelHost:
         told = error if isinstance(error, RyzansteinError) else load.fault(error)
         self.metrics.failed()
         log.warning("model_load_failed", group=load.group, model=load.spec.name, error=told.message)
-        self._tell(
-            HostModel(load.spec.name, "failed", error=told.message, memory=load.memory, failed_at=time.time())
-        )
+        self._tell(HostModel(load.spec.name, "failed", error=told.message, memory=load.memory, failed_at=time.time()))
 
     def gpu_variables(self, devices: Iterable[int]) -> dict[str, str]:
         """Of the environment of a process that is to see these GPUs alone; none on a CPU."""
@@ -517,9 +488,7 @@ class ModelHost:
         self._wake([name])
         woken = self.memory.put_to_sleep(name, files.size)
         if woken is None:
-            log.info(
-                "model_sleep_failed", model=name, reason="there is no room for its weights", bytes=files.size
-            )
+            log.info("model_sleep_failed", model=name, reason="there is no room for its weights", bytes=files.size)
             files.close()
             return
         self._wake(woken)

@@ -20,9 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class RemoteRank:
-    def __init__(
-        self, send: Callable[[msgspec.Struct], None], where: str, rank: int, epoch: int, board: RingBoard
-    ):
+    def __init__(self, send: Callable[[msgspec.Struct], None], where: str, rank: int, epoch: int, board: RingBoard):
         """`send`: to its host."""
         self.events = asyncio.StreamReader()  # a line for each event; ends with the process
         self.where = where

@@ -59,9 +59,7 @@ class _Rank:
 class NodeRanks:
     """The ranks of one ring on this host, from the first `Begin` to the end of the last one."""
 
-    def __init__(
-        self, settings: ExecutorSettings, epoch: int, line: Channel[wire.ToNode], forks: ForkClient
-    ) -> None:
+    def __init__(self, settings: ExecutorSettings, epoch: int, line: Channel[wire.ToNode], forks: ForkClient) -> None:
         self._settings = settings
         self._forks = forks
         self._line = line
@@ -202,9 +200,7 @@ class RingNode(Service):
             raise LineLost(f"it refuses this host, because {answer.reason}")
         if not isinstance(answer, wire.Welcome) or not is_proof(answer.proof, self._secret, "head", nonce):
             raise LineLost("it does not know the ring's secret")
-        return line.protected(
-            MessageMac(self._secret, side, nonces), MessageMac(self._secret, "head", nonces)
-        )
+        return line.protected(MessageMac(self._secret, side, nonces), MessageMac(self._secret, "head", nonces))
 
     async def _talk(self, line: Channel[wire.ToNode]) -> None:
         """For as long as the line holds. Raises `LineLost`."""

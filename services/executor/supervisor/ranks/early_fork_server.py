@@ -39,11 +39,7 @@ def start_early(arguments: Sequence[str]) -> None:
     be none, there is none; what they do not show is seen to when the settings are read."""
     if [*arguments] == WAITING:
         signal.signal(signal.SIGTERM, lambda *_: _leave())
-    words = [
-        os.environ.get("RYZANSTEIN_ENGINE", ""),
-        os.environ.get("RYZANSTEIN_FORK_SERVER", ""),
-        *arguments,
-    ]
+    words = [os.environ.get("RYZANSTEIN_ENGINE", ""), os.environ.get("RYZANSTEIN_FORK_SERVER", ""), *arguments]
     if sys.platform.startswith("linux") and not {"stub", "off", "--help", "-h"} & {*words}:
         _early.append(start())
 

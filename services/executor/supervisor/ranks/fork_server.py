@@ -147,9 +147,7 @@ class ForkServer:
         os.close(read_end)
         return Forked(int(told)) if told else ForkRefused("the system has no room for another process")
 
-    def _be_between(
-        self, write_end: int, variables: dict[str, str], stdin: int, events: int, *output: int
-    ) -> None:
+    def _be_between(self, write_end: int, variables: dict[str, str], stdin: int, events: int, *output: int) -> None:
         """The child, whose end makes the rank the executor's. Does not return."""
         try:
             rank = os.fork()
@@ -195,9 +193,7 @@ def _show_as(module: str) -> None:
         begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, the 48th and 49th of proc(5)
         words = ctypes.string_at(begin, end - begin) if 0 < begin < end else b""
         if (place := words.find(MODULE.encode())) >= 0:
-            ctypes.memmove(
-                begin + place, module.encode().ljust(len(MODULE), b"\0")[: len(MODULE)], len(MODULE)
-            )
+            ctypes.memmove(begin + place, module.encode().ljust(len(MODULE), b"\0")[: len(MODULE)], len(MODULE))
 
 
 def leave(code: int) -> None:

@@ -123,9 +123,7 @@ class ForkClient:
         if self._alive:
             self._import(new)
 
-    async def fork(
-        self, stdin: int, events: int, variables: Mapping[str, str] | None = None
-    ) -> ForkedRank | None:
+    async def fork(self, stdin: int, events: int, variables: Mapping[str, str] | None = None) -> ForkedRank | None:
         """A rank with `stdin` and `events`, or None: it is to be started in another way. `variables`: of its
         environment, whatever ours has."""
         async with self._busy:

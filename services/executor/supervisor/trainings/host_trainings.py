@@ -136,9 +136,7 @@ class HostTrainings:
             )
         return self._settings
 
-    async def _promise(
-        self, training: Training, job: TrainingJob, settings: ExecutorSettings
-    ) -> tuple[int, ...]:
+    async def _promise(self, training: Training, job: TrainingJob, settings: ExecutorSettings) -> tuple[int, ...]:
         """Holds its memory; returns the GPU that it has. Raises `ModelDoesNotFit`."""
         key = tenant_key(job.tenant, job.id)
         held = self._memory.job_devices(key)
@@ -238,9 +236,7 @@ class HostTrainings:
             await self._promise_early(training, job)
         except ModelDoesNotFit as error:
             self._forget(key)
-            return HostReply(
-                ok=False, code=error.code, error=error.message[:MAX_REASON], memory=training.memory
-            )
+            return HostReply(ok=False, code=error.code, error=error.message[:MAX_REASON], memory=training.memory)
         except BaseException:
             self._forget(key)
             raise

@@ -91,9 +91,7 @@ def adapter_written(job: TrainingJob, adapter: TrainedAdapter) -> tuple[Training
     return _replace(job, adapters=adapters[-KEPT_ADAPTERS:]), adapters[:-KEPT_ADAPTERS]
 
 
-def finished(
-    job: TrainingJob, result: TrainedAdapter, metrics_object: str, trained_tokens: int
-) -> TrainingJob:
+def finished(job: TrainingJob, result: TrainedAdapter, metrics_object: str, trained_tokens: int) -> TrainingJob:
     """All steps are done: what is left is to publish it, which needs no host."""
     return _replace(
         job,
@@ -121,16 +119,12 @@ def cancelled(job: TrainingJob, now: float) -> TrainingJob:
 def failed(job: TrainingJob, code: str, message: str, now: float) -> TrainingJob:
     """It would fail anywhere."""
     error = TrainingError(code, message[:MAX_REASON])
-    return _replace(
-        job, status="failed", host="", waiting_for="", expected_at=0.0, finished_at=now, error=error
-    )
+    return _replace(job, status="failed", host="", waiting_for="", expected_at=0.0, finished_at=now, error=error)
 
 
 def given_back(job: TrainingJob, reason: str, retry_at: float) -> TrainingJob:
     """By no fault of its own: another host, or this one later, goes on."""
-    return _replace(
-        job, host="", waiting_for=reason[:MAX_REASON], expected_at=0.0, retry_at=retry_at, runner=""
-    )
+    return _replace(job, host="", waiting_for=reason[:MAX_REASON], expected_at=0.0, retry_at=retry_at, runner="")
 
 
 def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:

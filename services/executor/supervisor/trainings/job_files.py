@@ -42,9 +42,7 @@ class JobFiles:
         try:
             await self._fetch(job.data.object_name, EXAMPLES)
         except MissingObject:
-            raise InternalError(
-                "The job's examples are gone from the object store; create the job again."
-            ) from None
+            raise InternalError("The job's examples are gone from the object store; create the job again.") from None
 
     async def fetch_state(self, job: TrainingJob) -> bool:
         """What an earlier attempt has written, if the record names it; False: there is none, or it is lost."""

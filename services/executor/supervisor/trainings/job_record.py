@@ -29,9 +29,7 @@ class NotMine(Exception):
 
 
 class LocalJobRecord:
-    def __init__(
-        self, bucket: TenantBucket[TrainingJob], host: str, tenant: str, job: str, attempt: int
-    ) -> None:
+    def __init__(self, bucket: TenantBucket[TrainingJob], host: str, tenant: str, job: str, attempt: int) -> None:
         self._bucket = bucket
         self._host = host
         self._tenant = tenant

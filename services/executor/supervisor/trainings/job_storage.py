@@ -100,9 +100,7 @@ class JobStorage:
                 (self._directory / written.file).unlink(missing_ok=True)
             case AdapterWritten():
                 await self._stored(lambda: self._store_adapter(written))
-                await asyncio.to_thread(
-                    shutil.rmtree, self._directory / written.directory, ignore_errors=True
-                )
+                await asyncio.to_thread(shutil.rmtree, self._directory / written.directory, ignore_errors=True)
             case Finished():
                 await self._stored(lambda: self._store_metrics(written))
 

@@ -45,9 +45,7 @@ class TrainerProcess:
         read, write = os.pipe()
         loop = asyncio.get_running_loop()
         events = asyncio.StreamReader(limit=LONGEST_EVENT)
-        pipe, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(events), os.fdopen(read, "rb")
-        )
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(events), os.fdopen(read, "rb"))
         module = STUB if settings.engine == "stub" else TRAINER
         own = {**environment(spec.threads, settings), "OMP_NUM_THREADS": str(spec.threads), **variables}
         try:
@@ -150,9 +148,7 @@ class TrainerProcess:
                 sys.stderr.buffer.flush()
             *lines, rest = (rest + part).split(b"\n")
             rest = rest[-LONGEST_LINE:]
-            self._last.extend(
-                line.decode(errors="replace").strip()[:LONGEST_LINE] for line in lines if line.strip()
-            )
+            self._last.extend(line.decode(errors="replace").strip()[:LONGEST_LINE] for line in lines if line.strip())
         if rest.strip():
             self._last.append(rest.decode(errors="replace").strip()[:LONGEST_LINE])
 

@@ -103,12 +103,7 @@ class Training:
     """One attempt at one job. `run` once."""
 
     def __init__(
-        self,
-        host: TrainingHost,
-        record: LocalJobRecord,
-        counts: TrainingCounts,
-        attempt: int,
-        replica: int = 0,
+        self, host: TrainingHost, record: LocalJobRecord, counts: TrainingCounts, attempt: int, replica: int = 0
     ) -> None:
         """`record` has been read; `replica`: which part of the job is this host's."""
         self._host = host
@@ -147,9 +142,7 @@ class Training:
     def report(self) -> HostTraining:
         """What heartbeats say of it."""
         state = self._state if self._suspended_at is None else "yielding"
-        return HostTraining(
-            self.job, self.tenant, self.attempt, state, self._step, self.memory, self._replica
-        )
+        return HostTraining(self.job, self.tenant, self.attempt, state, self._step, self.memory, self._replica)
 
     # --- beside interactive requests -------------------------------------------------------------
 
@@ -246,9 +239,7 @@ class Training:
         except NotMine:
             raise
         except StorageFull as error:
-            reason = (
-                f"There was no room to store what it has learned for {STORE_PATIENCE:g} s: {error.message}"
-            )
+            reason = f"There was no room to store what it has learned for {STORE_PATIENCE:g} s: {error.message}"
             return End("failed", reason, StorageFull.code)
         except OverReserved as error:
             return End("failed", error.message, error.code)
@@ -256,9 +247,7 @@ class Training:
             return End("crashed", str(error))
         except Exception as error:
             log.exception("training_fault", job=self.job)
-            return End(
-                "crashed", f"Internal error of the executor ({type(error).__name__}); its log says where."
-            )
+            return End("crashed", f"Internal error of the executor ({type(error).__name__}); its log says where.")
         finally:
             self._state = "ending"
             self.gone.set()
@@ -344,18 +333,14 @@ class Training:
         before = job = await patiently(self._record.read)
         await files.fetch_examples(job)
         if job.state is not None and not await files.fetch_state(job):
-            job = await patiently(
-                lambda: self._record.write(lambda known: msgspec.structs.replace(known, state=None))
-            )
+            job = await patiently(lambda: self._record.write(lambda known: msgspec.structs.replace(known, state=None)))
         await patiently(lambda: files.clear_earlier(job))
         now, threads, runner = time.time(), self._host.threads, self._host.instance
         secret = secrets.token_hex() if job.hyperparameters.replicas > 1 else ""
         if before.runner:
             await self._tell_of_loss(job)
         job = await patiently(
-            lambda: self._record.write(
-                lambda known: job_changes.begun(known, runner, before, threads, now, secret)
-            )
+            lambda: self._record.write(lambda known: job_changes.begun(known, runner, before, threads, now, secret))
         )
         self._say("training_started", "Fine-tuning job started", attempt=self.attempt)
         return job
@@ -407,9 +392,7 @@ class Training:
         self._advance()
         now, steps = time.time(), self._record.job.steps
         last, self._metrics = self._metrics, metrics
-        if (
-            metrics.step != self._step
-        ):  # else it is told again, with what it is worth on the validation examples
+        if metrics.step != self._step:  # else it is told again, with what it is worth on the validation examples
             self._step = metrics.step
             self._counts.stepped(metrics.tokens - last.tokens if last is not None else 0)
         first, since = self._first = self._first or (metrics.step, now)
@@ -496,9 +479,7 @@ class Training:
         end = End("given_back", self._halt.reason, retry_after=self._halt.retry_after)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WORD_WITHIN):
-                await patiently(
-                    lambda: self._record.write(lambda job: job_changes.ended(job, end, time.time()))
-                )
+                await patiently(lambda: self._record.write(lambda job: job_changes.ended(job, end, time.time())))
 
     async def _hear_others(self) -> None:
         """Another replica was lost: its host knows better why, if it is there. Raises `NotMine` once it has said so."""

@@ -117,13 +117,7 @@ def _weights(queries: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
 
 
 def _by_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """As `_plain`, with scores of some rows at a time."""
     length, kv_heads = q.shape[2], k.shape[1]
@@ -136,16 +130,7 @@ def _by_rows(
         seen = _seen(first - begin, end - begin, end - begin, window, q.device)
         parts = (grouped[:, :, first:end], k[0, :, begin:end], v[0, :, begin:end])
         outs.append(
-            checkpoint(
-                _scored,
-                *parts,
-                seen,
-                scale,
-                softcap,
-                of_groups,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            checkpoint(_scored, *parts, seen, scale, softcap, of_groups, use_reentrant=False, preserve_rng_state=False)
         )
     return torch.cat(outs, dim=2).flatten(0, 1).unsqueeze(0)
 

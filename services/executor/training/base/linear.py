@@ -36,9 +36,7 @@ class Factors:
     b: nn.Parameter  # float32 [outputs, rank]
 
     @classmethod
-    def drawn(
-        cls, seed: int, name: str, rank: int, shape: tuple[int, int], device: torch.device
-    ) -> "Factors":
+    def drawn(cls, seed: int, name: str, rank: int, shape: tuple[int, int], device: torch.device) -> "Factors":
         """For a linear of `shape` [outputs, inputs]: A from (seed, name), as peft draws it, and B zero."""
         outputs, inputs = shape
         a = torch.empty(rank, inputs)

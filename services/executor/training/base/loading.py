@@ -27,13 +27,7 @@ from services.executor.model.attention import SCALES_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.dtypes import choose_dtype
 from services.executor.model.layer_states import layer_states
-from services.executor.model.loading.loader import (
-    is_quantized,
-    keeps_codes,
-    load_config,
-    load_frozen,
-    load_model,
-)
+from services.executor.model.loading.loader import is_quantized, keeps_codes, load_config, load_frozen, load_model
 from services.executor.model.lowering import CannotLower
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.parallel.module_patches import attention_to_build_with
@@ -155,9 +149,7 @@ def check_trainable(config: Any) -> None:
         raise _untrainable("it is an encoder, and fine-tuning is of models that write text")
     kinds = {state.kind for state in layer_states(config, ShardLayout.from_config(config, 1, 0))}
     if others := kinds - {"full", "sliding"}:
-        raise _untrainable(
-            f"its layers keep {', '.join(sorted(others))} state, and only attention can be trained"
-        )
+        raise _untrainable(f"its layers keep {', '.join(sorted(others))} state, and only attention can be trained")
     if attention_to_build_with(config) != PAGED or getattr(config, "is_heterogeneous", False):
         raise _untrainable(f"the attention of {config.model_type!r} is not transformers' common one")
     if any(getattr(config, name, None) for name in _EXPERTS):

@@ -121,9 +121,7 @@ class _LogProbs(torch.autograd.Function):
         for part, some in zip(parts, sums, strict=True):
             if head.collectives.world_size > 1:
                 some.meet(head.collectives)
-            some.finish(
-                head.scale, log_probs[part], likeliest[part], None if direction is None else direction[part]
-            )
+            some.finish(head.scale, log_probs[part], likeliest[part], None if direction is None else direction[part])
         ctx.save_for_backward(*([] if direction is None else [direction]))
         ctx.mark_non_differentiable(likeliest)
         return log_probs, likeliest

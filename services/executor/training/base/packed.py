@@ -55,9 +55,7 @@ def packed_model(
         if found := _mapped(cache, threads):
             return found
         _, model = _packed(*how)
-    log.warning(
-        "packed_weights_in_memory", reason="the weight cache has no room for them", bytes=_size_of(model)
-    )
+    log.warning("packed_weights_in_memory", reason="the weight cache has no room for them", bytes=_size_of(model))
     return model
 
 
@@ -96,12 +94,7 @@ def _mapped(cache: WeightCache, threads: int) -> PackedModel | None:
 
 
 def _packed(
-    library: Any,
-    directory: Path,
-    settings: ExecutorSettings,
-    config: Any,
-    threads: int,
-    collectives: Collectives,
+    library: Any, directory: Path, settings: ExecutorSettings, config: Any, threads: int, collectives: Collectives
 ) -> tuple[ModelFacts, PackedModel]:
     """As a rank that serves it packs it."""
     log.info("packing_weights", directory=str(directory), reason="the weight cache has none of this model")

@@ -91,9 +91,7 @@ class PackedOutputs:
 class PackedWeight:
     """What is packed for the native kernels, unpacked by them."""
 
-    def __init__(
-        self, library: Any, parts: Sequence[PackedOutputs], inputs: int, pool: Executor, threads: int
-    ) -> None:
+    def __init__(self, library: Any, parts: Sequence[PackedOutputs], inputs: int, pool: Executor, threads: int) -> None:
         """`parts`: rows of the weight, end to end."""
         self.outputs = sum(part.rows for part in parts)
         self.inputs = inputs
@@ -124,9 +122,7 @@ class PackedWeight:
                 into = made[begin - first : stop - first]
                 self._unpack(into, part, form, begin - part.begin, stop - part.begin, threads)
 
-    def _unpack(
-        self, into: Tensor, part: PackedOutputs, form: RzFormat, begin: int, stop: int, threads: int
-    ) -> None:
+    def _unpack(self, into: Tensor, part: PackedOutputs, form: RzFormat, begin: int, stop: int, threads: int) -> None:
         """Rows [begin, stop) of `part`, to `into`."""
         order, columns = part.linear.permutation, form.columns if form.bits else self.inputs
         room = into if order is None else torch.empty(stop - begin, columns, dtype=into.dtype)

@@ -67,10 +67,7 @@ def write_adapter(
     none that are served."""
     targets = sorted({name.rpartition("/")[0] for name in factors})
     tensors = {
-        f"{PREFIX}{target}.lora_{letter.upper()}.weight": factors[f"{target}/{letter}"]
-        .detach()
-        .cpu()
-        .contiguous()
+        f"{PREFIX}{target}.lora_{letter.upper()}.weight": factors[f"{target}/{letter}"].detach().cpu().contiguous()
         for target in targets
         for letter in "ab"
     }

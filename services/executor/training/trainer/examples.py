@@ -45,9 +45,7 @@ class ExampleSet:
 
     def trained(self, units: Sequence[int]) -> int:
         """Tokens of `units` that a loss is taken of. The first token of an example has nothing that predicts it."""
-        return sum(
-            int(self.weights[start + 1 : end].sum()) for unit in units for start, end in self._extents(unit)
-        )
+        return sum(int(self.weights[start + 1 : end].sum()) for unit in units for start, end in self._extents(unit))
 
     def packed(self, units: Sequence[int], device: torch.device) -> PackedBatch:
         """The examples of `units`, end to end."""
@@ -67,15 +65,12 @@ class ExampleSet:
 
     def rows_of_examples(self, units: Sequence[int]) -> list[int]:
         """How many rows of `packed(units)` each of its examples has, in order."""
-        return [
-            int(self.weights[start + 1 : end].sum()) for unit in units for start, end in self._extents(unit)
-        ]
+        return [int(self.weights[start + 1 : end].sum()) for unit in units for start, end in self._extents(unit)]
 
     def _extents(self, unit: int) -> list[tuple[int, int]]:
         first = unit * self.unit
         return [
-            (int(self.starts[example]), int(self.starts[example + 1]))
-            for example in range(first, first + self.unit)
+            (int(self.starts[example]), int(self.starts[example + 1])) for example in range(first, first + self.unit)
         ]
 
 

@@ -84,9 +84,7 @@ class FactorOptimizer:
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
 
 
-def _made(
-    factors: list[nn.Parameter], hyperparameters: Hyperparameters, device: torch.device
-) -> torch.optim.Optimizer:
+def _made(factors: list[nn.Parameter], hyperparameters: Hyperparameters, device: torch.device) -> torch.optim.Optimizer:
     kind, on_host = hyperparameters.optimizer, platform_of(device).is_host
     options: dict[str, Any] = {"betas": _BETAS, "eps": _EPS, "weight_decay": hyperparameters.weight_decay}
     if kind == "adamw":

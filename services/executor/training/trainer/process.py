@@ -35,12 +35,7 @@ from services.executor.ipc.trainer_pipe import (
 )
 from services.executor.platforms.catalog import choose_platform, platform_of
 from services.executor.training.ranks import join_ranks
-from services.executor.training.trainer.adapter_files import (
-    base_name,
-    check_size,
-    write_adapter,
-    write_metrics,
-)
+from services.executor.training.trainer.adapter_files import base_name, check_size, write_adapter, write_metrics
 from services.executor.training.trainer.examples import read_examples
 from services.executor.training.trainer.loop import Loop
 from services.executor.training.trainer.optimizer import FactorOptimizer
@@ -48,13 +43,7 @@ from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
-from services.executor.training.trainer.steps import (
-    SingleReplica,
-    Steps,
-    Trainable,
-    TrainerReplicas,
-    named_factors,
-)
+from services.executor.training.trainer.steps import SingleReplica, Steps, Trainable, TrainerReplicas, named_factors
 from shared.errors import InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
@@ -185,10 +174,7 @@ class Trainer:
             except PauseWanted:
                 return
             self._metrics[-1] = msgspec.structs.replace(
-                self._metrics[-1],
-                valid_loss=means.loss,
-                valid_accuracy=means.accuracy,
-                valid_margin=means.margin,
+                self._metrics[-1], valid_loss=means.loss, valid_accuracy=means.accuracy, valid_margin=means.margin
             )
             self._tell(Stepped(self._metrics[-1]))
         self._loop.closed()
@@ -219,18 +205,13 @@ def _replicas_of(
         return SingleReplica()
     if spec.replica:
         return FurtherReplica(spec.replica, count, spec.store, spec.secret, between)
-    first = FirstReplica(
-        count, ExecutorSettings.model_validate(spec.settings).ring_host, spec.secret, between
-    )
+    first = FirstReplica(count, ExecutorSettings.model_validate(spec.settings).ring_host, spec.secret, between)
     tell(Met(first.address))
     return first
 
 
 def load_base(
-    spec: TrainerSpec,
-    device: torch.device,
-    between_layers: Callable[[], None],
-    ranks: Collectives | None = None,
+    spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None], ranks: Collectives | None = None
 ) -> Trainable:
     """Raises `ModelLoadError`."""
     from services.executor.training.model import load_trainable
@@ -313,8 +294,6 @@ def _told(error: Exception, job: str) -> RyzansteinError:
         return error
     who = f"The trainer of the job {job}"
     if isinstance(error, MemoryError):
-        return InternalError(
-            f"{who} has run out of memory; create the job with a smaller max_tokens or rank."
-        )
+        return InternalError(f"{who} has run out of memory; create the job with a smaller max_tokens or rank.")
     fault = gpu_errors.explain(error, who)
     return fault or InternalError(f"{who} failed: {type(error).__name__}: {error}.")

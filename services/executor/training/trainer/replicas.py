@@ -148,9 +148,7 @@ class FirstReplica:
 class FurtherReplica:
     """One that goes to the first."""
 
-    def __init__(
-        self, replica: int, count: int, address: str, secret: str, between: Callable[[], None]
-    ) -> None:
+    def __init__(self, replica: int, count: int, address: str, secret: str, between: Callable[[], None]) -> None:
         """`replica`: from 1; `address`: `host:port` of the first; else as `FirstReplica`."""
         self.count = count
         self._replica, self._address = replica, address

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 
 from services.executor.training.batch import DropoutKey, PackedBatch
 from services.executor.training.trainer import losses
-from services.executor.training.trainer.examples import (
-    MICRO_BATCH_TOKENS,
-    ExampleSet,
-    epoch_order,
-    micro_batches,
-)
+from services.executor.training.trainer.examples import MICRO_BATCH_TOKENS, ExampleSet, epoch_order, micro_batches
 from services.executor.training.trainer.losses import Sums
 from services.executor.training.trainer.optimizer import FactorOptimizer
 from services.executor.training.trainer.schedule import Course, learning_rate
@@ -53,9 +48,7 @@ class Trainable(Protocol):
     @property
     def factors(self) -> Mapping[str, TrainableFactors]: ...
 
-    def log_probs(
-        self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]: ...
+    def log_probs(self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None) -> tuple[Tensor, Tensor]: ...
 
 
 class TrainerReplicas(Protocol):
@@ -226,9 +219,7 @@ class Steps:
 
     def _diverged(self, step: int, loss: float, norm: float, units: Sequence[int]) -> TrainingDiverged:
         numbers = sorted(unit + 1 for unit in units)
-        told = ", ".join(map(str, numbers[:_EXAMPLES_TOLD])) + (
-            ", ..." if len(numbers) > _EXAMPLES_TOLD else ""
-        )
+        told = ", ".join(map(str, numbers[:_EXAMPLES_TOLD])) + (", ..." if len(numbers) > _EXAMPLES_TOLD else "")
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradients is {norm}"
         return TrainingDiverged(
             f"Step {step} of {self._course.steps} has diverged ({what}); create a job with a smaller "

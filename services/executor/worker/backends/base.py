@@ -87,9 +87,7 @@ class Backend:
     def pack(self, model: Any, device: torch.device) -> None:
         """Has the quantized weights of `model`, loaded, lie as kernels read them, before the KV cache takes memory."""
 
-    def reads_compressed(
-        self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
-    ) -> bool:
+    def reads_compressed(self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int) -> bool:
         """Whether it computes this model by kernels of its own, and reads compressed KV blocks as fast as others;
         alike on every rank."""
         return False
@@ -130,13 +128,7 @@ class BuiltShare(Share):
     def __init__(self, request: ShareRequest, backend: "Backend") -> None:
         from services.executor.model.catalogue import check_supported
         from services.executor.model.layer_states import layer_states
-        from services.executor.model.loading.loader import (
-            context_length,
-            keeps_codes,
-            load_config,
-            load_model,
-            unpack,
-        )
+        from services.executor.model.loading.loader import context_length, keeps_codes, load_config, load_model, unpack
         from services.executor.model.rotary import rotary_scaling
 
         adopt_loggers()  # of transformers

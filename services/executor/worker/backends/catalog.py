@@ -5,7 +5,4 @@ from services.executor.worker.backends.base import Backend
 from services.executor.worker.backends.cpu_kernels import CpuKernels
 from services.executor.worker.backends.gpu_decoder import GpuDecoding
 
-BACKENDS: tuple[Backend, ...] = (
-    GpuDecoding(),
-    CpuKernels(),
-)
+BACKENDS: tuple[Backend, ...] = (GpuDecoding(), CpuKernels())

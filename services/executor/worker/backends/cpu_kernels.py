@@ -30,9 +30,7 @@ class CpuKernels(Backend):
             return super().load_share(request)
         return load_packed(request, self, cache)
 
-    def reads_compressed(
-        self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
-    ) -> bool:
+    def reads_compressed(self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int) -> bool:
         """Wherever they compute."""
         try:
             lower_natively(model, dtype, collectives, threads)

@@ -38,9 +38,7 @@ class GpuDecoding(Backend):
     def pack(self, model: Any, device: torch.device) -> None:
         pack_for_gpu(model, device)
 
-    def reads_compressed(
-        self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
-    ) -> bool:
+    def reads_compressed(self, model: Any, dtype: torch.dtype, collectives: Collectives, threads: int) -> bool:
         """Attention by Triton multiplies codes as they are, whatever computes the rest of the model; in fp32, which is
         asked for where rounding is not wanted, blocks are left as they are."""
         return dtype is torch.bfloat16 and has_triton()

@@ -19,11 +19,7 @@ log = structlog.get_logger(__name__)
 
 
 def native_runner(
-    packed: PackedModel,
-    widths: list[int],
-    request: RunnerRequest,
-    weights: str,
-    streamer: WeightStreamer | None = None,
+    packed: PackedModel, widths: list[int], request: RunnerRequest, weights: str, streamer: WeightStreamer | None = None
 ) -> ModelRunner:
     """Of a packed model, where `native_kernels` may compute. `widths`: as of `widths_of`; `weights`: where they come
     from, for the log; `streamer`: of what is not in memory."""
@@ -43,9 +39,7 @@ def native_runner(
     return ModelRunner(model, widths, store, collectives, device, spill, decoder, kernels=kernels)
 
 
-def lower_natively(
-    model: Any, dtype: torch.dtype, collectives: Collectives, threads: int
-) -> tuple[Any, Lowered]:
+def lower_natively(model: Any, dtype: torch.dtype, collectives: Collectives, threads: int) -> tuple[Any, Lowered]:
     """The library, and `model`, loaded, as it takes it. Raises `CannotLower` with the reason."""
     library, _ = native_kernels(collectives, threads)
     return library, lower(model, dtype, collectives.world_size)

@@ -9,13 +9,7 @@ from typing import Any
 import structlog
 import torch
 
-from services.executor.core.settings import (
-    ExecutorSettings,
-    cores_of,
-    packed_directory,
-    packed_share,
-    thread_count,
-)
+from services.executor.core.settings import ExecutorSettings, cores_of, packed_directory, packed_share, thread_count
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepLimits
 from services.executor.cpu.packed_file import PackedFile

@@ -139,9 +139,7 @@ class DraftHeadModel(DraftModel):
 class LoadedHeads(NamedTuple):
     share: HeadShare
 
-    def computing(
-        self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner
-    ) -> DraftHeadModel:
+    def computing(self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner) -> DraftHeadModel:
         return DraftHeadModel(self.share, self.share.runner(own, spill, limits, target), own)
 
 

@@ -44,9 +44,7 @@ class LoadedDraft(Protocol):
     @property
     def share(self) -> Share: ...
 
-    def computing(
-        self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner
-    ) -> DraftModel:
+    def computing(self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner) -> DraftModel:
         """Beside `target`, in the page layers of `own`; `limits`: of a GPU's steps. To be called once."""
         ...
 

@@ -56,12 +56,7 @@ class DraftShare(NamedTuple):
         return [] if self.share is None else self.share.imports
 
     def beside(
-        self,
-        target: ModelRunner,
-        store: KvStore,
-        spill: Spill,
-        collectives: Collectives,
-        limits: StepLimits | None,
+        self, target: ModelRunner, store: KvStore, spill: Spill, collectives: Collectives, limits: StepLimits | None
     ) -> DraftModel | None:
         """Has it compute beside `target`, in the last page layers of `store`, whose blocks are copied whole from then
         on; `limits`: of a GPU's steps. To be called once; None: there is no draft model."""
@@ -102,9 +97,7 @@ def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
     for which, where in (("model", target), ("draft model", directory)):
         described = read_json(where / "config.json")
         if is_encoder(described) or is_classifier(described):
-            raise ModelLoadError(
-                f"The {which} in {where} does not generate token by token; leave out --draft-model."
-            )
+            raise ModelLoadError(f"The {which} in {where} does not generate token by token; leave out --draft-model.")
     kind_of(settings, directory).check(settings, target, directory)
     return directory
 
@@ -112,9 +105,7 @@ def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
 def draft_name(settings: ExecutorSettings) -> str:
     """What people call it: the last part of a path, or the hub name; empty: none is asked for, or no drafts at all."""
     name = settings.draft_model if settings.max_drafts else ""
-    return (
-        Path(name).name.removesuffix(".gguf") if name.startswith(("/", "~", ".")) else name.removeprefix(HUB)
-    )
+    return Path(name).name.removesuffix(".gguf") if name.startswith(("/", "~", ".")) else name.removeprefix(HUB)
 
 
 def load_draft(
@@ -145,9 +136,7 @@ def load_draft(
     reason = ""
     kind = kind_of(settings, directory)
     try:
-        loaded = kind.load(
-            DraftRequest(own, settings, spec, where.model, directory, device, collectives, target, room)
-        )
+        loaded = kind.load(DraftRequest(own, settings, spec, where.model, directory, device, collectives, target, room))
         facts = loaded.share.facts
         room(facts.states, target.dtype, facts.context_length, None, 0)
     except _NoRoom as error:
@@ -159,10 +148,7 @@ def load_draft(
     assert loaded is not None, "all ranks have it"
     longest = loaded.share.facts.context_length
     log.info(
-        "draft_model_loaded",
-        draft_model=settings.draft_model,
-        context_length=longest,
-        up_to=min(longest, context),
+        "draft_model_loaded", draft_model=settings.draft_model, context_length=longest, up_to=min(longest, context)
     )
     return DraftShare(loaded)
 

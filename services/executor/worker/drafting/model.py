@@ -86,9 +86,7 @@ class DraftSampler:
         self._translation = translation
         self._sampler = Sampler()
 
-    def propose(
-        self, draft: DraftPlan, samples: Sequence[SamplingState], compute: Compute
-    ) -> list[list[DraftToken]]:
+    def propose(self, draft: DraftPlan, samples: Sequence[SamplingState], compute: Compute) -> list[list[DraftToken]]:
         """`Engine.draft`. Behind a token that the model that is served does not have, or a position that the draft
         model does not have, all proposals have the probability 0."""
         passes = DraftPasses(draft, self._block_size)

@@ -18,9 +18,7 @@ from services.executor.platforms.base import sent
 class RowStates:
     """As many as there is room for, the newest."""
 
-    def __init__(
-        self, slots: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, slots: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """`slots`: of all KV blocks, full ones that are compressed too; `capacity`: rows that are kept, each `width`
         values."""
         self._rows = torch.zeros((capacity, width), dtype=dtype, device=device)

@@ -114,9 +114,7 @@ class Translation:
     def _of_whole(self, table: RowTable) -> RowTable:
         columns = torch.from_numpy(self._columns).to(table.scores.device)
         scores = table.scores.index_select(1, columns)
-        return RowTable(
-            table.rows, scores, np.broadcast_to(self._names[self._columns], scores.shape), table.totals
-        )
+        return RowTable(table.rows, scores, np.broadcast_to(self._names[self._columns], scores.shape), table.totals)
 
 
 def _given(target: VocabularyTexts, draft: VocabularyTexts) -> Int32Array:

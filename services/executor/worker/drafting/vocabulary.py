@@ -43,9 +43,7 @@ def vocabulary_problem(target: Path, draft: Path) -> str:
         return ""
     ours, theirs = (_tokens(content, where) for content, where in zip(files, (target, draft), strict=True))
     others = [token for token in sorted(ours.keys() & theirs.keys()) if ours[token] != theirs[token]]
-    found = [
-        f"token {token} is {_short(theirs[token])} and not {_short(ours[token])}" for token in others[:_NAMED]
-    ]
+    found = [f"token {token} is {_short(theirs[token])} and not {_short(ours[token])}" for token in others[:_NAMED]]
     if len(others) > _NAMED:
         found.append(f"{len(others) - _NAMED} more differ")
     if len(ours.keys() ^ theirs.keys()) > MOST_UNSHARED:

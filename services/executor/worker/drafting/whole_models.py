@@ -26,9 +26,7 @@ class LoadedDraftModel(NamedTuple):
     share: Share
     translation: Translation | None  # None: it has the vocabulary of the model that is served
 
-    def computing(
-        self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner
-    ) -> DraftModel:
+    def computing(self, own: KvStore, spill: Spill, limits: StepLimits | None, target: ModelRunner) -> DraftModel:
         runner = self.share.runner(own, spill, limits, target)
         if self.translation is None:
             return DraftModel(self.share, runner)
@@ -45,16 +43,11 @@ class WholeModels:
     def check(self, settings: ExecutorSettings, model: Path, directory: Path) -> None:
         translation = translation_of(model, directory)
         if translation is not None:
-            log.info(
-                "draft_model_by_text", draft_model=settings.draft_model, shared=round(translation.share, 3)
-            )
+            log.info("draft_model_by_text", draft_model=settings.draft_model, shared=round(translation.share, 3))
         sizes = [_weight_bytes(where) for where in (model, directory)]
         if sizes[1] >= sizes[0]:
             log.warning(
-                "draft_model_not_smaller",
-                draft_model=settings.draft_model,
-                bytes=sizes[1],
-                model_bytes=sizes[0],
+                "draft_model_not_smaller", draft_model=settings.draft_model, bytes=sizes[1], model_bytes=sizes[0]
             )
 
     def load(self, request: DraftRequest) -> LoadedDraftModel:

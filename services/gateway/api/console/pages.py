@@ -97,9 +97,7 @@ def page_routes() -> list[Route]:
         Route("/", Front(), methods=["GET"], include_in_schema=False),
         Route("/docs", Page(PAGES["/docs"]), methods=["GET"], include_in_schema=False),
     ]
-    return routes + [
-        Route(FOLDER + name, Page(name), methods=["GET"], include_in_schema=False) for name in FILES
-    ]
+    return routes + [Route(FOLDER + name, Page(name), methods=["GET"], include_in_schema=False) for name in FILES]
 
 
 async def _send(send: Send, status: int, head: Mapping[str, str], body: bytes) -> None:

@@ -23,12 +23,7 @@ _WINDOW = "24h"
 def batch_calls(backend: GatewayBackend) -> dict[str, Callable[[GrpcCall], Awaitable[None]]]:
     """The methods by name."""
     made = _BatchMethods(backend)
-    return {
-        "SubmitBatch": made.submit,
-        "GetBatch": made.get,
-        "CancelBatch": made.cancel,
-        "ListBatches": made.listed,
-    }
+    return {"SubmitBatch": made.submit, "GetBatch": made.get, "CancelBatch": made.cancel, "ListBatches": made.listed}
 
 
 class _BatchMethods:
@@ -66,8 +61,7 @@ class _BatchMethods:
             except RouteError:
                 raise InvalidParameter.at(
                     "page_token",
-                    "it is not the next_page_token of a page of your batches; leave it out for "
-                    "the first page.",
+                    "it is not the next_page_token of a page of your batches; leave it out for the first page.",
                 ) from None
         page = pb.ListBatchesResponse(
             batches=[to_message(job) for job in jobs], next_page_token=jobs[-1].id if more else ""
@@ -117,9 +111,7 @@ def _wanted(given: pb.SubmitBatchRequest, file: str) -> BatchCreate:
 def to_message(job: BatchJob) -> pb.Batch:
     """A batch for the client."""
     ended = job.completed_at or job.failed_at or job.expired_at or job.cancelled_at
-    usage = pb.Usage(
-        prompt_tokens=job.usage.input, completion_tokens=job.usage.output, cached_tokens=job.usage.cached
-    )
+    usage = pb.Usage(prompt_tokens=job.usage.input, completion_tokens=job.usage.output, cached_tokens=job.usage.cached)
     return pb.Batch(
         id=job.id,
         status=f"BATCH_STATUS_{job.status.upper()}",

@@ -175,8 +175,7 @@ class GrpcCall:
     def _not_single(self) -> InvalidParameter:
         more = " and a part" if self._reader.partial else ""
         return InvalidParameter(
-            f"The call has {len(self._messages)} whole request messages{more}, and takes exactly one.",
-            param=None,
+            f"The call has {len(self._messages)} whole request messages{more}, and takes exactly one.", param=None
         )
 
     def end(self, reason: BaseException) -> None:

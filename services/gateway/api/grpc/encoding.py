@@ -23,12 +23,7 @@ from shared.messages import GenerationRequest, TokenEntry
 from shared.messages.records import GenerationRecord
 
 # ChoiceDelta.finish_reason, encoded.
-_FINISH = {
-    "stop": b"\x20\x01",
-    "length": b"\x20\x02",
-    "tool_calls": b"\x20\x03",
-    "function_call": b"\x20\x04",
-}
+_FINISH = {"stop": b"\x20\x01", "length": b"\x20\x02", "tool_calls": b"\x20\x03", "function_call": b"\x20\x04"}
 
 
 def varint(value: int) -> bytes:
@@ -87,10 +82,7 @@ class EventFormat(ResponseSerializer):
         if not self._tells_progress:
             return None
         told = pb.PromptProgress(
-            total=progress.total,
-            cached=progress.cache,
-            processed=progress.processed,
-            milliseconds=progress.time_ms,
+            total=progress.total, cached=progress.cache, processed=progress.processed, milliseconds=progress.time_ms
         )
         return field(6, told.SerializeToString())
 
@@ -102,11 +94,7 @@ class EventFormat(ResponseSerializer):
 
     def usage(self, usage: Usage) -> bytes:
         cached = usage.prompt_tokens_details["cached_tokens"]
-        told = b"\x08%b\x10%b\x18%b" % (
-            varint(usage.prompt_tokens),
-            varint(usage.completion_tokens),
-            varint(cached),
-        )
+        told = b"\x08%b\x10%b\x18%b" % (varint(usage.prompt_tokens), varint(usage.completion_tokens), varint(cached))
         if any(sparse := usage.sparse):
             told += b"\x20%b\x28%b" % (varint(sparse.prompt), varint(sparse.output))
         return field(4, told)
@@ -152,8 +140,7 @@ class EventFormat(ResponseSerializer):
             token=of(scored.token),
             logprob=scored.known.logprob,
             top=[
-                pb.TopLogprob(token_id=token, token=of(token), logprob=logprob)
-                for token, logprob in scored.known.top
+                pb.TopLogprob(token_id=token, token=of(token), logprob=logprob) for token, logprob in scored.known.top
             ],
         )
 

@@ -43,8 +43,7 @@ class HealthService:
         asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         if asked not in self._known:
             raise RouteError(
-                f"Unknown service '{asked[:128]}'; use the empty name for the server itself.",
-                reason="unknown_service",
+                f"Unknown service '{asked[:128]}'; use the empty name for the server itself.", reason="unknown_service"
             )
         await call.send(_Response(status=self._status()).SerializeToString())
 
@@ -96,9 +95,7 @@ SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.Serv
 class ReflectionService:
     def __init__(self, services: Sequence[str]) -> None:
         """`services`: full names of what is served."""
-        self._answer: Callable[[Any, Any], Any] = ReflectionServicer(
-            (*services, SERVICES[1])
-        ).ServerReflectionInfo
+        self._answer: Callable[[Any, Any], Any] = ReflectionServicer((*services, SERVICES[1])).ServerReflectionInfo
 
     def methods(self) -> dict[str, RpcMethod]:
         return {f"/{name}/ServerReflectionInfo": RpcMethod(self.info, streamed=True) for name in SERVICES}

@@ -34,9 +34,7 @@ Answer = Callable[[GrpcCall], Awaitable[None]]
 class Inference:
     """The service's methods."""
 
-    def __init__(
-        self, backend: GatewayBackend, settings: GatewaySettings, calls: Mapping[str, Answer]
-    ) -> None:
+    def __init__(self, backend: GatewayBackend, settings: GatewaySettings, calls: Mapping[str, Answer]) -> None:
         """`calls`: further methods, by name."""
         self._backend = backend
         self._settings = settings
@@ -114,9 +112,7 @@ class Inference:
     async def cancel(self, call: GrpcCall) -> None:
         given = decode(pb.CancelRequest, call.take())
         with self._backend.active():
-            answer, going = await self._backend.parts.reading.cancel(
-                given.generation_id, call.principal.tenant
-            )
+            answer, going = await self._backend.parts.reading.cancel(given.generation_id, call.principal.tenant)
             call.model = answer.record.requests[0].model
         await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
 

@@ -102,8 +102,7 @@ def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
     off = fields.pop("off", False)
     if off and fields:
         raise InvalidParameter.at(
-            "sparse_attention.off",
-            f"it cannot be combined with '{next(iter(fields))}'; leave out one of the two.",
+            "sparse_attention.off", f"it cannot be combined with '{next(iter(fields))}'; leave out one of the two."
         )
     if "share" in fields:
         _check_number("sparse_attention.share", fields["share"])

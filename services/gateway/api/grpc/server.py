@@ -38,11 +38,7 @@ def begin_call(call: GrpcCall) -> Span:
     span = tracing.begin(
         method,
         remote,
-        attributes={
-            "rpc.system.name": "grpc",
-            "rpc.method": method,
-            "ryzanstein.request_id": call.request_id,
-        },
+        attributes={"rpc.system.name": "grpc", "rpc.method": method, "ryzanstein.request_id": call.request_id},
     )
     if span.recording:
         call.trailing["traceresponse"] = span.traceparent
@@ -114,9 +110,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Returns once connections are accepted."""
-        self._listener = Listener(
-            self._sock, lambda: GrpcConnection(self), self._tls, self.door.admission("grpc")
-        )
+        self._listener = Listener(self._sock, lambda: GrpcConnection(self), self._tls, self.door.admission("grpc"))
         try:
             self._listener.start()
         except OSError as error:
@@ -304,8 +298,7 @@ class GrpcConnection(asyncio.Protocol):
         owners = (stream.owner for stream in self.connection.streams.values())
         if sum(1 for owner in owners if isinstance(owner, GrpcCall) and owner.public) >= limit.value:
             raise QueueFull(
-                "This connection has reached its limit of calls without a key; wait for one to end "
-                f"({limit.cited()})."
+                f"This connection has reached its limit of calls without a key; wait for one to end ({limit.cited()})."
             )
 
     def _method(self, path: str) -> RpcMethod:
@@ -468,9 +461,7 @@ class GrpcConnection(asyncio.Protocol):
         self.announce_end()
         if now - self._sent_away > self._server.options.keepalive_timeout:
             limit = limits.GRPC_KEEPALIVE.cited(math.ceil(self._server.options.keepalive))
-            self._end_all(
-                Unavailable(f"No call of this connection was admitted; retry on a new one ({limit}).")
-            )
+            self._end_all(Unavailable(f"No call of this connection was admitted; retry on a new one ({limit})."))
 
     def _is_stuck(self, transport: asyncio.Transport, now: float) -> bool:
         """Whether the client takes nothing of what it is owed, or was told goodbye and does not go."""

@@ -158,12 +158,8 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         chat = message.HasField("chat")
         asked = message.chat if chat else message.generate
         print_ = requests.fingerprint(asked) if context.key else ""
-        request = (
-            requests.chat_request(message.chat) if chat else requests.completion_request(message.generate)
-        )
-        return await self._backend.parts.intake.prepare_decoded(
-            CHAT if chat else GENERATE, request, context, print_
-        )
+        request = requests.chat_request(message.chat) if chat else requests.completion_request(message.generate)
+        return await self._backend.parts.intake.prepare_decoded(CHAT if chat else GENERATE, request, context, print_)
 
     async def show(self, turn: Turn[pb.ChatSessionRequest], run: StreamReader) -> None:
         head = field(1, turn.name.encode())

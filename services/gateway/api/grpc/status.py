@@ -17,9 +17,7 @@ from services.gateway.core.errors import ErrorDetail, KeyReused, describe, heade
 from services.gateway.server.http2.hpack import binary, literal, percent_encoded
 
 OK, CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND, ALREADY_EXISTS = range(7)
-PERMISSION_DENIED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED = range(
-    7, 13
-)
+PERMISSION_DENIED, RESOURCE_EXHAUSTED, FAILED_PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED = range(7, 13)
 INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED = range(13, 17)
 
 _SAMPLING = frozenset(field.name for field in SamplingParameters.DESCRIPTOR.fields)

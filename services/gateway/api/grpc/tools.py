@@ -79,9 +79,7 @@ def _mode(path: str, mode: pb.ToolMode) -> str:
 
 def calls_of(given: Sequence[pb.ToolCall]) -> list[Fields] | None:
     """The calls of an assistant's message."""
-    return [
-        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in given
-    ] or None
+    return [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in given] or None
 
 
 def format_of(request: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:

@@ -46,14 +46,10 @@ class AdapterManagement:
         self.registry.check_room(name, model)
         if name in self._loading:
             raise RouteError(
-                f"The adapter '{name}' is being loaded already; wait for that.",
-                status=409,
-                reason="adapter_loading",
+                f"The adapter '{name}' is being loaded already; wait for that.", status=409, reason="adapter_loading"
             )
         if len(self._loading) >= AT_ONCE:
-            raise Unavailable(
-                f"This gateway loads {AT_ONCE} adapters already; try again in a moment.", retry_after=2
-            )
+            raise Unavailable(f"This gateway loads {AT_ONCE} adapters already; try again in a moment.", retry_after=2)
         self._loading.add(name)
         try:
             record = await self._pulled(PullAdapter(name, model, source, self._spec(model)))
@@ -119,9 +115,7 @@ class AdapterManagement:
         try:
             found = await read_by_first(self._bus, hosts, command, timeout=PULL_TIMEOUT)
         except BrokerUnavailable as error:
-            raise Unavailable(
-                f"The host that reads the adapter does not answer: {error}", retry_after=2
-            ) from error
+            raise Unavailable(f"The host that reads the adapter does not answer: {error}", retry_after=2) from error
         if isinstance(found, AdapterRecord):
             return found
         if found is not None:

@@ -107,9 +107,7 @@ class Management:
         with it any more. Returns its own name."""
         spec = self._spec(name)
         if spec.pinned:
-            raise _conflict(
-                f"The model '{spec.name}' is pinned; unpin it before it is removed.", "model_pinned"
-            )
+            raise _conflict(f"The model '{spec.name}' is pinned; unpin it before it is removed.", "model_pinned")
         files = files and not self._shares_files(spec)
         held = list(self._registry.hosts_say(spec.name)) if files else []
         removed = await self._registry.delete(spec.name, revision=revision)
@@ -237,9 +235,7 @@ class Management:
         if source in BUILT_IN or (of_hub(source) and _HUB_NAME.fullmatch(source)):
             return ""
         path = posixpath.normpath(source)
-        if posixpath.isabs(source) and any(
-            path.startswith(f"{one.rstrip('/')}/") for one in self._directories
-        ):
+        if posixpath.isabs(source) and any(path.startswith(f"{one.rstrip('/')}/") for one in self._directories):
             return ""
         return (
             "Over the API a source is a hub name (ORGANISATION/NAME), a built-in name, or an absolute path below "
@@ -289,9 +285,7 @@ class Management:
             if isinstance(reply, BrokerUnavailable):
                 raise Unavailable(f"{done}The host does not answer: {reply}", retry_after=2) from reply
             error = error_from_code(reply.code, done + reply.error)
-            raise (
-                error if isinstance(error, Unavailable) else _conflict(error.message, reply.code or "refused")
-            )
+            raise (error if isinstance(error, Unavailable) else _conflict(error.message, reply.code or "refused"))
 
 
 def _object(fields: Any) -> dict[str, Any]:

@@ -138,9 +138,7 @@ async def unload(ask: RequestContext) -> None:
 async def list_adapters(ask: RequestContext) -> AdapterList:
     adapters = ask.backend.started.catalog.adapters
     seen = {one.name: one for one in adapters.seen_by(ask.tenant)}
-    return AdapterList(
-        "list", [_shown(ask, record) for _, record in sorted({**seen, **adapters.wanted}.items())]
-    )
+    return AdapterList("list", [_shown(ask, record) for _, record in sorted({**seen, **adapters.wanted}.items())])
 
 
 async def retrieve(ask: RequestContext) -> Adapter:

@@ -73,9 +73,7 @@ IF_MATCH = Parameter(
     {"type": "string", "pattern": r'^(\*|(W/)?"[0-9]{1,20}")$'},
 )
 IF_NONE_MATCH = Parameter(
-    "If-None-Match",
-    "`*`: only where there is no entry of that name; else 412.",
-    {"type": "string", "enum": ["*"]},
+    "If-None-Match", "`*`: only where there is no entry of that name; else 412.", {"type": "string", "enum": ["*"]}
 )
 LIST = Operation(
     f"GET {PATH}", "listRegisteredModels", "The registry.", TAG, MANAGING.strip(), response=RegisteredModels
@@ -230,12 +228,5 @@ _fields: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 def registry_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Route]:
     return [
         route(backend, settings, (LIST, list_entries)),
-        route(
-            backend,
-            settings,
-            (GET, retrieve_entry),
-            (PUT, put_entry),
-            (PATCH, patch_entry),
-            (DELETE, delete_entry),
-        ),
+        route(backend, settings, (GET, retrieve_entry), (PUT, put_entry), (PATCH, patch_entry), (DELETE, delete_entry)),
     ]

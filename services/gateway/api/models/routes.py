@@ -10,15 +10,7 @@ from starlette.routing import Route
 
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.dialect import ModelView, dialects_of
-from services.gateway.api.models.shapes import (
-    Deleted,
-    Done,
-    Model,
-    ModelEvent,
-    ModelList,
-    Models,
-    events_between,
-)
+from services.gateway.api.models.shapes import Deleted, Done, Model, ModelEvent, ModelList, Models, events_between
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.asgi import EventStream, StreamChunk, UntilGone
 from services.gateway.core.errors import describe
@@ -68,11 +60,7 @@ LIST = Operation(
     response=ModelList,
 )
 MODEL = Operation(
-    "GET /v1/models/{model:path}",
-    "retrieveModel",
-    "One model, also while it is not loaded.",
-    TAG,
-    response=Model,
+    "GET /v1/models/{model:path}", "retrieveModel", "One model, also while it is not loaded.", TAG, response=Model
 )
 DELETE = Operation(
     "DELETE /v1/models/{model:path}",
@@ -123,8 +111,7 @@ PULL = tuple(
         name,
         "Downloads a model's files, and loads nothing.",
         TAG,
-        "`GET /models/sse` tells the progress. A name that is not registered is treated as a hub name."
-        + MANAGING,
+        "`GET /models/sse` tells the progress. A name that is not registered is treated as a hub name." + MANAGING,
         request=PullRequest,
         example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
         response=Done,
@@ -244,9 +231,7 @@ async def stream_events(ask: RequestContext) -> None:
                 ask.backend.authenticator.check(ask.principal)
         except Exception as error:
             if stream.started:
-                await stream.write(
-                    [StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True
-                )
+                await stream.write([StreamChunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
             raise
 
 
@@ -271,9 +256,7 @@ def model_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Rou
     return [
         route(backend, settings, (LIST, list_models)),
         route(backend, settings, (MODEL, retrieve_model), (DELETE, delete_model)),
-        route(
-            backend, settings, (ROUTER_LIST, router_models), (PULL[0], pull), (ROUTER_DELETE, router_delete)
-        ),
+        route(backend, settings, (ROUTER_LIST, router_models), (PULL[0], pull), (ROUTER_DELETE, router_delete)),
         route(backend, settings, (LOAD, load)),
         route(backend, settings, (UNLOAD, unload)),
         route(backend, settings, (EVENTS, stream_events)),

@@ -90,16 +90,10 @@ UPLOAD = Operation(
     response=FileObject,
     errors=(408, 413, 507),
 )
-LIST = Operation(
-    f"GET {PATH}", "listFiles", "Lists files.", TAG, response=FileList, query=FilesQuery, errors=(404,)
-)
-RETRIEVE = Operation(
-    f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", TAG, response=FileObject
-)
+LIST = Operation(f"GET {PATH}", "listFiles", "Lists files.", TAG, response=FileList, query=FilesQuery, errors=(404,))
+RETRIEVE = Operation(f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", TAG, response=FileObject)
 DELETE = Operation(f"DELETE {PATH}/{{file}}", "deleteFile", "Deletes a file.", TAG, response=FileDeleted)
-CONTENT = Operation(
-    f"GET {PATH}/{{file}}/content", "downloadFile", "A file's bytes.", TAG, response_content=OCTETS
-)
+CONTENT = Operation(f"GET {PATH}/{{file}}/content", "downloadFile", "A file's bytes.", TAG, response_content=OCTETS)
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:

@@ -126,9 +126,7 @@ class CheckpointsQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AdapterQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    checkpoint: Annotated[
-        int | None, Meta(description="The step of a checkpoint; default: the job's result.")
-    ] = None
+    checkpoint: Annotated[int | None, Meta(description="The step of a checkpoint; default: the job's result.")] = None
 
 
 CREATE = Operation(
@@ -159,9 +157,7 @@ LIST = Operation(
     query=JobsQuery,
     errors=(404,),
 )
-RETRIEVE = Operation(
-    f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", TAG, response=FineTuningJob
-)
+RETRIEVE = Operation(f"GET {ONE}", "retrieveFineTuningJob", "Shows a fine-tuning job.", TAG, response=FineTuningJob)
 CANCEL = Operation(
     f"POST {ONE}/cancel",
     "cancelFineTuningJob",
@@ -269,9 +265,7 @@ async def events(ask: RequestContext) -> dict[str, Any] | None:
     if wanted.stream == "true":
         await _stream(ask)
         return None
-    found, more = await ask.parts.job(FineTuning).events(
-        ask.named("job"), ask.tenant, wanted.after, wanted.limit
-    )
+    found, more = await ask.parts.job(FineTuning).events(ask.named("job"), ask.tenant, wanted.after, wanted.limit)
     return list_object(found, more)
 
 
@@ -321,9 +315,7 @@ async def checkpoints(ask: RequestContext) -> dict[str, Any]:
 async def adapter(ask: RequestContext) -> None:
     """The bytes, a chunk at a time, as fast as the client takes them."""
     step = ask.query(AdapterQuery).checkpoint
-    size, content = await ask.parts.job(FineTuning).adapter_file(
-        ask.named("job"), ask.tenant, ask.named("file"), step
-    )
+    size, content = await ask.parts.job(FineTuning).adapter_file(ask.named("job"), ask.tenant, ask.named("file"), step)
     await send_parts(ask.send, content, "application/octet-stream", size)
 
 

@@ -25,9 +25,7 @@ _END = b""
 class MultipartForm:
     """One request's form. Raises `InvalidParameter`, `PayloadTooLarge`, `RequestTimeout`, `ClientGone`."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, timeout: float, limit: int, *, name: str = "file"
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, timeout: float, limit: int, *, name: str = "file") -> None:
         """`timeout`: seconds that the client may take for each next part of the body; `limit`: bytes of its file, which
         is its field `name`."""
         self._name = name
@@ -99,9 +97,7 @@ class MultipartForm:
             async with asyncio.timeout(self._timeout):
                 message = await self._receive()
         except TimeoutError:
-            raise RequestTimeout(
-                f"No more of the request arrived within {self._timeout:g} s; send it again."
-            ) from None
+            raise RequestTimeout(f"No more of the request arrived within {self._timeout:g} s; send it again.") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         body = message.get("body", b"")

@@ -101,11 +101,7 @@ COMPLETE = Operation(
     errors=(413, 507),
 )
 CANCEL = Operation(
-    f"POST {PATH}/{{upload}}/cancel",
-    "cancelUpload",
-    "Cancels an upload, and deletes its parts.",
-    TAG,
-    response=Upload,
+    f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Cancels an upload, and deletes its parts.", TAG, response=Upload
 )
 _new = msgspec.json.Decoder(NewUpload)
 _completion = msgspec.json.Decoder(UploadCompletion)

@@ -37,9 +37,7 @@ def constrain(components: dict[str, Schema]) -> None:
         if name in components:
             texts = _texts_or_ids(most.value)
             needed = field in components[name].get("required", ())
-            components[name]["properties"][field] = (
-                texts if needed else {"anyOf": [*texts["anyOf"], NULL.schema]}
-            )
+            components[name]["properties"][field] = texts if needed else {"anyOf": [*texts["anyOf"], NULL.schema]}
     for name in NAMELESS:
         if name in components:
             shown = components[name]

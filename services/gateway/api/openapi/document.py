@@ -46,9 +46,7 @@ def document(routes: Iterable[Any], settings: GatewaySettings) -> dict[str, Any]
     shown, components = _schemas(operations)
     paths: dict[str, Any] = {}
     for operation in operations:
-        paths.setdefault(operation.template, {})[operation.method.lower()] = _operation(
-            operation, shown, settings
-        )
+        paths.setdefault(operation.template, {})[operation.method.lower()] = _operation(operation, shown, settings)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Ryzanstein", "version": VERSION, "description": ABOUT},
@@ -97,12 +95,7 @@ def _parameter(item: Parameter, settings: GatewaySettings) -> dict[str, Any]:
     schema = dict(item.schema)
     if schema.pop(parameters.MAX_SECONDS, False):
         schema["maximum"] = settings.background_limit
-    answer: dict[str, Any] = {
-        "name": item.name,
-        "in": item.place,
-        "description": item.description,
-        "schema": schema,
-    }
+    answer: dict[str, Any] = {"name": item.name, "in": item.place, "description": item.description, "schema": schema}
     if item.place == "path":
         answer["required"] = True
     if item.example is not None:
@@ -142,10 +135,7 @@ def _event(data: list[Any], error: Any) -> dict[str, Any]:
         "description": "One server-sent event.",
         "properties": {
             "data": {"anyOf": [{"const": "[DONE]"}, chunk]},
-            "id": {
-                "type": "string",
-                "description": "Where its reader stands: the `Last-Event-ID` behind it.",
-            },
+            "id": {"type": "string", "description": "Where its reader stands: the `Last-Event-ID` behind it."},
             "retry": {"type": "integer"},
         },
     }

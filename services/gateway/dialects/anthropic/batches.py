@@ -171,11 +171,7 @@ async def create(ask: RequestContext) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     body = await ask.body(ask.settings.body_limit)
     given = decode(body, _decoder)
-    batches, key, print_ = (
-        ask.parts.job(Batches),
-        _KEYS_OF + key if key else "",
-        fingerprint(body) if key else "",
-    )
+    batches, key, print_ = (ask.parts.job(Batches), _KEYS_OF + key if key else "", fingerprint(body) if key else "")
     if key and (known := await batches.find_by_key(ask.principal, key, print_)) is not None:
         return batch_object(known)
     await ask.counted()
@@ -185,9 +181,7 @@ async def create(ask: RequestContext) -> dict[str, Any]:
     def batch_create(file: str) -> BatchCreate:
         return BatchCreate(input_file_id=file, endpoint="/v1/messages", completion_window=window)
 
-    job = await batches.submit_lines(
-        batch_create, lines, ask.principal, key, print_, requests=len(given.requests)
-    )
+    job = await batches.submit_lines(batch_create, lines, ask.principal, key, print_, requests=len(given.requests))
     return batch_object(job)
 
 
@@ -242,8 +236,7 @@ async def results(ask: RequestContext) -> None:
     job = await _job(ask)
     if needs_work(job):
         raise RouteError(
-            f"The message batch '{public_id(job)}' has no results yet; ask again once its processing_status is "
-            "'ended'."
+            f"The message batch '{public_id(job)}' has no results yet; ask again once its processing_status is 'ended'."
         )
     await send_parts(ask.send, _results(ask, job), JSON_LINES)
 

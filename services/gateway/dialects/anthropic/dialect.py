@@ -2,12 +2,7 @@
 
 from services.gateway.api.dialect import Dialect, ModelView, routes_of
 from services.gateway.dialects.anthropic.endpoint import MessagesEndpoint
-from services.gateway.dialects.anthropic.errors import (
-    MESSAGES,
-    anthropic_headers,
-    anthropic_models,
-    described,
-)
+from services.gateway.dialects.anthropic.errors import MESSAGES, anthropic_headers, anthropic_models, described
 from services.gateway.dialects.anthropic.messages import message_routes
 from services.gateway.dialects.anthropic.models import ModelInfo, model_page
 

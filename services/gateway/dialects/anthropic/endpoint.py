@@ -35,9 +35,7 @@ class MessagesEndpoint(BodyEndpoint):
         with own_words():
             chat_request(request, {})
 
-    async def prepare(
-        self, processor: InputProcessor, request: MessagesRequest, context: Context
-    ) -> StreamReader:
+    async def prepare(self, processor: InputProcessor, request: MessagesRequest, context: Context) -> StreamReader:
         with own_words():
             chat = await _translated(processor, request, context)
             context.endpoint, context.capped = "messages", True

@@ -187,11 +187,7 @@ class MessageEventReader(NumberedReader):
         events = self._events
         if events.kind != "text" or events.new or events.count <= self._known:
             return False
-        if (
-            not isinstance(entry, TokenEntry)
-            or len(entry.tokens) != 1
-            or entry.tokens[0] in self._stop_token_ids
-        ):
+        if not isinstance(entry, TokenEntry) or len(entry.tokens) != 1 or entry.tokens[0] in self._stop_token_ids:
             return False
         return super()._write_text(write)
 

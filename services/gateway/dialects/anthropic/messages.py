@@ -45,9 +45,7 @@ class AnthropicMessage(msgspec.Struct):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: (
-        Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
-    )
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
     stop_sequence: str | None
     usage: MessageUsage
 

@@ -75,9 +75,7 @@ def batch_object(job: BatchJob) -> dict[str, Any]:
         "request_counts": _counts(job, ended=ended),
         "created_at": rfc3339(job.created_at),
         "expires_at": rfc3339(job.expires_at),
-        "ended_at": _time(
-            max(job.completed_at, job.failed_at, job.expired_at, job.cancelled_at) if ended else 0
-        ),
+        "ended_at": _time(max(job.completed_at, job.failed_at, job.expired_at, job.cancelled_at) if ended else 0),
         "cancel_initiated_at": _time(job.cancelling_at),
         "archived_at": None,
         "results_url": f"{MESSAGES}/batches/{identity}/results" if ended else None,

@@ -72,17 +72,13 @@ _ROLES = {
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 
 
-def reasoning_fields(
-    request: CountTokensRequest, card: ModelCard, traits: Traits
-) -> tuple[dict[str, Any], list[str]]:
+def reasoning_fields(request: CountTokensRequest, card: ModelCard, traits: Traits) -> tuple[dict[str, Any], list[str]]:
     """The chat's fields with which this model thinks as it is asked to, and what of the request changes nothing. Raises
     `InvalidParameter` where a model that never thinks is to."""
     thinking = request.thinking.type if request.thinking else None
     effort = request.output_config.effort if request.output_config else None
     if thinking == "enabled" and not reasoning_of(card, traits):
-        raise unsupported(
-            "thinking", "this model does not support thinking; leave it out, or send 'adaptive'"
-        )
+        raise unsupported("thinking", "this model does not support thinking; leave it out, or send 'adaptive'")
     fields = switched(traits, on=thinking != "disabled") if thinking else {}
     always = thinking == "disabled" and not fields and reasoning_of(card, traits)
     ignored = ["thinking.type"] if always else []
@@ -114,9 +110,7 @@ def chat_request(request: CountTokensRequest, reasoning: dict[str, Any]) -> Chat
         **reasoning,
     }
     if request.chat_template_kwargs:
-        body["chat_template_kwargs"] = request.chat_template_kwargs | reasoning.get(
-            "chat_template_kwargs", {}
-        )
+        body["chat_template_kwargs"] = request.chat_template_kwargs | reasoning.get("chat_template_kwargs", {})
     if isinstance(request, MessagesRequest):
         for name in ("close_objects", "sparse_attention", "stream", "temperature", "top_k", "top_p"):
             body[name] = getattr(request, name)
@@ -242,9 +236,7 @@ def _text(path: str, block: Block) -> str:
         source, within = block.source, f"{path}.source.content"
         text = source.data if isinstance(source, PlainSource) else _joined(within, source.content)
         return "\n".join(part for part in (block.title, block.context, text) if part)
-    raise unsupported(
-        path, "it is an image, and this model does not see images; leave it out, or describe it"
-    )
+    raise unsupported(path, "it is an image, and this model does not see images; leave it out, or describe it")
 
 
 def _unanswered(calls: dict[str, str]) -> InvalidParameter:

@@ -33,9 +33,7 @@ class Fetch:
         """What the host that is furthest says; None: none has begun. Raises `ModelLoadFailed` where it has failed,
         `Unavailable` where nothing is heard of it any more."""
         news = {
-            name: one
-            for name, one in said.items()
-            if one.state != "failed" or self._failed.get(name) != one.failed_at
+            name: one for name, one in said.items() if one.state != "failed" or self._failed.get(name) != one.failed_at
         }
         best = max(news.values(), key=_furthest, default=None)
         if best is None:
@@ -72,9 +70,7 @@ async def pull(ask: RequestContext, name: str, *, streamed: bool) -> None:
     await send_lines(ask, _progress(ask, model, fetch, new=new))
 
 
-async def _progress(
-    ask: RequestContext, model: str, fetch: Fetch, *, new: bool
-) -> AsyncGenerator[Progress, None]:
+async def _progress(ask: RequestContext, model: str, fetch: Fetch, *, new: bool) -> AsyncGenerator[Progress, None]:
     """Lines until the files are there. Raises as `Fetch.step`, and as `looks`. `new`: the model was registered for
     this, and goes if there is no such model."""
     digest = ShowResponse(ask.parts.catalog).digest(model)

@@ -66,9 +66,7 @@ def shown_calls(calls: Sequence[CallDelta]) -> tuple[list[dict[str, Any]], str]:
         if not isinstance(arguments, dict):
             cut += f'{{"name":{_json.encode(call.name).decode()},"arguments":{call.arguments}'
             continue
-        found.append(
-            {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
-        )
+        found.append({"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}})
     return found, cut
 
 
@@ -113,13 +111,7 @@ class OllamaFormat(ResponseSerializer):
         more = self._logprobs(piece.scored) if piece.scored else b""
         figures = _json.encode(self._figures(tokens))[1:]
         reason = b"length" if piece.finish == "length" else b"stop"  # also behind a call
-        return b'%b,%b%b,"done":true,"done_reason":"%b",%b' % (
-            self._head,
-            self._said(piece),
-            more,
-            reason,
-            figures,
-        )
+        return b'%b,%b%b,"done":true,"done_reason":"%b",%b' % (self._head, self._said(piece), more, reason, figures)
 
     def _figures(self, tokens: int) -> dict[str, int]:
         """No time is 0: clients divide by it. What is shown at its end alone has all its time as that of its tokens, so

@@ -9,13 +9,7 @@ from starlette.routing import Route
 
 from services.gateway.api.backend import GatewayBackend, RequestContext, route
 from services.gateway.api.generating import context_of, reading, stream, wants_positions
-from services.gateway.api.openapi.operation import (
-    GENERATING,
-    GENERATING_HEADERS,
-    POSITIONS,
-    ApiRoute,
-    Operation,
-)
+from services.gateway.api.openapi.operation import GENERATING, GENERATING_HEADERS, POSITIONS, ApiRoute, Operation
 from services.gateway.core.asgi import disconnected, send_json
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.dialects.ollama import shapes
@@ -46,10 +40,7 @@ CHAT = Operation(
     TAG,
     _STREAMS + " Without messages the model is loaded, or with `keep_alive` 0 unloaded.",
     request=OllamaChatRequest,
-    example={
-        "model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-    },
+    example={"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Why is the sky blue?"}]},
     response=shapes.ChatLine,
     lines=(shapes.ChatLine,),
     error=shapes.OllamaError,
@@ -61,8 +52,7 @@ GENERATE = Operation(
     "ollamaGenerate",
     "A prompt in, an answer out, as in Ollama.",
     TAG,
-    _STREAMS
-    + " With `raw` the prompt is completed as it stands. Without a prompt: as /api/chat without messages.",
+    _STREAMS + " With `raw` the prompt is completed as it stands. Without a prompt: as /api/chat without messages.",
     request=OllamaGenerateRequest,
     example={"model": "SmolLM2-135M-Instruct", "prompt": "Why is the sky blue?"},
     response=shapes.GenerateLine,
@@ -100,9 +90,7 @@ _chat = msgspec.json.Decoder(OllamaChatRequest)
 _generate = msgspec.json.Decoder(OllamaGenerateRequest)
 _embed = msgspec.json.Decoder(OllamaEmbedRequest)
 _embeddings = msgspec.json.Decoder(OllamaEmbeddingsRequest)
-AskedT = TypeVar(
-    "AskedT", OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest
-)
+AskedT = TypeVar("AskedT", OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
 class AnswerRoute:
@@ -123,10 +111,7 @@ class AnswerRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ask, positions = (
-            RequestContext(self._backend, self._settings, scope, receive, send),
-            wants_positions(scope),
-        )
+        ask, positions = (RequestContext(self._backend, self._settings, scope, receive, send), wants_positions(scope))
         request, body, context = await _taken(ask, self._decoder)
         if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
             reason = await load_or_unload(ask, request.model, request.keep_alive)
@@ -175,11 +160,7 @@ async def _taken(ask: RequestContext, decoder: msgspec.json.Decoder[AskedT]) -> 
     context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))
     body = await ask.body(ask.settings.body_limit)
     request = decode(body, decoder, names=NAMES)
-    return (
-        msgspec.structs.replace(request, model=named(parts.catalog, request.model, context.tenant)),
-        body,
-        context,
-    )
+    return (msgspec.structs.replace(request, model=named(parts.catalog, request.model, context.tenant)), body, context)
 
 
 def _intake(ask: RequestContext) -> OllamaIntake:

@@ -76,15 +76,11 @@ class OllamaIntake:
         name = "ollama.embed" if isinstance(request, OllamaEmbedRequest) else "ollama.embeddings"
         return await self._intake.prepare_decoded(name, embedding_of(request, request.model), context, print_)
 
-    async def _translated(
-        self, request: Asked, context: Context
-    ) -> ChatCompletionRequest | CompletionRequest:
+    async def _translated(self, request: Asked, context: Context) -> ChatCompletionRequest | CompletionRequest:
         if isinstance(request, OllamaGenerateRequest) and request.raw:
             for name in ("system", "think"):
                 if getattr(request, name):
-                    raise unsupported(
-                        name, "a raw prompt says all that the model is told; leave out one of them"
-                    )
+                    raise unsupported(name, "a raw prompt says all that the model is told; leave out one of them")
             return completion_of(request, request.model)
         chat = chat_of(request, request.model)
         if request.think is None and isinstance(request, OllamaChatRequest):

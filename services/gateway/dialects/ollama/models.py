@@ -59,9 +59,7 @@ class OllamaCopyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     destination: ModelName  # becomes an alias of it
 
 
-class OllamaCreateRequest(
-    ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"base": "from"}
-):
+class OllamaCreateRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"base": "from"}):
     """A name for the model `from`, or with `adapters` a LoRA adapter of it."""
 
     base: str | None = None
@@ -140,12 +138,8 @@ CREATE = _operation(
     lines=(Progress,),
     errors=(404, 409, 412),
 )
-PUSH = _operation(
-    "POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,)
-)
-BLOB = _operation(
-    "POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them."
-)
+PUSH = _operation("POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,))
+BLOB = _operation("POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them.")
 
 
 async def version(ask: RequestContext) -> shapes.OllamaVersion:
@@ -195,10 +189,7 @@ async def delete(ask: RequestContext) -> bytes:
 async def copy(ask: RequestContext) -> bytes:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _copy)
-    source, wanted = (
-        named(ask.parts.catalog, request.source, ask.tenant),
-        request.destination.removesuffix(LATEST),
-    )
+    source, wanted = (named(ask.parts.catalog, request.source, ask.tenant), request.destination.removesuffix(LATEST))
     await _name_it(ask, source, wanted)
     resolved = ask.parts.catalog.resolve(source, ask.tenant)
     await _set_defaults(ask, resolved.model, wanted, dict(resolved.defaults))
@@ -261,9 +252,7 @@ async def _creation(
         )
     (source,) = adapters.values()
     if source.startswith("sha256:"):
-        raise unsupported(
-            "adapters", "files are not uploaded here; name a hub repository or a path on the hosts"
-        )
+        raise unsupported("adapters", "files are not uploaded here; name a hub repository or a path on the hosts")
     yield Progress("reading adapter")
     await ask.parts.adapters.load(name, source, base, replace=True)
     await _set_defaults(ask, resolved.model, name, defaults)

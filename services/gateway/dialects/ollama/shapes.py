@@ -111,11 +111,7 @@ class ShowResponse:
 
     def loaded(self) -> list[LoadedModel]:
         now = time.time()
-        return [
-            self._loaded(model, status, now)
-            for model, status in self._catalog.statuses().items()
-            if status.ready
-        ]
+        return [self._loaded(model, status, now) for model, status in self._catalog.statuses().items() if status.ready]
 
     def one(self, name: str, tokenizer: Tokenizer | None, tenant: str) -> ShownModel:
         """`name` is known; `tokenizer`: None where its model was never loaded."""

@@ -145,9 +145,7 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Message]:
     open_calls: list[tuple[str, str]] = []  # (id, function) of calls that wait for a result
     for index, message in enumerate(given):
         if message.role == "tool":
-            found.append(
-                Message("tool", message.content or "", tool_call_id=_answered(index, message, open_calls))
-            )
+            found.append(Message("tool", message.content or "", tool_call_id=_answered(index, message, open_calls)))
             continue
         calls = [
             ToolCall(
@@ -160,9 +158,7 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Message]:
         open_calls = [(call.id, call.function.name) for call in calls if call.function]
         content = message.content or ("" if not calls else None)
         found.append(
-            Message(
-                message.role, content, tool_calls=calls or None, reasoning_content=message.thinking or None
-            )
+            Message(message.role, content, tool_calls=calls or None, reasoning_content=message.thinking or None)
         )
     return found
 
@@ -170,9 +166,7 @@ def _messages(given: Sequence[OllamaMessage]) -> list[Message]:
 def _answered(index: int, message: OllamaMessage, open_calls: list[tuple[str, str]]) -> str:
     """The id of the call that `message` is the result of, which waits no more."""
     for at, (identity, name) in enumerate(open_calls):
-        if identity == message.tool_call_id or (
-            not message.tool_call_id and message.tool_name in (None, "", name)
-        ):
+        if identity == message.tool_call_id or (not message.tool_call_id and message.tool_name in (None, "", name)):
             del open_calls[at]
             return identity
     called = message.tool_call_id or message.tool_name or "any function"
@@ -188,10 +182,7 @@ def thinking_of(think: bool | str, model: str, traits: Traits, *, reasons: bool)
     reason does so, as in Ollama. `reasons`: whether it does at all. Raises `RouteError`."""
     if think and not reasons:
         raise RouteError(
-            f"{_quoted(model)} does not support thinking",
-            status=400,
-            reason="unsupported_parameter",
-            param="think",
+            f"{_quoted(model)} does not support thinking", status=400, reason="unsupported_parameter", param="think"
         )
     if isinstance(think, str) and "reasoning_effort" in traits.variables:
         return {"reasoning_effort": think}

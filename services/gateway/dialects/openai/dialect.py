@@ -8,7 +8,5 @@ OPENAI = Dialect(
     "openai",
     routes_of(chat_routes, completion_routes),
     endpoints=(ChatEndpoint(), CompletionEndpoint()),
-    absent={
-        "/v1/moderations": "no model here judges texts; ask a classifier (/v1/classify), or a language model"
-    },
+    absent={"/v1/moderations": "no model here judges texts; ask a classifier (/v1/classify), or a language model"},
 )

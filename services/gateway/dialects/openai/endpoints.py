@@ -47,7 +47,5 @@ class CompletionEndpoint(BodyEndpoint):
         ignored.tell(ignored_fields(request))
         validation.check_completion(request)
 
-    async def prepare(
-        self, processor: InputProcessor, request: CompletionRequest, context: Context
-    ) -> StreamReader:
+    async def prepare(self, processor: InputProcessor, request: CompletionRequest, context: Context) -> StreamReader:
         return await processor.completion(request, context)

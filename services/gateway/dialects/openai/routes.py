@@ -82,9 +82,7 @@ async def render_chat(ask: RequestContext) -> RenderedPrompt:
 
 async def render_completion(ask: RequestContext) -> list[RenderedPrompt]:
     intake = await ask.counted()
-    model, prompts = await intake.processor.completion_rendered(
-        await ask.body(ask.settings.body_limit), ask.tenant
-    )
+    model, prompts = await intake.processor.completion_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
     return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
 
 
@@ -97,9 +95,7 @@ def chat_routes(backend: GatewayBackend, settings: GatewaySettings) -> list[Base
 
     return [
         route(backend, settings, (RENDER_CHAT, render_chat)),  # before the stored chats: it is no id
-        route(
-            backend, settings, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create
-        ),
+        route(backend, settings, (CHAT, created), (stored_chats.LIST, stored_chats.list_chats), direct=create),
         *stored_chats.routes(backend, settings),
     ]
 

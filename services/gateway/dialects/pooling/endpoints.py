@@ -4,12 +4,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from services.gateway.dialects.pooling.formats import (
-    ClassesFormat,
-    PoolingFormat,
-    RankingFormat,
-    ScoresFormat,
-)
+from services.gateway.dialects.pooling.formats import ClassesFormat, PoolingFormat, RankingFormat, ScoresFormat
 from services.gateway.dialects.pooling.records import scoring_record
 from services.gateway.dialects.pooling.schemas import (
     ClassifyRequest,
@@ -32,9 +27,7 @@ from services.gateway.streams.stream_reader import StreamReader
 from shared import tracing
 
 
-async def _scored(
-    processor: InputProcessor, request: ScoringRequest, context: Context, **shown: Any
-) -> StreamReader:
+async def _scored(processor: InputProcessor, request: ScoringRequest, context: Context, **shown: Any) -> StreamReader:
     """`shown`: fields of the record that say how it is shown, where that is not as scores are."""
     _check(request)
     card = await processor.loaded(request, context)
@@ -67,9 +60,7 @@ class _ScoringEndpoint(_PoolingEndpoint):
     def check(self, request: ScoringRequest, ignored: IgnoredFields) -> None:
         _check(request)
 
-    async def prepare(
-        self, processor: InputProcessor, request: ScoringRequest, context: Context
-    ) -> StreamReader:
+    async def prepare(self, processor: InputProcessor, request: ScoringRequest, context: Context) -> StreamReader:
         return await _scored(processor, request, context)
 
 
@@ -113,9 +104,7 @@ class EmbeddingsEndpoint(_VectorEndpoint):
     request = msgspec.json.Decoder(EmbeddingRequest)
     invoked_by = ("input",)
 
-    async def prepare(
-        self, processor: InputProcessor, request: EmbeddingRequest, context: Context
-    ) -> StreamReader:
+    async def prepare(self, processor: InputProcessor, request: EmbeddingRequest, context: Context) -> StreamReader:
         return await processor.embedding(request, context)
 
 
@@ -126,9 +115,7 @@ class PoolEndpoint(_VectorEndpoint):
     presentation = PoolingFormat
     request = msgspec.json.Decoder(PoolingRequest)
 
-    async def prepare(
-        self, processor: InputProcessor, request: PoolingRequest, context: Context
-    ) -> StreamReader:
+    async def prepare(self, processor: InputProcessor, request: PoolingRequest, context: Context) -> StreamReader:
         embeddings.inputs_of(request)
         classes = classes_wanted(request, await processor.loaded(request, context))
         if classes is None:

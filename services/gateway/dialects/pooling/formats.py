@@ -156,11 +156,6 @@ class ClassesFormat(ScoringFormat):
             shown = probabilities(floats_of(choice.text), self._scoring.activation)
             best = max(range(len(shown)), key=shown.__getitem__)
             data.append(
-                {
-                    "index": index,
-                    "label": self._scoring.labels[best],
-                    "probs": shown,
-                    "num_classes": len(shown),
-                }
+                {"index": index, "label": self._scoring.labels[best], "probs": shown, "num_classes": len(shown)}
             )
         return self.listed(data, usage)

@@ -16,20 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from services.gateway.core.catalog import check_task
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.dialects.pooling.schemas import (
-    ClassifyRequest,
-    Pairs,
-    RerankRequest,
-    Scored,
-    check_characters,
-)
-from services.gateway.intake.prompts.embeddings import (
-    EmbeddingRequest,
-    check_length,
-    cut_tokens,
-    inputs_of,
-    prompts_of,
-)
+from services.gateway.dialects.pooling.schemas import ClassifyRequest, Pairs, RerankRequest, Scored, check_characters
+from services.gateway.intake.prompts.embeddings import EmbeddingRequest, check_length, cut_tokens, inputs_of, prompts_of
 from services.gateway.intake.validation import check_text
 from services.gateway.tokenizer.templates import TemplateOptions
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -83,9 +71,7 @@ async def score_prompts(
     raise AssertionError("unreachable: the model does none of the tasks")
 
 
-async def class_prompts(
-    request: ClassifyRequest, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int
-) -> Prompts:
+async def class_prompts(request: ClassifyRequest, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int) -> Prompts:
     """As `score_prompts`, of single texts."""
     check_task(card, "classify")
     texts = EmbeddingRequest(
@@ -106,9 +92,7 @@ async def _answers(tokenizer: Tokenizer) -> list[int]:
 class _Maker:
     """Of one request."""
 
-    def __init__(
-        self, request: Scored, pairs: Pairs, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int
-    ) -> None:
+    def __init__(self, request: Scored, pairs: Pairs, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int) -> None:
         self._pairs = pairs
         self._tokenizer = tokenizer
         self._card = card

@@ -10,12 +10,7 @@ from services.gateway.api.generating import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.dialects.pooling.schemas import (
-    ClassifyRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
+from services.gateway.dialects.pooling.schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from services.gateway.intake.prompts.embeddings import EmbeddingRequest
 
 

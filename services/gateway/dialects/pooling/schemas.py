@@ -177,8 +177,7 @@ def _scored(request: ScoreRequest) -> Pairs:
     if len(queries) not in (1, len(documents)):
         raise InvalidParameter.at(
             names[0],
-            f"{len(queries)} texts cannot be paired with {len(documents)}; send one, or as many "
-            f"as in '{names[1]}'.",
+            f"{len(queries)} texts cannot be paired with {len(documents)}; send one, or as many as in '{names[1]}'.",
         )
     return Pairs(queries, documents, *names)
 

@@ -79,9 +79,7 @@ CREATE = Operation(
     response=StoredConversation,
     errors=(404, 413),
 )
-RETRIEVE = Operation(
-    f"GET {ONE}", "retrieveConversation", "A conversation.", TAG, response=StoredConversation
-)
+RETRIEVE = Operation(f"GET {ONE}", "retrieveConversation", "A conversation.", TAG, response=StoredConversation)
 CHANGE = Operation(
     f"POST {ONE}",
     "updateConversation",
@@ -138,12 +136,7 @@ _new_items = msgspec.json.Decoder(NewItems)
 
 
 def _shown(public_id: str, entry: ConversationEntry) -> dict[str, Any]:
-    return {
-        "id": public_id,
-        "object": "conversation",
-        "created_at": int(entry.created_at),
-        "metadata": entry.metadata,
-    }
+    return {"id": public_id, "object": "conversation", "created_at": int(entry.created_at), "metadata": entry.metadata}
 
 
 async def _read(ask: RequestContext, given: Sequence[msgspec.Raw]) -> list[StoredItem]:

@@ -15,9 +15,7 @@ from services.gateway.dialects.responses.routes import response_routes
 from services.gateway.dialects.responses.socket import RESPONSES_ROUTE, ResponseConnection
 
 
-def _routes(
-    backend: GatewayBackend, settings: GatewaySettings, metrics: GatewayMetrics
-) -> Sequence[BaseRoute]:
+def _routes(backend: GatewayBackend, settings: GatewaySettings, metrics: GatewayMetrics) -> Sequence[BaseRoute]:
     return [
         *response_routes(backend, settings),
         *conversation_routes(backend, settings),

@@ -62,17 +62,13 @@ class ResponsesEndpoint(BodyEndpoint):
         check_request(request)
         ignored.tell([*ignored_fields(request), *ignored_in_tools(request.tools)])
 
-    async def prepare(
-        self, processor: InputProcessor, request: ResponseRequest, context: Context
-    ) -> StreamReader:
+    async def prepare(self, processor: InputProcessor, request: ResponseRequest, context: Context) -> StreamReader:
         self.check(request, processor.ignored(context.answer_headers))
         await processor.loaded(request, context)
         with processor.stored.budget(context.tenant) as budget:
             return await _Turn(processor, context, budget).run(request)
 
-    async def conversation(
-        self, processor: InputProcessor, body: bytes, context: Context
-    ) -> ChatCompletionRequest:
+    async def conversation(self, processor: InputProcessor, body: bytes, context: Context) -> ChatCompletionRequest:
         with processor.stored.budget(context.tenant) as budget:
             return (await _Turn(processor, context, budget).input(body))[1]
 

@@ -42,8 +42,7 @@ from shared.errors import RyzansteinError
 from shared.messages.records import StoredResponse
 
 Include = Annotated[
-    list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]],
-    Meta(description="What to show besides."),
+    list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]], Meta(description="What to show besides.")
 ]
 
 
@@ -55,10 +54,7 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Not None: in a URL null is a text.
     starting_after: (
         Annotated[
-            int,
-            Meta(
-                ge=0, le=2**31 - 1, description="With `stream`: the number of the last event that you have."
-            ),
+            int, Meta(ge=0, le=2**31 - 1, description="With `stream`: the number of the last event that you have.")
         ]
         | msgspec.UnsetType
     ) = msgspec.UNSET
@@ -94,9 +90,7 @@ def item_list(items: Sequence[StoredItem], *, more: bool) -> dict[str, Any]:
     return shown_raw([(item.id, item.json) for item in items], more)
 
 
-def page_of(
-    items: Sequence[StoredItem], wanted: ItemsQuery, budget: ByteBudget
-) -> tuple[list[StoredItem], bool]:
+def page_of(items: Sequence[StoredItem], wanted: ItemsQuery, budget: ByteBudget) -> tuple[list[StoredItem], bool]:
     """A page of `items`, of one at least and of what is left of `budget` at most, and whether there are more. Raises
     `InvalidParameter` when `after` is none of them."""
     ordered = list(items) if wanted.order == "asc" else list(reversed(items))
@@ -164,11 +158,7 @@ CREATE = Operation(
     TAG,
     "With `stream: true` its events; with `background: true` the response at once, and its text in time.",
     request=ResponseRequest,
-    example={
-        "model": "SmolLM2-135M-Instruct",
-        "input": "What is the capital of Japan?",
-        "max_output_tokens": 32,
-    },
+    example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of Japan?", "max_output_tokens": 32},
     response=Response,
     events=(ResponseEvent,),
     parameters=operation.GENERATING_HEADERS,
@@ -340,10 +330,7 @@ async def compact(ask: RequestContext) -> CompactedResponse:
         output=[compaction.item_of(answer_text(answer), f"cmp_{identity}")],
         usage={
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": details.get("cached_tokens", 0),
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": details.get("cached_tokens", 0), "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],

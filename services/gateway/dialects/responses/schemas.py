@@ -119,9 +119,7 @@ class InputFields(Ruled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request and the counting of its tokens have in common."""
 
     model: ModelName
-    input: (
-        str | Annotated[list[msgspec.Raw], limits.ITEMS.length(extra_json_schema={"minItems": 1})] | None
-    ) = None
+    input: str | Annotated[list[msgspec.Raw], limits.ITEMS.length(extra_json_schema={"minItems": 1})] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     parallel_tool_calls: bool | None = None
@@ -153,9 +151,7 @@ class CompactRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_on
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Retention | None = None
     service_tier: ServiceTier | None = None
-    image: Annotated[
-        Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})
-    ] = None
+    image: Annotated[Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})] = None
 
 
 class InputTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -218,9 +214,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
 
     # refused unless neutral
     access_programs: Annotated[Any, neutral()] = None
-    image: Annotated[
-        Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})
-    ] = None
+    image: Annotated[Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})] = None
     moderation: Annotated[Any, neutral()] = None
     prompt: Annotated[Any, neutral()] = None
 

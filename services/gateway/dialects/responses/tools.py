@@ -132,10 +132,7 @@ def _nested(tool: Any) -> Any:
     members = {
         name: value
         for name, value in tool.items()
-        if name != "type"
-        and name not in NEUTRAL_IN_TOOL
-        and name not in IGNORED_IN_TOOL
-        and value is not None
+        if name != "type" and name not in NEUTRAL_IN_TOOL and name not in IGNORED_IN_TOOL and value is not None
     }
     form = members.get("format")
     if kind == "custom" and isinstance(form, dict) and form.get("type") == "grammar":

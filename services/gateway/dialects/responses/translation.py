@@ -28,13 +28,7 @@ from services.gateway.dialects.responses.schemas import (
     wants_logprobs,
 )
 from services.gateway.dialects.responses.stream.items import Item
-from services.gateway.dialects.responses.tools import (
-    TOOL_TYPES,
-    Tools,
-    chat_tool_choice,
-    chat_tools,
-    placed_tools,
-)
+from services.gateway.dialects.responses.tools import TOOL_TYPES, Tools, chat_tool_choice, chat_tools, placed_tools
 from services.gateway.intake.schemas import ChatCompletionRequest, GenerationFields
 from services.gateway.intake.validation import marked
 from shared.messages import SamplingParams
@@ -61,9 +55,7 @@ _TOOL = re.compile(r"^tools\[(\d+)\]")
 _MESSAGE = re.compile(r"^messages\b.*$")
 
 
-def chat_request(
-    request: InputFields, items: Sequence[Item], *, stream: bool = False
-) -> ChatCompletionRequest:
+def chat_request(request: InputFields, items: Sequence[Item], *, stream: bool = False) -> ChatCompletionRequest:
     """Raises `InvalidParameter`, in a chat's words (`own_words`)."""
     body: dict[str, Any] = {
         "chat_template_kwargs": request.chat_template_kwargs,

@@ -9,13 +9,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, renamed, unsupported
 from services.gateway.intake import validation
-from services.gateway.intake.fine_tuning.schemas import (
-    ConversationLine,
-    Line,
-    PreferenceLine,
-    TextLine,
-    line_of,
-)
+from services.gateway.intake.fine_tuning.schemas import ConversationLine, Line, PreferenceLine, TextLine, line_of
 from services.gateway.intake.prompts.chat import plan_of
 from services.gateway.intake.schemas import ChatCompletionRequest, TrainedMessage
 from services.gateway.tokenizer.templates import TemplateInput, Traits
@@ -48,15 +42,11 @@ def texts_of(data: bytes, method: TrainingMethod) -> list[Text]:
 
 
 def _pair(line: PreferenceLine) -> tuple[ChatText, ChatText]:
-    outputs = (
-        ("preferred_output", line.preferred_output),
-        ("non_preferred_output", line.non_preferred_output),
-    )
+    outputs = (("preferred_output", line.preferred_output), ("non_preferred_output", line.non_preferred_output))
     for name, output in outputs:
         if len(output) != 1 or output[0].role != "assistant":
             raise InvalidParameter(
-                f"Invalid '{name}': expected one message with role 'assistant', the answer to 'input'.",
-                param=name,
+                f"Invalid '{name}': expected one message with role 'assistant', the answer to 'input'.", param=name
             )
     if line.preferred_output == line.non_preferred_output:
         raise InvalidParameter(
@@ -71,9 +61,7 @@ def _pair(line: PreferenceLine) -> tuple[ChatText, ChatText]:
     return first, other
 
 
-def _ending_with(
-    line: ConversationLine, context: list[TrainedMessage], name: str, output: TrainedMessage
-) -> ChatText:
+def _ending_with(line: ConversationLine, context: list[TrainedMessage], name: str, output: TrainedMessage) -> ChatText:
     names = {f"messages[{len(context)}]": f"{name}[0]"}
     names |= {field: f"input.{field}" for field in ("messages", "tools", "functions")}
     with renamed(names, "input"):
@@ -83,9 +71,7 @@ def _ending_with(
 def _check_weights(messages: list[TrainedMessage]) -> None:
     for index, message in enumerate(messages):
         if message.weight is not None and message.role != "assistant":
-            raise unsupported(
-                f"messages[{index}].weight", "only messages with role 'assistant' have one; leave it out"
-            )
+            raise unsupported(f"messages[{index}].weight", "only messages with role 'assistant' have one; leave it out")
     if not any(message.role == "assistant" for message in messages):
         raise InvalidParameter(
             "The conversation has no message with role 'assistant', so there is nothing to learn; end it with one.",
@@ -134,9 +120,7 @@ def _request(line: ConversationLine, messages: list[TrainedMessage]) -> ChatComp
 # --- for one model -------------------------------------------------------------------------------
 
 
-def conversation_of(
-    request: ChatCompletionRequest, card: ModelCard, traits: Traits
-) -> tuple[TemplateInput, list[int]]:
+def conversation_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> tuple[TemplateInput, list[int]]:
     """The conversation for the model's chat template, and the indices of the messages that are trained. Raises
     `InvalidParameter`."""
     plan = plan_of(request, card, traits)
@@ -147,9 +131,7 @@ def conversation_of(
         for index, message in enumerate(plan.messages)
         if message["role"] == "assistant" and message.get("weight") != 0
     ]
-    shown = [
-        {name: value for name, value in message.items() if name != "weight"} for message in plan.messages
-    ]
+    shown = [{name: value for name, value in message.items() if name != "weight"} for message in plan.messages]
     return TemplateInput(shown, plan.tools, plan.options), trained
 
 
@@ -173,9 +155,7 @@ def check_pair(texts: Sequence[TrainedText]) -> None:
 def check_context(tokens: int, most: int, *, set_by_job: bool) -> None:
     """Raises `InvalidParameter` where a text has more than `most` tokens."""
     if tokens > most:
-        bound = (
-            f"the job's max_tokens of {most:,}" if set_by_job else f"the model's context of {most:,} tokens"
-        )
+        bound = f"the job's max_tokens of {most:,}" if set_by_job else f"the model's context of {most:,} tokens"
         raise InvalidParameter(
             f"The example has {tokens:,} tokens, more than {bound}; shorten it, or create the job with 'truncate' to "
             "have it cut at its end.",
@@ -187,11 +167,7 @@ def check_context(tokens: int, most: int, *, set_by_job: bool) -> None:
 def check_trained(weights: bytes, *, cut: bool) -> None:
     """Raises `InvalidParameter` where nothing is trained."""
     if not any(weights):
-        why = (
-            "Nothing that is trained is left of the example where it was cut"
-            if cut
-            else "Nothing of it is trained"
-        )
+        why = "Nothing that is trained is left of the example where it was cut" if cut else "Nothing of it is trained"
         raise InvalidParameter(
             f"{why}, so there is nothing to learn; shorten what stands before the answer."
             if cut

@@ -48,9 +48,7 @@ class Faults:
             return
         least = LEAST_EXAMPLES if self.param == "training_file" else 1
         if not examples:
-            self.add_of_file(
-                "empty_file", f"The {self._file} has no examples; send one JSON object on each line."
-            )
+            self.add_of_file("empty_file", f"The {self._file} has no examples; send one JSON object on each line.")
         elif examples < least:
             self.add_of_file(
                 "too_few_examples",

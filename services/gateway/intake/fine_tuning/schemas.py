@@ -88,9 +88,7 @@ def line_of(data: bytes, method: TrainingMethod) -> Line:
     try:
         fields = _fields.decode(data)
     except msgspec.ValidationError:
-        raise InvalidParameter(
-            "This line is not a JSON object.", param=None, reason="invalid_json_line"
-        ) from None
+        raise InvalidParameter("This line is not a JSON object.", param=None, reason="invalid_json_line") from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidParameter(

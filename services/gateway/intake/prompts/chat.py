@@ -143,18 +143,12 @@ def _check_parameters(path: str, function: FunctionDefinition) -> None:
     if too_deep(schema):
         raise _wrong_schema(path, function, f"it is nested too deeply ({limits.NESTING.cited()})")
     if (number := inexact(schema)) is not None:
-        raise _wrong_schema(
-            path, function, f"{number} is a whole number beyond 2^53, which cannot be held exactly"
-        )
+        raise _wrong_schema(path, function, f"{number} is a whole number beyond 2^53, which cannot be held exactly")
     kind = schema.get("type", "object")
     if kind != "object":
-        raise _wrong_schema(
-            path, function, f"schema must be a JSON Schema of 'type: \"object\"', got {kind!r}"
-        )
+        raise _wrong_schema(path, function, f"schema must be a JSON Schema of 'type: \"object\"', got {kind!r}")
     properties = schema.get("properties", {})
-    if not isinstance(properties, dict) or not all(
-        isinstance(value, dict | bool) for value in properties.values()
-    ):
+    if not isinstance(properties, dict) or not all(isinstance(value, dict | bool) for value in properties.values()):
         raise _wrong_schema(path, function, "'properties' must be an object with a schema for each name")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -163,9 +157,7 @@ def _check_parameters(path: str, function: FunctionDefinition) -> None:
 
 def _wrong_schema(path: str, function: FunctionDefinition, what: str) -> InvalidParameter:
     return InvalidParameter(
-        f"Invalid schema for function '{function.name}': {what}.",
-        param=path,
-        reason="invalid_function_parameters",
+        f"Invalid schema for function '{function.name}': {what}.", param=path, reason="invalid_function_parameters"
     )
 
 
@@ -200,10 +192,7 @@ def _picked(
     known = {(_kind(function), function.name) for function in functions}
     for kind, name in wanted:
         if (kind, name) not in known:
-            raise InvalidParameter(
-                f"Tool choice '{name[:64]}' not found in 'tools' parameter.",
-                param=path,
-            )
+            raise InvalidParameter(f"Tool choice '{name[:64]}' not found in 'tools' parameter.", param=path)
     return tuple(function for function in functions if (_kind(function), function.name) in wanted)
 
 
@@ -242,8 +231,7 @@ def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidPara
 
 def _only_with(name: str, other: str) -> InvalidParameter:
     return InvalidParameter(
-        f"Invalid value for '{name}': '{name}' is only allowed when '{other}' are specified.",
-        param=name,
+        f"Invalid value for '{name}': '{name}' is only allowed when '{other}' are specified.", param=name
     )
 
 

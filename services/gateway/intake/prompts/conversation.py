@@ -84,9 +84,7 @@ def with_instructions(messages: list[Shown], text: str, traits: Traits) -> list[
 
 def instructions(functions: Sequence[FunctionDefinition], form: str) -> str:
     """What a model is told of tools where its template tells it nothing. `form`: how it is to write a call."""
-    described = "\n".join(
-        json.dumps(function, ensure_ascii=False) for function in functions_for_template(functions)
-    )
+    described = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions_for_template(functions))
     return (
         "# Tools\n\n"
         "You can call functions. These are their names and the JSON Schemas of their arguments:\n"
@@ -264,13 +262,7 @@ def switched(traits: Traits, *, on: bool) -> dict[str, Any]:
     return {"chat_template_kwargs": switches} if switches else {}
 
 
-_OPTIONS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "verbosity",
-)
+_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "verbosity")
 _of_options = operator.attrgetter(*_OPTIONS)
 _NO_OPTIONS = (None,) * len(_OPTIONS)
 _USUAL = TemplateOptions()

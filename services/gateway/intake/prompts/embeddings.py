@@ -18,14 +18,7 @@ from services.gateway.intake.prompts.kv_cache import cache_salt, session_of
 from services.gateway.intake.record import Context, RunDependencies
 from services.gateway.intake.rules import OneOf, Ruled, Rules
 from services.gateway.intake.sampling.params import check_token_ids
-from services.gateway.intake.schemas import (
-    ChatCompletionRequest,
-    LastTokens,
-    Messages,
-    ModelName,
-    PositiveCount,
-    User,
-)
+from services.gateway.intake.schemas import ChatCompletionRequest, LastTokens, Messages, ModelName, PositiveCount, User
 from services.gateway.intake.validation import check_chat, check_fields, check_text, check_truncation
 from services.gateway.lifecycle.request_state import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -163,9 +156,7 @@ async def prompts_of(
     return prompts
 
 
-def check_length(
-    name: str, tokens: Sequence[int], card: ModelCard, prompt_limit: int, what: str = ""
-) -> None:
+def check_length(name: str, tokens: Sequence[int], card: ModelCard, prompt_limit: int, what: str = "") -> None:
     """Raises `ContextLengthExceeded` where the `tokens` of the field `name` are too many. `what`: what has them, if
     more than that."""
     shown = what or f"'{name}'"
@@ -201,9 +192,7 @@ def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
         return ""
     if name not in card.prompts:
         known = f"it has {', '.join(card.prompts)}" if card.prompts else "it has none"
-        raise _wrong(
-            "prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out", "invalid_value"
-        )
+        raise _wrong("prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out", "invalid_value")
     return card.prompts[name]
 
 

@@ -34,9 +34,7 @@ class FileReader(Protocol):
         ...
 
 
-async def with_files_read(
-    request: ChatCompletionRequest, tenant: str, files: FileReader
-) -> ChatCompletionRequest:
+async def with_files_read(request: ChatCompletionRequest, tenant: str, files: FileReader) -> ChatCompletionRequest:
     """`request`, which was checked, with the texts of its files in their place. Raises `InvalidParameter`,
     `PayloadTooLarge`, `BrokerUnavailable`."""
     parts = [
@@ -74,9 +72,7 @@ def _replaced(messages: Sequence[Message], texts: dict[int, str]) -> list[Messag
     return replaced
 
 
-async def _bytes_of(
-    file: InputFile, path: str, tenant: str, files: FileReader, room: int
-) -> tuple[str, bytes]:
+async def _bytes_of(file: InputFile, path: str, tenant: str, files: FileReader, room: int) -> tuple[str, bytes]:
     if file.file_id and file.file_data:
         raise unsupported(f"{path}.file_data", "the file is named by 'file_id' already")
     too_large = PayloadTooLarge(
@@ -107,10 +103,7 @@ def decoded(given: str, path: str) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidParameter(
-            f"Invalid '{path}': expected a data URL, or the file in base64.",
-            param=path,
-        ) from None
+        raise InvalidParameter(f"Invalid '{path}': expected a data URL, or the file in base64.", param=path) from None
 
 
 def _text_of(data: bytes, path: str) -> str:

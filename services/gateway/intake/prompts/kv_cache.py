@@ -42,9 +42,7 @@ def conversation_key(messages: Sequence[Message]) -> str:
 def session_named(request: GenerationFields) -> str:
     """By its `prompt_cache_key`, else by the beginning of its conversation; "" for a plain prompt."""
     key = cache_key(request.prompt_cache_key)
-    return (
-        conversation_key(request.messages) if not key and isinstance(request, ChatCompletionRequest) else key
-    )
+    return conversation_key(request.messages) if not key and isinstance(request, ChatCompletionRequest) else key
 
 
 def session_of(tenant: str, name: str, adapter: str = "") -> str:
@@ -94,9 +92,7 @@ def cache_ttl(request: GenerationFields) -> float:
     for message in request.messages:
         if isinstance(message.content, list):
             given += [
-                part.prompt_cache_breakpoint.ttl
-                for part in message.content
-                if part.prompt_cache_breakpoint is not None
+                part.prompt_cache_breakpoint.ttl for part in message.content if part.prompt_cache_breakpoint is not None
             ]
     if options is not None and options.mode == "explicit" and len(given) == named:
         return -1.0

@@ -68,9 +68,7 @@ def without_answer(request: ChatCompletionRequest) -> ChatCompletionRequest:
     return msgspec.structs.replace(request, **changes, max_tokens=1, add_generation_prompt=False)
 
 
-async def next_prompt(
-    request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, most: int
-) -> list[int]:
+async def next_prompt(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, most: int) -> list[int]:
     """The tokens with which the prompt begins that the conversation will have with the user's next message. `most`: as
     the limit of `rendered`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
     planned = await rendered(request, card, tokenizer, most)
@@ -81,9 +79,7 @@ async def next_prompt(
             for word in _WORDS:
                 messages = [*request.messages, Message(role="user", content=word)]
                 spoken = msgspec.structs.replace(request, messages=messages)
-                prompts.append(
-                    await tokenizer.encode_rendered((await rendered(spoken, card, tokenizer)).prompt)
-                )
+                prompts.append(await tokenizer.encode_rendered((await rendered(spoken, card, tokenizer)).prompt))
         except InvalidParameter:  # its template takes no such turn
             prompts = []
         if prompts and (same := _common(*prompts)):
@@ -100,9 +96,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 def ahead(record: GenerationRecord) -> GenerationRecord:
     """`record`, of which the prompt is to be in the cache and nothing is to be said."""
-    requests = [
-        msgspec.structs.replace(request, prefill=True, priority=LEAST_URGENT) for request in record.requests
-    ]
+    requests = [msgspec.structs.replace(request, prefill=True, priority=LEAST_URGENT) for request in record.requests]
     return msgspec.structs.replace(record, requests=requests)
 
 

@@ -94,9 +94,7 @@ class Grammars:
                     job.verdict.cancel()
                 raise
             now = time.monotonic()
-            self._turns.spent(
-                job.tenant, min(now - began, CPU_SECONDS), now
-            )  # a busy machine is not its fault
+            self._turns.spent(job.tenant, min(now - began, CPU_SECONDS), now)  # a busy machine is not its fault
             if not job.verdict.done():
                 job.verdict.set_result(verdict)
 

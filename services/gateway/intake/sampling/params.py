@@ -5,12 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.core.errors import InvalidParameter, unsupported
-from services.gateway.intake.schemas import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ContentPart,
-    GenerationFields,
-)
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, ContentPart, GenerationFields
 from services.gateway.lifecycle.request_state import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
@@ -122,8 +117,7 @@ async def bad_words(request: GenerationFields, tokenizer: Tokenizer) -> list[lis
     words = [way for pair in zip(encoded[::2], encoded[1::2], strict=True) for way in _ways_to_say(*pair)]
     if (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
         raise InvalidParameter(
-            f"Invalid 'bad_words': a word has {longest} tokens; send shorter ones "
-            f"({limits.BAD_WORD_TOKENS.cited()}).",
+            f"Invalid 'bad_words': a word has {longest} tokens; send shorter ones ({limits.BAD_WORD_TOKENS.cited()}).",
             param="bad_words",
             reason="string_above_max_length",
         )

@@ -94,8 +94,7 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> RequestedGra
         return None
     if len(given) > 1:
         raise InvalidParameter(
-            f"Invalid '{given[1]}': '{given[0]}' already sets the answer's form; send one of the two.",
-            param=given[1],
+            f"Invalid '{given[1]}': '{given[0]}' already sets the answer's form; send one of the two.", param=given[1]
         )
     if request.min_tokens:
         raise InvalidParameter(
@@ -169,8 +168,7 @@ def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Requested
     if len(fields) != 1:
         names = ", ".join(f"'{name}'" for name in value.__struct_fields__)
         raise InvalidParameter(
-            f"Invalid '{param}': expected exactly one of {names}, but got {len(fields)}.",
-            param=param,
+            f"Invalid '{param}': expected exactly one of {names}, but got {len(fields)}.", param=param
         )
     [(kind, item)] = fields.items()
     if kind == "structural_tag":
@@ -191,9 +189,7 @@ def _object_in(text: str, param: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         raise InvalidParameter(
-            f"Invalid '{param}': it is not a JSON object; send one, or its text.",
-            param=param,
-            reason="invalid_json",
+            f"Invalid '{param}': it is not a JSON object; send one, or its text.", param=param, reason="invalid_json"
         ) from None
 
 
@@ -236,9 +232,7 @@ def _check_size(size: int, param: str, subject: str, told: str = "it has {} byte
 
 def _empty(param: str) -> InvalidParameter:
     return InvalidParameter(
-        f"Invalid '{param}': empty string. Expected at least one character.",
-        param=param,
-        reason="empty_string",
+        f"Invalid '{param}': empty string. Expected at least one character.", param=param, reason="empty_string"
     )
 
 
@@ -292,10 +286,7 @@ def schemas_of(plan: ChatPlan) -> Iterator[RequestedGrammar]:
         schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
         where, what = path.format(index), f"Invalid schema for function '{function.name}'"
         if isinstance(function, CustomFunction):
-            where, what = (
-                f"tools[{index}].custom.format",
-                f"Invalid format of the custom tool '{function.name}'",
-            )
+            where, what = (f"tools[{index}].custom.format", f"Invalid format of the custom tool '{function.name}'")
         yield RequestedGrammar(grammar_of_schema(schema), where, what)
 
 
@@ -460,9 +451,7 @@ class _Maker:
 
     def _schema(self, schema: dict[str, Any]) -> str:
         if (number := inexact(schema)) is not None:
-            raise _wrong(
-                self._param, f"{number} in it is a whole number beyond 2^53, which cannot be held exactly"
-            )
+            raise _wrong(self._param, f"{number} in it is a whole number beyond 2^53, which cannot be held exactly")
         return self._add("schema", embedded(closed(schema) if self._closes else schema))
 
     def _any_text(self, end: str) -> str:
@@ -474,10 +463,7 @@ class _Maker:
     def _sequence(self, elements: Sequence[Format], end: str) -> str:
         *before, last = elements
         if any(map(_is_open, before)):
-            raise _wrong(
-                self._param,
-                "any text that more follows in a sequence has no end; put it last, or in a tag",
-            )
+            raise _wrong(self._param, "any text that more follows in a sequence has no end; put it last, or in a tag")
         return joined(*(self.of(element) for element in before), self.of(last, end))
 
     def _tag(self, tag: Tag, said: str) -> str:
@@ -490,14 +476,11 @@ class _Maker:
             triggers = [trigger for trigger in given.triggers if tag.begin.startswith(trigger)]
             if len(triggers) != 1:
                 raise _wrong(
-                    self._param,
-                    f"{len(triggers)} of the triggers begin the tag {tag.begin[:64]!r}; give it one alone",
+                    self._param, f"{len(triggers)} of the triggers begin the tag {tag.begin[:64]!r}; give it one alone"
                 )
             tags.setdefault(triggers[0], []).append(self._tag(tag, triggers[0]))
         up_to_one_of = self._up_to_one_of([*given.triggers, end] if end else given.triggers)
-        one = self._one_of(
-            [joined(up_to_one_of(trigger), self._one_of(bodies)) for trigger, bodies in tags.items()]
-        )
+        one = self._one_of([joined(up_to_one_of(trigger), self._one_of(bodies)) for trigger, bodies in tags.items()])
         rest = up_to_one_of(end)
         if given.stop_after_first:
             last = joined(one, literal(end, {}))

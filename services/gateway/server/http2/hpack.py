@@ -25,9 +25,7 @@ _PSEUDO = (b":method", b":scheme", b":path", b":authority")
 _NAME = re.compile(rb"[!-9;-@\[-~]+")
 _NO_VALUE = re.compile(rb"[\0\r\n]")
 # What HTTP/1.1 says of its connections.
-_OF_CONNECTION = frozenset(
-    (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
-)
+_OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -95,10 +93,7 @@ class HeaderDecoder:
         if known is not None:
             return known
         table = self._decoder.header_table
-        before, count = (
-            table.dynamic_entries[0] if table.dynamic_entries else None,
-            len(table.dynamic_entries),
-        )
+        before, count = (table.dynamic_entries[0] if table.dynamic_entries else None, len(table.dynamic_entries))
         try:
             headers = _headers(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
@@ -171,17 +166,13 @@ def _length(size: int) -> bytes:
 
 
 # `:status: 200` (entry 8 of the static table), the content type, and what is taken: how every answer begins.
-RESPONSE = (
-    b"\x88" + literal(b"content-type", CONTENT_TYPE) + literal(b"grpc-accept-encoding", ENCODINGS.encode())
-)
+RESPONSE = b"\x88" + literal(b"content-type", CONTENT_TYPE) + literal(b"grpc-accept-encoding", ENCODINGS.encode())
 
 
 def refusal(status: int, text: bytes) -> bytes:
     """The headers of an answer to what is no gRPC request."""
     return (
-        literal(b":status", b"%d" % status)
-        + literal(b"content-type", b"text/plain")
-        + literal(b"grpc-message", text)
+        literal(b":status", b"%d" % status) + literal(b"content-type", b"text/plain") + literal(b"grpc-message", text)
     )
 
 
@@ -193,6 +184,5 @@ def binary(value: bytes) -> bytes:
 def percent_encoded(message: str) -> bytes:
     """A status message as gRPC wants it in `grpc-message`: printable ASCII, the rest and % as %XX."""
     return b"".join(
-        bytes((byte,)) if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
-        for byte in message.encode()
+        bytes((byte,)) if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte for byte in message.encode()
     )

@@ -216,9 +216,7 @@ class Sender:
         self.failed = reason
         self.is_calmed = code == ENHANCE_YOUR_CALM
         if self.spoke:
-            self._write(
-                GOAWAY, 0, 0, self._last.to_bytes(4, "big") + code.to_bytes(4, "big") + reason.encode()
-            )
+            self._write(GOAWAY, 0, 0, self._last.to_bytes(4, "big") + code.to_bytes(4, "big") + reason.encode())
         else:
             self._out[:] = [
                 b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n\r\nThis port speaks gRPC.\n"

@@ -61,10 +61,7 @@ def without_marker(*markers: str, ends: tuple[str, ...] = ()) -> Machine:
 
 hermes = with_markers({TOOL_CALL: (END_OF_TOOL_CALL,)})
 granite = with_markers(
-    {
-        GRANITE_CALL: (END_OF_GRANITE_CALL, END_OF_TOOL_CALL),
-        TOOL_CALL: (END_OF_GRANITE_CALL, END_OF_TOOL_CALL),
-    }
+    {GRANITE_CALL: (END_OF_GRANITE_CALL, END_OF_TOOL_CALL), TOOL_CALL: (END_OF_GRANITE_CALL, END_OF_TOOL_CALL)}
 )
 jamba = with_markers({CALLS: (END_OF_CALLS,)})
 internlm = with_markers({f"{ACTION}{PLUGIN}": (END_OF_ACTION,)})

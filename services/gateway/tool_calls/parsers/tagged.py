@@ -51,17 +51,10 @@ class CallTags(NamedTuple):
         return '">' if self.call.endswith('"') else ">"
 
 
-CODER = CallTags(
-    TOOL_CALL, END_OF_TOOL_CALL, "<function=", "</function>", "<parameter=", "</parameter>", lines=True
-)
+CODER = CallTags(TOOL_CALL, END_OF_TOOL_CALL, "<function=", "</function>", "<parameter=", "</parameter>", lines=True)
 SEED = CODER._replace(outer="<seed:tool_call>", end_of_outer="</seed:tool_call>")
 MINIMAX = CallTags(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    '<invoke name="',
-    "</invoke>",
-    '<parameter name="',
-    "</parameter>",
+    "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>", '<parameter name="', "</parameter>"
 )
 DSML = "\uff5cDSML\uff5c"
 DEEPSEEK_V32 = CallTags(

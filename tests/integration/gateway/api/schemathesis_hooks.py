@@ -19,23 +19,8 @@ MODEL = os.environ.get("RYZANSTEIN_FUZZED_MODEL", "stub")
 VOCABULARY = 256
 # Fields whose values have a language of their own.
 DEEP = (
-    *(
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "tool_calls",
-        "parallel_tool_calls",
-        "reasoning_effort",
-    ),
-    *(
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ),
+    *("tools", "tool_choice", "functions", "function_call", "tool_calls", "parallel_tool_calls", "reasoning_effort"),
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("chat_template_kwargs", "text", "reasoning", "service_tier", "verbosity"),
     *("format", "think", "raw", "instruction", "sparse_attention"),
 )
@@ -226,9 +211,7 @@ def shallow(body: dict[str, Any]) -> dict[str, Any]:
     body = {name: value for name, value in body.items() if name not in DEEP}
     if isinstance(body.get("messages"), list):
         body["messages"] = [_plain(message) for message in body["messages"]]
-        if (
-            "input" in body or "dimensions" in body
-        ):  # of embeddings, for which all parts together may be too long
+        if "input" in body or "dimensions" in body:  # of embeddings, for which all parts together may be too long
             body["messages"] = [{"role": "user", "content": "Hi"}]
     return body
 

@@ -55,9 +55,7 @@ async def test_curl_goes_on_at_another_gateway(
 ) -> None:
     ring.behave = half
     async with gateway_process(bus, nats_settings, tmp_path, instance="first") as first:
-        running = asyncio.create_task(
-            bash(example("sh", "part.txt"), tmp_path, str(first.http.base_url), gateway.url)
-        )
+        running = asyncio.create_task(bash(example("sh", "part.txt"), tmp_path, str(first.http.base_url), gateway.url))
         answers = gateway.service.work.answers
         assert answers is not None
         await until(lambda: [answer for answer in answers.all() if answer.readers], 30)
@@ -94,9 +92,7 @@ async def test_python_survives_the_gateway(
         exec(source.replace("http://127.0.0.1:8001", gateway.url), names)
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
         texts: list[str] = []
-        reading = asyncio.create_task(
-            asyncio.to_thread(lambda: texts.extend(_read(names["chat"](body), texts)))
-        )
+        reading = asyncio.create_task(asyncio.to_thread(lambda: texts.extend(_read(names["chat"](body), texts))))
         await until(lambda: "".join(texts) == TEXT[:10].decode(), 20)
         await first.process.end(signal.SIGKILL)
         answers = gateway.service.work.answers

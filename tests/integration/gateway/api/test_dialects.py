@@ -45,9 +45,7 @@ def removed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-async def without(
-    removed: Dialect, nats_settings: CommonSettings, ring: FakeRing
-) -> AsyncIterator[httpx.AsyncClient]:
+async def without(removed: Dialect, nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[httpx.AsyncClient]:
     async with run_gateway(nats_settings) as running, running.http() as client:
         yield client
 

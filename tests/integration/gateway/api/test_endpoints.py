@@ -55,9 +55,7 @@ GENERATING = (
     Endpoint("/api/generate", {"prompt": "Hi", **WHOLE}, {"options": {"seed": 1}}, HEADER),
     Endpoint("/api/embed", {"input": "Hi"}, {"input": "Ho"}, HEADER),
     Endpoint("/api/embeddings", {"prompt": "Hi"}, {"prompt": "Ho"}, HEADER),
-    Endpoint(
-        "/v1/rerank", {"model": RERANKER, "query": "q", "documents": ["a", "b"]}, {"top_n": 1}, prompts=2
-    ),
+    Endpoint("/v1/rerank", {"model": RERANKER, "query": "q", "documents": ["a", "b"]}, {"top_n": 1}, prompts=2),
     Endpoint("/v1/score", {"model": RERANKER, "text_1": "q", "text_2": "a"}, {"text_2": "b"}),
     Endpoint("/v1/classify", {"model": RERANKER, "input": "a"}, {"input": "b"}),
 )
@@ -81,9 +79,7 @@ async def ring(ring: FakeRing) -> FakeRing:
     return ring
 
 
-async def post(
-    http: httpx.AsyncClient, endpoint: Endpoint, headers: Any = None, **more: Any
-) -> httpx.Response:
+async def post(http: httpx.AsyncClient, endpoint: Endpoint, headers: Any = None, **more: Any) -> httpx.Response:
     return await http.post(endpoint.path, json={"model": MODEL} | endpoint.body | more, headers=headers)
 
 
@@ -127,9 +123,7 @@ async def test_a_repeat_is_paid_once_and_names_its_generation(
             assert (state["status"], state["model"]) == ("completed", endpoint.model), endpoint.path
 
 
-async def test_a_lost_ring_is_made_good_and_counted_by_the_route(
-    http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_a_lost_ring_is_made_good_and_counted_by_the_route(http: httpx.AsyncClient, ring: FakeRing) -> None:
     async def die_once(fake: FakeRing, request: GenerationRequest) -> None:
         if request.attempt:
             await answer(fake, request)
@@ -145,10 +139,9 @@ async def test_a_lost_ring_is_made_good_and_counted_by_the_route(
         ring.requests.clear()
         begun = list[str]()
         lasting(await post(http, endpoint))
-        assert [request.attempt for request in ring.requests] == [
-            *[0] * endpoint.prompts,
-            *[1] * endpoint.prompts,
-        ], endpoint.path
+        assert [request.attempt for request in ring.requests] == [*[0] * endpoint.prompts, *[1] * endpoint.prompts], (
+            endpoint.path
+        )
         counted = {"route": endpoint.path, "model": endpoint.model, "status": "200"}
         await until(lambda told=counted: has(http, told))
 
@@ -179,9 +172,7 @@ async def test_limits_are_told_in_each_apis_words(
     for endpoint in GENERATING:
         large = await make(bus, tokens_per_minute=100_000)
         await until(lambda told=large: gateway_knows(http, told))
-        cost = 100_000 - int(
-            (await post(http, endpoint, bearer(large))).headers["x-ratelimit-remaining-tokens"]
-        )
+        cost = 100_000 - int((await post(http, endpoint, bearer(large))).headers["x-ratelimit-remaining-tokens"])
         key = await make(bus, **{limit: 1 if limit == "requests_per_minute" else cost})
         await until(lambda told=key: gateway_knows(http, told))
         lasting(await post(http, endpoint, bearer(key)))
@@ -196,9 +187,7 @@ async def test_limits_are_told_in_each_apis_words(
 async def gateway_knows(http: httpx.AsyncClient, key: NewKey) -> bool:
     """Not where it lets everybody in, since it has read of no key yet."""
     stranger = await http.get("/v1/models")
-    return (
-        stranger.status_code == 401 and (await http.get("/v1/models", headers=bearer(key))).status_code == 200
-    )
+    return stranger.status_code == 401 and (await http.get("/v1/models", headers=bearer(key))).status_code == 200
 
 
 async def test_what_generates_nothing_is_refused_and_counted_alike(

@@ -101,9 +101,7 @@ async def test_schemathesis_finds_nothing(
         "^(/v2/rerank|/rerank|/score|/classify|/invocations)$",  # the same under /v1
     ]
     # It runs nothing of ours: traced for coverage it would take twice as long.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")
-    } | hooks
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")} | hooks
     (tmp_path / "schemathesis.toml").write_text(CONFIGURATION)
     process = await asyncio.create_subprocess_exec(
         *command,

@@ -36,9 +36,7 @@ def app() -> GatewayApp:
     ops = OpsApp(lambda: Health("gateway", "g", "ready", True), registry)
     jobs = Dialect("job kinds", routes_of(*(make for kind in KINDS for make in kind.routes)))
     every = (*DIALECTS, jobs)
-    return GatewayApp(
-        GatewayBackend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every
-    )
+    return GatewayApp(GatewayBackend(Authenticator()), ops, GatewaySettings(), GatewayMetrics(registry), every)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +52,7 @@ def test_every_route_is_in_it(app: GatewayApp, made: dict[str, Any]) -> None:
     """Pages for people say that they are none of the API by `include_in_schema=False`."""
     routes = [route for route in app.routes if isinstance(route, Route) and route.include_in_schema]
     undescribed = [route.path for route in routes if not isinstance(route, ApiRoute)]
-    assert not undescribed, (
-        "make them ApiRoutes with an Operation, see services/gateway/api/openapi/operation.py"
-    )
+    assert not undescribed, "make them ApiRoutes with an Operation, see services/gateway/api/openapi/operation.py"
     told = {(path, method) for path, item in made["paths"].items() for method in item}
     assert told == {(item.template, item.method.lower()) for item in operations(app)}
     assert len(told) >= 10
@@ -66,9 +62,7 @@ def test_every_route_is_in_it(app: GatewayApp, made: dict[str, Any]) -> None:
 
 def test_its_schemas_are_schemas_and_its_references_lead_somewhere(made: dict[str, Any]) -> None:
     for name, schema in made["components"]["schemas"].items():
-        assert jsonschema_rs.meta.is_valid(
-            schema | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-        ), name
+        assert jsonschema_rs.meta.is_valid(schema | {"$schema": "https://json-schema.org/draft/2020-12/schema"}), name
     for reference in references(made):
         at: Any = made
         for part in reference.removeprefix("#/").split("/"):
@@ -138,9 +132,7 @@ def unnamed(kind: inspect.Type, extra: dict[str, Any], seen: set[type]) -> Itera
             yield from unnamed(part, {}, seen)
 
 
-async def test_answers_are_what_it_says_to_the_last_field(
-    gateway: RunningGateway, http: httpx.AsyncClient
-) -> None:
+async def test_answers_are_what_it_says_to_the_last_field(gateway: RunningGateway, http: httpx.AsyncClient) -> None:
     asked = CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}
     plain = {"model": MODEL, "prompt": "Hi", "logprobs": 2}
     usage = {"stream": True, "stream_options": {"include_usage": True}}

@@ -30,9 +30,7 @@ async def ready(gateway: RunningGateway, ring: FakeRing) -> AsyncIterator[httpx.
         yield client
 
 
-async def test_a_conversation_is_computed_on_its_sessions_group(
-    ready: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_a_conversation_is_computed_on_its_sessions_group(ready: httpx.AsyncClient, ring: FakeRing) -> None:
     answer = await ready.post(PREFILL, json=body(stream=True, max_tokens=50))
     assert answer.status_code == 200
     told = answer.json()
@@ -60,9 +58,7 @@ async def test_the_input_of_a_response_is_computed_too(ready: httpx.AsyncClient,
     assert bytes(ring.requests[0].prompt).startswith(b"Be brief.\nHi\n")
 
 
-async def test_the_same_again_joins_and_another_takes_its_place(
-    ready: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_the_same_again_joins_and_another_takes_its_place(ready: httpx.AsyncClient, ring: FakeRing) -> None:
     go = asyncio.Event()
 
     async def wait(fake: FakeRing, request: GenerationRequest) -> None:

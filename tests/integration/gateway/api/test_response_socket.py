@@ -50,9 +50,7 @@ async def test_a_prompt_is_computed_before_it_is_wanted(client: openai.AsyncOpen
             assert kinds == ["response.created", "response.in_progress", "response.completed"]
             assert events[-1].response.output == []
             assert ring.requests[-1].max_tokens == 1
-        await connection.response.create(
-            model=MODEL, input="Who?", previous_response_id=events[-1].response.id
-        )
+        await connection.response.create(model=MODEL, input="Who?", previous_response_id=events[-1].response.id)
         assert (await until_end(connection))[-1].response.output[0].content[0].text == "Hello."
     assert bytes(ring.requests[-1].prompt) == b"I am Ada.\nWho?\n"
     made = await client.conversations.create(items=[{"role": "user", "content": "I am Ada."}])
@@ -62,9 +60,7 @@ async def test_a_prompt_is_computed_before_it_is_wanted(client: openai.AsyncOpen
     assert (warmed.status, warmed.output) == ("completed", [])
     assert ring.requests[-1].prefill, "it makes way for whoever waits"
     assert bytes(ring.requests[-1].prompt) == b"I am Ada.\nSo?\n"
-    assert (
-        len((await client.conversations.items.list(made.id)).data) == 1
-    )  # it is prepared, and not gone on with
+    assert len((await client.conversations.items.list(made.id)).data) == 1  # it is prepared, and not gone on with
 
 
 async def test_an_error_ends_its_response_alone(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
@@ -73,10 +69,7 @@ async def test_an_error_ends_its_response_alone(client: openai.AsyncOpenAI, ring
             ({"model": MODEL, "input": []}, "input"),
             ({"model": MODEL, "input": "x", "stream": False}, "stream"),
             ({"model": MODEL, "input": "x", "generate": 0}, "generate"),
-            (
-                {"model": MODEL, "input": "x", "generate": False, "prompt_cache_options": []},
-                "prompt_cache_options",
-            ),
+            ({"model": MODEL, "input": "x", "generate": False, "prompt_cache_options": []}, "prompt_cache_options"),
             ({"model": MODEL, "input": "x", "nonsense": 1}, "nonsense"),
             ({"model": MODEL, "input": "x", "stream_id": ""}, "stream_id"),
             ({"model": MODEL, "input": "x", "stream_id": 1}, "stream_id"),
@@ -122,9 +115,7 @@ async def test_both_kinds_of_frames_are_read(client: openai.AsyncOpenAI, ring: F
         assert (await until_end(connection))[-1].type == "response.completed"
 
 
-async def test_a_large_request_waits_for_its_turn(
-    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_request_waits_for_its_turn(client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LargeRequests, "turn", no_room)
     async with client.responses.connect() as connection:
         await connection.response.create(model=MODEL, input="x" * LARGE_REQUEST, stream_id="lane")

@@ -35,19 +35,13 @@ def events(text: str) -> list[str]:
 
 
 async def test_a_chat_is_answered_whole(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_completion_tokens=20, seed=-1
-    )
+    answer = await client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=20, seed=-1)
     assert answer.choices[0].message.content == "Hello, world!"
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.object == "chat.completion"
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
-        3,
-        13,
-        16,
-    )
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 13, 16)
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 3  # never more than the prompt has
     request = ring.requests[0]
@@ -105,9 +99,7 @@ async def test_completions_take_text_tokens_and_lists(client: openai.AsyncOpenAI
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello, world!"
 
 
-async def test_choices_are_interleaved_and_have_seeds_of_their_own(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_choices_are_interleaved_and_have_seeds_of_their_own(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     stream = await client.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=7, stream=True)
     texts, roles = {0: "", 1: "", 2: ""}, []
     async for chunk in stream:
@@ -122,9 +114,7 @@ async def test_choices_are_interleaved_and_have_seeds_of_their_own(
     assert len({request.request_id for request in ring.requests}) == 1
 
 
-async def test_a_stop_string_cuts_the_text_and_ends_the_work(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_a_stop_string_cuts_the_text_and_ends_the_work(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     async def endless(fake: FakeRing, request: object) -> None:
         for position, token in enumerate(b"one two three"):
             await fake.emit(ring.requests[-1], position, [token])
@@ -147,9 +137,7 @@ async def test_logprobs_of_both_endpoints(client: openai.AsyncOpenAI) -> None:
     assert [item.token for item in logprobs.content] == list("Hello")
     assert logprobs.content[0].bytes == [72]
     assert [top.token for top in logprobs.content[0].top_logprobs] == ["a", "b"]
-    stream = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, logprobs=True, stop="lo", stream=True
-    )
+    stream = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, stop="lo", stream=True)
     shown = [
         item.token
         async for chunk in stream
@@ -250,9 +238,7 @@ async def test_what_is_listed_is_what_is_served(
         await ring.put_record(state)
         await listed(MODEL)
     assert (await http.get("/v1/models/another")).status_code == 404
-    answer = await http.post(
-        CHAT, json=body(model="another")
-    )  # of an earlier start: nobody will ever serve it
+    answer = await http.post(CHAT, json=body(model="another"))  # of an earlier start: nobody will ever serve it
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert f"the models are: {MODEL}." in (await http.get("/v1/models/nobody")).json()["error"]["message"]
     await ring.put_record("gone")  # it may come back
@@ -289,10 +275,7 @@ async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClie
 
 async def test_what_benchmarks_send_is_taken(http: httpx.AsyncClient, ring: FakeRing) -> None:
     answer = await http.post(
-        CHAT,
-        json=body(
-            ignore_eos=True, min_tokens=5, max_tokens=5, temperature=0, user="u", metadata={}, tools=[]
-        ),
+        CHAT, json=body(ignore_eos=True, min_tokens=5, max_tokens=5, temperature=0, user="u", metadata={}, tools=[])
     )
     assert answer.status_code == 200
     assert ring.requests[0].stop_token_ids == []
@@ -343,6 +326,4 @@ async def test_many_at_once(gateway: RunningGateway, ring: FakeRing) -> None:
         answers = await asyncio.gather(
             *(client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(50))
         )
-    assert {answer.choices[0].message.content for answer in answers} == {
-        "A rather longer answer than the others have."
-    }
+    assert {answer.choices[0].message.content for answer in answers} == {"A rather longer answer than the others have."}

@@ -59,10 +59,7 @@ async def test_nor_need_it_be_where_tokens_are_counted(
     http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     named, unnamed = [(await http.post(path, json=body | name)) for name in ({"model": MODEL}, {})]
-    assert (unnamed.status_code, unnamed.json().get("input_tokens")) == (
-        200,
-        named.json().get("input_tokens"),
-    )
+    assert (unnamed.status_code, unnamed.json().get("input_tokens")) == (200, named.json().get("input_tokens"))
 
 
 async def test_what_was_not_asked_for_is_null(client: openai.AsyncOpenAI) -> None:
@@ -115,11 +112,7 @@ async def test_responses_sample_as_chats_do(http: httpx.AsyncClient, ring: FakeR
     request = ring.requests[-1]
     sampling = request.sampling
     assert (sampling.top_k, sampling.min_p, sampling.seed, sampling.logit_bias) == (7, 0.1, 42, {65: 3.0})
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
-        0.5,
-        -0.5,
-        1.5,
-    )
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
     assert request.stop_token_ids == []
 
 
@@ -157,9 +150,7 @@ async def test_beam_search_is_refused_with_the_reason(http: httpx.AsyncClient) -
         ({"text_1": "a", "text_2": "b"}, ""),
     ],
 )
-async def test_an_invocation_is_what_its_fields_are(
-    http: httpx.AsyncClient, body: dict[str, Any], kind: str
-) -> None:
+async def test_an_invocation_is_what_its_fields_are(http: httpx.AsyncClient, body: dict[str, Any], kind: str) -> None:
     answer = await http.post("/invocations", json=body | {"model": MODEL})
     if kind:
         assert (answer.status_code, answer.json()["object"]) == (200, kind), answer.text
@@ -173,9 +164,7 @@ async def test_an_invocation_of_nothing_is_told_what_there_is(http: httpx.AsyncC
     assert "prompt" in error["message"]
 
 
-async def test_prompts_are_shown_as_the_model_would_read_them(
-    http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_prompts_are_shown_as_the_model_would_read_them(http: httpx.AsyncClient, ring: FakeRing) -> None:
     chat = (await http.post(f"{CHAT}/render", json=BODIES[CHAT] | {"model": MODEL})).json()
     assert (chat["model"], bytes(chat["token_ids"])) == (MODEL, b"Hi\n")
     prompts = (await http.post(f"{COMPLETIONS}/render", json={"model": MODEL, "prompt": ["a", "bc"]})).json()

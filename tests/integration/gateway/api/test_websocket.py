@@ -64,9 +64,7 @@ async def socket(gateway: RunningGateway) -> AsyncIterator[Socket]:
 
 async def test_several_generations_at_once(socket: Socket, ring: FakeRing) -> None:
     await socket.send(type="generate", id="a", request=CHAT)
-    await socket.send(
-        type="generate", id="b", endpoint="completions", request={"model": MODEL, "prompt": "x"}
-    )
+    await socket.send(type="generate", id="b", endpoint="completions", request={"model": MODEL, "prompt": "x"})
     await socket.send(type="generate", id="c", endpoint="chat.completions", request=CHAT | {"n": 2})
     found = await socket.until_end(3)
     assert text_of(found["a"]) == text_of(found["b"]) == "Hello, world!"
@@ -216,17 +214,12 @@ async def test_a_wrong_handshake_is_answered_like_a_request(
     assert json.loads(response.body)["error"]["code"] == code
 
 
-async def test_a_stopping_gateway_closes_the_connection(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_stopping_gateway_closes_the_connection(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async def wait(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, list(b"H"))
 
     ring.behave = wait
-    async with (
-        run_gateway(nats_settings, drain_timeout=0.1) as gateway,
-        connect(gateway.websocket_url) as connection,
-    ):
+    async with run_gateway(nats_settings, drain_timeout=0.1) as gateway, connect(gateway.websocket_url) as connection:
         socket = Socket(connection)
         await socket.send(type="generate", id="a", request=CHAT)
         while not text_of([await socket.receive()]):

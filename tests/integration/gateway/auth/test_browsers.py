@@ -16,12 +16,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_to
 
 
 async def test_a_page_that_lets_its_name_point_here_reads_nothing(http: httpx.AsyncClient) -> None:
-    for method, path in (
-        ("GET", "/v1/models"),
-        ("GET", "/v1/files"),
-        ("GET", "/"),
-        ("DELETE", "/v1/files/x"),
-    ):
+    for method, path in (("GET", "/v1/models"), ("GET", "/v1/files"), ("GET", "/"), ("DELETE", "/v1/files/x")):
         answer = await http.request(method, path, headers={"host": "evil.example:8000"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
         assert "RYZANSTEIN_ALLOWED_HOSTS" in answer.json()["error"]["message"]

@@ -70,11 +70,7 @@ async def test_the_refusal_is_openais(gateway: RunningGateway, keys: Keys) -> No
     assert refused.status_code == 401
     assert refused.headers["www-authenticate"] == 'Bearer realm="ryzanstein"'
     error = refused.json()["error"]
-    assert (error["code"], error["type"], error["param"]) == (
-        "invalid_api_key",
-        "invalid_request_error",
-        None,
-    )
+    assert (error["code"], error["type"], error["param"]) == ("invalid_api_key", "invalid_request_error", None)
     assert error["message"].startswith("Incorrect API key provided")
     assert wrong[16:] not in refused.text
 
@@ -120,9 +116,7 @@ async def test_tenants_do_not_see_each_others_generations(
                     async with gateway.http(headers=bearer(theirs)) as stranger:
                         refused = await stranger.request(method, url)
                         assert refused.status_code == 404, (method, url)
-                        unknown = await stranger.request(
-                            method, url.replace(identity, f"chatcmpl-{'0' * 32}")
-                        )
+                        unknown = await stranger.request(method, url.replace(identity, f"chatcmpl-{'0' * 32}"))
                         assert unknown.json()["error"]["code"] == refused.json()["error"]["code"]
                 socket_url = gateway.websocket_url
                 async with connect(socket_url, additional_headers=bearer(theirs)) as socket:
@@ -155,9 +149,7 @@ async def test_what_is_stored_is_its_tenants_and_tokenizing_needs_a_key(
         assert (await http.post(path, json={})).status_code == 401
 
 
-async def test_tenants_do_not_see_each_others_responses(
-    two: list[RunningGateway], ring: FakeRing, keys: Keys
-) -> None:
+async def test_tenants_do_not_see_each_others_responses(two: list[RunningGateway], ring: FakeRing, keys: Keys) -> None:
     """Whether they are read, cancelled, deleted or gone on with, at either gateway."""
     mine, theirs, colleague = await keys.make("acme"), await keys.make("other"), await keys.make("acme")
     for gateway in two:
@@ -186,9 +178,7 @@ async def test_tenants_do_not_see_each_others_responses(
             assert answer["previous_response_id"] == made["id"]
 
 
-async def test_idempotency_keys_are_each_tenants_own(
-    gateway: RunningGateway, ring: FakeRing, keys: Keys
-) -> None:
+async def test_idempotency_keys_are_each_tenants_own(gateway: RunningGateway, ring: FakeRing, keys: Keys) -> None:
     mine, theirs, colleague = await keys.make("acme"), await keys.make("other"), await keys.make("acme")
     await changes_to(gateway, bearer(colleague), 200)
     await changes_to(gateway, {}, 401)
@@ -284,9 +274,7 @@ async def warns_when_it_starts(nats: CommonSettings, **settings: Any) -> bool:
     return len(warnings) == 1
 
 
-async def test_who_serves_the_network_without_keys_is_warned(
-    nats_settings: CommonSettings, keys: Keys
-) -> None:
+async def test_who_serves_the_network_without_keys_is_warned(nats_settings: CommonSettings, keys: Keys) -> None:
     everywhere = "0.0.0.0"
     assert await warns_when_it_starts(nats_settings, host=everywhere)
     assert not await warns_when_it_starts(nats_settings, host="127.0.0.1")

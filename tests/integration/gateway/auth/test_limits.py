@@ -127,9 +127,7 @@ async def test_a_tenants_keys_share_its_limit_and_others_do_not(
     assert codes == [200, 200, 200, 429, 200]
 
 
-async def test_without_keys_the_settings_hold_for_all_together(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_without_keys_the_settings_hold_for_all_together(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, requests_per_minute=2) as gateway:
         assert [(await ask(gateway, None)).status_code for _ in range(3)] == [200, 200, 429]
 
@@ -174,9 +172,7 @@ async def test_generations_at_once_are_bounded_here_exactly_and_elsewhere_within
         assert (await ask(two, key)).status_code == 200
 
 
-async def test_lines_of_a_batch_take_tokens_alone_and_wait_for_them(
-    nats_settings: CommonSettings, bus: Bus
-) -> None:
+async def test_lines_of_a_batch_take_tokens_alone_and_wait_for_them(nats_settings: CommonSettings, bus: Bus) -> None:
     limiter = Limiter(bus, "g", GatewaySettings(**nats_settings.model_dump()))
     await limiter.start()
     owner = Principal("k", "acme", KeyLimits(requests_per_minute=1, tokens_per_minute=100, concurrent=1))

@@ -64,11 +64,7 @@ async def test_an_operator_sees_who_has_keys_and_their_use_at_all_gateways(
     assert entry["limits"] == {"requests_per_minute": use(10, 1), "concurrent": use(3, 1)}
     assert tokens == use(1000, tokens["used"])
     assert tokens["used"] > 5, "its prompt, and what it may come to"
-    assert entry["tenant_limits"] == {
-        "requests_per_minute": use(50, 1),
-        "tokens_per_minute": None,
-        "concurrent": None,
-    }
+    assert entry["tenant_limits"] == {"requests_per_minute": use(50, 1), "tokens_per_minute": None, "concurrent": None}
     assert shown[viewer.identity]["limits"] == dict.fromkeys(entry["tenant_limits"])
     assert shown[viewer.identity]["view_keys"]
     assert entry["last_used_at"] is None, "at the other gateway"

@@ -76,10 +76,7 @@ async def test_a_copy_that_was_interrupted_goes_on(bus: Bus, older: Bucket[KeyRe
     await keys.put(revoked.identity, now_revoked)
     await older.put(forged.identity, forged.record)
     for _ in range(2):
-        assert await (await open_keys(bus)).items() == {
-            revoked.identity: now_revoked,
-            left.identity: left.record,
-        }
+        assert await (await open_keys(bus)).items() == {revoked.identity: now_revoked, left.identity: left.record}
 
 
 @pytest.mark.usefixtures("older")

@@ -150,9 +150,7 @@ async def test_a_file_that_is_wrong_fails_the_batch_with_line_numbers(
         line("b") | {"body": "text"},
         line("x") | {"priority": 1},
     ]
-    done = await until_status(
-        served, (await submit(served, b"\n" + jsonl(wrong) + b"{not json\n[]\n\xff\n")).id
-    )
+    done = await until_status(served, (await submit(served, b"\n" + jsonl(wrong) + b"{not json\n[]\n\xff\n")).id)
     assert done.status == "failed"
     assert done.failed_at is not None
     assert errors_of(done) == [
@@ -180,9 +178,7 @@ async def test_two_models_are_two_batches(
 ) -> None:
     await hosts.register("second")
     await until(lambda: "second" in gateway.service.work.catalog.registry.specs)
-    done = await until_status(
-        served, (await submit(served, jsonl([line("a"), line("b", model="second")]))).id
-    )
+    done = await until_status(served, (await submit(served, jsonl([line("a"), line("b", model="second")]))).id)
     assert errors_of(done) == [(2, "mismatched_model", "body.model")]
 
 
@@ -247,10 +243,7 @@ async def test_a_repeated_submission_is_one_batch(served: openai.AsyncOpenAI, ri
     file = await served.files.create(file=("a", requests(1)), purpose="batch")
     batches = [
         await served.batches.create(
-            input_file_id=file.id,
-            endpoint=CHAT,
-            completion_window="24h",
-            extra_headers={"Idempotency-Key": "once"},
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_headers={"Idempotency-Key": "once"}
         )
         for _ in range(2)
     ]

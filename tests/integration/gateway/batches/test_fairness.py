@@ -17,15 +17,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
-from tests.integration.gateway.batches.helpers import (
-    CHAT,
-    OVER,
-    lines_of,
-    ready,
-    requests,
-    submit,
-    until_status,
-)
+from tests.integration.gateway.batches.helpers import CHAT, OVER, lines_of, ready, requests, submit, until_status
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, say, until
 
@@ -80,9 +72,7 @@ async def test_batches_that_are_not_over_are_bounded(nats_settings: CommonSettin
         made = [(await submitted(http, {})).json()["id"] for _ in range(2)]
         answer = await submitted(http, {})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "quota_exceeded")
-        assert (
-            "limit tenant_batches: 2 entries, RYZANSTEIN_TENANT_BATCHES" in answer.json()["error"]["message"]
-        )
+        assert "limit tenant_batches: 2 entries, RYZANSTEIN_TENANT_BATCHES" in answer.json()["error"]["message"]
         await http.post(f"/v1/batches/{made[0]}/cancel")
         assert await outcome(http, made[0], {}) == "cancelled"
         assert (await submitted(http, {})).status_code == 200

@@ -30,9 +30,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_the_bytes_of_one_tenant_are_bounded(
-    nats_settings: CommonSettings, bus: Bus, keys: Keys
-) -> None:
+async def test_the_bytes_of_one_tenant_are_bounded(nats_settings: CommonSettings, bus: Bus, keys: Keys) -> None:
     mine, other = bearer(await keys.make("acme")), bearer(await keys.make("other"))
     async with run_gateway(nats_settings, tenant_file_bytes=300 * KIB) as gateway, gateway.http() as http:
         for key in (mine, other):
@@ -43,8 +41,7 @@ async def test_the_bytes_of_one_tenant_are_bounded(
         again = await upload(http, 200 * KIB, mine)
         assert refusal(again) == (429, "quota_exceeded")
         assert (
-            "limit tenant_file_bytes: 307,200 bytes, RYZANSTEIN_TENANT_FILE_BYTES"
-            in again.json()["error"]["message"]
+            "limit tenant_file_bytes: 307,200 bytes, RYZANSTEIN_TENANT_FILE_BYTES" in again.json()["error"]["message"]
         )
         assert again.headers["x-should-retry"] == "false"
         assert refusal(await upload(http, 301 * KIB, mine)) == (413, "payload_too_large")
@@ -54,9 +51,7 @@ async def test_the_bytes_of_one_tenant_are_bounded(
         assert (await upload(http, 200 * KIB, mine)).status_code == 200
 
 
-async def test_the_number_of_one_tenant_s_files_is_bounded_at_all_gateways(
-    nats_settings: CommonSettings,
-) -> None:
+async def test_the_number_of_one_tenant_s_files_is_bounded_at_all_gateways(nats_settings: CommonSettings) -> None:
     async with (
         run_gateway(nats_settings, tenant_files=3) as one,
         run_gateway(nats_settings, tenant_files=3) as two,
@@ -69,9 +64,7 @@ async def test_the_number_of_one_tenant_s_files_is_bounded_at_all_gateways(
         for client in (http, elsewhere):
             answer = await upload(client, 10)
             assert refusal(answer) == (429, "quota_exceeded")
-            assert (
-                "limit tenant_files: 3 entries, RYZANSTEIN_TENANT_FILES" in answer.json()["error"]["message"]
-            )
+            assert "limit tenant_files: 3 entries, RYZANSTEIN_TENANT_FILES" in answer.json()["error"]["message"]
 
 
 async def test_uploads_under_way_are_counted(nats_settings: CommonSettings) -> None:

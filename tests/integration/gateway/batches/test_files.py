@@ -98,9 +98,7 @@ async def test_a_file_expires(client: openai.AsyncOpenAI, gateway: RunningGatewa
     assert await stored(bus) == 0
 
 
-async def test_another_tenant_sees_nothing(
-    gateway: RunningGateway, http: httpx.AsyncClient, keys: Keys
-) -> None:
+async def test_another_tenant_sees_nothing(gateway: RunningGateway, http: httpx.AsyncClient, keys: Keys) -> None:
     form = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"x")}}
     made, others = await keys.make("acme"), await keys.make("other")
     mine, other = bearer(made), bearer(others)
@@ -161,19 +159,13 @@ NO_FORMS: list[tuple[str, bytes]] = [
     ("application/json", b"{}"),
     ("multipart/form-data", b"x"),
     ("multipart/form-data; boundary=b", b"no form"),
-    (
-        "multipart/form-data; boundary=b",
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx',
-    ),
+    ("multipart/form-data; boundary=b", b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx'),
     ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n"),
     (
         "multipart/form-data; boundary=b",
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n\xff\r\n--b--\r\n',
     ),
-    (
-        "multipart/form-data; boundary=b",
-        b'--b\r\nContent-Disposition: form-data; name="p"\r\n\r\n' + b"x" * 9999,
-    ),
+    ("multipart/form-data; boundary=b", b'--b\r\nContent-Disposition: form-data; name="p"\r\n\r\n' + b"x" * 9999),
 ]
 
 
@@ -191,9 +183,7 @@ async def test_lists_that_cannot_be(http: httpx.AsyncClient) -> None:
     assert (await http.get(f"{FILES}?after=file-unknown")).status_code == 404
 
 
-async def test_too_large_a_file_is_refused_however_it_is_sent(
-    nats_settings: CommonSettings, bus: Bus
-) -> None:
+async def test_too_large_a_file_is_refused_however_it_is_sent(nats_settings: CommonSettings, bus: Bus) -> None:
     async with run_gateway(nats_settings, file_limit=1 << 20) as gateway, gateway.http() as http:
         form = {"data": {"purpose": "batch"}, "files": {"file": ("a", b"x" * (2 << 20))}}
         told = http.build_request("POST", FILES, **form)  # type: ignore[arg-type]

@@ -64,24 +64,18 @@ async def check(client: openai.AsyncOpenAI, batch: str, ring: FakeRing, seconds:
 
 
 @contextlib.asynccontextmanager
-async def begun(
-    bus: Bus, nats: CommonSettings, directory: Path, ring: FakeRing
-) -> AsyncIterator[tuple[Any, str]]:
+async def begun(bus: Bus, nats: CommonSettings, directory: Path, ring: FakeRing) -> AsyncIterator[tuple[Any, str]]:
     """A gateway process in the middle of a batch."""
     ring.behave = echo
     await ready(ring, slots=24)
     async with gateway_process(bus, nats, directory) as doomed:
-        async with openai.AsyncOpenAI(
-            base_url=f"{doomed.http.base_url}/v1", api_key="none", max_retries=0
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=f"{doomed.http.base_url}/v1", api_key="none", max_retries=0) as client:
             batch = await submit(client, requests(COUNT))
         await until(lambda: len(ring.requests) > COUNT // 4, 30)
         yield doomed, batch.id
 
 
-async def test_the_gateway_is_killed(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
-) -> None:
+async def test_the_gateway_is_killed(bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path) -> None:
     async with begun(bus, nats_settings, tmp_path, ring) as (doomed, batch):
         await doomed.kill()
         assert len(ring.requests) < COUNT
@@ -127,9 +121,7 @@ async def test_the_gateway_sleeps_through_the_loss_of_its_batch(
         async with run_gateway(nats_settings) as gateway, gateway.openai() as client:
             jobs = await Bucket.open(bus, subjects.BATCHES_BUCKET, BatchJob, plain=True)
             async with asyncio.timeout(30):
-                while (
-                    entry := await jobs.get(tenant_key("", batch))
-                ) is None or entry.value.owner == "doomed":
+                while (entry := await jobs.get(tenant_key("", batch))) is None or entry.value.owner == "doomed":
                     await bus.flush()
             doomed.process.process.send_signal(signal.SIGCONT)
             await check(client, batch, ring)

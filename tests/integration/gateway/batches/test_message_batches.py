@@ -171,8 +171,6 @@ async def test_lines_of_a_file_are_a_message_batch_too(
     line = {"custom_id": "a", "method": "POST", "url": "/v1/messages", "body": request("a")["params"]}
     batch = await submit(client, jsonl([line]), endpoint="/v1/messages")
     done = await ended(claude, "msgbatch_" + batch.id.removeprefix("batch_"))
-    assert {name: result.type for name, result in (await results_of(claude, done.id)).items()} == {
-        "a": "succeeded"
-    }
+    assert {name: result.type for name, result in (await results_of(claude, done.id)).items()} == {"a": "succeeded"}
     await claude.messages.batches.delete(done.id)
     assert [file.id for file in (await client.files.list()).data] == [batch.input_file_id]

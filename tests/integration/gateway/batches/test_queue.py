@@ -36,9 +36,7 @@ async def run(script: str, directory: Path, **environment: str) -> str:
     return shown.decode()
 
 
-async def test_the_example_over_nats(
-    nats_settings: CommonSettings, served: openai.AsyncOpenAI, tmp_path: Path
-) -> None:
+async def test_the_example_over_nats(nats_settings: CommonSettings, served: openai.AsyncOpenAI, tmp_path: Path) -> None:
     (tmp_path / "input.jsonl").write_bytes(requests(30))
     password = nats_settings.nats_password.get_secret_value()
     address = nats_settings.nats_url.replace("nats://", f"nats://{nats_settings.nats_user}:{password}@")

@@ -17,10 +17,7 @@ WHOLE = b"".join(PARTS)
 
 async def begun(client: openai.AsyncOpenAI, **fields: Any) -> openai.types.Upload:
     return await client.uploads.create(
-        **(
-            {"bytes": len(WHOLE), "filename": "a.txt", "mime_type": "text/plain", "purpose": "user_data"}
-            | fields
-        )
+        **({"bytes": len(WHOLE), "filename": "a.txt", "mime_type": "text/plain", "purpose": "user_data"} | fields)
     )
 
 
@@ -37,9 +34,7 @@ async def test_parts_become_a_file(
     )
     assert [file async for file in client.files.list()] == []
     done = await elsewhere.uploads.complete(
-        upload.id,
-        part_ids=[part.id for part in parts],
-        md5=hashlib.md5(WHOLE, usedforsecurity=False).hexdigest(),
+        upload.id, part_ids=[part.id for part in parts], md5=hashlib.md5(WHOLE, usedforsecurity=False).hexdigest()
     )
     assert done.status == "completed"
     assert done.file is not None
@@ -93,9 +88,7 @@ async def test_the_beginning_is_checked(client: openai.AsyncOpenAI, http: httpx.
         await begun(client, bytes=2**50)
     assert large.value.status_code == 413
     upload = await begun(client)
-    answer = await http.post(
-        f"/v1/uploads/{upload.id}/parts", data={"other": "x"}, files={"data": ("x", b"x")}
-    )
+    answer = await http.post(f"/v1/uploads/{upload.id}/parts", data={"other": "x"}, files={"data": ("x", b"x")})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "other")
 
 

@@ -36,8 +36,7 @@ WRONG_CHATS = [
     (GOOD | {"messages": [{"role": "user", "content": 1}]}, "invalid_type", "messages[0].content"),
     (GOOD | {"messages": [{"role": "user", "content": []}]}, "empty_array", "messages[0].content"),
     (
-        GOOD
-        | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        GOOD | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "invalid_value",
         "messages[0].content[0].type",
     ),
@@ -54,8 +53,7 @@ WRONG_CHATS = [
     (GOOD | {"max_tokens": 2046}, "context_length_exceeded", "messages"),
     (GOOD | {"messages": [{"role": "user", "content": "x" * 2048}]}, "context_length_exceeded", "messages"),
     (
-        GOOD
-        | {"messages": [{"role": "user", "content": "x" * 2048}], "return_progress": True, "stream": True},
+        GOOD | {"messages": [{"role": "user", "content": "x" * 2048}], "return_progress": True, "stream": True},
         "context_length_exceeded",
         "messages",
     ),
@@ -70,11 +68,7 @@ WRONG_CHATS = [
     (GOOD | {"logit_bias": {"x": 1}}, "invalid_token_id", "logit_bias"),
     (GOOD | {"logit_bias": {"256": 1}}, "invalid_token_id", "logit_bias"),
     (GOOD | {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
-    (
-        GOOD | {"min_tokens": 9, "ignore_eos": True, "max_completion_tokens": 8},
-        "integer_above_max_value",
-        "min_tokens",
-    ),
+    (GOOD | {"min_tokens": 9, "ignore_eos": True, "max_completion_tokens": 8}, "integer_above_max_value", "min_tokens"),
     (GOOD | {"min_tokens": 2046, "ignore_eos": True}, "integer_above_max_value", "min_tokens"),
     (GOOD | {"min_tokens": -1}, "integer_below_min_value", "min_tokens"),
     (GOOD | {"logit_bias": {"7": 101}}, "decimal_above_max_value", "logit_bias.7"),
@@ -268,9 +262,7 @@ async def test_too_many_at_once(nats_settings: CommonSettings, ring: FakeRing) -
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_one_tenant_leaves_places_to_others(
-    nats_settings: CommonSettings, ring: FakeRing, keys: Keys
-) -> None:
+async def test_one_tenant_leaves_places_to_others(nats_settings: CommonSettings, ring: FakeRing, keys: Keys) -> None:
     ring.behave = silence
     busy, other = bearer(await keys.make("busy")), bearer(await keys.make("other"))
     async with run_gateway(nats_settings, max_generations=5, max_tenant_generations=2) as gateway:

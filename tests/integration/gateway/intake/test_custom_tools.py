@@ -76,24 +76,15 @@ async def test_a_response_calls_and_gets_its_result(client: openai.AsyncOpenAI, 
     assert "hi" in bytes(ring.requests[-1].prompt).decode("latin-1")
     again: Any = [USER, call.model_dump(exclude_none=True), output]
     last = await client.responses.create(model=MODEL, input=again, tools=tools)
-    items = (await client.responses.input_items.list(last.id, order="asc")).model_dump(exclude_none=True)[
-        "data"
-    ]
+    items = (await client.responses.input_items.list(last.id, order="asc")).model_dump(exclude_none=True)["data"]
     assert [item["type"] for item in items] == ["message", "custom_tool_call", "custom_tool_call_output"]
     assert (items[1]["input"], items[2]["caller"]) == (SCRIPT, {"type": "direct"})
 
 
 async def test_a_choice_may_be_a_custom_tool(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
-    tools: Any = [
-        {"type": "custom", **TOOL},
-        {"type": "function", "name": "now", "parameters": {}, "strict": None},
-    ]
+    tools: Any = [{"type": "custom", **TOOL}, {"type": "function", "name": "now", "parameters": {}, "strict": None}]
     ring.behave = saying(CALL)
-    allowed: Any = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [{"type": "custom", "name": "python"}],
-    }
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "python"}]}
     for choice in ({"type": "custom", "name": "python"}, allowed):
         answer = await client.responses.create(model=MODEL, input="x", tools=tools, tool_choice=choice)  # type: ignore[arg-type]
         assert answer.output[0].type == "custom_tool_call"
@@ -103,12 +94,8 @@ async def test_a_choice_may_be_a_custom_tool(client: openai.AsyncOpenAI, ring: F
         assert "now" not in grammar.text
 
 
-async def test_what_a_function_returns_is_shown_to_the_model(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_what_a_function_returns_is_shown_to_the_model(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     schema = {"type": "object", "properties": {"degrees": {"type": "number"}}}
-    tools: Any = [
-        {"type": "function", "name": "weather", "parameters": {}, "strict": None, "output_schema": schema}
-    ]
+    tools: Any = [{"type": "function", "name": "weather", "parameters": {}, "strict": None, "output_schema": schema}]
     await client.responses.create(model=MODEL, input="x", tools=tools)
     assert json.dumps(schema) in bytes(ring.requests[-1].prompt).decode("latin-1")

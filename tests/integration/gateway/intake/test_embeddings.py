@@ -45,9 +45,7 @@ async def embedder(http: httpx.AsyncClient, ring: FakeRing) -> FakeRing:
 
 
 @pytest.mark.parametrize("encoding", [None, "float", "base64"])
-async def test_inputs_become_vectors(
-    client: openai.AsyncOpenAI, embedder: FakeRing, encoding: str | None
-) -> None:
+async def test_inputs_become_vectors(client: openai.AsyncOpenAI, embedder: FakeRing, encoding: str | None) -> None:
     options: Any = {} if encoding is None else {"encoding_format": encoding}
     answer = await client.embeddings.create(model=MODEL, input=["abc", "d", "ef"], user="u", **options)
     shown = [item.embedding for item in answer.data]
@@ -135,18 +133,12 @@ async def test_a_conversation_is_one_input(http: httpx.AsyncClient, embedder: Fa
     long = body | {"messages": [{"role": "user", "content": "x" * 99}]}
     error = (await http.post(PATH, json=long)).json()["error"]
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    error = (await http.post(PATH, json=body | {"messages": [{"role": "tool", "content": "x"}]})).json()[
-        "error"
-    ]
+    error = (await http.post(PATH, json=body | {"messages": [{"role": "tool", "content": "x"}]})).json()["error"]
     assert error["param"] == "messages[0].tool_call_id"
 
 
-async def test_fewer_dimensions_are_brought_to_length_1(
-    client: openai.AsyncOpenAI, embedder: FakeRing
-) -> None:
-    answer = await client.embeddings.create(
-        model=MODEL, input=["d", "c"], dimensions=1, encoding_format="float"
-    )
+async def test_fewer_dimensions_are_brought_to_length_1(client: openai.AsyncOpenAI, embedder: FakeRing) -> None:
+    answer = await client.embeddings.create(model=MODEL, input=["d", "c"], dimensions=1, encoding_format="float")
     # "d" has 0.6 first; "c" has 0.8 there
     assert [item.embedding for item in answer.data] == [[pytest.approx(1.0)], [pytest.approx(1.0)]]
     whole = await client.embeddings.create(model=MODEL, input="d", dimensions=4)

@@ -61,9 +61,7 @@ async def test_logprobs_of_the_best_are_shown_where_they_were_asked_for(
     assert answer["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.5]
 
 
-async def test_an_echo_comes_once_and_before_the_output(
-    http: httpx.AsyncClient, nats_settings: CommonSettings
-) -> None:
+async def test_an_echo_comes_once_and_before_the_output(http: httpx.AsyncClient, nats_settings: CommonSettings) -> None:
     body = {"model": MODEL, "prompt": ["One ", "Two "], "echo": True, "stream": True, "n": 2}
     async with http.stream("POST", COMPLETIONS, json=body) as answer:
         events = await read_events(answer)
@@ -149,11 +147,7 @@ async def test_a_prompt_is_made_as_asked(http: httpx.AsyncClient, ring: FakeRing
         answer = await http.post(CHAT, json={"model": MODEL, "messages": HELLO} | fields)
         assert answer.status_code == 200, answer.text
     prompts = [bytes(request.prompt).decode() for request in ring.requests]
-    assert prompts == [
-        "i\n",
-        "Hi\nOnce upon",
-        "c\n",
-    ]
+    assert prompts == ["i\n", "Hi\nOnce upon", "c\n"]
 
 
 async def test_a_tier_is_a_lane_and_the_answer_names_it(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
@@ -195,9 +189,7 @@ async def test_a_stored_answer_is_found_with_its_metadata(
             await theirs.chat.completions.retrieve(plain.id)
 
 
-async def test_usage_comes_with_every_chunk_and_counts_predictions(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_usage_comes_with_every_chunk_and_counts_predictions(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = await client.chat.completions.create(
         model=MODEL,
@@ -218,12 +210,7 @@ async def test_usage_comes_with_every_chunk_and_counts_predictions(
 
 
 async def test_chunks_are_padded_where_that_is_asked_for(http: httpx.AsyncClient) -> None:
-    body = {
-        "model": MODEL,
-        "messages": HELLO,
-        "stream": True,
-        "stream_options": {"include_obfuscation": True},
-    }
+    body = {"model": MODEL, "messages": HELLO, "stream": True, "stream_options": {"include_obfuscation": True}}
     async with http.stream("POST", CHAT, json=body) as answer:
         events = await read_events(answer)
     chunks = [data for data, _ in events if data != "[DONE]"]
@@ -234,9 +221,7 @@ async def test_chunks_are_padded_where_that_is_asked_for(http: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_say_whether_they_are_exact(
-    http: httpx.AsyncClient, ring: FakeRing, stream: bool
-) -> None:
+async def test_answers_say_whether_they_are_exact(http: httpx.AsyncClient, ring: FakeRing, stream: bool) -> None:
     for name, exact in (("to-the-bit", True), ("nearly", False)):
         await ring.add_model(stub_card(name, exact=exact))
         await until_listed(http, name)
@@ -288,11 +273,7 @@ async def test_what_cannot_be_done_is_refused_by_name(gateway: RunningGateway) -
         (CHAT, {"modalities": ["audio"]}, "modalities"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        (
-            CHAT,
-            {"prediction": {"type": "content", "content": [{"type": "file"}]}},
-            "prediction.content[0].file",
-        ),
+        (CHAT, {"prediction": {"type": "content", "content": [{"type": "file"}]}}, "prediction.content[0].file"),
     ]:
         body = {"model": MODEL, "prompt": "x"} if path == COMPLETIONS else {"model": MODEL, "messages": HELLO}
         async with gateway.http() as http:
@@ -331,13 +312,7 @@ async def test_token_ids_and_what_ended_the_text_are_shown_on_any_gateway(
 
 async def test_each_candidate_is_shown_with_its_own_prompt(http: httpx.AsyncClient, ring: FakeRing) -> None:
     ring.behave = candidates
-    body = {
-        "prompt": ["x", "y"],
-        "best_of": 2,
-        "echo": True,
-        "return_token_ids": True,
-        "stop_token_ids": [49, 51],
-    }
+    body = {"prompt": ["x", "y"], "best_of": 2, "echo": True, "return_token_ids": True, "stop_token_ids": [49, 51]}
     choices = (await http.post(COMPLETIONS, json={"model": MODEL} | body)).json()["choices"]
     assert [one["prompt_token_ids"] for one in choices] == [[120], [121]]
     assert [one["token_ids"] for one in choices] == [[49, 49], [51, 51]]
@@ -365,9 +340,7 @@ async def test_a_stream_tells_by_the_fingerprint_that_another_ring_goes_on(
             if not request.attempt
             else TokenEntry(request.generation_id, request.attempt, at, list(b"lo"), "stop"),
         ):
-            await fake.bus.publish(
-                tokens_of(request.consumer), TokenFrame(fake.group, fake.epoch, 1, [entry])
-            )
+            await fake.bus.publish(tokens_of(request.consumer), TokenFrame(fake.group, fake.epoch, 1, [entry]))
             if entry.tokens and not request.attempt:
                 await read.wait()
 

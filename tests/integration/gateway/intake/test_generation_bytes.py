@@ -16,12 +16,7 @@ async def test_choices_share_a_bound_of_bytes(nats_settings: CommonSettings, rin
         asked = len(ring.requests)
         many = await http.post("/v1/completions", json=completion | {"n": 128})
         prompts = await http.post("/v1/completions", json=completion | {"prompt": [[200] * 100] * 128})
-        chat = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "a" * 100}],
-            "max_tokens": 1,
-            "n": 128,
-        }
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 1, "n": 128}
         also = await http.post("/v1/chat/completions", json=chat)
     for refused in (many, prompts, also):
         assert refused.status_code == 413, refused.text

@@ -25,9 +25,7 @@ def scores_of(request: GenerationRequest) -> bytes:
     """Token t at position p has the log probability -p, the rank p + 1 and the letters from "a" on before it."""
     top = request.prompt_logprobs
     rows = [
-        struct.pack(
-            "<fi" + top * "if", -at, at + 1, *(value for k in range(top) for value in (97 + k, -k / 2))
-        )
+        struct.pack("<fi" + top * "if", -at, at + 1, *(value for k in range(top) for value in (97 + k, -k / 2)))
         for at in range(1, len(request.prompt))
     ]
     return b"".join(rows)
@@ -47,9 +45,7 @@ async def scoring(ring: FakeRing, request: GenerationRequest, text: bytes = b"ok
         prompt_scores=scores_of(request) if wanted else b"",
     )
     for _ in range(2):
-        await ring.bus.publish(
-            subjects.tokens(request.consumer), TokenFrame(ring.group, ring.epoch, 1, [entry])
-        )
+        await ring.bus.publish(subjects.tokens(request.consumer), TokenFrame(ring.group, ring.epoch, 1, [entry]))
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +82,7 @@ async def test_an_echo_has_the_prompts_tokens_too(http: httpx.AsyncClient, ring:
 
 async def test_a_prompt_alone_can_be_scored(http: httpx.AsyncClient, ring: FakeRing) -> None:
     answer = await ask(http, COMPLETIONS, prompt=[[5, 6], [7, 8, 9]], echo=True, logprobs=0, max_tokens=0)
-    assert [one["logprobs"]["token_logprobs"] for one in answer["choices"]] == [
-        [None, -1.0],
-        [None, -1.0, -2.0],
-    ]
+    assert [one["logprobs"]["token_logprobs"] for one in answer["choices"]] == [[None, -1.0], [None, -1.0, -2.0]]
     assert [one["finish_reason"] for one in answer["choices"]] == ["length"] * 2
     assert answer["usage"]["completion_tokens"] == 0
     assert [request.max_tokens for request in ring.requests] == [0, 0]
@@ -117,7 +110,7 @@ async def test_vllms_list_of_a_completion(http: httpx.AsyncClient, ring: FakeRin
                 "121": {"logprob": -1.0, "rank": 2, "decoded_token": "y"},
                 "97": {"logprob": 0.0, "rank": 1, "decoded_token": "a"},
             },
-        ],
+        ]
     ] * 2 + [[None]] * 2
     assert all(one["logprobs"] is None for one in answer["choices"])
     assert {request.prompt_logprobs for request in ring.requests} == {1}
@@ -162,12 +155,7 @@ async def nothing_but_the_end(ring: FakeRing, request: GenerationRequest) -> Non
 async def test_nothing_to_score_is_an_empty_object(http: httpx.AsyncClient, ring: FakeRing) -> None:
     ring.behave = nothing_but_the_end
     answer = await ask(http, COMPLETIONS, prompt="xy", logprobs=1)
-    empty: dict[str, list[object]] = {
-        "text_offset": [],
-        "token_logprobs": [],
-        "tokens": [],
-        "top_logprobs": [],
-    }
+    empty: dict[str, list[object]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     assert answer["choices"][0]["logprobs"] == empty
     answer = await ask(http, CHAT, messages=HELLO, logprobs=True)
     assert answer["choices"][0]["logprobs"] == {"content": [], "refusal": None}
@@ -189,14 +177,7 @@ async def test_behind_an_echo_the_token_that_ends_the_text_is_scored_too(
 
 # --- streams, other gateways, lost rings ---------------------------------------------------------
 
-STREAMED = {
-    "model": MODEL,
-    "prompt": ["xyz", "b"],
-    "echo": True,
-    "logprobs": 1,
-    "stream": True,
-    "max_tokens": 4,
-}
+STREAMED = {"model": MODEL, "prompt": ["xyz", "b"], "echo": True, "logprobs": 1, "stream": True, "max_tokens": 4}
 
 
 def merged(events: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -286,9 +267,7 @@ async def test_a_lost_ring_changes_nothing(http: httpx.AsyncClient, ring: FakeRi
             logprobs=fake._logprobs(request, tokens),
             prompt_scores=scores_of(request) if said else b"",
         )
-        await fake.bus.publish(
-            subjects.tokens(request.consumer), TokenFrame(fake.group, fake.epoch, 1, [entry])
-        )
+        await fake.bus.publish(subjects.tokens(request.consumer), TokenFrame(fake.group, fake.epoch, 1, [entry]))
         await fake.event("down")
         fake.epoch += 1
 
@@ -305,9 +284,7 @@ async def test_a_lost_ring_changes_nothing(http: httpx.AsyncClient, ring: FakeRi
     assert [len(request.generated) for request in ring.requests] == [0, said]
 
 
-async def test_a_prompt_alone_whose_end_is_lost_is_scored_again(
-    http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_a_prompt_alone_whose_end_is_lost_is_scored_again(http: httpx.AsyncClient, ring: FakeRing) -> None:
     """That nothing is generated does not mean that nothing is missing."""
 
     async def dying(fake: FakeRing, request: GenerationRequest) -> None:
@@ -331,21 +308,14 @@ async def test_prompts_that_nobody_asks_about_are_not_scored(http: httpx.AsyncCl
     assert {request.prompt_logprobs for request in ring.requests} == {-1}
 
 
-async def test_what_is_refused(
-    http: httpx.AsyncClient, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_refused(http: httpx.AsyncClient, ring: FakeRing, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, fields, param, words in [
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "'echo' or 'prompt_logprobs'"),
         (COMPLETIONS, {"max_tokens": -1, "echo": True}, "max_tokens", ">= 0"),
         (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "<= 20"),
         (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", ">= 0"),
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
-        (
-            COMPLETIONS,
-            {"prompt_logprobs": 20, "prompt": [[5] * 1600]},
-            "prompt_logprobs",
-            "limit prompt_logprobs: 30,",
-        ),
+        (COMPLETIONS, {"prompt_logprobs": 20, "prompt": [[5] * 1600]}, "prompt_logprobs", "limit prompt_logprobs: 30,"),
         (
             COMPLETIONS,
             {"logprobs": 20, "echo": True, "prompt": [[5] * 1000] * 3},

@@ -22,9 +22,7 @@ SUMMARIES: dict[str, list[str]] = {
 async def test_a_summary_is_an_extract(client: openai.AsyncOpenAI, ring: FakeRing, summary: Any) -> None:
     await ring.add_model(stub_card(THINKING, reasoning_parser="think"))
     ring.behave = saying(f"<think>{THOUGHTS}</think>Done.")
-    stream = await client.responses.create(
-        model=THINKING, input="x", stream=True, reasoning={"summary": summary}
-    )
+    stream = await client.responses.create(model=THINKING, input="x", stream=True, reasoning={"summary": summary})
     events: list[Any] = [event async for event in stream]
     kinds = [event.type.removeprefix("response.") for event in events]
     parts = ["reasoning_summary_part.added", "reasoning_summary_text.done", "reasoning_summary_part.done"]
@@ -44,10 +42,7 @@ async def test_a_summary_is_an_extract(client: openai.AsyncOpenAI, ring: FakeRin
 
 
 async def test_what_an_answer_was_is_listed_again(client: openai.AsyncOpenAI) -> None:
-    given: Any = [
-        {"role": "assistant", "content": "b", "phase": "final_answer"},
-        {"role": "user", "content": "c"},
-    ]
+    given: Any = [{"role": "assistant", "content": "b", "phase": "final_answer"}, {"role": "user", "content": "c"}]
     response = await client.responses.create(model=MODEL, input=given, reasoning={"context": "all_turns"})
     items = (await client.responses.input_items.list(response.id, order="asc")).model_dump(exclude_none=True)
     assert items["data"][0]["phase"] == "final_answer"

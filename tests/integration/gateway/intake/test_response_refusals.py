@@ -20,11 +20,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "context_management[0].compact_threshold",
         "integer_below_min_value",
     ),
-    (
-        {"input": [{"type": "compaction", "encrypted_content": "x"}]},
-        "input[0].encrypted_content",
-        "invalid_value",
-    ),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].encrypted_content", "invalid_value"),
     ({"moderation": {"model": "m"}}, "moderation", "unsupported_parameter"),
     ({"include": ["anything"]}, "include", "unsupported_parameter"),
     ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
@@ -53,11 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "missing_required_parameter",
     ),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", "invalid_value"),
-    (
-        {"input": [{"role": "assistant", "content": "x", "phase": "analysis"}]},
-        "input[0].phase",
-        "invalid_value",
-    ),
+    ({"input": [{"role": "assistant", "content": "x", "phase": "analysis"}]}, "input[0].phase", "invalid_value"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_file", "filename": "a.txt"}]}]},
         "input[0].content[0].file_data",
@@ -79,11 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_file",
     ),
     (
-        {
-            "input": [
-                {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "created_by": "n"}
-            ]
-        },
+        {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "created_by": "n"}]},
         "input[0].created_by",
         "unsupported_parameter",
     ),
@@ -91,11 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "tools": [
-                {
-                    "type": "custom",
-                    "name": "f",
-                    "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
-                }
+                {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
             ]
         },
         "tools[0].format.syntax",
@@ -104,11 +88,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "tools": [
-                {
-                    "type": "custom",
-                    "name": "f",
-                    "format": {"type": "grammar", "syntax": "regex", "definition": "("},
-                }
+                {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": "("}}
             ]
         },
         "tools[0].format",
@@ -123,16 +103,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "with space"}, "request_id", "invalid_value"),
     ({"nonsense": 1}, "nonsense", "unknown_parameter"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "x y", "schema": {}}}},
-        "text.format.name",
-        "invalid_value",
-    ),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "x"}}},
-        "text.format.schema",
-        "missing_required_parameter",
-    ),
+    ({"text": {"format": {"type": "json_schema", "name": "x y", "schema": {}}}}, "text.format.name", "invalid_value"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "missing_required_parameter"),
     (
         {"tools": [{"type": "web_search"}, {"type": "function", "name": "f", "async": True}]},
         "tools[1].async",
@@ -141,9 +113,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "name": "f", "nonsense": 1}]}, "tools[0].nonsense", "unknown_parameter"),
     (
         {
-            "tools": [
-                {"type": "function", "name": "f", "defer_loading": False, "allowed_callers": ["direct"]}
-            ],
+            "tools": [{"type": "function", "name": "f", "defer_loading": False, "allowed_callers": ["direct"]}],
             "tool_choice": {"type": "custom", "name": "f"},
         },
         "tool_choice.name",
@@ -195,9 +165,7 @@ STRANGE: list[tuple[str, int, str]] = [
 ]
 
 
-async def test_strange_questions_about_a_response(
-    client: openai.AsyncOpenAI, http: httpx.AsyncClient
-) -> None:
+async def test_strange_questions_about_a_response(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
     made = await client.responses.create(model=MODEL, input="Hi")
     for path, wanted, code in STRANGE:
         answer = await http.get(RESPONSES + path.replace("{id}", made.id))

@@ -96,10 +96,7 @@ async def test_documents_are_ranked(http: httpx.AsyncClient, judged: FakeRing, p
 async def test_some_are_shown_and_logits_as_they_are(http: httpx.AsyncClient, judged: FakeRing) -> None:
     body = RANK | {"top_n": 2, "return_documents": False, "use_activation": False, "user": "u"}
     answer = await posted(http, "/v1/rerank", body)
-    assert answer["results"] == [
-        {"index": 1, "relevance_score": 1.0},
-        {"index": 2, "relevance_score": 0.0},
-    ]
+    assert answer["results"] == [{"index": 1, "relevance_score": 1.0}, {"index": 2, "relevance_score": 0.0}]
     for more in (0, 4):  # clients name a number, however few documents there are
         everything = await posted(http, "/v1/rerank", RANK | {"top_n": more})
         assert len(everything["results"]) == 3
@@ -156,16 +153,12 @@ async def add_tokenized(
     return ModelTokenizer(files)
 
 
-async def test_a_language_model_answers_yes_or_no(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
-) -> None:
+async def test_a_language_model_answers_yes_or_no(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
     tokenizer = await add_tokenized(http, judged, bus, "asked", answering_files())
     body = {"model": "asked", "query": "q", "documents": ["good", "<|end|>"]}
     answer = await posted(http, "/v1/rerank", body)
     assert {one["index"] for one in answer["results"]} == {0, 1}
-    assert all(
-        one["relevance_score"] in (pytest.approx(0.25), pytest.approx(0.75)) for one in answer["results"]
-    )
+    assert all(one["relevance_score"] in (pytest.approx(0.25), pytest.approx(0.75)) for one in answer["results"])
     yes, no = await tokenizer.encode_parts([["yes"], ["no"]])
     sent = {one.generation_id[-1]: one for one in judged.requests}
     for number, text in enumerate(body["documents"]):
@@ -204,9 +197,7 @@ async def test_templates_without_system_messages(http: httpx.AsyncClient, judged
 
 # As vLLM's template of Qwen3-Reranker is made, and sentence-transformers': it knows the variable, or a system message.
 VARIABLE = "instruction | default('by default', true)"
-MESSAGE = (
-    "messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('by default')"
-)
+MESSAGE = "messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('by default')"
 RERANKING = (
     "<|start|>judge<|end|><|start|>by: {{ HOW }}\n"
     "of: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
@@ -232,8 +223,7 @@ async def test_templates_of_rerankers_show_the_two_roles(
             assert [one.classify for one in sent] == [model != "ranks"] * 2
             for request, text in zip(sent, body["documents"], strict=True):
                 assert tokenizer.decode(request.prompt, skip_special_tokens=False) == (
-                    f"<|start|>judge<|end|><|start|>by: {instruction}\nof: q<|end|>\nis: {text}"
-                    "<|end|>answers?<|start|>"
+                    f"<|start|>judge<|end|><|start|>by: {instruction}\nof: q<|end|>\nis: {text}<|end|>answers?<|start|>"
                 )
                 assert request.prompt[0] == 0
                 assert (request.prompt.count(0), request.prompt.count(1)) == (3, 2), "the template's alone"
@@ -241,14 +231,10 @@ async def test_templates_of_rerankers_show_the_two_roles(
     cut = {"model": "ranks", "max_tokens_per_doc": 2}
     judged.requests.clear()
     await posted(http, "/v1/rerank", cut | {"query": "q", "documents": ["good"]})
-    assert "is: go<|end|>answers?" in tokenizer.decode(
-        judged.requests.pop().prompt, skip_special_tokens=False
-    )
+    assert "is: go<|end|>answers?" in tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
 
 
-async def test_what_stands_behind_a_document_is_not_cut(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
-) -> None:
+async def test_what_stands_behind_a_document_is_not_cut(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
     """Also where that is the query; here the template takes no instruction."""
     template = (
         "{% for role in ('document', 'query') %}"
@@ -265,9 +251,7 @@ async def test_what_stands_behind_a_document_is_not_cut(
     assert (refused["code"], refused["param"]) == ("unsupported_parameter", "instruction")
 
 
-async def test_what_a_template_makes_of_pairs_is_bounded(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
-) -> None:
+async def test_what_a_template_makes_of_pairs_is_bounded(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
     """However little a client has sent."""
     pair = "{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}"
     document = pair.replace("query", "document")
@@ -284,9 +268,7 @@ async def test_what_a_template_makes_of_pairs_is_bounded(
     assert (error["code"], error["param"]) == ("string_above_max_length", "documents")
     assert limits.SCORED_CHARACTERS.name in error["message"]
     often = f"{{% for _ in range(9) %}}{pair}{{% endfor %}}{document}"
-    await add_tokenized(
-        http, judged, bus, "often", answering_files() | {"chat_template.jinja": often.encode()}
-    )
+    await add_tokenized(http, judged, bus, "often", answering_files() | {"chat_template.jinja": often.encode()})
     error = (await http.post("/rerank", json=body | {"model": "often"})).json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_task", "model")
     assert not judged.requests
@@ -315,9 +297,7 @@ async def test_language_models_that_cannot_be_asked(
 ) -> None:
     files = answering_files()
     del files["chat_template.jinja"]
-    await add_tokenized(
-        http, judged, bus, "mute", files | ({"chat_template.jinja": template} if template else {})
-    )
+    await add_tokenized(http, judged, bus, "mute", files | ({"chat_template.jinja": template} if template else {}))
     answer = await http.post("/rerank", json={"model": "mute", "query": "q", "documents": ["d"]})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "unsupported_task")
@@ -325,9 +305,7 @@ async def test_language_models_that_cannot_be_asked(
     assert not judged.requests
 
 
-async def test_pairs_are_joined_as_the_tokenizer_says(
-    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
-) -> None:
+async def test_pairs_are_joined_as_the_tokenizer_says(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
     files = tiny_files(template=None)
     tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -522,9 +500,7 @@ async def test_more_than_the_bounds_is_refused(
         ("/v1/embeddings", {"input": "a"}),
     ],
 )
-async def test_an_empty_model_is_refused(
-    http: httpx.AsyncClient, path: str, fields: dict[str, object]
-) -> None:
+async def test_an_empty_model_is_refused(http: httpx.AsyncClient, path: str, fields: dict[str, object]) -> None:
     answer = await http.post(path, json={"model": "", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 

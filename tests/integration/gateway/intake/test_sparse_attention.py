@@ -83,9 +83,7 @@ async def test_every_api_hands_the_choice_on_and_tells_what_was_sparse(
     assert f'ryzanstein_gateway_sparse_tokens_total{{model="{LONG}"}}' in metrics
 
 
-async def test_short_texts_and_those_that_do_not_ask_say_nothing_of_it(
-    http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_short_texts_and_those_that_do_not_ask_say_nothing_of_it(http: httpx.AsyncClient, ring: FakeRing) -> None:
     for field in ({}, {"sparse_attention": False}, {"sparse_attention": True}):
         usage = (await posted(http, COMPLETIONS, prompt=PROMPT, **field))["usage"]
         assert "sparse_tokens" not in usage["prompt_tokens_details"] | usage["completion_tokens_details"]
@@ -163,9 +161,7 @@ async def test_a_models_entry_is_how_its_requests_attend(
     assert [request.sparse for request in ring.requests] == [choice, choice, other, None, None]
 
 
-async def test_groups_of_one_model_may_differ(
-    hosts: FakeHosts, http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_groups_of_one_model_may_differ(hosts: FakeHosts, http: httpx.AsyncClient, ring: FakeRing) -> None:
     """Who asks for pages gets them of the group that keeps summaries; who says nothing may go to any."""
     await hosts.register(WINDOWED, sparse_attention=SPARSE)
     records = await Bucket.open(ring.bus, subjects.GROUPS_BUCKET, GroupRecord)

@@ -88,10 +88,7 @@ async def test_bad_requests_are_refused(http: httpx.AsyncClient) -> None:
             answer = await http.post(prefix + path, json={"model": MODEL} | fields)
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == param
-        assert (await http.post(path, json={"model": "nobody", "prompt": "x", "tokens": []})).status_code in (
-            400,
-            404,
-        )
+        assert (await http.post(path, json={"model": "nobody", "prompt": "x", "tokens": []})).status_code in (400, 404)
 
 
 async def test_a_template_without_end_takes_its_own_model_down_and_no_other(
@@ -218,9 +215,7 @@ async def test_what_cannot_fit_is_refused_by_its_size(
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_the_configuration_of_a_tokenizer_is_told(
-    http: httpx.AsyncClient, tiny: str, prefix: str
-) -> None:
+async def test_the_configuration_of_a_tokenizer_is_told(http: httpx.AsyncClient, tiny: str, prefix: str) -> None:
     told = (await http.get(f"{prefix}/tokenizer_info", params={"model": tiny})).json()
     assert told["chat_template"] == tiny_files()["chat_template.jinja"].decode()
     assert told["tokenizer_class"]

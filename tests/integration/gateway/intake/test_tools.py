@@ -121,16 +121,10 @@ async def test_the_clients_parse_helper_is_strict(client: openai.AsyncOpenAI, ri
     [
         ("required", 2, "tool_calls"),
         ({"type": "function", "function": {"name": "get_weather"}}, 1, "stop"),
-        (
-            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS[1:]}},
-            2,
-            "tool_calls",
-        ),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS[1:]}}, 2, "tool_calls"),
     ],
 )
-async def test_demanded_calls(
-    client: openai.AsyncOpenAI, ring: FakeRing, choice: Any, calls: int, finish: str
-) -> None:
+async def test_demanded_calls(client: openai.AsyncOpenAI, ring: FakeRing, choice: Any, calls: int, finish: str) -> None:
     """The ring is told what the answer must look like; its family's parser reads what comes."""
     ring.behave = saying(f"{CALL}\n{NOW}")
     options: Any = {"tools": [{**TOOLS[0]}, TOOLS[1]], "tool_choice": choice}
@@ -311,9 +305,7 @@ async def test_calls_over_a_websocket(gateway: RunningGateway, ring: FakeRing) -
     await until(lambda: ring.answered == 1)
 
 
-async def test_the_pages_example(
-    gateway: RunningGateway, ring: FakeRing, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_pages_example(gateway: RunningGateway, ring: FakeRing, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[4] / "docs" / "tools.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 

@@ -15,9 +15,7 @@ from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing
 
 pytestmark = pytest.mark.usefixtures("no_trace")
-EXAMPLES = settings(
-    max_examples=120, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+EXAMPLES = settings(max_examples=120, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"model": MODEL, "prompt": "Hi"},
@@ -58,12 +56,9 @@ def checked(answer: httpx.Response) -> None:
 
 @EXAMPLES
 @given(
-    path=st.sampled_from(sorted(GOOD)),
-    changes=st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3),
+    path=st.sampled_from(sorted(GOOD)), changes=st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3)
 )
-async def test_fields_of_any_value(
-    http: httpx.AsyncClient, ring: FakeRing, path: str, changes: dict[str, Any]
-) -> None:
+async def test_fields_of_any_value(http: httpx.AsyncClient, ring: FakeRing, path: str, changes: dict[str, Any]) -> None:
     body = json.dumps(GOOD[path] | changes, ensure_ascii=False).encode(errors="surrogatepass")
     checked(await http.post(path, content=body))
 
@@ -93,10 +88,7 @@ async def test_bodies_that_are_hard_to_read(http: httpx.AsyncClient, ring: FakeR
 
 async def test_of_two_fields_of_one_name_the_last_counts(http: httpx.AsyncClient, ring: FakeRing) -> None:
     """As JSON readers have it, and as the OpenAPI document says."""
-    body = (
-        b'{"model": "other", "prompt": "Hi", "max_tokens": 3, "model": "%b", "max_tokens": 2}'
-        % MODEL.encode()
-    )
+    body = b'{"model": "other", "prompt": "Hi", "max_tokens": 3, "model": "%b", "max_tokens": 2}' % MODEL.encode()
     answer = (await http.post("/v1/completions", content=body)).json()
     assert answer["usage"]["completion_tokens"] == 2
 
@@ -123,9 +115,7 @@ async def test_of_two_fields_of_one_name_the_last_counts(http: httpx.AsyncClient
         max_size=8,
     )
 )
-async def test_websocket_messages_of_any_kind(
-    gateway: RunningGateway, ring: FakeRing, messages: list[Any]
-) -> None:
+async def test_websocket_messages_of_any_kind(gateway: RunningGateway, ring: FakeRing, messages: list[Any]) -> None:
     async with websocket(gateway.websocket_url, max_size=None, proxy=None) as socket:
         for message in messages:
             raw = message if isinstance(message, bytes) else json.dumps(message)

@@ -54,9 +54,7 @@ async def test_new_connections_are_refused_and_streams_end(gateway: RunningGatew
             gateway.service.end()
             await until(lambda: gateway.service.state == "draining")
             await until_refused(gateway)
-            with pytest.raises(
-                (httpx.ConnectError, httpx.RemoteProtocolError)
-            ):  # an idle connection was closed
+            with pytest.raises((httpx.ConnectError, httpx.RemoteProtocolError)):  # an idle connection was closed
                 await idle.get("/ready")
             held.go_on.set()
             text = (await answer.aread()).decode()
@@ -66,9 +64,7 @@ async def test_new_connections_are_refused_and_streams_end(gateway: RunningGatew
     await asyncio.wait_for(gateway.task, 10)
 
 
-async def test_what_came_before_the_port_was_closed_is_answered(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_what_came_before_the_port_was_closed_is_answered(gateway: RunningGateway, ring: FakeRing) -> None:
     """It lies in the system's queue when the gateway is told to stop: no client can know better by then."""
     body = json.dumps(BODY).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -89,20 +85,14 @@ async def test_what_came_before_the_port_was_closed_is_answered(
     await asyncio.wait_for(gateway.task, 20)
 
 
-async def test_a_websocket_keeps_its_generations_and_gets_no_new_ones(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_websocket_keeps_its_generations_and_gets_no_new_ones(gateway: RunningGateway, ring: FakeRing) -> None:
     held = ring.behave = Held()
     async with websockets.connect(gateway.websocket_url, proxy=None) as connection:
-        await connection.send(
-            json.dumps({"type": "generate", "id": "a", "endpoint": "completions", "request": BODY})
-        )
+        await connection.send(json.dumps({"type": "generate", "id": "a", "endpoint": "completions", "request": BODY}))
         await asyncio.wait_for(held.begun.wait(), 10)
         gateway.service.end()
         await until_refused(gateway)
-        await connection.send(
-            json.dumps({"type": "generate", "id": "b", "endpoint": "completions", "request": BODY})
-        )
+        await connection.send(json.dumps({"type": "generate", "id": "b", "endpoint": "completions", "request": BODY}))
         last = {}
         async for message in connection:
             said = json.loads(message)

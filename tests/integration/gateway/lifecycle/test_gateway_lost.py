@@ -53,16 +53,12 @@ async def gateway_process(
 
 
 @pytest.fixture
-async def doomed(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
-) -> AsyncIterator[Lost]:
+async def doomed(bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path) -> AsyncIterator[Lost]:
     async with gateway_process(bus, nats_settings, tmp_path) as lost:
         yield lost
 
 
-async def read_until_killed(
-    http: httpx.AsyncClient, body: dict[str, Any], events: list[Event], path: str
-) -> None:
+async def read_until_killed(http: httpx.AsyncClient, body: dict[str, Any], events: list[Event], path: str) -> None:
     """Reads whole events until the connection breaks."""
     with contextlib.suppress(httpx.TransportError):
         async with http.stream("POST", path, json=body) as response:
@@ -108,10 +104,7 @@ async def test_many_streams_go_on_elsewhere_whole(
     ring.behave = paced = Paced(TEXT, 20)
     streams: list[list[Event]] = [[] for _ in range(24)]
     bodies = [
-        (
-            {"model": MODEL, "prompt": "x", "stream": True, "stop": ["nur ein"], "max_tokens": 200},
-            "/v1/completions",
-        )
+        ({"model": MODEL, "prompt": "x", "stream": True, "stop": ["nur ein"], "max_tokens": 200}, "/v1/completions")
         if number % 3 == 0
         else (body(n=1 + number % 2, stream_options={"include_usage": True}), CHAT)
         for number in range(24)
@@ -139,9 +132,7 @@ async def test_many_streams_go_on_elsewhere_whole(
     assert {ownership.owner for ownership in (await adopted(bus)).values()} == {gateway.service.instance}
 
 
-async def test_the_ring_is_lost_while_its_owner_is_dead(
-    doomed: Lost, gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_the_ring_is_lost_while_its_owner_is_dead(doomed: Lost, gateway: RunningGateway, ring: FakeRing) -> None:
     ring.behave = Paced(TEXT, 12)
     events: list[Event] = []
     reader = asyncio.create_task(read_until_killed(doomed.http, body(seed=4), events, CHAT))
@@ -317,11 +308,7 @@ async def test_a_gateway_that_was_only_asleep_yields(
 
 
 async def test_what_has_run_for_long_is_found_by_the_list(
-    gateway: RunningGateway,
-    nats_settings: CommonSettings,
-    ring: FakeRing,
-    bus: Bus,
-    monkeypatch: pytest.MonkeyPatch,
+    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its record is older than an heir looks back."""
     ring.behave = paced = Paced(TEXT, 12)

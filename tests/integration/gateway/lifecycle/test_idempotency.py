@@ -51,10 +51,7 @@ async def test_a_repeat_attaches_to_the_running_one(
 ) -> None:
     ring.behave = paced = Paced(TEXT, 5)
     async with gateway.http() as http, other.http() as elsewhere:
-        posts = [
-            asyncio.create_task(client.post(CHAT, json=BODY, headers=KEY))
-            for client in (http, elsewhere, http)
-        ]
+        posts = [asyncio.create_task(client.post(CHAT, json=BODY, headers=KEY)) for client in (http, elsewhere, http)]
         await until(lambda: ring.requests)
         paced.allow()
         answers = [(await post).json() for post in posts]
@@ -120,8 +117,7 @@ async def test_a_repeated_stream_goes_on_behind_its_last_event(
 async def test_the_openai_client_sends_its_key(other: RunningGateway, ring: FakeRing) -> None:
     async with other.openai() as client:
         texts = {
-            (await client.chat.completions.create(model=MODEL, messages=HELLO, extra_headers=KEY)).id
-            for _ in range(2)
+            (await client.chat.completions.create(model=MODEL, messages=HELLO, extra_headers=KEY)).id for _ in range(2)
         }
         assert len(texts) == 1
         with pytest.raises(openai.UnprocessableEntityError, match="another request body"):
@@ -159,9 +155,7 @@ async def test_a_failed_request_frees_its_key(nats_settings: CommonSettings, rin
         assert answer.status_code == 200  # another body: the key was freed
 
 
-async def test_a_key_whose_gateway_died_before_it_wrote_the_record(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_key_whose_gateway_died_before_it_wrote_the_record(gateway: RunningGateway, ring: FakeRing) -> None:
     from services.gateway.lifecycle.idempotency import entry_name, fingerprint
     from services.gateway.lifecycle.request_state import new_identity
 

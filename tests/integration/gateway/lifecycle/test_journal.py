@@ -51,9 +51,7 @@ async def test_a_reading_begins_behind_a_number_whatever_the_clocks_say(bus: Bus
     assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(3, late)) == [3, 4]
     assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(0, late)) == list(range(5))
     assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(5, late)) == []
-    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(6, 0.0)) == list(range(5)), (
-        "it was made anew"
-    )
+    assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(6, 0.0)) == list(range(5)), "it was made anew"
 
 
 async def test_readings_leave_no_consumer_behind(bus: Bus) -> None:
@@ -120,9 +118,7 @@ async def test_a_journal_that_was_made_anew_is_read_from_the_time(bus: Bus) -> N
     await record(bus, *range(5))
     assert len(await steps_of(reader, begin)) == 5
     await bus.jetstream().delete_stream(subjects.JOURNAL_STREAM)
-    await bus.jetstream().add_stream(
-        StreamConfig(name=subjects.JOURNAL_STREAM, subjects=[subjects.ALL_TOKENS])
-    )
+    await bus.jetstream().add_stream(StreamConfig(name=subjects.JOURNAL_STREAM, subjects=[subjects.ALL_TOKENS]))
     await record(bus, 9)
     assert await steps_of(reader, begin) == [9]
 
@@ -134,9 +130,7 @@ async def test_an_undecodable_frame_is_left_out(bus: Bus) -> None:
     assert await steps_of(JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)) == [0, 1]
 
 
-async def test_a_message_lost_on_the_way_makes_the_reading_fail(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_message_lost_on_the_way_makes_the_reading_fail(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, begin = JournalReader(bus, GATEWAY), StartPosition(since=time.time() - 5)
     await record(bus, 0, 1, 2)
     fetch = JetStreamContext.PullSubscription.fetch
@@ -152,9 +146,7 @@ async def test_a_message_lost_on_the_way_makes_the_reading_fail(
     assert await steps_of(reader, begin) == [0, 1, 2]
 
 
-async def test_a_failed_reading_is_tried_again_before_anybody_is_told(
-    bus: Bus, gateway: RunningGateway
-) -> None:
+async def test_a_failed_reading_is_tried_again_before_anybody_is_told(bus: Bus, gateway: RunningGateway) -> None:
     generations = gateway.service.work.generations
     assert generations is not None
     consumer: TokenConsumer = generations.tokens
@@ -230,9 +222,7 @@ async def test_a_gateway_whose_clock_is_ahead_is_followed_from_the_first_token(
 
 
 @pytest.mark.usefixtures("ahead")
-async def test_a_gateway_whose_clock_is_ahead_fills_its_own_gaps(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_gateway_whose_clock_is_ahead_fills_its_own_gaps(gateway: RunningGateway, ring: FakeRing) -> None:
     generations = gateway.service.work.generations
     assert generations is not None
     generations.tokens._on_frame = lambda frame: None  # nothing comes live

@@ -186,9 +186,7 @@ async def test_cancellations_are_tried_again_when_the_connection_is_back(
     assert (await ring.bus.jetstream().stream_info("INTAKE")).state.messages == 0
 
 
-async def test_requests_that_wait_in_the_queue_cause_no_replays(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_requests_that_wait_in_the_queue_cause_no_replays(nats_settings: CommonSettings, ring: FakeRing) -> None:
     ring.behave = silence
     async with run_gateway(nats_settings, stall_timeout=0.05) as gateway, gateway.http() as http:
         generations = generations_of(gateway)

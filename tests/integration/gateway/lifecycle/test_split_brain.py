@@ -28,9 +28,7 @@ async def link(nats_settings: CommonSettings) -> AsyncIterator[Forwarder]:
 
 
 @pytest.fixture
-async def remote(
-    link: Forwarder, nats_settings: CommonSettings, ring: FakeRing
-) -> AsyncIterator[RunningGateway]:
+async def remote(link: Forwarder, nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
     """A gateway whose link to NATS can be cut."""
     url = f"nats://127.0.0.1:{await link.listen('127.0.0.1')}"
     settings = nats_settings.model_copy(update={"nats_url": url})

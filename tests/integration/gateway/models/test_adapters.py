@@ -45,9 +45,7 @@ class Reader:
             return None
         if self.hold is not None:
             await self.hold.wait()
-        record = AdapterRecord(
-            command.name, command.model, command.source, self.digest(command.source), 8, 400
-        )
+        record = AdapterRecord(command.name, command.model, command.source, self.digest(command.source), 8, 400)
         return self.reply or HostReply(ok=True, adapter=record)
 
 
@@ -61,9 +59,7 @@ async def reader(bus: Bus, hosts: FakeHosts) -> Reader:
 
 
 @pytest.fixture
-async def http(
-    reader: Reader, ring: FakeRing, nats_settings: CommonSettings
-) -> AsyncIterator[httpx.AsyncClient]:
+async def http(reader: Reader, ring: FakeRing, nats_settings: CommonSettings) -> AsyncIterator[httpx.AsyncClient]:
     async with run_gateway(nats_settings, model_directories="/adapters") as gateway, gateway.http() as client:
         yield client
 
@@ -78,9 +74,7 @@ def problem(answer: httpx.Response) -> tuple[int, str]:
 
 
 async def complete(http: httpx.AsyncClient, model: str, **fields: object) -> httpx.Response:
-    return await http.post(
-        "/v1/completions", json={"model": model, "prompt": "Hi", "max_tokens": 4, **fields}
-    )
+    return await http.post("/v1/completions", json={"model": model, "prompt": "Hi", "max_tokens": 4, **fields})
 
 
 async def test_an_adapter_is_loaded_used_replaced_and_unloaded(
@@ -105,11 +99,7 @@ async def test_an_adapter_is_loaded_used_replaced_and_unloaded(
     reader.version = 2
     assert (await load(http, "sql", load_inplace=True, model=MODEL)).status_code == 200
     shown = (await http.get("/v1/loras/sql")).json()
-    assert (shown["digest"], shown["parent"], shown["root"]) == (
-        reader.digest("/adapters/sql"),
-        MODEL,
-        "/adapters/sql",
-    )
+    assert (shown["digest"], shown["parent"], shown["root"]) == (reader.digest("/adapters/sql"), MODEL, "/adapters/sql")
     listed = {one["id"]: one for one in (await http.get("/v1/models")).json()["data"]}
     assert (listed["sql"]["parent"], listed["sql"]["root"]) == (MODEL, "/adapters/sql")
     assert (listed[MODEL]["parent"], listed[MODEL]["root"]) == (None, MODEL)
@@ -157,9 +147,7 @@ async def test_a_declared_adapter_that_nobody_has_read_is_told_as_such(
     assert (await complete(http, "sql")).status_code == 200
 
 
-async def test_an_adapter_of_another_base_is_loaded_with_a_warning(
-    http: httpx.AsyncClient, reader: Reader
-) -> None:
+async def test_an_adapter_of_another_base_is_loaded_with_a_warning(http: httpx.AsyncClient, reader: Reader) -> None:
     found = AdapterRecord("sql", MODEL, "/adapters/sql", reader.digest("x"), 8, 400, base="org/other-7b")
     reader.reply = HostReply(ok=True, adapter=found)
     assert (

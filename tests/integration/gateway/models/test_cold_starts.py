@@ -79,9 +79,7 @@ async def test_embeddings_wait_too(cold: FakeHosts, http: httpx.AsyncClient, rin
     answer = asyncio.create_task(http.post("/v1/embeddings", json={"model": "cold", "input": "Hi"}))
     await until(lambda: cold.waiting("cold") == 1)
     await ring.add_model(stub_card("cold"))
-    assert (await answer).json()["error"]["message"], (
-        "the stub's card gives no vectors: it came as far as that"
-    )
+    assert (await answer).json()["error"]["message"], "the stub's card gives no vectors: it came as far as that"
 
 
 async def test_a_client_that_goes_leaves_nothing_behind(
@@ -117,9 +115,7 @@ async def test_a_failed_load_and_a_model_that_fits_nowhere_are_told_at_once(
     assert "big would have to go" in refused.json()["error"]["message"]
 
 
-async def test_a_model_that_is_removed_is_waited_for_no_longer(
-    cold: FakeHosts, http: httpx.AsyncClient
-) -> None:
+async def test_a_model_that_is_removed_is_waited_for_no_longer(cold: FakeHosts, http: httpx.AsyncClient) -> None:
     waiting = asyncio.create_task(http.post(CHAT, json=chat()))
     await until(lambda: cold.waiting("cold") == 1)
     await cold.registry.delete("cold")
@@ -187,16 +183,10 @@ async def test_a_generation_of_a_websocket_can_be_cancelled_while_it_waits(
     await until(lambda: held(gateway) == 0)
 
 
-async def test_a_batch_asks_for_its_model(
-    cold: FakeHosts, client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
-    line = (
-        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"gpt-4","prompt":"Hi"}}\n'
-    )
+async def test_a_batch_asks_for_its_model(cold: FakeHosts, client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+    line = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"model":"gpt-4","prompt":"Hi"}}\n'
     file = await client.files.create(file=("lines.jsonl", line), purpose="batch")
-    batch = await client.batches.create(
-        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-    )
+    batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
     await until(lambda: cold.waiting("cold") == 1)
     await ring.add_model(stub_card("cold"))
     await ring.put_record("ready", model="cold")

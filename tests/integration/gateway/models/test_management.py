@@ -12,15 +12,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.keys import NewKey
-from shared.messages import (
-    HostCommand,
-    HostModel,
-    HostReply,
-    ModelSettings,
-    ModelSpec,
-    PullModel,
-    RemoveModel,
-)
+from shared.messages import HostCommand, HostModel, HostReply, ModelSettings, ModelSpec, PullModel, RemoveModel
 from shared.nats import subjects
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -46,11 +38,7 @@ async def spec_of(hosts: FakeHosts, name: str) -> ModelSpec:
 
 
 async def test_the_list_has_registered_and_served_models_with_their_status(
-    gateway: RunningGateway,
-    http: httpx.AsyncClient,
-    client: openai.AsyncOpenAI,
-    hosts: FakeHosts,
-    ring: FakeRing,
+    gateway: RunningGateway, http: httpx.AsyncClient, client: openai.AsyncOpenAI, hosts: FakeHosts, ring: FakeRing
 ) -> None:
     await ring.put_record("ready")
     settings = ModelSettings(context_length=512)
@@ -202,9 +190,7 @@ async def test_a_model_is_loaded_once_and_unloaded(
     before = await spec_of(hosts, "cold")
     assert (await http.post("/models/load", json={"model": "cold"})).json() == {"success": True}
     assert await spec_of(hosts, "cold") == before, "it is loaded: nobody is told anything"
-    assert (await http.post("/models/unload", json={"model": "cold", "force": True})).json() == {
-        "success": True
-    }
+    assert (await http.post("/models/unload", json={"model": "cold", "force": True})).json() == {"success": True}
     after = await spec_of(hosts, "cold")
     assert (after.action, after.force) == ("unload", True)
 
@@ -231,10 +217,7 @@ async def test_downloads_and_files_are_the_hosts(
 ) -> None:
     assert code(await http.post("/models", json={"model": HUB})) == (409, "no_host_takes_models")
     commands: list[tuple[str, HostCommand]] = []
-    replies = {
-        "host-1": HostReply(ok=True),
-        "host-2": HostReply(ok=False, code="storage_full", error="Full."),
-    }
+    replies = {"host-1": HostReply(ok=True), "host-2": HostReply(ok=False, code="storage_full", error="Full.")}
 
     def answering(host: str) -> Any:
         async def answer(command: HostCommand) -> HostReply:
@@ -338,11 +321,7 @@ async def test_events_tell_what_happens_as_it_happens(
         assert (first["event"], first["data"]["status"]) == ("model_status", "unloaded")
         await hosts.say(HostModel("cold", "downloading", done=1, total=4))
         assert (await event())["data"]["status"] == "downloading"
-        assert await event() == {
-            "model": "cold",
-            "event": "download_progress",
-            "data": {HUB: {"done": 1, "total": 4}},
-        }
+        assert await event() == {"model": "cold", "event": "download_progress", "data": {HUB: {"done": 1, "total": 4}}}
         await hosts.say(HostModel("cold", "loading", done=2, total=4))
         assert (await event())["event"] == "download_finished"
         assert (await event())["data"]["progress"]["value"] == 0.5

@@ -52,13 +52,7 @@ async def refused(http: httpx.AsyncClient, path: str, **body: Any) -> tuple[int,
 
 async def test_a_chat_as_a_whole(client: ollama.AsyncClient, ring: FakeRing) -> None:
     options = {"num_predict": 9000, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7}
-    more = {
-        "repeat_penalty": 1.5,
-        "presence_penalty": 1,
-        "frequency_penalty": -1,
-        "stop": ["ld"],
-        "num_ctx": 512,
-    }
+    more = {"repeat_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": -1, "stop": ["ld"], "num_ctx": 512}
     answer = await client.chat(f"{MODEL}:latest", HI, options=options | more)
     assert answer.message.content == "Hello, wor"
     assert (answer.model, answer.done, answer.done_reason) == (MODEL, True, "stop")
@@ -73,13 +67,9 @@ async def test_a_chat_as_a_whole(client: ollama.AsyncClient, ring: FakeRing) -> 
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
 
 
-async def test_a_stream_is_the_default_and_says_what_others_do_not(
-    http: httpx.AsyncClient, ring: FakeRing
-) -> None:
+async def test_a_stream_is_the_default_and_says_what_others_do_not(http: httpx.AsyncClient, ring: FakeRing) -> None:
     ring.behave = saying("Hello")
-    answer = await http.post(
-        CHAT, json=BODY | {"options": {"num_predict": 5, "num_thread": 4, "of_nobody": 1}}
-    )
+    answer = await http.post(CHAT, json=BODY | {"options": {"num_predict": 5, "num_thread": 4, "of_nobody": 1}})
     lines = lines_of(answer)
     assert text_of(lines) == "Hello"
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
@@ -180,27 +170,15 @@ async def test_vectors(gateway: RunningGateway, http: httpx.AsyncClient, ring: F
 
 
 async def test_what_is_refused_and_how(http: httpx.AsyncClient, client: ollama.AsyncClient) -> None:
-    assert await refused(http, CHAT, model="nobody:latest", messages=HI) == (
-        404,
-        "model 'nobody:latest' not found",
-    )
+    assert await refused(http, CHAT, model="nobody:latest", messages=HI) == (404, "model 'nobody:latest' not found")
     assert await refused(http, CHAT, messages=HI, max_tokens=3) == (
         400,
         "Unknown parameter: 'max_tokens'; this API has 'options.num_predict' for it.",
     )
-    for name, value in {
-        "context": [1],
-        "template": "{{ .Prompt }}",
-        "suffix": "x",
-        "images": ["aGk="],
-    }.items():
+    for name, value in {"context": [1], "template": "{{ .Prompt }}", "suffix": "x", "images": ["aGk="]}.items():
         status, why = await refused(http, GENERATE, prompt="Hi", **{name: value})
         assert (status, f"'{name}'" in why) == (400, True), why
-    seen = [
-        *HI,
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "", "images": ["aGk="]},
-    ]
+    seen = [*HI, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "", "images": ["aGk="]}]
     assert "'messages[2].images' is not supported" in (await refused(http, CHAT, messages=seen))[1]
     assert "'options.typical_p'" in (await refused(http, CHAT, messages=HI, options={"typical_p": 0.5}))[1]
     assert "'options.temperature'" in (await refused(http, CHAT, messages=HI, options={"temperature": 9}))[1]
@@ -267,9 +245,7 @@ async def test_without_messages_a_model_is_loaded(
         await client.chat(MODEL, keep_alive=0)
 
 
-async def test_strict_fields_refuse_what_changes_nothing(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_strict_fields_refuse_what_changes_nothing(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, strict_fields=True) as strict, strict.http() as http:
         await until_listed(http, MODEL)
         assert "'options.num_ctx'" in (await refused(http, CHAT, messages=HI, options={"num_ctx": 9}))[1]

@@ -48,17 +48,11 @@ async def ready(gateway: RunningGateway, ring: FakeRing, hosts: FakeHosts, **fie
 
 
 async def test_models_are_listed_and_shown(
-    gateway: RunningGateway,
-    client: ollama.AsyncClient,
-    http: httpx.AsyncClient,
-    hosts: FakeHosts,
-    ring: FakeRing,
+    gateway: RunningGateway, client: ollama.AsyncClient, http: httpx.AsyncClient, hosts: FakeHosts, ring: FakeRing
 ) -> None:
     assert (await http.get("/api/version")).json()["version"].count(".") == 2
     settings = ModelSettings(context_length=512)
-    await hosts.register(
-        "cold", source=f"{HUB}:Q4_K_M", aliases=["warm:1b"], settings=settings, created=1_700_000_000
-    )
+    await hosts.register("cold", source=f"{HUB}:Q4_K_M", aliases=["warm:1b"], settings=settings, created=1_700_000_000)
     await hosts.say(HostModel("cold", "stored", total=123))
     await known(gateway, "cold")
     await until(lambda: gateway.service.work.catalog.registry.hosts.get("host-1") is not None)
@@ -98,11 +92,7 @@ async def test_models_are_listed_and_shown(
 
 
 async def test_how_long_a_model_stays(
-    gateway: RunningGateway,
-    client: ollama.AsyncClient,
-    http: httpx.AsyncClient,
-    hosts: FakeHosts,
-    ring: FakeRing,
+    gateway: RunningGateway, client: ollama.AsyncClient, http: httpx.AsyncClient, hosts: FakeHosts, ring: FakeRing
 ) -> None:
     await ready(gateway, ring, hosts)
     specs = gateway.service.work.catalog.registry.specs
@@ -123,11 +113,7 @@ async def test_how_long_a_model_stays(
 
 
 async def test_a_pin_by_hand_is_not_taken_back_by_a_request(
-    gateway: RunningGateway,
-    client: ollama.AsyncClient,
-    http: httpx.AsyncClient,
-    hosts: FakeHosts,
-    ring: FakeRing,
+    gateway: RunningGateway, client: ollama.AsyncClient, http: httpx.AsyncClient, hosts: FakeHosts, ring: FakeRing
 ) -> None:
     await ready(gateway, ring, hosts, idle=60.0)
     specs = gateway.service.work.catalog.registry.specs
@@ -168,9 +154,7 @@ async def test_a_model_that_cannot_be_loaded_says_why(
         await loading
 
 
-async def test_a_model_that_takes_too_long_is_not_waited_for(
-    nats_settings: CommonSettings, hosts: FakeHosts
-) -> None:
+async def test_a_model_that_takes_too_long_is_not_waited_for(nats_settings: CommonSettings, hosts: FakeHosts) -> None:
     await hosts.register(MODEL)
     async with (
         run_gateway(nats_settings, token_timeout=0.5) as gateway,
@@ -295,11 +279,7 @@ async def test_names_come_and_go(gateway: RunningGateway, client: ollama.AsyncCl
 
 
 async def test_a_name_has_parameters_of_its_own(
-    gateway: RunningGateway,
-    client: ollama.AsyncClient,
-    http: httpx.AsyncClient,
-    hosts: FakeHosts,
-    ring: FakeRing,
+    gateway: RunningGateway, client: ollama.AsyncClient, http: httpx.AsyncClient, hosts: FakeHosts, ring: FakeRing
 ) -> None:
     await ready(gateway, ring, hosts)
     specs = gateway.service.work.catalog.registry.specs
@@ -333,9 +313,7 @@ async def test_an_adapter_is_created_copied_and_deleted(
     await until(lambda: "host-1" in gateway.service.work.catalog.registry.hosts)
     made = [
         line.status
-        async for line in await client.create(
-            "sql", from_=MODEL, adapters={"sql": "org/sql-lora"}, stream=True
-        )
+        async for line in await client.create("sql", from_=MODEL, adapters={"sql": "org/sql-lora"}, stream=True)
     ]
     assert made == ["reading adapter", "writing manifest", "success"]
     assert isinstance(reader.asked[0], PullAdapter)
@@ -355,9 +333,7 @@ async def test_an_adapter_is_created_copied_and_deleted(
         await client.create("x", from_=MODEL, adapters={"a": "sha256:00"})
 
 
-async def test_what_is_not_here_is_refused_by_name(
-    client: ollama.AsyncClient, http: httpx.AsyncClient
-) -> None:
+async def test_what_is_not_here_is_refused_by_name(client: ollama.AsyncClient, http: httpx.AsyncClient) -> None:
     for fields in ({"files": {"a": "sha256:0"}}, {"quantize": "q4_K_M"}, {"template": "x"}, {"messages": HI}):
         with pytest.raises(ollama.ResponseError, match=f"'{next(iter(fields))}'"):
             await client.create("x", from_=MODEL, **fields)

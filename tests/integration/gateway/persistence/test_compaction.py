@@ -58,9 +58,7 @@ async def test_a_long_conversation_is_compacted_before_it_is_answered(
     assert prompts(ring)[-1] == f"{EXPANDED}Where?\nYes.\nSo?\n"
 
 
-async def test_the_default_threshold_is_half_of_the_context(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_the_default_threshold_is_half_of_the_context(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     ring.behave = summarize
     management: Any = [{"type": "compaction"}]
     given: Any = [{"role": "user", "content": "x" * 1100}, {"role": "user", "content": "So?"}]
@@ -68,9 +66,7 @@ async def test_the_default_threshold_is_half_of_the_context(
     assert prompts(ring)[-1] == f"{EXPANDED}So?\n"
 
 
-async def test_the_namespace_of_a_call_is_read_before_its_name(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_the_namespace_of_a_call_is_read_before_its_name(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     given: Any = [
         {"role": "user", "content": "x"},
         {"type": "function_call", "call_id": "c", "name": "get", "arguments": "{}", "namespace": "crm"},
@@ -158,9 +154,7 @@ async def test_half_a_summary_stands_for_nothing(client: openai.AsyncOpenAI, rin
     assert prompts(ring)[-1] == "I am Ada.\nHello, world!\nSo?\n"
 
 
-async def test_a_trigger_stands_last_and_alone_asks_for_nothing(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_a_trigger_stands_last_and_alone_asks_for_nothing(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     hello: Any = {"role": "user", "content": "Hi"}
     wrong: tuple[tuple[Any, str], ...] = (
         ([TRIGGER, hello], "input[0].type"),

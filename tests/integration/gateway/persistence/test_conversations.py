@@ -68,9 +68,7 @@ async def test_responses_read_it_and_add_to_it_at_any_gateway(
     assert first.conversation is not None
     assert first.conversation.id == made.id
     ring.behave = saying("Ada.")
-    stream = await elsewhere.responses.create(
-        model=MODEL, input="Who am I?", conversation={"id": made.id}, stream=True
-    )
+    stream = await elsewhere.responses.create(model=MODEL, input="Who am I?", conversation={"id": made.id}, stream=True)
     async for _ in stream:
         pass
     assert prompts(ring)[-1] == "I am Ada.\nHello.\nWho am I?\n"
@@ -107,9 +105,7 @@ async def test_many_at_once_are_all_added_each_as_a_whole(
     made = await client.conversations.create()
     ring.behave = saying("Yes.")
     asked = [f"Q{number}" for number in range(8)]
-    await asyncio.gather(
-        *(client.responses.create(model=MODEL, input=one, conversation=made.id) for one in asked)
-    )
+    await asyncio.gather(*(client.responses.create(model=MODEL, input=one, conversation=made.id) for one in asked))
     found = await texts(client, made.id)
     assert sorted(found[::2]) == asked
     assert found[1::2] == ["Yes."] * 8
@@ -121,9 +117,7 @@ async def test_many_at_once_are_all_added_each_as_a_whole(
     await until_known(settled)
 
 
-async def test_a_turn_that_was_deleted_does_not_come_back(
-    client: openai.AsyncOpenAI, gateway: RunningGateway
-) -> None:
+async def test_a_turn_that_was_deleted_does_not_come_back(client: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
     """Two gateways may keep one response."""
     made = await client.conversations.create()
     response = await client.responses.create(model=MODEL, input="x", conversation=made.id)
@@ -241,11 +235,7 @@ async def test_turns_that_have_made_room_are_left_out(kept: Conversations) -> No
 
 
 def test_where_a_page_begins() -> None:
-    turns = [
-        ConversationTurn("1", ["a", "b"], 9),
-        ConversationTurn("2", [], 9),
-        ConversationTurn("3", ["c"], 9),
-    ]
+    turns = [ConversationTurn("1", ["a", "b"], 9), ConversationTurn("2", [], 9), ConversationTurn("3", ["c"], 9)]
     first, _, last = turns
     assert turns_behind(turns, None, ascending=True) == [(first, 0), (last, 0)]
     assert turns_behind(turns, "a", ascending=True) == [(first, 1), (last, 0)]

@@ -39,11 +39,7 @@ async def test_a_background_stream_goes_on_anywhere(
         if len(text_of(events)) == 5:
             break
     await stream.close()
-    assert [event.type for event in events[:3]] == [
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-    ]
+    assert [event.type for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
     created = events[0]
     assert created.type == "response.created"
     assert created.response.status == "queued"
@@ -72,9 +68,7 @@ async def test_a_background_response_is_cancelled_from_anywhere(
     assert (cancelled.status, cancelled.output_text) == ("cancelled", TEXT[:4])
     await until(lambda: ring.commanded)
     await stream.close()
-    again = await elsewhere.responses.retrieve(
-        made.id, stream=True, starting_after=events[-1].sequence_number
-    )
+    again = await elsewhere.responses.retrieve(made.id, stream=True, starting_after=events[-1].sequence_number)
     last = [event async for event in again][-1]
     assert last.type == "response.incomplete"
     assert last.response.status == "cancelled"

@@ -58,9 +58,7 @@ async def test_items_are_listed_and_referred_to(client: openai.AsyncOpenAI, ring
     assert (caught.value.code, caught.value.param) == ("item_not_found", "input[0].id")
 
 
-async def test_a_reference_costs_what_it_stands_for_each_time(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_reference_costs_what_it_stands_for_each_time(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, history_bytes=1 << 20) as running, running.openai() as client:
         parts: Any = [{"type": "input_text", "text": "a" * 50_000}] * 2
         made = await client.responses.create(
@@ -83,12 +81,7 @@ async def test_a_reference_costs_what_it_stands_for_each_time(
 async def test_old_items_make_room_where_that_is_wanted(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     """The stub's context has 2048 tokens, one a character."""
     items: Any = [{"role": "user", "content": f"{number:03} " + "x" * 495} for number in range(6)]
-    request: dict[str, Any] = {
-        "model": MODEL,
-        "input": items,
-        "max_output_tokens": 20,
-        "instructions": "Stay.",
-    }
+    request: dict[str, Any] = {"model": MODEL, "input": items, "max_output_tokens": 20, "instructions": "Stay."}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(**request)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
@@ -135,11 +128,7 @@ async def test_what_is_deleted_is_gone(
 
 
 async def test_a_response_outlives_the_journal(
-    client: openai.AsyncOpenAI,
-    elsewhere: openai.AsyncOpenAI,
-    gateway: RunningGateway,
-    bus: Bus,
-    ring: FakeRing,
+    client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, gateway: RunningGateway, bus: Bus, ring: FakeRing
 ) -> None:
     stream = await client.responses.create(model=MODEL, input="Hi", stream=True, top_logprobs=1)
     events = [event async for event in stream]

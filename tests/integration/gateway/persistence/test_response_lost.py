@@ -130,12 +130,7 @@ async def test_an_heir_keeps_what_had_ended(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_heir_adds_to_a_conversation_what_had_ended(
-    bus: Bus,
-    nats_settings: CommonSettings,
-    gateway: RunningGateway,
-    ring: FakeRing,
-    tmp_path: Path,
-    stream: bool,
+    bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path, stream: bool
 ) -> None:
     """Its gateway is killed between the response's end, which is in the log, and the conversation's turn: it is
     stopped before the end comes, and never goes on."""

@@ -41,9 +41,7 @@ def response(number: int, text: str = "", tenant: str = "") -> StoredResponse:
 AMPLE = Quota(1 << 30, 10_000)
 
 
-async def store_of(
-    bus: Bus, ttl: float = 1000.0, max_bytes: int = 1 << 20, quota: Quota = AMPLE
-) -> ResponseStore:
+async def store_of(bus: Bus, ttl: float = 1000.0, max_bytes: int = 1 << 20, quota: Quota = AMPLE) -> ResponseStore:
     store = ResponseStore(bus, ttl, max_bytes, quota)
     await store.bucket.ensure()
     return store
@@ -51,10 +49,7 @@ async def store_of(
 
 async def test_the_oldest_make_room(bus: Bus) -> None:
     store = await store_of(bus, max_bytes=20_000)
-    kept = [
-        response(number, "".join(f"{number * index * 7919:x}" for index in range(1500)))
-        for number in range(1, 9)
-    ]
+    kept = [response(number, "".join(f"{number * index * 7919:x}" for index in range(1500))) for number in range(1, 9)]
     for each in kept:
         await store.keep(each)
     found = [await store.get(each.record.identity, "") for each in kept]
@@ -126,9 +121,7 @@ async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
         await server.down()
 
 
-async def test_what_is_read_is_charged_decompressed_and_before_it_is(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_read_is_charged_decompressed_and_before_it_is(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     store, kept = await store_of(bus), response(1, "a" * 100_000)
     await store.keep(kept)
     reads = ByteBudget(HISTORY_READS, 250_000)
@@ -178,9 +171,7 @@ async def test_its_time_begins_anew_once_it_is_half_over(bus: Bus) -> None:
     await store.refresh(identity, "")
     head = await store.bucket.get("", identity)
     assert head is not None
-    await store.bucket.put(
-        "", identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501)
-    )
+    await store.bucket.put("", identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501))
     await store.refresh(identity, "")
     later = await store.bucket.get("", identity)
     assert later is not None

@@ -75,9 +75,7 @@ async def test_lists_have_pages_and_are_chosen_by_model_and_metadata(gateway: Ru
             await client.chat.completions.list(limit=1000)
 
 
-async def test_a_page_ends_before_it_is_too_large(
-    nats_settings: CommonSettings, gateway: RunningGateway
-) -> None:
+async def test_a_page_ends_before_it_is_too_large(nats_settings: CommonSettings, gateway: RunningGateway) -> None:
     async with run_gateway(nats_settings, history_bytes=1500) as small, small.openai() as client:
         ids = [await made(client, str(number)) for number in range(5)]
 
@@ -128,10 +126,7 @@ async def test_its_messages_are_what_the_request_said(gateway: RunningGateway) -
             model=MODEL,
             messages=[
                 {"role": "system", "content": "Be short."},
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you"}],
-                },
+                {"role": "user", "content": [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you"}]},
             ],
             max_tokens=3,
             store=True,

@@ -81,9 +81,7 @@ async def test_the_next_request_of_a_connection_has_as_long_as_the_first(hasty: 
         assert await slow.error() == (408, "request_timeout")
 
 
-async def test_a_slow_next_head_ends_no_answer_that_is_being_written(
-    hasty: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_slow_next_head_ends_no_answer_that_is_being_written(hasty: RunningGateway, ring: FakeRing) -> None:
     asked, stage = asyncio.Event(), asyncio.Event()
 
     async def behave(fake: FakeRing, request: object) -> None:
@@ -94,9 +92,7 @@ async def test_a_slow_next_head_ends_no_answer_that_is_being_written(
     ring.behave = behave
     body = json.dumps(CHAT).encode()
     async with connect(hasty) as client:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(
-            body
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
         await client.send(head + body + b"GET /v1/mod")
         await asked.wait()
         async with connect(hasty) as other:  # for as long as a slow head gets
@@ -108,9 +104,7 @@ async def test_a_slow_next_head_ends_no_answer_that_is_being_written(
 
 async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> None:
     async with connect(hasty) as client:
-        await client.send(
-            b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
+        await client.send(b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
         assert (await client.answer())[0] == 404
 
         async def drip() -> None:
@@ -126,10 +120,7 @@ async def test_a_body_that_goes_on_after_its_answer(hasty: RunningGateway) -> No
 
 def posted(version: bytes = b"1.1", **more: object) -> bytes:
     body = json.dumps(CHAT | more).encode()
-    head = b"POST /v1/chat/completions HTTP/%b\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (
-        version,
-        len(body),
-    )
+    head = b"POST /v1/chat/completions HTTP/%b\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (version, len(body))
     return head + body
 
 
@@ -179,10 +170,8 @@ HUGE = [
     GET + b"x: " + b"y" * 200_000,
     b"x" * 200_000,
     b"GET /" + b"x" * 200_000,
-    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
-    + b"a: b\r\n" * 1000,
-    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: "
-    + b"y" * 200_000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 1000,
+    b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\na: " + b"y" * 200_000,
     b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"y" * 200_000,
 ]
 
@@ -231,14 +220,10 @@ async def test_answers_that_nobody_reads_are_not_kept(gateway: RunningGateway, p
             await client.upgrade()
             await client.answer()
             (connection,) = (each for each in gateway.service._door.http if hasattr(each, "conn"))
-            connection.transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-            )
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             asked = itertools.repeat(frame(9, b"x" * 125) * 2_000)
         else:
-            asked = itertools.repeat(
-                b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * PIPELINED.value, 1
-            )
+            asked = itertools.repeat(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * PIPELINED.value, 1)
         client.reader._limit = 1  # type: ignore[attr-defined]  # stops reading once there is anything
 
         async def flood() -> None:
@@ -356,9 +341,7 @@ async def test_an_old_client_needs_no_host_and_a_new_one_may_expect_to_go_on(gat
         await client.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert (await client.answer())[0] == 200
     async with connect(gateway) as client:
-        await client.send(
-            posted().replace(b"host: localhost\r\n", b"host: localhost\r\nexpect: 100-continue\r\n")
-        )
+        await client.send(posted().replace(b"host: localhost\r\n", b"host: localhost\r\nexpect: 100-continue\r\n"))
         assert (await client.answer())[0] == 100
         assert (await client.answer())[0] == 200
 
@@ -379,9 +362,7 @@ async def test_what_is_no_http_is_refused(gateway: RunningGateway) -> None:
 async def test_another_protocol_that_is_offered_is_not_taken(gateway: RunningGateway) -> None:
     """Java's HttpClient and curl --http2 offer it with every request; the body may come at once or later."""
     async with connect(gateway) as client:
-        await client.send(
-            GET + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n\r\n"
-        )
+        await client.send(GET + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n\r\n")
         assert (await client.answer())[0] == 200
     body = json.dumps(CHAT).encode()
     async with connect(gateway) as client:
@@ -395,9 +376,7 @@ async def test_another_protocol_that_is_offered_is_not_taken(gateway: RunningGat
         assert (await client.answer())[0] == 200
 
 
-async def test_a_pipelined_request_is_given_up_with_its_client(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_pipelined_request_is_given_up_with_its_client(gateway: RunningGateway, ring: FakeRing) -> None:
     ring.behave = silence
     body = json.dumps(CHAT).encode()
     async with connect(gateway) as client:

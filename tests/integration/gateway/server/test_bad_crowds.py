@@ -21,15 +21,10 @@ IDLE = {"model": MODEL, "prompt": "wait", "stream": True}
 
 
 @pytest.mark.slow
-async def test_crowds_that_do_nothing(
-    bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path
-) -> None:
+async def test_crowds_that_do_nothing(bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path) -> None:
     await ring.stop()  # all wait in the queue, from which nobody takes them
     body = json.dumps(IDLE).encode()
-    ask = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (
-        len(body),
-        body,
-    )
+    ask = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     async with gateway_process(bus, nats_settings, tmp_path, instance="crowded") as gateway:
         process = psutil.Process(gateway.process.process.pid)
         address = str(gateway.http.base_url).removeprefix("http://").rstrip("/")
@@ -37,9 +32,7 @@ async def test_crowds_that_do_nothing(
         before, grown = process.memory_info().rss, []
         for streams in (CROWD, 0):
             async with contextlib.AsyncExitStack() as stack:
-                crowd = [
-                    await stack.enter_async_context(connect(address)) for _ in range(2 * CROWD + streams)
-                ]
+                crowd = [await stack.enter_async_context(connect(address)) for _ in range(2 * CROWD + streams)]
                 for client in crowd[2 * CROWD :]:
                     await client.send(ask)
                 await asyncio.gather(*(shake(client) for client in crowd[:CROWD]))

@@ -72,9 +72,7 @@ async def sharing(
         yield Shared(ones, [f"{scheme}://127.0.0.1:{each.getsockname()[1]}" for each in kept], trust)
 
 
-async def test_a_stream_begun_at_one_goes_on_at_the_other(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_stream_begun_at_one_goes_on_at_the_other(nats_settings: CommonSettings, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT, 10)
     async with sharing(nats_settings) as shared:
         async with shared.connected_to(0) as one, one.stream("POST", CHAT, json=STREAM) as response:
@@ -96,9 +94,7 @@ async def test_a_repeat_at_the_other_attaches_to_the_same_generation(
     async with sharing(nats_settings) as shared:
         for number in (0, 1):
             async with shared.connected_to(number) as http:
-                answers.append(
-                    await http.post("/v1/completions", json=BODY, headers={"idempotency-key": "k"})
-                )
+                answers.append(await http.post("/v1/completions", json=BODY, headers={"idempotency-key": "k"}))
     assert answers[0].json() == answers[1].json()
     assert len(ring.requests) == 1
 

@@ -51,9 +51,7 @@ async def rest_of(http: httpx.AsyncClient, path: str, headers: dict[str, str]) -
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_cut_stream_goes_on_at_a_whole_border(
-    gateway: RunningGateway, ring: FakeRing, path: str
-) -> None:
+async def test_a_cut_stream_goes_on_at_a_whole_border(gateway: RunningGateway, ring: FakeRing, path: str) -> None:
     ring.behave = paced = Paced(TEXT.encode("latin-1"), 4)
     headers = {"Idempotency-Key": "once", "X-Ryzanstein-Positions": "true"}
     seen = b""
@@ -74,9 +72,7 @@ async def test_a_cut_stream_goes_on_at_a_whole_border(
             more = await rest_of(http, path, headers | {"Last-Event-ID": known[-1][1]})
             rest = whole(path, more)
             assert "".join(text for text, _ in known + rest) == TEXT
-            if not path.startswith(
-                "/api/"
-            ):  # lines tell times, and how much of the text each has is its reader's
+            if not path.startswith("/api/"):  # lines tell times, and how much of the text each has is its reader's
                 assert [one for _, one in known + rest] == [one for _, one in frames]
                 assert everything.endswith(more.removeprefix(b"retry: 500\n"))
     assert len(ring.requests) == 1

@@ -85,9 +85,7 @@ async def test_a_message(claude: anthropic.AsyncAnthropic, ring: FakeRing) -> No
         extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 3},
     )
     made = await raw.parse()
-    assert [(block.type, block.text) for block in made.content if block.type == "text"] == [
-        ("text", "Hello, wo")
-    ]
+    assert [(block.type, block.text) for block in made.content if block.type == "text"] == [("text", "Hello, wo")]
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "rld")
     assert (made.role, made.type, made.model) == ("assistant", "message", MODEL)
     assert made.id.startswith("msg_")
@@ -147,12 +145,7 @@ async def test_a_round_of_tools(claude: anthropic.AsyncAnthropic, ring: FakeRing
         assert message.stop_reason == "tool_use"
     ring.behave = saying("22 degrees.")
     identity = made.content[1].id if made.content[1].type == "tool_use" else ""
-    result: Any = {
-        "type": "tool_result",
-        "tool_use_id": identity,
-        "content": "no such city",
-        "is_error": True,
-    }
+    result: Any = {"type": "tool_result", "tool_use_id": identity, "content": "no such city", "is_error": True}
     turns: Any = [
         USER,
         {"role": "assistant", "content": [block.model_dump() for block in made.content]},
@@ -204,11 +197,7 @@ async def test_thinking_is_a_block_of_its_own(
         assert (thought.thinking, thought.signature) == ("Let me think.", "")
         assert said.type == "text"
         assert said.text == "Yes."
-    turns: Any = [
-        USER,
-        {"role": "assistant", "content": [block.model_dump() for block in made.content]},
-        USER,
-    ]
+    turns: Any = [USER, {"role": "assistant", "content": [block.model_dump() for block in made.content]}, USER]
     await claude.messages.create(**(asked | {"messages": turns}))
     with pytest.raises(anthropic.BadRequestError, match="this model does not support thinking"):
         await claude.messages.create(model=MODEL, max_tokens=2000, messages=[USER], thinking=thinking)
@@ -233,9 +222,7 @@ async def test_more_than_the_context_has_room_for(claude: anthropic.AsyncAnthrop
     made = await claude.messages.create(model=MODEL, max_tokens=5, messages=[USER])
     assert made.stop_reason == "max_tokens"
     with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
-        await claude.messages.create(
-            model=MODEL, max_tokens=5, messages=[{"role": "user", "content": "x" * 3000}]
-        )
+        await claude.messages.create(model=MODEL, max_tokens=5, messages=[{"role": "user", "content": "x" * 3000}])
 
 
 async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRing) -> None:
@@ -273,14 +260,8 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient) -> None:
             {
                 "messages": [
                     USER,
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
-                    },
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}],
-                    },
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]},
                 ]
             },
             "'messages[2].content[0].content[0]' is not supported by this server; it is an image",
@@ -299,9 +280,7 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient) -> None:
         assert refused.status_code in (400, 404)
         body = refused.json()
         assert (body["type"], body["request_id"]) == ("error", refused.headers["request-id"])
-        assert body["error"]["type"] == (
-            "not_found_error" if refused.status_code == 404 else "invalid_request_error"
-        )
+        assert body["error"]["type"] == ("not_found_error" if refused.status_code == 404 else "invalid_request_error")
         assert said in body["error"]["message"]
 
 
@@ -327,15 +306,8 @@ async def test_what_changes_nothing_is_named(
         assert "'context_management'" in refused.json()["error"]["message"]
 
 
-async def test_versions_and_limits_are_told(
-    gateway: RunningGateway, http: httpx.AsyncClient, bus: Bus
-) -> None:
-    for version, warned in (
-        ("2023-06-01", False),
-        ("2026-10-21", False),
-        ("2099-01-01", True),
-        ("<b>\u00e9", True),
-    ):
+async def test_versions_and_limits_are_told(gateway: RunningGateway, http: httpx.AsyncClient, bus: Bus) -> None:
+    for version, warned in (("2023-06-01", False), ("2026-10-21", False), ("2099-01-01", True), ("<b>\u00e9", True)):
         answer = await http.post(MESSAGES, json=BODY, headers={"anthropic-version": version.encode()})
         assert answer.status_code == 200
         assert ("x-ryzanstein-warning" in answer.headers) is warned
@@ -407,9 +379,7 @@ async def test_a_stream_of_a_killed_gateway_goes_on_at_another(
 
     async def watch(lost: Lost) -> None:
         try:
-            async with lost.http.stream(
-                "POST", MESSAGES, json=BODY | {"stream": True}, headers=headers
-            ) as one:
+            async with lost.http.stream("POST", MESSAGES, json=BODY | {"stream": True}, headers=headers) as one:
                 await read(one, seen)
         except httpx.TransportError:
             return

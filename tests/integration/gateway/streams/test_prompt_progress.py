@@ -60,9 +60,7 @@ class Lines:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_streams_tell_it_in_comments(
-    gateway: RunningGateway, ring: FakeRing, slow: Slow, path: str
-) -> None:
+async def test_streams_tell_it_in_comments(gateway: RunningGateway, ring: FakeRing, slow: Slow, path: str) -> None:
     body = {"model": MODEL, "stream": True} | BODIES[path]
     slow.told.put_nowait(2)  # a stream begins with what there is to tell
     async with gateway.http() as http, http.stream("POST", path, json=body) as response:
@@ -171,9 +169,7 @@ async def test_ollama_s_lines_are_its_own_unless_asked(
     assert "X-Ryzanstein-Progress" in refused.text
 
 
-async def test_official_clients_pass_over_what_is_not_their_api_s(
-    gateway: RunningGateway, slow: Slow
-) -> None:
+async def test_official_clients_pass_over_what_is_not_their_api_s(gateway: RunningGateway, slow: Slow) -> None:
     slow.told.put_nowait(2)
     async with (
         anthropic.AsyncAnthropic(base_url=gateway.url, api_key="any", max_retries=0) as client,
@@ -185,9 +181,7 @@ async def test_official_clients_pass_over_what_is_not_their_api_s(
         assert await stream.get_final_text() == "Hello"
     slow.told.put_nowait(2)
     async with gateway.openai() as client_of_openai:
-        events = await client_of_openai.responses.create(
-            model=MODEL, input="Hi", stream=True, extra_headers=ASKED
-        )
+        events = await client_of_openai.responses.create(model=MODEL, input="Hi", stream=True, extra_headers=ASKED)
         slow.told.put_nowait(0)
         seen = [event async for event in events]
     assert seen[-1].type == "response.completed"
@@ -211,8 +205,7 @@ async def test_the_websocket_of_responses_tells_it_where_its_handshake_asks(
                     slow.told.put_nowait(0)
         told = [event for event in events if "prompt_progress" in event]
         assert [
-            {"processed": event["prompt_progress"]["processed"], "stream_id": event["stream_id"]}
-            for event in told
+            {"processed": event["prompt_progress"]["processed"], "stream_id": event["stream_id"]} for event in told
         ] == found
         if found:
             assert told[0]["sequence_number"] == events[-2]["sequence_number"]
@@ -224,10 +217,7 @@ async def test_openai_s_client_passes_over_it(gateway: RunningGateway, slow: Slo
     slow.told.put_nowait(2)
     async with gateway.openai() as client:
         stream = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "Hi"}],
-            stream=True,
-            extra_body={"return_progress": True},
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True, extra_body={"return_progress": True}
         )
         slow.told.put_nowait(0)
         said = [chunk.choices[0].delta.content or "" async for chunk in stream]
@@ -277,9 +267,7 @@ async def test_whoever_asks_for_it_reads_it_in_a_header_at_any_gateway(
         assert PROGRESS not in ended.headers
 
 
-async def test_a_ring_that_computes_a_prompt_has_not_failed(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_ring_that_computes_a_prompt_has_not_failed(nats_settings: CommonSettings, ring: FakeRing) -> None:
     """A prompt that takes longer than a token may."""
 
     async def behave(fake: FakeRing, request: GenerationRequest) -> None:
@@ -295,9 +283,7 @@ async def test_a_ring_that_computes_a_prompt_has_not_failed(
     assert answer.json()["choices"][0]["message"]["content"] == "Hello"
 
 
-async def test_websockets_get_chunks_that_tell_it(
-    gateway: RunningGateway, ring: FakeRing, slow: Slow
-) -> None:
+async def test_websockets_get_chunks_that_tell_it(gateway: RunningGateway, ring: FakeRing, slow: Slow) -> None:
     async with connect(gateway.websocket_url) as socket:
         request = {"model": MODEL, "return_progress": True} | BODIES[CHAT]
         await socket.send(json.dumps({"type": "generate", "id": "a", "request": request}))

@@ -65,10 +65,7 @@ async def test_vllms_fields_do_what_they_do_in_a_chat(
     assert (request.priority, request.request_id) == (-3, "req-mine")
     assert request.cache_salt.startswith("salt-")
     assert answer.headers.get_list("x-request-id") == ["req-mine"]
-    assert (
-        answer.headers["x-ryzanstein-ignored-fields"]
-        == "length_penalty, chat_template_kwargs.enable_thinking"
-    )
+    assert answer.headers["x-ryzanstein-ignored-fields"] == "length_penalty, chat_template_kwargs.enable_thinking"
     async with run_gateway(nats_settings, strict_fields=True) as strict, strict.http() as client:
         refused = await client.post(RESPONSES, json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "length_penalty")
@@ -133,9 +130,7 @@ async def test_log_probabilities(client: openai.AsyncOpenAI) -> None:
 async def test_a_failure_is_an_event(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     async def fail(ring: FakeRing, request: GenerationRequest) -> None:
         await ring.emit(request, 0, list(b"No"))
-        await ring.emit(
-            request, 2, [], finish="error", error=("invalid_request", "It is too strange.", False)
-        )
+        await ring.emit(request, 2, [], finish="error", error=("invalid_request", "It is too strange.", False))
 
     ring.behave = fail
     stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
@@ -155,17 +150,13 @@ async def test_a_websocket_speaks_it_too(gateway: RunningGateway) -> None:
 
     async with websockets.connect(gateway.websocket_url) as socket:
         request = {"model": MODEL, "input": "Hi"}
-        await socket.send(
-            json.dumps({"type": "generate", "id": "a", "endpoint": "responses", "request": request})
-        )
+        await socket.send(json.dumps({"type": "generate", "id": "a", "endpoint": "responses", "request": request}))
         messages = [json.loads(await socket.recv())]
         while messages[-1]["type"] == "chunk":
             messages.append(json.loads(await socket.recv()))
         chunks = [message["chunk"] for message in messages[:-1]]
         assert messages[-1] == {"type": "done", "id": "a"}
-        assert [message["position"] for message in messages[:-1]] == [
-            chunk["sequence_number"] for chunk in chunks
-        ]
+        assert [message["position"] for message in messages[:-1]] == [chunk["sequence_number"] for chunk in chunks]
         attach = {"type": "attach", "id": "b", "generation": chunks[0]["response"]["id"], "position": 5}
         await socket.send(json.dumps(attach))
         assert json.loads(await socket.recv())["chunk"] == chunks[6]
@@ -212,9 +203,7 @@ async def test_a_function_is_called_and_answered(
     assert [tool.name for tool in last.response.tools if tool.type == "function"] == ["weather"]
     assert last.response.parallel_tool_calls is False
 
-    rest = await elsewhere.responses.retrieve(
-        last.response.id, stream=True, starting_after=deltas[0].sequence_number
-    )
+    rest = await elsewhere.responses.retrieve(last.response.id, stream=True, starting_after=deltas[0].sequence_number)
     assert [event async for event in rest] == events[deltas[0].sequence_number + 1 :]
 
     ring.behave = saying("Sunny.")

@@ -88,9 +88,7 @@ async def test_a_finished_generation_is_replayed_from_every_position(
     assert end == [("[DONE]", "")]
 
 
-async def test_choices_have_a_position_each(
-    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
-) -> None:
+async def test_choices_have_a_position_each(gateway: RunningGateway, other: RunningGateway, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT, 10)
     first = await begin(gateway, 9, STREAM | {"n": 2, "logprobs": True})
     assert "," in first[-1][1]
@@ -106,13 +104,7 @@ async def test_stop_strings_and_positions_within_them(
 ) -> None:
     """The text that is held back at the cut is neither lost nor shown twice."""
     ring.behave = saying("ab, an, anx")
-    body = {
-        "model": MODEL,
-        "prompt": "x",
-        "stream": True,
-        "stop": "anx",
-        "stream_options": {"include_usage": True},
-    }
+    body = {"model": MODEL, "prompt": "x", "stream": True, "stop": "anx", "stream_options": {"include_usage": True}}
     whole = await begin(gateway, None, body, "/v1/completions")
     assert text_of(whole) == "ab, an, "
     first = whole[:cut]
@@ -122,9 +114,7 @@ async def test_stop_strings_and_positions_within_them(
         assert finishes(first) + finishes(rest) == ["stop"]
 
 
-async def test_the_state_of_a_generation(
-    gateway: RunningGateway, other: RunningGateway, ring: FakeRing
-) -> None:
+async def test_the_state_of_a_generation(gateway: RunningGateway, other: RunningGateway, ring: FakeRing) -> None:
     ring.behave = paced = Paced(TEXT, 10)
     first = await begin(gateway, 5)
     path = f"/v1/generations/{public_id(first)}"

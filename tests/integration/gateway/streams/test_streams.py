@@ -32,17 +32,13 @@ async def test_frames_dropped_by_the_client_library_are_filled_from_the_journal(
 
     ring.behave = burst
     async with run_gateway(nats_settings, pending_frames=2) as gateway, gateway.openai() as client:
-        answers = await asyncio.gather(
-            *(client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(3))
-        )
+        answers = await asyncio.gather(*(client.chat.completions.create(model=MODEL, messages=HELLO) for _ in range(3)))
         assert {answer.choices[0].message.content for answer in answers} == {LONG}
         assert gateway.service.work.generations is not None
         assert gateway.service.work.generations.tokens.replays > 0
 
 
-async def test_a_missed_end_is_found_when_the_stream_stalls(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_missed_end_is_found_when_the_stream_stalls(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, stall_timeout=0.2) as gateway, gateway.http() as http:
         generations = gateway.service.work.generations
         assert generations is not None
@@ -76,11 +72,7 @@ async def test_a_lost_group_is_survived_in_mid_stream(client: openai.AsyncOpenAI
     assert text == "Hello, world!"
     first, second = ring.requests
     assert (second.attempt, bytes(second.generated), second.lane) == (1, b"Hello", "recovery")
-    assert (second.generation_id, second.sampling, second.prompt) == (
-        first.generation_id,
-        first.sampling,
-        first.prompt,
-    )
+    assert (second.generation_id, second.sampling, second.prompt) == (first.generation_id, first.sampling, first.prompt)
 
 
 async def test_frames_of_a_dead_attempt_do_no_harm(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
@@ -128,9 +120,7 @@ async def test_a_request_in_the_queue_is_not_handed_in_twice(
     assert len(ring.requests) == 1
 
 
-async def test_a_record_of_a_new_epoch_tells_of_a_loss_too(
-    client: openai.AsyncOpenAI, ring: FakeRing
-) -> None:
+async def test_a_record_of_a_new_epoch_tells_of_a_loss_too(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     async def half(fake: FakeRing, request: GenerationRequest) -> None:
         if request.attempt:
             await say(fake, request)
@@ -155,9 +145,7 @@ async def test_the_budget_of_attempts_is_bounded(http: httpx.AsyncClient, ring: 
     assert len(ring.requests) == 4
 
 
-async def test_a_client_that_goes_cancels_its_generation(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_client_that_goes_cancels_its_generation(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async def start(fake: FakeRing, request: GenerationRequest) -> None:
         if bytes(request.prompt) != b"quiet\n":
             await fake.emit(request, 0, list(b"Hello"))
@@ -181,9 +169,7 @@ async def test_a_client_that_goes_cancels_its_generation(
         await until(lambda: len(generations) == 0)
 
 
-async def test_a_queued_request_of_a_client_that_went_is_withdrawn(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_queued_request_of_a_client_that_went_is_withdrawn(gateway: RunningGateway, ring: FakeRing) -> None:
     await ring.stop()
     async with gateway.http() as http:
         with pytest.raises(httpx.ReadTimeout):

@@ -123,12 +123,8 @@ async def test_ollamas_prompts_and_turns_with_thoughts(thinkers: Thinkers, local
     answer = await local.chat(SWITCHED, [USER])
     await local.chat(SWITCHED, [USER, answer.message, USER])
     assert f"<think>{THOUGHTS}</think>{SAID}" in thinkers.prompt
-    with pytest.raises(
-        ollama.ResponseError, match="Supported values of 'think' are: 'high', 'low', 'medium'"
-    ):
-        await local._request_raw(
-            "POST", "/api/chat", json={"model": SWITCHED, "messages": [USER], "think": "lots"}
-        )
+    with pytest.raises(ollama.ResponseError, match="Supported values of 'think' are: 'high', 'low', 'medium'"):
+        await local._request_raw("POST", "/api/chat", json={"model": SWITCHED, "messages": [USER], "think": "lots"})
 
 
 @pytest.mark.parametrize("stream", [False, True])

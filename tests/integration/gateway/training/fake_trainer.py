@@ -71,9 +71,7 @@ class FakeTrainer:
         return found
 
     async def write(self, job: str, **fields: object) -> TrainingJob:
-        changed = await self.jobs.change(
-            job, self.tenant, lambda known: msgspec.structs.replace(known, **fields)
-        )
+        changed = await self.jobs.change(job, self.tenant, lambda known: msgspec.structs.replace(known, **fields))
         assert changed is not None
         return changed
 
@@ -88,9 +86,7 @@ class FakeTrainer:
     async def take(self, job: str) -> TrainingJob:
         """As a scheduler gives it to a host, which begins."""
         known = await self.until(job, lambda one: one.status == "queued")
-        return await self.write(
-            job, host=HOST, attempt=known.attempt + 1, status="running", started_at=time.time()
-        )
+        return await self.write(job, host=HOST, attempt=known.attempt + 1, status="running", started_at=time.time())
 
     async def adapter(self, job: str, step: int, number: int) -> TrainedAdapter:
         holder = job_holder(job, step)
@@ -101,9 +97,7 @@ class FakeTrainer:
         metrics = _metrics(step)
         known = await self.write(job, metrics=metrics)
         message = f"Step {step}/{known.steps}: training loss={metrics.train_loss:.2f}"
-        await self.events.add(
-            self.tenant, TrainingEvent(job, step, "step", "info", message, time.time(), metrics)
-        )
+        await self.events.add(self.tenant, TrainingEvent(job, step, "step", "info", message, time.time(), metrics))
 
     async def checkpoint(self, job: str, step: int, number: int) -> None:
         made = await self.adapter(job, step, number)

@@ -127,9 +127,7 @@ async def messages_of(client: openai.AsyncOpenAI, job: str) -> list[str]:
     return [event.message for event in reversed(page.data)]
 
 
-async def test_a_file_becomes_the_tokens_that_are_learned(
-    client: openai.AsyncOpenAI, tiny: str, bus: Bus
-) -> None:
+async def test_a_file_becomes_the_tokens_that_are_learned(client: openai.AsyncOpenAI, tiny: str, bus: Bus) -> None:
     long = {"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]}
     plain = {"prompt": "1+1=", "completion": "2"}
     job = await checked(client, await submit(client, jsonl(LINE, long, LINE, plain), jsonl(LINE)))
@@ -179,17 +177,9 @@ BAD = [
     (b"", {}, "The training file has no examples"),
     (b"\n \n", {}, "The training file has no examples"),
     (jsonl(LINE), {}, "has 1 example, and at least 2 are needed"),
-    (
-        jsonl(LINE) + b"\xff\xfe\n{\n",
-        {},
-        "2 faults. Line 2: This line is not valid UTF-8. Line 3: This line is not",
-    ),
+    (jsonl(LINE) + b"\xff\xfe\n{\n", {}, "2 faults. Line 2: This line is not valid UTF-8. Line 3: This line is not"),
     (jsonl({"messages": [USER]}, LINE), {}, "Line 1: The conversation has no message with role 'assistant'"),
-    (
-        jsonl(LINE, {"conversations": []}),
-        {},
-        "Line 2: Unknown parameter: 'conversations'; did you mean 'messages'?",
-    ),
+    (jsonl(LINE, {"conversations": []}), {}, "Line 2: Unknown parameter: 'conversations'; did you mean 'messages'?"),
     (
         jsonl(LINE, {"messages": [USER, {**ANSWER, "content": "x" * 3000}]}),
         {},
@@ -225,14 +215,8 @@ async def test_a_file_may_have_so_many_examples_and_tokens(
     async with run_gateway(nats_settings, training_examples=3, training_tokens=400) as gateway:
         client = gateway.openai()
         for data, words in (
-            (
-                jsonl(*[LINE] * 4),
-                "limit training_examples: 3 entries, RYZANSTEIN_TRAINING_EXAMPLES changes it",
-            ),
-            (
-                jsonl(LINE, {"messages": [USER, {**ANSWER, "content": "x" * 400}]}),
-                "limit training_tokens: 400 tokens",
-            ),
+            (jsonl(*[LINE] * 4), "limit training_examples: 3 entries, RYZANSTEIN_TRAINING_EXAMPLES changes it"),
+            (jsonl(LINE, {"messages": [USER, {**ANSWER, "content": "x" * 400}]}), "limit training_tokens: 400 tokens"),
         ):
             job = await checked(client, await submit(client, data, model=MODEL))
             assert job.error is not None

@@ -107,9 +107,7 @@ async def test_what_its_tenant_wants(client: openai.AsyncOpenAI, trainer: FakeTr
     await trainer.until(other.id, lambda job: job.clean and not job.owner)
 
 
-async def test_a_job_that_is_being_published_is_not_cancelled(
-    client: openai.AsyncOpenAI, trainer: FakeTrainer
-) -> None:
+async def test_a_job_that_is_being_published_is_not_cancelled(client: openai.AsyncOpenAI, trainer: FakeTrainer) -> None:
     made = await submit(client)
     await trainer.take(made.id)
     await trainer.finish(made.id, 1)
@@ -235,9 +233,7 @@ async def admitted(client: openai.AsyncOpenAI, **fields: Any) -> bool:
     return True
 
 
-async def test_files_have_their_purpose_and_tenants_their_limit(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_files_have_their_purpose_and_tenants_their_limit(nats_settings: CommonSettings, ring: FakeRing) -> None:
     async with run_gateway(nats_settings, tenant_training_jobs=1) as gateway, gateway.openai() as client:
         with pytest.raises(openai.BadRequestError, match="upload it with the purpose 'fine-tune'"):
             await submit(client, training_file=await upload(client, purpose="batch"))

@@ -118,18 +118,7 @@ async def publishing(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) ->
 async def trained(trainer: FakeTrainer) -> None:
     """A job that has made four checkpoints, of which its host keeps three, and its result."""
     job = TrainingJob(
-        JOB,
-        "",
-        1.0,
-        MODEL,
-        "supervised",
-        "file-1",
-        "file-1",
-        1,
-        status="running",
-        host=HOST,
-        attempt=1,
-        steps=4,
+        JOB, "", 1.0, MODEL, "supervised", "file-1", "file-1", 1, status="running", host=HOST, attempt=1, steps=4
     )
     await trainer.jobs.create(job)
     for step in range(1, 4):
@@ -165,9 +154,7 @@ async def test_whoever_goes_on_ends_with_the_same(publishing: Publishing) -> Non
         assert killed == outcomes[0]
     assert await trainer.objects.info(f"{JOB}/metrics.csv") is None
     held = await (await adapter_files(publishing)).holders()
-    assert {holder for one in held.values() for holder in one.holders} == {
-        name_holder(name) for name in names
-    }
+    assert {holder for one in held.values() for holder in one.holders} == {name_holder(name) for name in names}
 
 
 async def adapter_files(publishing: Publishing) -> AdapterFiles:

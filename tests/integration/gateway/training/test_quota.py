@@ -27,10 +27,7 @@ async def wide(ring: FakeRing) -> str:
 async def test_a_job_that_may_come_to_more_is_refused_at_once(
     nats_settings: CommonSettings, wide: str, bus: Bus
 ) -> None:
-    async with (
-        run_gateway(nats_settings, tenant_training_bytes=2 * QUOTA) as gateway,
-        gateway.openai() as client,
-    ):
+    async with run_gateway(nats_settings, tenant_training_bytes=2 * QUOTA) as gateway, gateway.openai() as client:
         await until(lambda: wide in gateway.service.work.catalog.cards)
         named = "limit tenant_training_bytes: .* RYZANSTEIN_TENANT_TRAINING_BYTES changes it"
         with pytest.raises(openai.RateLimitError, match=named) as refused:
@@ -52,9 +49,7 @@ async def test_a_job_that_may_come_to_more_is_refused_at_once(
         await submit(client, jsonl(LINE, LINE), model=wide, method=ONCE, lora={"rank": 1})
 
 
-async def test_examples_and_steps_count_when_they_are_known(
-    nats_settings: CommonSettings, wide: str, bus: Bus
-) -> None:
+async def test_examples_and_steps_count_when_they_are_known(nats_settings: CommonSettings, wide: str, bus: Bus) -> None:
     async with run_gateway(nats_settings, tenant_training_bytes=QUOTA) as gateway, gateway.openai() as client:
         await until(lambda: wide in gateway.service.work.catalog.cards)
         job = await submit(client, jsonl(LINE, LINE), model=wide, method=ONCE, lora={"rank": 1})

@@ -62,11 +62,7 @@ async def test_a_model_is_its_tenants_alone(
             ("POST", "/v1/completions", {"model": name, "prompt": "Hi", "max_tokens": 2}),
             ("POST", "/v1/chat/completions", {"model": name, "messages": [{"role": "user", "content": "a"}]}),
             ("POST", "/v1/responses", {"model": name, "input": "Hi"}),
-            (
-                "POST",
-                "/v1/messages",
-                {"model": name, "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]},
-            ),
+            ("POST", "/v1/messages", {"model": name, "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}),
             ("POST", "/api/show", {"model": name}),
             ("POST", "/api/generate", {"model": name, "prompt": "Hi", "stream": False}),
             ("POST", "/tokenize", {"model": name, "prompt": "Hi"}),
@@ -85,14 +81,8 @@ async def test_a_model_is_its_tenants_alone(
         line = {"model": name, "prompt": "Hi", "max_tokens": 2}
         for http, failed in ((owner, 0), (other, 1)):
             data = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": line})
-            file = await http.post(
-                "/v1/files", files={"file": ("a.jsonl", data.encode())}, data={"purpose": "batch"}
-            )
-            given = {
-                "endpoint": "/v1/completions",
-                "completion_window": "1h",
-                "input_file_id": file.json()["id"],
-            }
+            file = await http.post("/v1/files", files={"file": ("a.jsonl", data.encode())}, data={"purpose": "batch"})
+            given = {"endpoint": "/v1/completions", "completion_window": "1h", "input_file_id": file.json()["id"]}
             batch = (await http.post("/v1/batches", json=given)).json()["id"]
             async with asyncio.timeout(40):
                 while True:

@@ -11,14 +11,7 @@ def _restarted(how: str, *, kill: bool) -> Script:
         do("ensure_streams"),
         do("publish_durable", subject="intake.batch.m", group="one"),
         do("publish_durable", subject="intake.batch.m", group="two"),
-        do(
-            "pull_subscribe",
-            name="w",
-            subject="intake.batch.>",
-            stream="INTAKE",
-            durable="worker",
-            ack_wait=1.0,
-        ),
+        do("pull_subscribe", name="w", subject="intake.batch.>", stream="INTAKE", durable="worker", ack_wait=1.0),
         do("fetch", name="w"),
         do("ack", place=0),
         do("bucket", name="sessions", ttl=60),
@@ -87,9 +80,7 @@ SCRIPTS = (
         do("add_stream", name="Q", subjects=["q"], retention="workqueue"),
         do("add_consumer", stream="Q", durable_name="worker", ack_policy="explicit", filter_subject="q"),
         do("subscribe", "b", name="pulled", subject="pulls.me"),
-        do(
-            "pull_request", "b", stream="Q", consumer="worker", reply_to="me", batch=5, expires=60_000_000_000
-        ),
+        do("pull_request", "b", stream="Q", consumer="worker", reply_to="me", batch=5, expires=60_000_000_000),
         do("close", "b"),
         do("until_nobody", subject="pulls.me"),
         do("stored", subject="q", data="1"),

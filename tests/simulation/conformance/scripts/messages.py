@@ -12,12 +12,7 @@ SCRIPTS = (
         do("subscribe", "b", name="exact", subject="health.events"),
         do("subscribe", "b", name="full", subject=">"),
         do("publish", subject="health.beats.gateway.g1", data="first"),
-        do(
-            "publish",
-            subject="health.beats.gateway.g1",
-            data="second",
-            headers={"A": "1", "B-c": "two words"},
-        ),
+        do("publish", subject="health.beats.gateway.g1", data="second", headers={"A": "1", "B-c": "two words"}),
         do("publish", "b", subject="health.events", data="third", reply="somewhere.else"),
         do("publish", subject="health", data="too short"),
         do("publish", subject="health.beats.gateway", data="too short"),

@@ -23,9 +23,7 @@ def test_an_error_is_told_with_the_places_it_came_through() -> None:
     assert told(caught(ValueError())).startswith("ValueError: no words")
 
 
-def test_a_case_that_fails_leaves_a_row_and_its_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_fails_leaves_a_row_and_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = dry_bench(tmp_path / "rows.jsonl")
     bench.failed("a/b", "a case", caught(ValueError("too small")))
     bench.failed("a/c", "a check", caught(ValueError("wrong")), wrong=True)
@@ -40,7 +38,5 @@ def test_a_gpu_that_is_lost_ends_the_section(tmp_path: Path) -> None:
     """Every case after it would fail too, and say nothing."""
     bench = dry_bench(tmp_path / "rows.jsonl")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        bench.failed(
-            "a/b", "a case", caught(RuntimeError("CUDA error: an illegal memory access was encountered"))
-        )
+        bench.failed("a/b", "a case", caught(RuntimeError("CUDA error: an illegal memory access was encountered")))
     assert [row.key for row in read_rows(bench.rows)] == ["a/b"]

@@ -34,9 +34,7 @@ def limits(sections: Sequence[Section], budget: float, shares: list[float]) -> I
         later = [section for other in groups[at + 1 :] for section in other]
         given = [allot(section, later, left) for section in group]
         yield from given
-        left -= max(
-            (share * limit for share, limit in zip(shares, given, strict=False) if limit), default=0.0
-        )
+        left -= max((share * limit for share, limit in zip(shares, given, strict=False) if limit), default=0.0)
         shares = shares[len(group) :]
     assert left >= min(budget, END) - 1e-6
 

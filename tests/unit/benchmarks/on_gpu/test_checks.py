@@ -129,10 +129,7 @@ def test_a_model_that_attends_to_too_few_keys_is_wrong(monkeypatch: pytest.Monke
     real = attention_launch.attend
 
     def short(
-        query: torch.Tensor,
-        layer: attention_launch.AttentionLayer,
-        batch: attention_launch.Batch,
-        *rest: object,
+        query: torch.Tensor, layer: attention_launch.AttentionLayer, batch: attention_launch.Batch, *rest: object
     ) -> None:
         real(query, layer, batch._replace(context_lens=(batch.context_lens - 1).clamp(min=1)), *rest)  # type: ignore[arg-type]
 
@@ -140,9 +137,7 @@ def test_a_model_that_attends_to_too_few_keys_is_wrong(monkeypatch: pytest.Monke
     assert correctness._logit_error("llama", CPU) > 10 * correctness.LOGITS
 
 
-@pytest.mark.parametrize(
-    ("noise", "verdicts"), [(1.0, [True, True]), (1.5, [True, False]), (60.0, [False, False])]
-)
+@pytest.mark.parametrize(("noise", "verdicts"), [(1.0, [True, True]), (1.5, [True, False]), (60.0, [False, False])])
 def test_a_bf16_model_is_judged_by_transformers_own(bench: Bench, noise: float, verdicts: list[bool]) -> None:
     bench.tiny = False
     generator = torch.Generator().manual_seed(1)

@@ -59,9 +59,7 @@ def test_rows_come_from_every_section_and_are_written(tmp_path: Path) -> None:
         ("ends", "failed", "ended with 3, without a word"),
     ],
 )
-def test_a_section_that_fails_leaves_its_rows_and_why(
-    name: str, status: str, error: str, tmp_path: Path
-) -> None:
+def test_a_section_that_fails_leaves_its_rows_and_why(name: str, status: str, error: str, tmp_path: Path) -> None:
     report, _ = run([name, "fine"], tmp_path / "r.json")
     first, second = report.sections
     assert (first.status, first.error[-1], len(first.rows)) == (status, error, 1)

@@ -48,9 +48,7 @@ def test_all_of_loading_counts_and_not_its_parts() -> None:
 
 
 def test_the_table_has_every_row_every_error_and_the_aims() -> None:
-    whole = report(
-        BF16, Row("x", "not fitting", None, note="does not fit"), Row("y", "kernels", 0.5, ok=False)
-    )
+    whole = report(BF16, Row("x", "not fitting", None, note="does not fit"), Row("y", "kernels", 0.5, ok=False))
     whole.sections.append(SectionResult("late", "skipped", error=["0 s were [left]"]))
     text = rendered(*parts(whole))
     for part in ("250 tok/s", "87%", "does not fit", "WRONG", "0 s were [left]", "met: 85% of the bandwidth"):

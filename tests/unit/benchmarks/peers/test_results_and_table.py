@@ -47,10 +47,7 @@ def ours() -> PeerResult:
         title="Ryzanstein",
         dtype="bf16",
         versions={"python": "3.11.7"},
-        rounds={
-            "W1": [summary("W1", rate, 50) for rate in (90, 100, 300)],
-            "W4": [summary("W4", 50, 100, (100, 50))],
-        },
+        rounds={"W1": [summary("W1", rate, 50) for rate in (90, 100, 300)], "W4": [summary("W4", 50, 100, (100, 50))]},
         ready_seconds=[9.0, 5.0, 7.0],
         memory=[Memory(10**9, 10**8), Memory(3 * 10**9, 10**8)],
         against=("other", "silent", "who is not there"),

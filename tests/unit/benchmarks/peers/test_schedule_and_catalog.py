@@ -59,9 +59,7 @@ def test_every_peer_plays_every_workload_once_a_round(
     load = [replace(each, clients=clients) for each in workloads]  # type: ignore[type-var]
     steps = schedule(choose_peers(",".join(names)), load, rounds)
     played = [(step.round, step.peer.name, each.name) for step in steps for each in step.workloads]
-    assert sorted(played) == sorted(
-        (at, n, each.name) for at in range(rounds) for n in names for each in load
-    )
+    assert sorted(played) == sorted((at, n, each.name) for at in range(rounds) for n in names for each in load)
     assert all(step.slots >= each.clients for step in steps for each in step.workloads)
 
 
@@ -99,9 +97,7 @@ def test_ours_are_held_against_peers_of_as_many_bits() -> None:
     rows = {peer.name: peer for peer in PEERS.values() if peer.against}
     assert all(peer.environment is None for peer in rows.values())
     assert set().union(*(peer.against for peer in rows.values())) <= PEERS.keys()
-    assert [peer.title for peer in PEERS.values() if peer.name == "llama.cpp-q4_k_m"] == [
-        "llama.cpp llama-server"
-    ]
+    assert [peer.title for peer in PEERS.values() if peer.name == "llama.cpp-q4_k_m"] == ["llama.cpp llama-server"]
     against = rows["ryzanstein-plain-q4_k_m"].against
     assert {PEERS[each].dtype for each in against} == {"Q4_K_M", "Q4_K_M, u8 KV", "bf16"}
 
@@ -152,9 +148,7 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
 def test_a_random_model_is_made_once_with_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     made = random_model("tiny", tmp_path, tmp_path / "work")
-    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {
-        file.name for file in made.iterdir()
-    }
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {file.name for file in made.iterdir()}
     assert list(made.parent.iterdir()) == [made]
     written = made.stat().st_mtime_ns
     assert random_model("tiny", tmp_path, tmp_path / "work") == made

@@ -19,15 +19,10 @@ class Client(ChatClient):
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1", model="m")
 
-    def ask(
-        self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None
-    ) -> Iterator[str]:
+    def ask(self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None) -> Iterator[str]:
         yield prompt
         yield f" {prompt}"
-        self.messages += [
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": f"{prompt} {prompt}"},
-        ]
+        self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": f"{prompt} {prompt}"}]
 
 
 def converse(monkeypatch: pytest.MonkeyPatch, *prompts: str) -> tuple[Client, str]:
@@ -59,9 +54,7 @@ def test_what_the_model_is_told_first_can_be_changed(monkeypatch: pytest.MonkeyP
 
 def test_a_conversation_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    client, printed = converse(
-        monkeypatch, "Grüße", f"/save {file}", "/save", f"/save {tmp_path}/none/x", "/bye"
-    )
+    client, printed = converse(monkeypatch, "Grüße", f"/save {file}", "/save", f"/save {tmp_path}/none/x", "/bye")
     assert json.loads(file.read_text()) == client.messages
     assert "2 messages are in" in " ".join(printed.split())
     assert "Name the file: /save FILE." in printed
@@ -128,9 +121,7 @@ def test_answers_are_plain_where_that_is_asked_for() -> None:
 
 def test_how_far_a_long_prompt_is_stands_there_until_the_answer_comes() -> None:
     class Slow(Client):
-        def ask(
-            self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None
-        ) -> Iterator[str]:
+        def ask(self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None) -> Iterator[str]:
             assert self.on_progress is not None
             self.on_progress(34816, 131072)
             yield from super().ask(prompt)

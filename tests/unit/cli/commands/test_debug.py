@@ -66,18 +66,7 @@ ALLOCATOR = AllocatorDump(
     "hold",
 )
 DUMP = Dump(
-    DUMP_VERSION,
-    "g",
-    "m",
-    "i",
-    "host",
-    5,
-    0.0,
-    0.2,
-    "Rank 1 is [b]stopped[/b].",
-    "ready",
-    ranks=[RANK],
-    plans=[PLAN],
+    DUMP_VERSION, "g", "m", "i", "host", 5, 0.0, 0.2, "Rank 1 is [b]stopped[/b].", "ready", ranks=[RANK], plans=[PLAN]
 )
 
 

@@ -28,9 +28,7 @@ def run(*words: str) -> str:
 @pytest.mark.nightly
 def test_a_converted_model_is_inspected(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
-    said = run(
-        "convert", str(tmp_path / "model"), str(tmp_path / "half"), "--to", "safetensors", "--dtype", "f16"
-    )
+    said = run("convert", str(tmp_path / "model"), str(tmp_path / "half"), "--to", "safetensors", "--dtype", "f16")
     assert "half is ready" in said.replace("\n", "")
     facts = json.loads(run("inspect", str(tmp_path / "half"), "--json"))
     assert (facts["architecture"], facts["bits_per_weight"]) == ("llama", 16.0)

@@ -62,9 +62,7 @@ def test_how_far_the_cache_can_grow_is_shown() -> None:
 
 def test_what_computes_is_shown() -> None:
     ranks = [RankBeat(0, 1, 5, 0, False)]
-    assert "native avx2" in shown(
-        GroupRecord("g", "m", "ready", 1, ranks, GroupLoad(), kernels="native avx2")
-    )
+    assert "native avx2" in shown(GroupRecord("g", "m", "ready", 1, ranks, GroupLoad(), kernels="native avx2"))
 
 
 def test_weights_that_are_read_in_each_step_are_shown() -> None:
@@ -76,9 +74,7 @@ def test_weights_that_are_read_in_each_step_are_shown() -> None:
     ) in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), streamed=weights))
     unmeasured = StreamedWeights(2_000_000_000, 500_000_000, 0.0)
     assert unmeasured.tokens_per_second == 0
-    assert "are read for each step\n" in shown(
-        GroupRecord("g", "m", "ready", 1, [], GroupLoad(), streamed=unmeasured)
-    )
+    assert "are read for each step\n" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), streamed=unmeasured))
 
 
 @pytest.mark.parametrize(
@@ -102,9 +98,7 @@ def test_what_groups_differ_in_is_shown(traits: GroupTraits | None, line: str) -
 
 def test_how_far_a_start_has_come_is_shown() -> None:
     def record(**more: Any) -> GroupRecord:
-        return GroupRecord(
-            "g", "m", **({"state": "starting", "epoch": 1, "ranks": [], "load": GroupLoad()} | more)
-        )
+        return GroupRecord("g", "m", **({"state": "starting", "epoch": 1, "ranks": [], "load": GroupLoad()} | more))
 
     assert "g: its ranks are started" in shown(record())
     assert "g: 40% of its weights are read\n" in shown(record(loaded=0.4))
@@ -116,10 +110,7 @@ def test_how_far_a_start_has_come_is_shown() -> None:
 
 def test_what_has_not_been_heard_yet_is_starting_and_an_earlier_stacks_records_are_not_shown() -> None:
     started = [StartedProcess("gateway", "gateway-0", 12), StartedProcess("executor", "executor-0", 13)]
-    known = [
-        ServiceRecord("gateway", "gateway-0", 12, "ready"),
-        ServiceRecord("executor", "executor-0", 7, "ready"),
-    ]
+    known = [ServiceRecord("gateway", "gateway-0", 12, "ready"), ServiceRecord("executor", "executor-0", 7, "ready")]
     groups = [GroupRecord("group-0", "old", "ready", 1, [], GroupLoad(), instance="executor-0")]
     found = snapshot(known, groups, started).status
     assert found.services == [
@@ -144,9 +135,7 @@ def test_a_host_is_shown_with_its_groups_and_what_it_says_of_models() -> None:
         HostRecord("host-1", HostBeat(), "ready"),
         HostRecord("host-2", takes, "gone"),
     ]
-    groups = [
-        GroupRecord(name, name, "ready", 1, [], GroupLoad(), instance="host-0") for name in ("one", "two")
-    ]
+    groups = [GroupRecord(name, name, "ready", 1, [], GroupLoad(), instance="host-0") for name in ("one", "two")]
     found = snapshot([], groups, (), hosts)
     assert [host.instance for host in found.status.hosts] == ["host-0"]
     console = Console(width=100)

@@ -55,10 +55,7 @@ def test_what_is_wrong_with_its_options_is_told_in_a_sentence(option: str, choic
     ("options", "reason"),
     [
         (["--served-model-name", "x" * 1000], "--served-model-name: "),
-        (
-            ["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"],
-            "org/b.* is declared twice",
-        ),
+        (["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"], "org/b.* is declared twice"),
         (["--models-file", "FILE", "--served-model-name", "mine"], "for the executors' own model"),
     ],
 )

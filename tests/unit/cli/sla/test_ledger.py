@@ -214,9 +214,7 @@ def test_a_request_without_an_end_has_failed() -> None:
 
 
 def test_lines_of_batches_wait_without_harm() -> None:
-    journal = (
-        Journal().begins("a", 1000, lane="batch").begins("b", 1700).says(1700.5, entry("b", 0, 1, "stop"))
-    )
+    journal = Journal().begins("a", 1000, lane="batch").begins("b", 1700).says(1700.5, entry("b", 0, 1, "stop"))
     whole = journal.says(1900, entry("a", 0, 3, "stop")).all()
     assert (whole.requests.completed, whole.requests.failed, whole.requests.batch_lines) == (1, 0, 1)
     assert (whole.first_token.count, whole.outages) == (1, [])
@@ -260,9 +258,7 @@ def told(given: list[Life]) -> ReportScope:
     """By the journal's messages, in the order of their time."""
     journal = Journal()
     events = [(life.begin, number, -1) for number, life in enumerate(given)]
-    events += [
-        (at, number, index) for number, life in enumerate(given) for index, at in enumerate(life.words)
-    ]
+    events += [(at, number, index) for number, life in enumerate(given) for index, at in enumerate(life.words)]
     for at, number, index in sorted(events):
         life, name = given[number], f"r{number}"
         if index < 0:

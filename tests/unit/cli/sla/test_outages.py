@@ -10,9 +10,7 @@ from services.cli.sla.report import outages_of
 
 LINE = 40
 spans = st.builds(
-    lambda begin, length: Interval(float(begin), float(begin + length)),
-    st.integers(0, LINE),
-    st.integers(0, LINE),
+    lambda begin, length: Interval(float(begin), float(begin + length)), st.integers(0, LINE), st.integers(0, LINE)
 )
 causes = st.lists(st.tuples(spans, st.sampled_from(("silent", "failing"))), max_size=12)
 
@@ -40,6 +38,4 @@ def test_outages_are_the_union_of_all_causes_within_what_is_covered(
 
 def test_causes_that_overlap_are_one_outage_with_both_reasons() -> None:
     found = outages_of([(Interval(5, 20), "silent"), (Interval(15, 35), "failing")], Interval(0, 30))
-    assert [(one.begin, one.end, one.reasons, one.ongoing) for one in found] == [
-        (5, 30, ["failing", "silent"], True)
-    ]
+    assert [(one.begin, one.end, one.reasons, one.ongoing) for one in found] == [(5, 30, ["failing", "silent"], True)]

@@ -65,17 +65,13 @@ def report(server: str, **answers: list[tuple[dict[str, str], float]]) -> list[R
     answers.setdefault("covered", [({}, 20.0)])
     Handler.answers = {query: _series(*answers.get(name, [])) for name, query in asked.items()}
     with client_of(server) as client:
-        found = from_prometheus(
-            client, PERIOD, step=10.0, gateway_job="gateways", progress=lambda share: None
-        )
+        found = from_prometheus(client, PERIOD, step=10.0, gateway_job="gateways", progress=lambda share: None)
     return found.scopes
 
 
 def test_requests_are_told_by_their_status(server: str) -> None:
     status = {"200": 5, "101": 1, "400": 2, "429": 3, "499": 1, "500": 1, "503": 2, "504": 1, "507": 1}
-    whole, single = report(
-        server, requests=[({"model": "m", "status": code}, n) for code, n in status.items()]
-    )
+    whole, single = report(server, requests=[({"model": "m", "status": code}, n) for code, n in status.items()])
     assert whole.requests == single.requests
     found = whole.requests
     assert (found.completed, found.refused, found.cancelled, found.failed) == (6, 5, 1, 5)
@@ -146,19 +142,12 @@ def test_what_is_no_address_is_told_without_its_password(url: str) -> None:
         (403, b"no", ConfigurationError, "asks for credentials"),
         (404, b"<html>", PrometheusError, "not Prometheus' API"),
         (200, b"{}", PrometheusError, "not Prometheus' API"),
-        (
-            200,
-            b'{"status":"success","data":{"result":[{"metric":{},"value":["x"]}]}}',
-            PrometheusError,
-            "API",
-        ),
+        (200, b'{"status":"success","data":{"result":[{"metric":{},"value":["x"]}]}}', PrometheusError, "API"),
         (400, b'{"status":"error","error":"parse error"}', PrometheusError, "refused a query: parse error"),
         (503, b'{"status":"error"}', PrometheusError, "503"),
     ],
 )
-def test_other_answers_are_told(
-    server: str, status: int, content: bytes, kind: type[Exception], said: str
-) -> None:
+def test_other_answers_are_told(server: str, status: int, content: bytes, kind: type[Exception], said: str) -> None:
     Handler.answer = status, content
     with client_of(server) as client, pytest.raises(kind, match=said):
         ask(client, "q", 10)

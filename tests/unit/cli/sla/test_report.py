@@ -49,9 +49,7 @@ def test_targets_are_judged_by_the_worst_scope() -> None:
         scope("good", availability=1.0, error_rate=0.0),
         scope("bad", availability=0.99, error_rate=0.002),
     ]
-    found = {
-        verdict.indicator: verdict for verdict in judge({"availability": 0.999, "error_rate": 0.001}, scopes)
-    }
+    found = {verdict.indicator: verdict for verdict in judge({"availability": 0.999, "error_rate": 0.001}, scopes)}
     assert (found["availability"].model, found["availability"].met) == ("bad", False)
     assert (found["error_rate"].model, found["error_rate"].met) == ("bad", False)
     met = judge({"availability": 0.99, "error_rate": 0.002}, scopes)
@@ -80,16 +78,9 @@ def test_an_outage_that_goes_on_has_not_been_repaired() -> None:
 
 
 def report() -> Report:
-    outages = [
-        Outage(1_774_780_000.0 + 100 * at, 1_774_780_030.0 + 100 * at, ["silent"], False) for at in range(25)
-    ]
-    some = Percentiles(
-        5, Quantile(0.0123, 0.01, 0.02), Quantile(0.2, 0.1, 0.25), Quantile(120.0, 120.0, None)
-    )
-    scopes = [
-        scope(outages=outages, first_token=some),
-        scope("a|b", outages=outages[:1], mttr=30.0, repaired=1),
-    ]
+    outages = [Outage(1_774_780_000.0 + 100 * at, 1_774_780_030.0 + 100 * at, ["silent"], False) for at in range(25)]
+    some = Percentiles(5, Quantile(0.0123, 0.01, 0.02), Quantile(0.2, 0.1, 0.25), Quantile(120.0, 120.0, None))
+    scopes = [scope(outages=outages, first_token=some), scope("a|b", outages=outages[:1], mttr=30.0, repaired=1)]
     return Report(
         "journal",
         1_774_776_000.0,
@@ -132,8 +123,7 @@ def test_json_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.00123, "1.23 ms"), (0.25, "250 ms"), (90, "90 s"), (600, "10 min"), (86_400, "24 h")],
+    ("value", "shown"), [(0.00123, "1.23 ms"), (0.25, "250 ms"), (90, "90 s"), (600, "10 min"), (86_400, "24 h")]
 )
 def test_times(value: float, shown: str) -> None:
     assert seconds(value) == shown

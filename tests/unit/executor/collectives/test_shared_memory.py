@@ -49,9 +49,7 @@ def test_the_others_notice_a_killed_rank() -> None:
 # --- ranks that are threads of this process ------------------------------------------------------
 
 
-def between_threads(
-    world_size: int, work: Callable[[SharedMemory], object], timeout: float = 60
-) -> list[object]:
+def between_threads(world_size: int, work: Callable[[SharedMemory], object], timeout: float = 60) -> list[object]:
     area = make_area(world_size, 1)
     rings = [SharedMemory(area, rank, world_size, timeout=timeout) for rank in range(world_size)]
     with ThreadPoolExecutor(world_size) as pool:

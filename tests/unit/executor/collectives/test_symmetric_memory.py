@@ -62,9 +62,7 @@ GOOD = Circumstances(4, one_host=True, operators=True, peers=True)
         (BUFFER_BYTES + 16, BF16, 4, True, Way.NCCL),
     ],
 )
-def test_how_a_sum_is_computed(
-    size: int, dtype: torch.dtype, ranks: int, multicast: bool, expected: Way
-) -> None:
+def test_how_a_sum_is_computed(size: int, dtype: torch.dtype, ranks: int, multicast: bool, expected: Way) -> None:
     assert choose_way(size, dtype, ranks, multicast) is expected
 
 
@@ -175,9 +173,7 @@ def test_one_rank_that_cannot_means_that_none_does(fault: str, caplog: pytest.Lo
         def make(group: Any, device: torch.device) -> FakeSums:
             made.append(member.rank)
             if broken:
-                raise (
-                    RuntimeError("CUDA driver said no\nmore") if fault == "rendezvous" else TypeError("group")
-                )
+                raise (RuntimeError("CUDA driver said no\nmore") if fault == "rendezvous" else TypeError("group"))
             return FakeSums(member)
 
         ring = with_symmetric_memory(member, CPU, True, look=lambda *_: here, make=make)  # type: ignore[arg-type]
@@ -248,9 +244,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> FakeOperators:
 
     fake = FakeOperators()
     monkeypatch.setattr(symmetric_memory, "empty", torch.empty)
-    monkeypatch.setattr(
-        symmetric_memory, "rendezvous", lambda tensor, group: SimpleNamespace(multicast_ptr=7)
-    )
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: SimpleNamespace(multicast_ptr=7))
     monkeypatch.setattr(collectives_symmetric.torch.ops, "symm_mem", fake, raising=False)
     return fake
 
@@ -270,9 +264,7 @@ def test_a_message_goes_into_the_buffer_and_comes_back_in_place(operators: FakeO
     assert shifted.tolist() == [2.0 * value for value in range(1, 17)], "one that is not aligned, too"
 
 
-def test_a_buffer_that_is_not_mapped_is_refused(
-    operators: FakeOperators, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_that_is_not_mapped_is_refused(operators: FakeOperators, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     monkeypatch.setattr(symmetric_memory, "rendezvous", lambda tensor, group: None)
@@ -320,9 +312,7 @@ def test_errors_of_the_ring_and_of_the_gpu_are_told_apart(
         alone.all_reduce(torch.zeros(1))
 
 
-def test_one_rank_meets_nobody_unless_nccl_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_one_rank_meets_nobody_unless_nccl_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     joined: list[Any] = []
     monkeypatch.setattr(TorchDistributed, "join", lambda *arguments: joined.append(arguments) or "nccl ring")
     spec, gpu = RankSpec(0, 1, "g", "i", 1, "", {}), torch.device("cuda", 0)
@@ -345,17 +335,13 @@ def test_symmetric_memory_is_tried_where_nothing_else_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, collectives: str, backend: str, expected: str
 ) -> None:
     monkeypatch.setattr(TorchDistributed, "join", lambda *arguments: "plain")
-    monkeypatch.setattr(
-        collectives_symmetric, "with_symmetric_memory", lambda plain, device, one_host: "symmetric"
-    )
+    monkeypatch.setattr(collectives_symmetric, "with_symmetric_memory", lambda plain, device, one_host: "symmetric")
     settings = load_settings(ExecutorSettings, collectives=collectives, tp=2)
     spec = RankSpec(1, 2, "g", "i", 1, "", {})
     assert rendezvous._join(settings, spec, backend, HashStore(), CPU) == expected  # type: ignore[comparison-overlap]
 
 
-def test_failures_of_nccl_are_loud_unless_the_operator_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failures_of_nccl_are_loud_unless_the_operator_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     found = environment(2, load_settings(ExecutorSettings))
     assert found["NCCL_DEBUG"] == "INFO"

@@ -36,9 +36,7 @@ def test_each_pass_reaches_as_far_as_its_rows(members: list[tuple[int, int]], co
         num_decodes=[new for _, new in members].count(1),
         token_ids=to_bytes(np.concatenate([np.arange(known, known + new) for known, new in members])),
         positions=to_bytes(np.concatenate([np.arange(known, known + new) for known, new in members])),
-        slots=to_bytes(
-            [slot for at, (known, new) in enumerate(members) for slot in slots(at, known, known + new)]
-        ),
+        slots=to_bytes([slot for at, (known, new) in enumerate(members) for slot in slots(at, known, known + new)]),
         query_lens=to_bytes([new for _, new in members]),
         context_lens=to_bytes([end + count - 1 + spare for end in ends]),
         block_tables=to_bytes(up_to([end + count - 1 + spare for end in ends])),
@@ -62,11 +60,7 @@ def test_each_pass_reaches_as_far_as_its_rows(members: list[tuple[int, int]], co
             assert as_int32(found.slots).tolist() == [row[number - 1] for row in behind]
             assert as_int32(found.sample_rows).tolist() == list(range(len(members)))
         else:
-            assert (found.token_ids, found.slots, found.query_lens) == (
-                plan.token_ids,
-                plan.slots,
-                plan.query_lens,
-            )
+            assert (found.token_ids, found.slots, found.query_lens) == (plan.token_ids, plan.slots, plan.query_lens)
 
 
 def test_a_draft_model_computes_what_it_knows() -> None:
@@ -101,12 +95,9 @@ def test_a_draft_model_computes_what_it_knows() -> None:
 def test_the_slot_of_the_token_before(members: list[tuple[int, int]]) -> None:
     """`members`: first position and rows of each sequence, in blocks of its own."""
     tables = [
-        [100 * at + block for block in range(-(-(begin + new) // SIZE))]
-        for at, (begin, new) in enumerate(members)
+        [100 * at + block for block in range(-(-(begin + new) // SIZE))] for at, (begin, new) in enumerate(members)
     ]
-    rows = [
-        (at, position) for at, (begin, new) in enumerate(members) for position in range(begin, begin + new)
-    ]
+    rows = [(at, position) for at, (begin, new) in enumerate(members) for position in range(begin, begin + new)]
 
     def slot(at: int, position: int) -> int:
         return tables[at][position // SIZE] * SIZE + position % SIZE if position >= 0 else -1

@@ -36,9 +36,7 @@ def test_settings_refuse_an_unknown_dtype() -> None:
 
 @pytest.mark.parametrize("layer", [4, -5])
 def test_layers_that_the_model_has_not(layer: int) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"names layer {layer}, which the model does not have; .* 0 to 3"
-    ):
+    with pytest.raises(ConfigurationError, match=f"names layer {layer}, which the model does not have; .* 0 to 3"):
         layer_dtypes("int8", {layer: "bf16"}, 4)
 
 

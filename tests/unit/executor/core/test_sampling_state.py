@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.sampling_state import (
-    OutputTokenCounts,
-    SamplingState,
-    problem_with,
-    random_bits,
-    uniform,
-)
+from services.executor.core.sampling_state import OutputTokenCounts, SamplingState, problem_with, random_bits, uniform
 from shared.messages import SamplingParams
 
 

@@ -2,14 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.sharding import (
-    HeadCounts,
-    ShardLayout,
-    ShardRange,
-    SharedHead,
-    split,
-    split_dimension,
-)
+from services.executor.core.sharding import HeadCounts, ShardLayout, ShardRange, SharedHead, split, split_dimension
 from shared.errors import ConfigurationError, ModelLoadError
 
 
@@ -58,9 +51,7 @@ def test_shared_heads_are_held_by_two_neighbours_that_make_all_equal(ring: list[
         for shared in layout.shared_heads:
             head = layout.kv_heads.start + shared.kv_head
             assert head in as_list(layout.kv_heads)
-            by_slot.setdefault(shared.slot, []).append(
-                (layout.rank, head, shared.is_first, shared.first_share)
-            )
+            by_slot.setdefault(shared.slot, []).append((layout.rank, head, shared.is_first, shared.first_share))
             work -= ranks - shared.first_share if shared.is_first else shared.first_share
         if layout.num_shared_heads:
             assert work == total.kv_heads, "every rank attends as much as the others"
@@ -93,23 +84,11 @@ def test_known_splits() -> None:
     ]
     # Sharing would give the second of three ranks three heads of five; of seventeen, two ranks balance well enough.
     five_over_three = [ShardLayout.of(HeadCounts(5, 5, 64), 3, rank) for rank in range(3)]
-    assert [layout.kv_heads for layout in five_over_three] == [
-        ShardRange(0, 2),
-        ShardRange(2, 4),
-        ShardRange(4, 5),
-    ]
+    assert [layout.kv_heads for layout in five_over_three] == [ShardRange(0, 2), ShardRange(2, 4), ShardRange(4, 5)]
     assert ShardLayout.of(HeadCounts(17, 17, 64), 2, 0).num_shared_heads == 0
     eight_over_two = [ShardLayout.of(HeadCounts(8, 2, 64), 3, rank) for rank in range(3)]
-    assert [layout.q_heads for layout in eight_over_two] == [
-        ShardRange(0, 2),
-        ShardRange(2, 4),
-        ShardRange(4, 8),
-    ]
-    assert [layout.kv_heads for layout in eight_over_two] == [
-        ShardRange(0, 1),
-        ShardRange(0, 1),
-        ShardRange(1, 2),
-    ]
+    assert [layout.q_heads for layout in eight_over_two] == [ShardRange(0, 2), ShardRange(2, 4), ShardRange(4, 8)]
+    assert [layout.kv_heads for layout in eight_over_two] == [ShardRange(0, 1), ShardRange(0, 1), ShardRange(1, 2)]
     assert [span.size for span in split_dimension(1536, 5)] == [256, 320, 320, 320, 320]
     assert [span.size for span in split_dimension(131, 2)] == [65, 66]
 

@@ -21,9 +21,7 @@ CHOICES = st.builds(
 
 
 @given(CHOICES, st.integers(0, 4000), st.integers(1, 32))
-def test_sinks_recent_tokens_and_the_budget_are_read(
-    wanted: SparseAttention, position: int, size: int
-) -> None:
+def test_sinks_recent_tokens_and_the_budget_are_read(wanted: SparseAttention, position: int, size: int) -> None:
     own, reading = position // size, SparsePattern.of(wanted).reading(position, size)
     if reading is None:
         return
@@ -71,16 +69,10 @@ def test_without_a_choice_all_is_read() -> None:
         (SparseAttention(sinks=-1), ["pages", "window"], "Invalid sparse_attention.sinks: it is -1"),
         (SparseAttention(threshold=1 << 31), ["pages", "window"], "Invalid sparse_attention.threshold:"),
         (SparseAttention(share=1.5), ["pages", "window"], "Invalid sparse_attention.share: it is 1.5"),
-        (
-            SparseAttention(share=float("nan")),
-            ["pages", "window"],
-            "Invalid sparse_attention.share: it is nan",
-        ),
+        (SparseAttention(share=float("nan")), ["pages", "window"], "Invalid sparse_attention.share: it is nan"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(
-    wanted: SparseAttention, kinds: list[str], says: str
-) -> None:
+def test_what_cannot_be_computed_is_refused_by_name(wanted: SparseAttention, kinds: list[str], says: str) -> None:
     error = problem_with(wanted, 16, kinds)
     assert error is not None
     assert says in error.message

@@ -63,8 +63,6 @@ def test_one_step_at_a_time() -> None:
 
 
 def test_a_plan_travels_with_its_adapters() -> None:
-    plan = structs.replace(
-        plan_alone(1, [3], 4), adapters=to_bytes([-1, 5]), adapter_loads=[(5, "/cache/adapters/ab")]
-    )
+    plan = structs.replace(plan_alone(1, [3], 4), adapters=to_bytes([-1, 5]), adapter_loads=[(5, "/cache/adapters/ab")])
     assert decode_plan(encode_plan(plan)) == plan
     assert decode_plan(encode_plan(plan_alone(1, [3], 4))).adapter_loads == []

@@ -31,10 +31,6 @@ def emulate_amx() -> None:
 
 def compilers() -> list[str]:
     """That are here, of those that users have."""
-    names = (
-        "gcc",
-        *(f"gcc-{version}" for version in (12, 13, 14)),
-        *(f"clang-{version}" for version in (14, 16, 19)),
-    )
+    names = ("gcc", *(f"gcc-{version}" for version in (12, 13, 14)), *(f"clang-{version}" for version in (14, 16, 19)))
     found = {str(Path(path).resolve()): name for name in reversed(names) if (path := shutil.which(name))}
     return sorted(found.values()) or ["gcc"]

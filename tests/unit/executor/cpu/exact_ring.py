@@ -104,20 +104,14 @@ class Ranks:
             states = layer_states(config, layout)
             slot = tuple(state.slot for state in states if state.slot)
             choosing = choosing_pages(states)
-            shape = StoreShape(
-                block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing, mapped
-            )
+            shape = StoreShape(block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing, mapped)
             shape = shape.with_summaries() if summaries else shape
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
             files = MappedFiles(directory) if mapped else None
-            store = KvStore(
-                shape, writable, CPU, quantized, STATES + DRAFT_STATES if slot else 0, files=files
-            )
+            store = KvStore(shape, writable, CPU, quantized, STATES + DRAFT_STATES if slot else 0, files=files)
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
-            made = backend_of(CPU).runner(
-                RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill)
-            )
+            made = backend_of(CPU).runner(RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill))
             assert made.is_native
             return made
 
@@ -130,11 +124,7 @@ class Ranks:
         for rank in range(1, world_size):
             self._plans.append(queue.Queue())
             threading.Thread(target=work, args=(rank,), daemon=True).start()
-        leader = (
-            SingleRank()
-            if area is None
-            else SharedMemory(area, 0, world_size, lanes=self.threads, timeout=60)
-        )
+        leader = SingleRank() if area is None else SharedMemory(area, 0, world_size, lanes=self.threads, timeout=60)
         self._leader = runner(leader)
 
     def forward(self, plan: StepPlan) -> Tensor:
@@ -188,9 +178,7 @@ class ExactRing:
             draft_states=DRAFT_STATES if ranks.states else 0, state_blocks=ranks.state_blocks,
             sparse=["pages", "window"],
         )  # fmt: skip
-        settings = BatchSettings(
-            cuts.budget, cuts.sequences, session_ttl=cuts.session_ttl, max_drafts=cuts.drafts
-        )
+        settings = BatchSettings(cuts.budget, cuts.sequences, session_ttl=cuts.session_ttl, max_drafts=cuts.drafts)
         drafter = _KnowingDrafter(spec, settings, self._rng, said) if cuts.drafts and said else None
         self.batcher = Scheduler(spec, settings, "m", drafter)
         self._launches = Launches(self._execute)

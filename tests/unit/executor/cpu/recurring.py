@@ -145,9 +145,7 @@ def rows_of(shape: Shape, count: int, seed: int) -> Tensor:
 def expected(layer: Layer, rows: Tensor) -> Tensor:
     """A whole sequence in float64 [rows, inner], by the definitions."""
     shape, rows = layer.shape, rows.double()
-    mixed, gate, rest = rows.split(
-        [shape.channels, shape.inner, rows.shape[1] - shape.channels - shape.inner], 1
-    )
+    mixed, gate, rest = rows.split([shape.channels, shape.inner, rows.shape[1] - shape.channels - shape.inner], 1)
     if shape.kind == "short":
         mixed = (mixed * rest).bfloat16().double()  # as the window keeps it
     bias = None if layer.bias is None else layer.bias.double()
@@ -175,8 +173,7 @@ def _delta(layer: Layer, mixed: Tensor, gates: Tensor) -> Tensor:
     keys = shape.groups * shape.key_dim
     query, key, value = mixed.split([keys, keys, shape.inner], 1)
     query, key = (
-        part.unflatten(1, (shape.groups, -1)).repeat_interleave(shape.heads // shape.groups, 1)
-        for part in (query, key)
+        part.unflatten(1, (shape.groups, -1)).repeat_interleave(shape.heads // shape.groups, 1) for part in (query, key)
     )
     query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
     value = value.unflatten(1, (shape.heads, -1))

@@ -104,9 +104,7 @@ def merged(directory: Path, weights: Weights | None, sequences: list[list[int]])
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
 
-def run(
-    runner: ModelRunner, slots: Mapping[int, int] = SLOTS, steps: list[dict[int, int]] = STEPS
-) -> Results:
+def run(runner: ModelRunner, slots: Mapping[int, int] = SLOTS, steps: list[dict[int, int]] = STEPS) -> Results:
     script = Script(LENGTHS)
     found: Results = []
     for tokens in steps:
@@ -333,17 +331,13 @@ def test_weights_of_a_file_take_adapters_without_the_model(tmp_path: Path) -> No
     runner = runner_of(directory, native=True)
     decoder, adapter = decoder_of(runner), drawn(whole_targets(config), 16, 1)
     layout = ShardLayout.from_config(config, 1, 0)
-    facts = ModelFacts(
-        layer_states(config, layout), config.hidden_size, 64, HeadCounts.from_config(config), [131]
-    )
+    facts = ModelFacts(layer_states(config, layout), config.hidden_size, 64, HeadCounts.from_config(config), [131])
     with (tmp_path / "packed").open("w+b") as file:
         write(file.fileno(), "identity", facts, decoder.packed)
         found = PackedFile(os.dup(file.fileno()))
         packed = found.read(2, lambda done, total: None)
         found.close()
-    again = native_runner(
-        packed, [131], RunnerRequest(None, runner._store, layout, SingleRank(), CPU, 2), "cached"
-    )
+    again = native_runner(packed, [131], RunnerRequest(None, runner._store, layout, SingleRank(), CPU, 2), "cached")
     for one in (runner, again):
         decoder_of(one).load(0, adapter)
     assert same(run(again), run(runner), {0, 1, 2, 3})

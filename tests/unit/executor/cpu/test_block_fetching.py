@@ -81,13 +81,7 @@ class Mapped:
         layout = ShardLayout.from_config(config, 1, 0)
         states = layer_states(config, layout)
         shape = StoreShape(
-            BLOCK_SIZE,
-            torch.bfloat16,
-            page_layers(states),
-            (INT8,) * 3,
-            (),
-            choosing_pages(states),
-            files is not None,
+            BLOCK_SIZE, torch.bfloat16, page_layers(states), (INT8,) * 3, (), choosing_pages(states), files is not None
         ).with_summaries()
         self.files = files
         self.store = KvStore(shape, BLOCKS, CPU, BLOCKS, files=files)
@@ -144,12 +138,7 @@ def test_blocks_that_left_memory_give_the_same_bits(
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 def test_a_rank_maps_its_blocks_and_tells_what_they_take(directory: Path, tmp_path: Path) -> None:
-    own = {
-        "kv_dtype": "int8",
-        "kv_disk_directory": str(tmp_path / "disk"),
-        "dtype": "bf16",
-        "max_batch_tokens": 64,
-    }
+    own = {"kv_dtype": "int8", "kv_disk_directory": str(tmp_path / "disk"), "dtype": "bf16", "max_batch_tokens": 64}
     with ring_of(tmp_path, directory, kv_mapped_memory=1 << 20, **own) as ring:
         block = 3 * 2 * 2 * 32 * ring.spec.block_size
         assert ring.spec.num_quantized == (1 << 20) // block
@@ -162,8 +151,6 @@ def test_a_rank_maps_its_blocks_and_tells_what_they_take(directory: Path, tmp_pa
 
 
 def test_what_pytorch_computes_maps_no_blocks(directory: Path, tmp_path: Path) -> None:
-    refused = pytest.raises(
-        ConfigurationError, match="--kv-mapped-memory is for models that the native CPU kernels"
-    )
+    refused = pytest.raises(ConfigurationError, match="--kv-mapped-memory is for models that the native CPU kernels")
     with refused, ring_of(tmp_path, directory, kv_mapped_memory=1 << 20, dtype="fp32"):
         pass

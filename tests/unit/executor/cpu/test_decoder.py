@@ -62,9 +62,7 @@ def runner_of(
     dtype = torch.bfloat16
     kind = CODECS[weights] if weights else None
     model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None, kind, keep_codes=True)
-    shape = store_shape(
-        SETTINGS, "bf16" if codec is None else codec.name, layer_states(config, layout), dtype
-    )
+    shape = store_shape(SETTINGS, "bf16" if codec is None else codec.name, layer_states(config, layout), dtype)
     num_slots = NUM_SLOTS if shape.slot else 0
     store = KvStore(shape, num_blocks, CPU, num_blocks if shape.moves_full_blocks else 0, num_slots)
     if native:
@@ -92,16 +90,12 @@ def errors(runner: ModelRunner, expected: list[Tensor]) -> Tensor:
             continue
         assert isinstance(logits, Tensor)
         assert logits.shape[0] == len(sampled)
-        found += [
-            row - expected[sequence][position]
-            for row, (sequence, position) in zip(logits, sampled, strict=True)
-        ]
+        found += [row - expected[sequence][position] for row, (sequence, position) in zip(logits, sampled, strict=True)]
     return torch.cat(found).abs()
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    in_lanes(LOWERED, ["gemma4_text", "gpt_oss", "granitemoehybrid", "llama", "qwen3_5_text"]),
+    "model_type", in_lanes(LOWERED, ["gemma4_text", "gpt_oss", "granitemoehybrid", "llama", "qwen3_5_text"])
 )
 def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)
@@ -137,12 +131,7 @@ def test_many_heads_on_one_share_a_tile_or_have_several(tmp_path: Path, heads: i
 def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> None:
     """One decode of a long context: the threads share its keys and merge what they find."""
     directory = make_model(
-        tmp_path,
-        "llama",
-        head_dim=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
+        tmp_path, "llama", head_dim=32, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=2048
     )
     length = 1030
     script = rings.Script([length], num_blocks=300)
@@ -191,9 +180,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
 
     def last_four(batches: list[dict[int, int]], threads: int) -> Tensor:
         """Logits of the first sequence's last four tokens, which `batches` compute."""
-        runner = runner_of(
-            directory, native=True, threads=threads, num_blocks=900, codec=codec, weights=weights
-        )
+        runner = runner_of(directory, native=True, threads=threads, num_blocks=900, codec=codec, weights=weights)
         script = rings.Script(lengths, num_blocks=900)
         for sequence, length in enumerate(lengths):
             rest = length - 4 if sequence == 0 else length - 1
@@ -225,10 +212,7 @@ def test_layers_that_store_nothing_compute_what_is_sampled_alone(tmp_path: Path,
     directory = make_model(tmp_path, "gemma4_text", head_dim=32, max_position_embeddings=2048)
 
     def logits_of(*, every_token: bool) -> dict[tuple[int, int], Tensor]:
-        runner, progress = (
-            runner_of(directory, native=True, num_blocks=900, codec=codec),
-            ProgressCounter.unread(),
-        )
+        runner, progress = (runner_of(directory, native=True, num_blocks=900, codec=codec), ProgressCounter.unread())
         script = rings.Script([900, 30, 5], num_blocks=900, compresses=codec is not None)
         found = {}
         for tokens in ({2: 4}, {0: 600}, {2: 1, 0: 299, 1: 29}, {0: 1, 1: 1}):
@@ -303,9 +287,7 @@ def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -
                 logits = runner.forward(plan)
                 if logits is not None:
                     assert isinstance(logits, Tensor)
-                    found += [
-                        row for row, (sequence, _) in zip(logits, sampled, strict=True) if sequence == 0
-                    ]
+                    found += [row for row, (sequence, _) in zip(logits, sampled, strict=True) if sequence == 0]
             return found
 
         with ThreadPoolExecutor(2) as pool:
@@ -334,9 +316,7 @@ def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -
     ],
     ids=str,
 )
-def test_plans_that_name_what_does_not_exist_change_nothing(
-    tmp_path: Path, wrong: dict[str, list[int]]
-) -> None:
+def test_plans_that_name_what_does_not_exist_change_nothing(tmp_path: Path, wrong: dict[str, list[int]]) -> None:
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True, codec=INT8)
     plan, _ = rings.Script([2]).step({0: 2})
     fields = {name: to_bytes(values) for name, values in wrong.items()}
@@ -359,9 +339,7 @@ def test_plans_that_name_what_does_not_exist_change_nothing(
     ],
     ids=str,
 )
-def test_plans_that_name_slots_that_do_not_exist_change_nothing(
-    tmp_path: Path, wrong: dict[str, list[int]]
-) -> None:
+def test_plans_that_name_slots_that_do_not_exist_change_nothing(tmp_path: Path, wrong: dict[str, list[int]]) -> None:
     runner = runner_of(make_model(tmp_path, "qwen3_5_text", head_dim=32), native=True)
     plan, _ = rings.Script([2]).step({0: 2})
     states = runner._store.states
@@ -514,9 +492,7 @@ def test_what_does_not_fit_runs_through_pytorch_quantized_or_not(
 
 
 @pytest.mark.parametrize("weights", ["", "q4_k"])
-def test_experts_that_a_checkpoint_stacks_are_those_that_it_has_one_by_one(
-    tmp_path: Path, weights: str
-) -> None:
+def test_experts_that_a_checkpoint_stacks_are_those_that_it_has_one_by_one(tmp_path: Path, weights: str) -> None:
     directory = make_model(tmp_path / "apart", "qwen3_moe", head_dim=32)
     stacked = Path(shutil.copytree(directory, tmp_path / "stacked"))
     tensors = load_file(stacked / "model.safetensors")
@@ -561,11 +537,7 @@ def packed_experts(runner: ModelRunner) -> list[Tensor]:
     """uint8 [experts, bytes of one] of each layer's two products."""
     assert isinstance(runner._decoder, NativeDecoder)
     mixtures = [layer.experts for layer in runner._decoder.packed.layers if layer.experts]
-    return [
-        part.packed.view(mixture.count, -1)
-        for mixture in mixtures
-        for part in (mixture.gate_up, mixture.down)
-    ]
+    return [part.packed.view(mixture.count, -1) for mixture in mixtures for part in (mixture.gate_up, mixture.down)]
 
 
 def pages_of(packed: Tensor) -> tuple[int, int]:

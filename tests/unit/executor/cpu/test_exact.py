@@ -62,13 +62,7 @@ CASES = {
     "fp8": Case(SMALL, "llama", [FP8] * 3, 4, 1, (9, 23, 40), 24),
     "mixed": Case(SMALL, "llama", [INT8, None, FP8], 4, 1, (9, 23, 40), 24),
     "heads of their own": Case(
-        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2},
-        "llama",
-        [INT8] * 3,
-        16,
-        1,
-        (70, 33),
-        24,
+        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2}, "llama", [INT8] * 3, 16, 1, (70, 33), 24
     ),
     "windows": Case({**SMALL, "sliding_window": 10}, "mistral", [INT8] * 3, 4, 1, (9, 23, 40), 24),
     "latent": Case(SMALL, "deepseek_v3", [INT8] * 3, 4, 1, (9, 23, 40), 24),
@@ -84,13 +78,7 @@ CASES = {
     "two ranks": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 2, (9, 23, 40), 24),
     "three ranks": Case(SMALL, "llama", [INT8, None, INT8], 4, 3, (9, 23, 40), 24),
     "long": Case(
-        {**SMALL, "max_position_embeddings": 640, "num_hidden_layers": 1},
-        "llama",
-        [INT8],
-        16,
-        1,
-        (500, 530),
-        30,
+        {**SMALL, "max_position_embeddings": 640, "num_hidden_layers": 1}, "llama", [INT8], 16, 1, (500, 530), 30
     ),
     "sparse": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 1, (9, 33, 60), 24, PAGES),
     "sparse as written": Case(SMALL, "llama", [], 4, 1, (9, 33, 60), 24, PAGES),
@@ -166,9 +154,7 @@ def _requests(case: Case) -> Iterator[GenerationRequest]:
             params = ways[(2 * at + twin) % len(ways)]
             name = f"{length}-{twin}"
             sparse = case.sparse if not (twin and at % 2) else None
-            yield GenerationRequest(
-                name, "r", "m", "c", prompt, case.outputs, params, session=name, sparse=sparse
-            )
+            yield GenerationRequest(name, "r", "m", "c", prompt, case.outputs, params, session=name, sparse=sparse)
 
 
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])

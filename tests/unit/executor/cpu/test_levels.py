@@ -22,13 +22,7 @@ from tests.unit.executor.model.lanes import in_lanes
 
 NATIVE = Path(library.__file__).parent
 CHECKS = Path(__file__).with_name("levels")
-OPTIONS = [
-    "-std=gnu11",
-    "-ffp-contract=off",
-    "-Wno-unknown-pragmas",
-    "-Wno-builtin-macro-redefined",
-    "-pthread",
-]
+OPTIONS = ["-std=gnu11", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-builtin-macro-redefined", "-pthread"]
 # Of what AVX512-BF16 computes, by its SHA-256: it stays what it is, to the bit, or `ARITHMETIC` is raised.
 RECORDED = "be91994fe36c5135ccba3a13d6ac704c71047e06fc4f2215c02199c318051a74"
 # Of a sum, as a share of the largest of its line: sums of products of bf16, in another order.
@@ -66,13 +60,9 @@ PLAINEST = "neon" if ARM else "avx2"
 COMPARED = LEVELS.keys() - {"amx", "avxvnni", "avx512vnni"}
 
 
-def build(
-    program: Path, level: Level, main: Path, native: Path, compiler: tuple[str, ...], *more: str
-) -> None:
+def build(program: Path, level: Level, main: Path, native: Path, compiler: tuple[str, ...], *more: str) -> None:
     """`main`, which includes the level of the sources in `native`; `more`: options."""
-    source = (
-        native / level.source.relative_to(NATIVE) if level.source.is_relative_to(NATIVE) else level.source
-    )
+    source = native / level.source.relative_to(NATIVE) if level.source.is_relative_to(NATIVE) else level.source
     others = [native / f"{name}.c" for name in ("reference", "shared_memory", "threads")]
     if level.emulator and level.source.stem not in library.levels():
         others.append(CHECKS / level.emulator)

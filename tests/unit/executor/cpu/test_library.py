@@ -139,9 +139,7 @@ def test_what_runs_on_every_processor_has_instructions_of_every_processor(functi
         ("amx", r"\ttdpbf16ps", r"\tvdpbf16ps"),
     ],
 )
-def test_a_level_has_its_own_instructions(
-    functions: list[Function], level: str, own: str, beyond: str
-) -> None:
+def test_a_level_has_its_own_instructions(functions: list[Function], level: str, own: str, beyond: str) -> None:
     of_level = [one for one in functions if one.file == f"{level}.c" or one.name.endswith(f"_{level}")]
     assert len(of_level) > 40
     assert [one.name for one in of_level if re.search(own, one.body)]

@@ -37,10 +37,7 @@ class Kernels:
     def product(self, linear: PackedLinear, x: Tensor) -> Tensor:
         out = torch.full((len(x), sum(part.outputs for part in linear.parts)), torch.nan)
         described = ctypes.byref(linear.describe())
-        assert (
-            self.library.rz_decoder_multiply(self._decoder, described, x.data_ptr(), len(x), out.data_ptr())
-            == 0
-        )
+        assert self.library.rz_decoder_multiply(self._decoder, described, x.data_ptr(), len(x), out.data_ptr()) == 0
         return out
 
     def of(self, weight: QuantizedRows, x: Tensor) -> Tensor:
@@ -111,9 +108,7 @@ def test_products_are_sums_of_what_the_weight_stands_for(kernels: Kernels, form:
 
 @pytest.mark.parametrize("form", [*FORMS, "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_unpacked_are_what_the_weight_stands_for(
-    kernels: Kernels, form: str, dtype: torch.dtype
-) -> None:
+def test_rows_that_are_unpacked_are_what_the_weight_stands_for(kernels: Kernels, form: str, dtype: torch.dtype) -> None:
     """Of gate and up, whose rows alternate: all of them, and some from the middle of a panel on."""
     weights: list[QuantizedRows | Tensor] = [torch.randn(48, COLUMNS).bfloat16() for _ in range(2)]
     if form != "bf16":
@@ -160,10 +155,7 @@ def test_the_largest_codes_and_activations_fit_into_sums(kernels: Kernels, form:
             wanted = expected(most, x)
             for count in (1, ROWS):
                 torch.testing.assert_close(
-                    kernels.of(most, x[:count]).double(),
-                    wanted[:count],
-                    rtol=0,
-                    atol=2e-6 * wanted.abs().max().item(),
+                    kernels.of(most, x[:count]).double(), wanted[:count], rtol=0, atol=2e-6 * wanted.abs().max().item()
                 )
 
 
@@ -195,9 +187,7 @@ def test_rows_of_several_tasks_are_those_of_few(kernels: Kernels, kind: str) -> 
 def test_what_is_packed_is_the_weight(kernels: Kernels, form: str, dtype: torch.dtype) -> None:
     for bits in widths(form):
         for group in GROUPS:
-            weight = random_rows(
-                form, OUTPUTS, COLUMNS, bits, group, per=1 if group >= 320 else 5, dtype=dtype
-            )
+            weight = random_rows(form, OUTPUTS, COLUMNS, bits, group, per=1 if group >= 320 else 5, dtype=dtype)
             whole = servable(weight)
             made = format_of(whole)
             packed = pack_rows(kernels.library, whole.rows, made, OUTPUTS, kernels.pool, 2)
@@ -333,9 +323,7 @@ def of_floats(kind: str, outputs: int, columns: int, group: int) -> QuantizedRow
 @pytest.mark.parametrize(
     ("columns", "group"), [(640, 640), (640, 64), (640, 320), (1024, 512), (576, 16), (44, 44), (80, 16)]
 )
-def test_codes_of_floats_are_multiplied_as_they_are(
-    kernels: Kernels, kind: str, columns: int, group: int
-) -> None:
+def test_codes_of_floats_are_multiplied_as_they_are(kernels: Kernels, kind: str, columns: int, group: int) -> None:
     """Activations are not rounded; a row has the same bits in every batch."""
     weight, x = of_floats(kind, OUTPUTS, columns, group), activations(100, columns)
     linear = kernels.pack(*one_after_another([(weight, None)]))

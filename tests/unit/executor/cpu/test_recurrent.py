@@ -44,9 +44,7 @@ def test_a_row_does_not_depend_on_chunks_neighbours_or_threads(layer: Layer, thr
     for number, size in enumerate((1, 1, 2, 17, 1, 1, 3, 9, 1, 1)):
         beside = Piece(5, number, others[number : number + 1])
         chunk = Piece(3, done, rows[done : done + size])
-        found.append(
-            recurring.step([beside, chunk] if number % 3 else [chunk, Piece(1, 0, others)])[number % 3 > 0]
-        )
+        found.append(recurring.step([beside, chunk] if number % 3 else [chunk, Piece(1, 0, others)])[number % 3 > 0])
         if number % 3 == 0:
             recurring.step([beside])
         done += size
@@ -61,10 +59,7 @@ def test_many_decodes_at_once_are_as_many_alone(layer: Layer) -> None:
     recurring = Recurring(layer, threads=2)
     for slot, own in enumerate(rows):
         recurring.step([Piece(slot, 0, own[:3])])
-    batches = [
-        recurring.step([Piece(slot, at, own[at : at + 1]) for slot, own in enumerate(rows)])
-        for at in (3, 4, 5)
-    ]
+    batches = [recurring.step([Piece(slot, at, own[at : at + 1]) for slot, own in enumerate(rows)]) for at in (3, 4, 5)]
     for slot, own in enumerate(rows):
         out, state = whole(layer, own)
         assert torch.equal(torch.cat([batch[slot] for batch in batches]), out[3:])

@@ -90,9 +90,7 @@ def test_layers_wait_for_their_own_blocks_alone(
     assert bool(logits.isfinite().all())
 
 
-def test_a_step_that_reads_none_of_them_waits_for_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_reads_none_of_them_waits_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore, "READ_BYTES", 1)
     case = Case(tmp_path, INT8)
     _, restoring = case.step({1: 1})
@@ -137,9 +135,7 @@ def test_without_a_core_to_spare_blocks_are_there_before_the_step(
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_block_that_is_lost_fails_the_step_and_the_next_one_does_without(
-    tmp_path: Path, beside: bool
-) -> None:
+def test_a_block_that_is_lost_fails_the_step_and_the_next_one_does_without(tmp_path: Path, beside: bool) -> None:
     case = Case(tmp_path, INT8)
     case.spill.beside = beside
     plain, restoring = case.step({0: 5})

@@ -167,9 +167,7 @@ def test_a_window_reads_no_summaries(directory: Path, kind: BlockDType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_a_budget_that_covers_all_pages_gives_the_bits_of_dense_attention(
-    directory: Path, kind: BlockDType
-) -> None:
+def test_a_budget_that_covers_all_pages_gives_the_bits_of_dense_attention(directory: Path, kind: BlockDType) -> None:
     found = []
     for wanted in (None, structs.replace(PAGES, share=1.0), structs.replace(PAGES, dense_layers=1)):
         native = runner_of(directory, kind, native=True)

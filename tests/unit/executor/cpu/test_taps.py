@@ -22,9 +22,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_n
 PROMPT = 40
 
 
-@pytest.mark.parametrize(
-    "model_type", in_lanes(LOWERED, ["llama", "gpt_oss", "gemma4_text", "qwen3_5_text"], STYLES)
-)
+@pytest.mark.parametrize("model_type", in_lanes(LOWERED, ["llama", "gpt_oss", "gemma4_text", "qwen3_5_text"], STYLES))
 def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)
     decoder = runner_of(directory, native=True)._decoder
@@ -46,9 +44,7 @@ def states_read(
     directory: Path, tokens: list[int], layers: Sequence[int], dtype: torch.dtype = torch.bfloat16
 ) -> list[Tensor]:
     """[rows, hidden] of each of `layers`, computed in float32 of weights of `dtype`; of none, what the head reads."""
-    model = auto_class(load_config(directory)).from_pretrained(
-        str(directory), attn_implementation="eager", dtype=dtype
-    )
+    model = auto_class(load_config(directory)).from_pretrained(str(directory), attn_implementation="eager", dtype=dtype)
     with torch.inference_mode(), StateTaps(layers).watching(model.float()) as states:
         model(torch.tensor([tokens]), use_cache=False)
     return states

@@ -77,10 +77,7 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
         *(("llama", "q4_k"), ("phi3", ""), ("qwen3_next", ""), ("deepseek_v2", "q4_k"), ("gemma4_text", "")),
         *in_lanes(
             [
-                *(
-                    (name, "")
-                    for name in ("llama", "qwen2", "qwen3", "gemma2", "granite", "granitemoehybrid")
-                ),
+                *((name, "") for name in ("llama", "qwen2", "qwen3", "gemma2", "granite", "granitemoehybrid")),
                 *(("qwen2", "int4"), ("dots1", "q4_k"), ("qwen3_5_text", "q4_k"), ("gemma4_text", "q4_k")),
                 ("deepseek_v3", ""),
             ],
@@ -111,9 +108,7 @@ def test_what_is_read_computes_what_was_built(
     layout = ShardLayout.of(facts.heads, 1, 0)
     shape = runner._store.shape
     store = KvStore(shape, NUM_BLOCKS, CPU, num_slots=NUM_SLOTS if shape.slot else 0)
-    again = native_runner(
-        found.model, facts.widths, RunnerRequest(None, store, layout, SingleRank(), CPU, 2), "cached"
-    )
+    again = native_runner(found.model, facts.widths, RunnerRequest(None, store, layout, SingleRank(), CPU, 2), "cached")
     for ours, theirs in zip(logits(again), logits(runner), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -122,14 +117,7 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
     model = model_of(tmp_path / "model")
     file = kept(tmp_path, model)
     whole = file.read_bytes()
-    places = [
-        0,
-        1,
-        len(whole) // 3,
-        len(whole) // 2,
-        len(whole) - 400,
-        *range(len(whole) - 40, len(whole), 3),
-    ]
+    places = [0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 400, *range(len(whole) - 40, len(whole), 3)]
     for place in places:
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         file.chmod(0o600)
@@ -277,9 +265,7 @@ def test_what_nobody_needs_makes_room_first(tmp_path: Path) -> None:
         assert left == ["a", "a", "c", "c", "writing"], "each file, and the link to its model"
         writing.truncate(limit)
         cache_of(tmp_path, models[2], limit, rank=1).keep(facts, runner.packed)
-    assert [path.name[0] for path in (tmp_path / "cache").glob("*.packed")] == ["c"], (
-        "what is being written counts"
-    )
+    assert [path.name[0] for path in (tmp_path / "cache").glob("*.packed")] == ["c"], "what is being written counts"
 
 
 def test_a_file_of_an_earlier_version_is_linked_to_its_model_when_it_is_read(tmp_path: Path) -> None:

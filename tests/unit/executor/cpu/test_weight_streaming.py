@@ -62,9 +62,7 @@ def least_of(layers: list[LayerExtents], fixed: int) -> int:
 
 
 @given(layers=LAYERS, fixed=st.integers(0, 100), budget=st.integers(0, 5000))
-def test_what_stays_fits_and_no_layer_is_streamed_in_vain(
-    layers: list[LayerExtents], fixed: int, budget: int
-) -> None:
+def test_what_stays_fits_and_no_layer_is_streamed_in_vain(layers: list[LayerExtents], fixed: int, budget: int) -> None:
     whole = fixed + sum(layer.size for layer in layers)
     least = least_of(layers, fixed)
     assert least <= whole
@@ -93,16 +91,10 @@ def test_equal_layers_are_streamed_evenly() -> None:
         plan_residency(layers, 5, 24)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 1 << 20), st.integers(1, 1 << 20)).map(lambda one: Extent(*one)), max_size=9
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 1 << 20)).map(lambda one: Extent(*one)), max_size=9))
 def test_joined_extents_and_pieces_have_every_byte(extents: list[Extent]) -> None:
     found = joined(extents)
-    assert all(
-        any(one.offset <= extent.offset and extent.end <= one.end for one in found) for extent in extents
-    )
+    assert all(any(one.offset <= extent.offset and extent.end <= one.end for one in found) for extent in extents)
     assert all(one.end < other.offset for one, other in pairwise(found))
     pieces = pieces_of(found)
     assert all(piece.offset % PAGE == 0 for piece in pieces)

@@ -29,9 +29,7 @@ class FakeLayers:
         self.store = torch.zeros((num_blocks * block_size, HIDDEN), dtype=torch.float64)
         self.label = "compute: fake"
 
-    def compute(
-        self, inputs: StepInputs, on_layer: object = None, taps: AuxHiddenStates | None = None
-    ) -> Tensor:
+    def compute(self, inputs: StepInputs, on_layer: object = None, taps: AuxHiddenStates | None = None) -> Tensor:
         ids, positions = inputs.token_ids.long(), inputs.positions.double()[:, None] + 1
         states = self._embedding[ids] * positions
         written = inputs.slots >= 0
@@ -46,9 +44,7 @@ class FakeLayers:
         return hidden + states
 
     def taps(self, rows: int, layers: Sequence[int]) -> AuxHiddenStates:
-        return AuxHiddenStates(
-            layers, torch.full((rows, max(1, len(layers)) * HIDDEN), torch.nan, dtype=torch.float64)
-        )
+        return AuxHiddenStates(layers, torch.full((rows, max(1, len(layers)) * HIDDEN), torch.nan, dtype=torch.float64))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return hidden.index_select(0, rows) @ self._head

@@ -35,12 +35,7 @@ SMALL: dict[str, Any] = {
 # Of other numbers than `SMALL`.
 HEADS: dict[str, dict[str, Any]] = {
     # Three KV heads: two ranks share one of them.
-    "llama": {
-        "tie_word_embeddings": False,
-        "hidden_size": 96,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-    },
+    "llama": {"tie_word_embeddings": False, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "gemma": {"num_attention_heads": 4},
     "mellum": {"num_hidden_layers": 3},
@@ -77,9 +72,7 @@ def runner_of(
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, device, lambda done, total: None)
     layers = config.num_hidden_layers
-    shape = StoreShape.uniform(
-        layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers
-    )
+    shape = StoreShape.uniform(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
     shape = replace(shape, choosing=tuple(range(layers)))
     shape = shape.with_summaries() if summaries else shape
     store = KvStore(shape, NUM_BLOCKS, device, NUM_BLOCKS if codec else 0)

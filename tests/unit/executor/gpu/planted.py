@@ -39,9 +39,7 @@ class Bug(NamedTuple):
         """In this process."""
         text = (ROOT / self.file).read_text()
         assert text.count(self.old) == 1, f"{self.file} has changed, and holds no {self.old!r}, or several"
-        copy = Path(
-            tempfile.mkdtemp(), self.file.name
-        )  # where Triton's interpreter looks for a kernel's lines
+        copy = Path(tempfile.mkdtemp(), self.file.name)  # where Triton's interpreter looks for a kernel's lines
         copy.write_text(text.replace(self.old, self.new))
         module = sys.modules[".".join(self.file.with_suffix("").parts)]
         changed = types.ModuleType(module.__name__)
@@ -77,11 +75,7 @@ def bugs() -> Iterator[Bug]:
         about, file, tests = head.split(" | ")
         old, new = change.replace("\0", "\n").strip(" ").removesuffix(" =>").partition(" => ")[::2]
         yield Bug(
-            about,
-            Path(os.path.normpath(SOURCES / file)),
-            [f"{HERE / test}.py" for test in tests.split()],
-            old,
-            new,
+            about, Path(os.path.normpath(SOURCES / file)), [f"{HERE / test}.py" for test in tests.split()], old, new
         )
 
 
@@ -101,9 +95,7 @@ class Planting:
             self.missed += not found
             places = Counter(name.removeprefix(f"{HERE}/").split("[")[0] for name in found)
             where = ", ".join(f"{place} ({count})" for place, count in places.items()) or "NOBODY"
-            os.write(
-                self._out, f"| {bug.file.relative_to(SOURCES.parent)} | {bug.about} | {where} |\n".encode()
-            )
+            os.write(self._out, f"| {bug.file.relative_to(SOURCES.parent)} | {bug.about} | {where} |\n".encode())
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -140,9 +132,7 @@ class Planting:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", default="", help="only bugs with these words")
     parser.add_argument("--tests", nargs="+", help="in place of those that the list names")
     parser.add_argument("--slow", action="store_true", help="slow and nightly tests too")

@@ -38,9 +38,7 @@ class Adapted:
             for path, rank in zip(self.paths, (5, 24), strict=True)
         ]
         plain = logits_of(base, sequences)
-        self.expected = [
-            plain[index] if slot < 0 else merged[slot][index] for index, slot in enumerate(SLOTS)
-        ]
+        self.expected = [plain[index] if slot < 0 else merged[slot][index] for index, slot in enumerate(SLOTS)]
 
         changed = max(float((a - b).abs().max()) for a, b in zip(self.expected, plain, strict=True))
         assert changed > 0.05, "adapters that change nothing prove nothing"
@@ -62,9 +60,7 @@ class Adapted:
             plan, sampled = script.step(dict(tokens), every_token=True)
             order = [script.state_slots.index(slot) for slot in as_int32(plan.state_slots).tolist()]
             slots = to_bytes([SLOTS[sequence] for sequence in order])
-            logits = runner.forward(
-                structs.replace(plan, adapters=slots, adapter_loads=[] if index else loads)
-            )
+            logits = runner.forward(structs.replace(plan, adapters=slots, adapter_loads=[] if index else loads))
             for row, (sequence, at) in zip(() if logits is None else logits, sampled, strict=False):
                 worst = max(worst, float((row - self.expected[sequence][at]).abs().max()))
         if limits is not None:

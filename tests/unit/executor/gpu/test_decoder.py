@@ -86,9 +86,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
     def error(collectives: Collectives) -> float:
         runner = runner_of(directory, collectives)
         assert isinstance(runner._decoder, GpuDecoder)
-        return worst_error(
-            runner, expected, STEPS if world_size == 1 or model_type == "llama" else RING_STEPS
-        )
+        return worst_error(runner, expected, STEPS if world_size == 1 or model_type == "llama" else RING_STEPS)
 
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 

@@ -17,12 +17,7 @@ from services.executor.gpu.steps import GpuSteps
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.draft_heads import HeadModel
-from services.executor.model.loading.draft_heads import (
-    HeadPlacement,
-    LoadedHead,
-    load_eagle3_head,
-    load_mtp_head,
-)
+from services.executor.model.loading.draft_heads import HeadPlacement, LoadedHead, load_eagle3_head, load_mtp_head
 from services.executor.model.lowering import lower
 from services.executor.worker.backends.base import Backend, RunnerRequest
 from services.executor.worker.runner import ModelRunner, widths_of

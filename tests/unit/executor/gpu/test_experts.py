@@ -32,9 +32,7 @@ def normal(*sizes: int, seed: int = 1) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def route(
-    logits: Tensor, choice: RouterConfig = PLAIN, correction: Tensor | None = None, gone: int = 0
-) -> Routed:
+def route(logits: Tensor, choice: RouterConfig = PLAIN, correction: Tensor | None = None, gone: int = 0) -> Routed:
     """Of whose rows the last `gone` only fill up."""
     slots = torch.zeros(len(logits), dtype=torch.int32)
     slots[len(logits) - gone :] = -1
@@ -86,12 +84,8 @@ def test_what_ties_and_what_is_no_number_goes_somewhere_once(choice: RouterConfi
     assert bool(routed.weights[1].isnan().all())
 
 
-@pytest.mark.parametrize(
-    ("rows", "gone"), [(1, 0), (1, 1), (3, 2), (60, 5), (90, 0)], ids=lambda number: str(number)
-)
-def test_pairs_lie_in_the_order_of_their_experts(
-    rows: int, gone: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("rows", "gone"), [(1, 0), (1, 1), (3, 2), (60, 5), (90, 0)], ids=lambda number: str(number))
+def test_pairs_lie_in_the_order_of_their_experts(rows: int, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "_AT_ONCE", 64)  # so that pairs are sorted in several turns
     logits = normal(rows, COUNT)
     logits[:, 4] = -100  # an expert that nobody goes to
@@ -143,9 +137,7 @@ class Layer:
         for name, given in (("gate_up_proj", gate_up), ("down_proj", down)):
             setattr(holder, name, nn.Parameter(torch.empty(0, dtype=DTYPE), requires_grad=False))
             if isinstance(given, Tensor):
-                setattr(
-                    holder, name, nn.Parameter(given.view(COUNT, -1, given.shape[1]), requires_grad=False)
-                )
+                setattr(holder, name, nn.Parameter(given.view(COUNT, -1, given.shape[1]), requires_grad=False))
             elif isinstance(given, Quantized):
                 keep_quantized_experts(holder, name, given)
             else:

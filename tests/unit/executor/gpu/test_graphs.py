@@ -15,16 +15,7 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from services.executor.collectives.base import SingleRank
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, plan_alone, to_bytes
-from services.executor.gpu.graphs import (
-    GraphedDecoder,
-    Rerun,
-    Shape,
-    StepGraphs,
-    Work,
-    ladder,
-    padded,
-    rung_for,
-)
+from services.executor.gpu.graphs import GraphedDecoder, Rerun, Shape, StepGraphs, Work, ladder, padded, rung_for
 from services.executor.gpu.inputs import (
     MOST_ALIKE,
     MOST_READ_AGAIN,
@@ -277,9 +268,7 @@ def test_padded_rows_write_and_read_nothing() -> None:
     plan = sequences.step(2, [])
     assert plan is not None
     step = padded(arrays_of(plan, BLOCK, GROUP), 4)
-    assert (
-        step.token_ids[2:].tolist() == step.positions[2:].tolist() == step.context_lens[2:].tolist() == [0, 0]
-    )
+    assert step.token_ids[2:].tolist() == step.positions[2:].tolist() == step.context_lens[2:].tolist() == [0, 0]
     assert step.slots[2:].tolist() == [-1, -1]
     assert step.query_starts.tolist() == [0, 1, 2, 3, 4]
     (part,) = step.parts

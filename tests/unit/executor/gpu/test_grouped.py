@@ -42,9 +42,7 @@ def one_level(bits: int, group: int, outputs: int = 6, inputs: int = 128, **rest
     return QuantizedRows(codes, bits, group, halves(outputs, inputs // group), **rest)  # type: ignore[arg-type]
 
 
-def two_levels(
-    bits: int, group: int, per: int, inputs: int, *, mins: bool, signed: bool = False
-) -> QuantizedRows:
+def two_levels(bits: int, group: int, per: int, inputs: int, *, mins: bool, signed: bool = False) -> QuantizedRows:
     groups = inputs // group
     scales = whole(63, 6, groups, seed=3)
     return QuantizedRows(
@@ -84,9 +82,7 @@ FORMATS: dict[str, Callable[[], QuantizedRows]] = {
     "q6_k": lambda: two_levels(6, 16, 16, 256, mins=False, signed=True),
     "scales above scales for less than a block": lambda: two_levels(4, 32, 3, 96, mins=True),
     "act-order": act_order,
-    "int8 with zero points and an offset": lambda: one_level(
-        8, 64, zeros=whole(255, 6, 2, seed=3), offset=100
-    ),
+    "int8 with zero points and an offset": lambda: one_level(8, 64, zeros=whole(255, 6, 2, seed=3), offset=100),
     "an offset beyond the codes": lambda: one_level(4, 32, offset=201),
 }
 

@@ -58,9 +58,7 @@ def plan(saves: Sequence[tuple[int, int]] = (), restores: Sequence[tuple[int, in
     return StepPlan(1, 0, b"", b"", b"", b"", b"", b"", b"", **copies)
 
 
-def run(
-    codecs: tuple[Codec | None, ...], steps: Sequence[Copies], device: torch.device, disk: Path
-) -> list[bytes]:
+def run(codecs: tuple[Codec | None, ...], steps: Sequence[Copies], device: torch.device, disk: Path) -> list[bytes]:
     """What all blocks are after these steps."""
     store = store_of(codecs, device)
     first = store.num_blocks - BLOCKS
@@ -71,9 +69,7 @@ def run(
         for number, step in enumerate(steps):
             saves = {slot: first + block for kind, block, slot in step if kind == "save"}
             restores = {first + block: slot for kind, block, slot in step if kind == "load"}
-            given = plan(
-                [(block, slot) for slot, block in saves.items()], [(s, b) for b, s in restores.items()]
-            )
+            given = plan([(block, slot) for slot, block in saves.items()], [(s, b) for b, s in restores.items()])
             with torch.inference_mode(number % 2 == 0):
                 assert copier.run(given) == []
         return [store.save(block) for block in range(store.num_blocks)]
@@ -168,7 +164,5 @@ def test_memory_that_cannot_be_had_is_told_at_start(gpu: Host, monkeypatch: pyte
         raise RuntimeError("CUDA error: out of memory\nand more")
 
     monkeypatch.setattr(torch, "empty", none_left)
-    with pytest.raises(
-        ConfigurationError, match=r"30000 bytes .*\(CUDA error: out of memory\); .*--kv-host-memory"
-    ):
+    with pytest.raises(ConfigurationError, match=r"30000 bytes .*\(CUDA error: out of memory\); .*--kv-host-memory"):
         PinnedSlots(10, 3000)

@@ -178,9 +178,7 @@ def test_weights_come_as_to_the_host(tmp_path: Path, codec: WeightCodec | None) 
     layout = ShardLayout.from_config(config, 1, 0)
 
     def weights(device: torch.device) -> dict[str, Tensor]:
-        model = load_model(
-            directory, torch.bfloat16, layout, SingleRank(), device, lambda done, total: None, codec
-        )
+        model = load_model(directory, torch.bfloat16, layout, SingleRank(), device, lambda done, total: None, codec)
         assert all(parameter.device == device for parameter in model.parameters() if parameter.numel())
         assert all(buffer.device == device for buffer in model.buffers())
         weights = {name: value.cpu() for name, value in model.state_dict().items()}
@@ -273,9 +271,7 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
 ) -> None:
     model = model_in(tmp_path / "model", num_hidden_layers=2)
     layers = (0, 1, 1)
-    head = make_eagle3(
-        tmp_path / "head", 144, eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)}
-    )
+    head = make_eagle3(tmp_path / "head", 144, eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)})
     with ring_of(tmp_path, model, **ON_GPU) as ring:
         plain = Generated(ring, PROMPT, GREEDY).run(4)
     with ring_of(tmp_path, model, head, **ON_GPU) as ring:

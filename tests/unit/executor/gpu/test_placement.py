@@ -68,11 +68,7 @@ def test_too_few_gpus_are_told_with_what_hides_the_others(monkeypatch: pytest.Mo
     ids=str,  # of lists: sets are written in an order that compiled modules do not keep
 )
 def test_a_rank_stays_on_the_cores_near_its_gpu_that_it_may_use(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    listing: str | None,
-    allowed: list[int],
-    kept: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listing: str | None, allowed: list[int], kept: list[int] | None
 ) -> None:
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1A, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)

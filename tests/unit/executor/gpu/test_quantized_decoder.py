@@ -46,12 +46,7 @@ def mixture_that_pytorch_computes(directory: Path) -> Path:
 
 def gguf(directory: Path) -> Path:
     """Values of another format than queries and keys, and a head that is the embedding."""
-    sizes = ONE_LAYER | {
-        "hidden_size": 256,
-        "vocab_size": 300,
-        "intermediate_size": 256,
-        "tie_word_embeddings": True,
-    }
+    sizes = ONE_LAYER | {"hidden_size": 256, "vocab_size": 300, "intermediate_size": 256, "tie_word_embeddings": True}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2}
     source = small_model(directory / "plain", "llama", **sizes)
     target = directory / "linked"
@@ -96,19 +91,9 @@ def test_logits_are_those_of_the_modules(
         layout = ShardLayout.from_config(load_config(directory), collectives.world_size, collectives.rank)
         progress = lambda done, total: None  # noqa: E731
         model = load_model(
-            directory,
-            torch.bfloat16,
-            layout,
-            collectives,
-            CPU,
-            progress,
-            codec,
-            keep_codes=True,
-            defer_codes=gpu,
+            directory, torch.bfloat16, layout, collectives, CPU, progress, codec, keep_codes=True, defer_codes=gpu
         )
-        store = KvStore(
-            StoreShape.uniform(1, BLOCK_SIZE, layout.kv_heads.size, 32, torch.bfloat16), NUM_BLOCKS, CPU
-        )
+        store = KvStore(StoreShape.uniform(1, BLOCK_SIZE, layout.kv_heads.size, 32, torch.bfloat16), NUM_BLOCKS, CPU)
         if gpu:
             runner = gpu_runner(model, store, layout, collectives)
             assert isinstance(runner._decoder, GpuDecoder) is (make is not mixture_that_pytorch_computes)

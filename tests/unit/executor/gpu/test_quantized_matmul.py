@@ -175,9 +175,7 @@ def test_many_rows_by_widened_weights(codec: Codec, biased: bool, monkeypatch: p
     assert_near(multiply_widened(x, weight, bias), exact(x, decoded(weight, codec), bias), 2 * BF16_TOLERANCE)
 
 
-def scaled_on_cpu(
-    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
-) -> Tensor:
+def scaled_on_cpu(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
     """What `torch._scaled_mm` computes."""
     rows = FP8.decode(codes.cpu(), scales.cpu()).double()
     return exact(rows, decoded(Quantized(weight, weight_scales), FP8), bias).bfloat16().to(codes.device)

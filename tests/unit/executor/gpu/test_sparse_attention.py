@@ -36,19 +36,13 @@ LIMITS = StepLimits(3, 64, 64, 1 << 30, batch_invariant=True)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(
-        tmp_path_factory.mktemp("llama"),
-        "llama",
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        tmp_path_factory.mktemp("llama"), "llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2
     )
 
 
 def with_choices(plan: StepPlan, choices: Sequence[SparseAttention | None]) -> StepPlan:
     """`plan`, of whose sequences each has its choice."""
-    return structs.replace(
-        plan, sparse=to_bytes([number for one in choices for number in SparsePattern.of(one)])
-    )
+    return structs.replace(plan, sparse=to_bytes([number for one in choices for number in SparsePattern.of(one)]))
 
 
 def logits_of(
@@ -75,12 +69,9 @@ def alone(counts: Sequence[int]) -> list[dict[int, int]]:
 @pytest.mark.parametrize(
     ("codec", "wanted"), [pytest.param(None, PAGES, marks=pytest.mark.nightly), (FP8, PAGES), (INT8, WINDOW)]
 )
-def test_rows_read_what_pytorch_chooses(
-    directory: Path, codec: Codec | None, wanted: SparseAttention
-) -> None:
+def test_rows_read_what_pytorch_chooses(directory: Path, codec: Codec | None, wanted: SparseAttention) -> None:
     ours, plain = (
-        runner_of(directory, SingleRank(), codec=codec, gpu=gpu, summaries=wanted is PAGES)
-        for gpu in (True, False)
+        runner_of(directory, SingleRank(), codec=codec, gpu=gpu, summaries=wanted is PAGES) for gpu in (True, False)
     )
     assert isinstance(ours._decoder, GpuDecoder)
     found, expected = (logits_of(runner, alone(CUTS), [wanted]) for runner in (ours, plain))
@@ -97,9 +88,7 @@ def test_a_token_has_the_same_bits_however_steps_are_cut(directory: Path, codec:
     choices = [PAGES, None, WINDOW]
 
     def of(steps: Sequence[dict[int, int]]) -> Tensor:
-        runner = runner_of(
-            directory, SingleRank(), torch.bfloat16, codec=codec, limits=LIMITS, summaries=True
-        )
+        runner = runner_of(directory, SingleRank(), torch.bfloat16, codec=codec, limits=LIMITS, summaries=True)
         runner.warm_up()  # which captures graphs
         return logits_of(runner, steps, choices, (20, 5, 19))
 
@@ -120,9 +109,7 @@ def test_rounds_of_few_rows_change_nothing(directory: Path, monkeypatch: pytest.
 @pytest.mark.nightly
 def test_what_is_not_lowered_chooses_by_the_same_kernels(tmp_path: Path) -> None:
     directory = small_model(tmp_path, "llama", hidden_act="relu")
-    ours, plain = (
-        runner_of(directory, SingleRank(), codec=INT8, gpu=gpu, summaries=True) for gpu in (True, False)
-    )
+    ours, plain = (runner_of(directory, SingleRank(), codec=INT8, gpu=gpu, summaries=True) for gpu in (True, False))
     assert ours._decoder is None
     assert ours._attention is not None
     found, expected = (logits_of(runner, alone([14, 7, 1]), [PAGES]) for runner in (ours, plain))
@@ -139,9 +126,7 @@ def test_linear_biases_go_by_positions(tmp_path: Path) -> None:
     assert (found - logits_of(plain, alone([1] * 22), everywhere)).abs().max() < 1e-4
 
 
-@given(
-    lens=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), min_size=1, max_size=5), data=st.data()
-)
+@given(lens=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), min_size=1, max_size=5), data=st.data())
 def test_rows_that_read_everything_are_runs_of_their_sequences(
     lens: list[tuple[int, int]], data: st.DataObject
 ) -> None:

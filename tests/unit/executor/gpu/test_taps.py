@@ -17,8 +17,7 @@ from tests.unit.executor.model.ring import Script
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    ["gemma2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("granite", "qwen2_moe"))],
+    "model_type", ["gemma2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("granite", "qwen2_moe"))]
 )
 def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
     """With norms behind layers, with scaled residuals, with experts: others share all of their code with these."""

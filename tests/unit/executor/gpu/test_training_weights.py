@@ -23,14 +23,10 @@ def test_rows_are_unpacked_as_their_codes_say(codec: str) -> None:
     assert (weight.outputs, weight.inputs) == (70, 256)
     expected = rows.dequantized()
     for first, end in ((0, 70), (3, 66)):
-        torch.testing.assert_close(
-            weight.rows(first, end, scratch).float(), expected[first:end], rtol=1e-2, atol=1e-4
-        )
+        torch.testing.assert_close(weight.rows(first, end, scratch).float(), expected[first:end], rtol=1e-2, atol=1e-4)
     wanted = torch.tensor([69, 0, 7, 7], device=DEVICE)
     torch.testing.assert_close(weight.picked(wanted, scratch).float(), expected[wanted], rtol=1e-2, atol=1e-4)
-    assert weight.rows(0, 9, scratch).data_ptr() == weight.rows(9, 18, scratch).data_ptr(), (
-        "one buffer for all"
-    )
+    assert weight.rows(0, 9, scratch).data_ptr() == weight.rows(9, 18, scratch).data_ptr(), "one buffer for all"
     assert len(weight.addresses()) == 1
 
 

@@ -91,9 +91,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     run: Callable[[attention_launch.AttentionCall], None] = attention_launch.AttentionCall.run
 
     def noted(call: attention_launch.AttentionCall) -> None:
-        kinds = tuple(
-            (name, value.dtype) for name, value in call.arguments.items() if isinstance(value, torch.Tensor)
-        )
+        kinds = tuple((name, value.dtype) for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
         seen.add((call.kernel.__name__, kinds, tuple(call.constants.items()), call.warps, call.stages))
         run(call)
 

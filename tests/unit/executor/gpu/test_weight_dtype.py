@@ -39,9 +39,7 @@ def test_how_weights_are_kept() -> None:
     assert weight_codec("int8", CUDA, BF16) is INT8
     for name, codec in CODECS.items():
         assert codec_of(cast("WeightDType", name)) is codec
-        assert weight_codec(cast("WeightDType", name), CUDA, BF16) is {"int8": INT8, "fp8": FP8}.get(
-            name, codec
-        )
+        assert weight_codec(cast("WeightDType", name), CUDA, BF16) is {"int8": INT8, "fp8": FP8}.get(name, codec)
 
 
 def test_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("GPU", GpuUse(0.5, 5, 10)), ("MIG", GpuUse(None, 5, 10)), ("X", GpuUse(None, None, None))],
+    ("kind", "expected"), [("GPU", GpuUse(0.5, 5, 10)), ("MIG", GpuUse(None, 5, 10)), ("X", GpuUse(None, None, None))]
 )
 def test_a_gpu_is_found_by_its_uuid(kind: str, expected: GpuUse) -> None:
     reader = GpuReader()

@@ -77,23 +77,14 @@ def test_collectives_from_python_are_written_down() -> None:
     class Failing(SingleRank):
         def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
             seen = row.collective
-            assert (seen.in_flight, seen.begun, seen.kind, seen.bytes) == (
-                True,
-                2,
-                CollectiveKind.ALL_REDUCE,
-                12,
-            )
+            assert (seen.in_flight, seen.begun, seen.kind, seen.bytes) == (True, 2, CollectiveKind.ALL_REDUCE, 12)
             raise RingLost("a rank is gone")
 
     flight = FlightRecorder(Path("/nowhere/recorder"), 1)
     row = flight.read(0)
     collectives = RecordedCollectives(Failing(), flight.rank(0))
     collectives.barrier()
-    assert (row.collective.in_flight, row.collective.begun, row.collective.kind) == (
-        False,
-        1,
-        CollectiveKind.BARRIER,
-    )
+    assert (row.collective.in_flight, row.collective.begun, row.collective.kind) == (False, 1, CollectiveKind.BARRIER)
     with pytest.raises(RingLost):
         collectives.all_reduce(torch.zeros(3))
     assert row.collective.in_flight, "the ring was lost in it"
@@ -114,11 +105,7 @@ def test_native_collectives_write_themselves() -> None:
     both(lambda ring: ring.all_reduce(torch.zeros(5)))
     both(lambda ring: ring.gather_to_leader(torch.zeros(2, 3), [3, 3]))
     for row in flight.read_all():
-        assert (row.collective.begun, row.collective.finished, row.collective.kind) == (
-            2,
-            2,
-            CollectiveKind.GATHER,
-        )
+        assert (row.collective.begun, row.collective.finished, row.collective.kind) == (2, 2, CollectiveKind.GATHER)
         assert row.collective.bytes == 24
         assert 0 < row.collective.waited_ns <= row.collective.busy_ns
     with ThreadPoolExecutor(1) as pool:

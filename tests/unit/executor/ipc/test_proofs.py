@@ -66,9 +66,7 @@ async def heard_by_node(said: bytes) -> wire.ToNode:
         theirs.sendall(said)
     line = wire.to_node(*await asyncio.open_connection(sock=ours))
     try:
-        return await line.protected(
-            MessageMac(KEY, "node 1", NONCES), MessageMac(KEY, "head", NONCES)
-        ).receive()
+        return await line.protected(MessageMac(KEY, "node 1", NONCES), MessageMac(KEY, "head", NONCES)).receive()
     finally:
         await line.close()
 

@@ -42,9 +42,7 @@ def test_a_disk_without_room_is_refused(disk: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(
-            ConfigurationError, match=rf"1048577 bytes for KV blocks .* in {disk} .*--kv-mapped-memory"
-        ):
+        with pytest.raises(ConfigurationError, match=rf"1048577 bytes for KV blocks .* in {disk} .*--kv-mapped-memory"):
             MappedBlockFile(disk, (1 << 20) + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -10,13 +10,7 @@ from services.executor.core.layer_state import LayerState, LayerStates, Pages, S
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.kv_cache import capacity
-from services.executor.kv_cache.capacity import (
-    BlockCounts,
-    StoreShape,
-    check_room,
-    plan_store,
-    writable_reserve,
-)
+from services.executor.kv_cache.capacity import BlockCounts, StoreShape, check_room, plan_store, writable_reserve
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.platforms.cpu import Cpu
 from services.executor.platforms.cuda import Cuda
@@ -45,8 +39,7 @@ def agree(settings: ExecutorSettings, native: bool = False) -> list[BlockCounts]
 def test_uncompressed_all_blocks_are_writable() -> None:
     # Either share: 4 layers, 2 heads, 16 tokens of 64 values, keys and values, two bytes each.
     assert (
-        agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2))
-        == [BlockCounts(1000, 0)] * 2
+        agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2)) == [BlockCounts(1000, 0)] * 2
     )
 
 
@@ -54,9 +47,7 @@ def test_compressed_the_budget_goes_to_quantized_blocks() -> None:
     settings = load_settings(ExecutorSettings, kv_memory=500_000_000, kv_dtype="int8")
     first, second = agree(settings)
     assert first == second
-    assert first.writable == writable_reserve(
-        settings.max_sequences, settings.max_batch_tokens, settings.block_size
-    )
+    assert first.writable == writable_reserve(settings.max_sequences, settings.max_batch_tokens, settings.block_size)
     plain = agree(load_settings(ExecutorSettings, kv_memory=500_000_000))[0]
     assert sum(first) > 1.9 * plain.writable
 
@@ -78,9 +69,7 @@ def test_layers_are_compressed_as_the_settings_say() -> None:
     shape, _ = plan(settings, SingleRank())
     assert shape.codecs == (None, INT8, INT8, FP8)
     wrong = load_settings(ExecutorSettings, kv_dtype_layers="4=int8")
-    with pytest.raises(
-        ConfigurationError, match="names layer 4, which the model does not have; choose 0 to 3"
-    ):
+    with pytest.raises(ConfigurationError, match="names layer 4, which the model does not have; choose 0 to 3"):
         plan(wrong, SingleRank())
 
 
@@ -96,10 +85,7 @@ def check(states: LayerStates, weights: int = 0, **settings: object) -> None:
 
 @pytest.mark.parametrize(
     ("states", "one_sequence"),
-    [
-        ((attention(2, 64),) * 4, 4 * 1024 * 2 * 2 * 64 * 2),
-        (LATENT, 4 * 1024 * 576 * 2),
-    ],
+    [((attention(2, 64),) * 4, 4 * 1024 * 2 * 2 * 64 * 2), (LATENT, 4 * 1024 * 576 * 2)],
     ids=["full", "latent"],
 )
 def test_blocks_that_do_not_hold_a_sequence_are_refused_before_weights_are_read(
@@ -117,9 +103,7 @@ def test_blocks_that_do_not_hold_a_sequence_are_refused_before_weights_are_read(
 
 def test_slots_that_do_not_hold_a_sequence_are_refused_before_weights_are_read() -> None:
     slot = 2 * 64 * 128 * 128 * 4
-    with pytest.raises(
-        ConfigurationError, match=rf"hold that of 1 sequences where 2 are .* to {4 * slot} bytes"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"hold that of 1 sequences where 2 are .* to {4 * slot} bytes"):
         check(MIXED, kv_memory=4 * slot - 1)
 
 
@@ -150,9 +134,7 @@ def test_blocks_in_a_file_take_memory_for_what_is_read_at_once() -> None:
     assert counts == BlockCounts(reserve, blocks)
     assert shape.is_mapped
     assert capacity.mapped_window(shape, 1024) == window
-    with pytest.raises(
-        ConfigurationError, match=rf"budget of {least - 1} bytes .* and {window} for .* to {least} "
-    ):
+    with pytest.raises(ConfigurationError, match=rf"budget of {least - 1} bytes .* and {window} for .* to {least} "):
         check(states, kv_memory=least - 1, kv_mapped_memory=blocks * block, **few)
     with pytest.raises(ConfigurationError, match=rf"MAPPED_MEMORY .* takes {64 * block}; set it to that"):
         check(states, kv_memory=least, kv_mapped_memory=64 * block - 1, **few)
@@ -188,9 +170,7 @@ def test_slots_lie_in_memory_beside_a_file() -> None:
     sizes = {"kv_mapped_memory": 64 << 20, "max_sequences": 4, "max_batch_tokens": 64}
     with pytest.raises(ConfigurationError) as refused:
         check(MIXED, kv_memory=1 << 20, **sizes)
-    found = re.search(
-        r"state of one sequence .* set RYZANSTEIN_KV_MEMORY .* to (\d+) bytes", str(refused.value)
-    )
+    found = re.search(r"state of one sequence .* set RYZANSTEIN_KV_MEMORY .* to (\d+) bytes", str(refused.value))
     assert found is not None
     check(MIXED, kv_memory=int(found[1]), **sizes)
 

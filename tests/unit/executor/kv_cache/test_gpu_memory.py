@@ -109,16 +109,12 @@ def test_a_tiny_model_on_a_large_gpu_gets_as_many_blocks_as_can_be_counted(
     monkeypatch.setattr(capacity, "smallest", lambda mine, device, ranks: list(mine))
     config = SimpleNamespace(hidden_size=64, num_attention_heads=heads, num_key_value_heads=heads, head_dim=2)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
-    shape, blocks = capacity.plan_store(
-        settings, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank()
-    )
+    shape, blocks = capacity.plan_store(settings, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank())
     assert shape.compresses == compressed
     most = min(1 << 21, ((1 << 31) - 1) // (2 * heads * 16))
     assert (blocks.quantized if compressed else blocks.writable) == most
     asked = load_settings(ExecutorSettings, kv_memory=64 * GIB)
-    _, more = capacity.plan_store(
-        asked, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank()
-    )
+    _, more = capacity.plan_store(asked, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank())
     assert sum(more) > sum(blocks), "what is asked for is given"
 
 
@@ -139,17 +135,13 @@ def test_the_ring_takes_the_smallest_rank_and_each_gpu_is_its_own(monkeypatch: p
     free = {0: 100 * GIB, 1: 90 * GIB}
     monkeypatch.setattr(Cuda, "free_memory", lambda self, device: (free[device.index], 140 * GIB))
     agree = capacity.smallest
-    monkeypatch.setattr(
-        capacity, "smallest", lambda mine, device, ranks: agree(mine, torch.device("cpu"), ranks)
-    )
+    monkeypatch.setattr(capacity, "smallest", lambda mine, device, ranks: agree(mine, torch.device("cpu"), ranks))
 
     def plan(collectives: Collectives) -> tuple[StoreShape, BlockCounts]:
         rank = collectives.rank
         layout, device = ShardLayout.from_config(config, 2, rank), torch.device("cuda", rank)
         widths = widths_of(config, 2)
-        return capacity.plan_store(
-            settings, plain(layout, 2), torch.bfloat16, False, 8192, device, collectives, widths
-        )
+        return capacity.plan_store(settings, plain(layout, 2), torch.bfloat16, False, 8192, device, collectives, widths)
 
     (shape, blocks), (_, same) = on_ring(2, plan)
     assert blocks == same
@@ -161,8 +153,7 @@ def test_a_gpu_that_holds_no_sequence_says_what_to_change(monkeypatch: pytest.Mo
     config = SimpleNamespace(**vars(LLAMA_8B), num_hidden_layers=32)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
     with pytest.raises(
-        ConfigurationError,
-        match=r"Of the 16\.0 GiB of the GPU 1\.0 are free .* RYZANSTEIN_CONTEXT_LENGTH.*nvidia-smi",
+        ConfigurationError, match=r"Of the 16\.0 GiB of the GPU 1\.0 are free .* RYZANSTEIN_CONTEXT_LENGTH.*nvidia-smi"
     ):
         capacity.plan_store(
             settings, plain(layout, 32), torch.bfloat16, False, 8192, torch.device("cuda", 0), SingleRank()

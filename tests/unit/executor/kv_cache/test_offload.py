@@ -164,9 +164,7 @@ def plan(
     saves: list[tuple[int, int]] = [],  # noqa: B006
     restores: list[tuple[int, int]] = [],  # noqa: B006
 ) -> StepPlan:
-    return StepPlan(
-        1, 0, b"", b"", b"", b"", b"", b"", b"", saves=to_bytes(saves), restores=to_bytes(restores)
-    )
+    return StepPlan(1, 0, b"", b"", b"", b"", b"", b"", b"", saves=to_bytes(saves), restores=to_bytes(restores))
 
 
 def test_all_ranks_agree_on_what_cannot_be_restored() -> None:

@@ -19,9 +19,7 @@ from services.executor.kv_cache.store_shape import StoreShape
 
 CPU = torch.device("cpu")
 KINDS = [Pages(2, 2, 8), Pages(1, 3, 16)]
-SHAPES = st.lists(
-    st.tuples(st.sampled_from(KINDS), st.sampled_from([None, INT8, FP8])), min_size=1, max_size=5
-)
+SHAPES = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([None, INT8, FP8])), min_size=1, max_size=5)
 
 
 def store_of(pages: list[tuple[Pages, object]], *, quantized: bool) -> KvStore:

@@ -52,9 +52,7 @@ def test_writable_blocks_for_the_batch_and_quantized_ones_for_the_rest() -> None
     writable, quantized = 10 * MIXED.bytes_per_block, MIXED.bytes_per_quantized_block
     assert plan_blocks(MIXED, 8, writable + 50 * quantized, reserve=10) == BlockCounts(10, 50)
     assert plan_blocks(MIXED, 8, writable + 50 * quantized, reserve=10, cap=4) == BlockCounts(10, 8)
-    with pytest.raises(
-        ConfigurationError, match=rf"set RYZANSTEIN_KV_MEMORY .* to {writable + 2 * quantized} bytes"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"set RYZANSTEIN_KV_MEMORY .* to {writable + 2 * quantized} bytes"):
         plan_blocks(MIXED, 8, writable + 2 * quantized - 1, reserve=10)
 
 
@@ -73,9 +71,7 @@ def test_the_reserve_covers_what_a_step_can_fill() -> None:
         ({}, []),
     ],
 )
-def test_memory_stays_within_the_control_group(
-    tmp_path: Path, files: dict[str, str], room: list[int]
-) -> None:
+def test_memory_stays_within_the_control_group(tmp_path: Path, files: dict[str, str], room: list[int]) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -48,9 +48,7 @@ def content(name: int) -> bytes:
     return bytes([name % 256]) * SIZE
 
 
-def place_of(
-    directory: Path, rank: int = 0, world_size: int = 1, slots: int = 8, kind: bytes = b"a"
-) -> SpillPlace:
+def place_of(directory: Path, rank: int = 0, world_size: int = 1, slots: int = 8, kind: bytes = b"a") -> SpillPlace:
     return SpillPlace(directory, rank, world_size, kind * 32, BLOCK, SIZE, slots)
 
 
@@ -79,9 +77,7 @@ BLOCKS = st.builds(KeptBlock, st.just(0), KEYS, st.integers(0, 2**32 - 1), st.in
 
 
 @given(st.lists(st.none() | BLOCKS, max_size=6), st.data())
-def test_records_come_back_and_damaged_ones_do_not(
-    blocks: list[KeptBlock | None], data: st.DataObject
-) -> None:
+def test_records_come_back_and_damaged_ones_do_not(blocks: list[KeptBlock | None], data: st.DataObject) -> None:
     """Whatever is cut off or changed of an index, each of its blocks is one that was written to that slot."""
     records = Records(BLOCK)
     wanted = [block and block._replace(slot=10 + at) for at, block in enumerate(blocks)]
@@ -222,13 +218,10 @@ def test_ranks_agree_on_what_all_of_them_have(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(spill_file, "_SLOTS_PER_SUM", 3)
     held = [{0: 1, 1: 2, 4: 3, 7: 9}, {0: 1, 1: 5, 4: 3, 6: 7}]
     with_all = [
-        [KeptBlock(slot, key(name), rank, 9 - slot) for slot, name in mine.items()]
-        for rank, mine in enumerate(held)
+        [KeptBlock(slot, key(name), rank, 9 - slot) for slot, name in mine.items()] for rank, mine in enumerate(held)
     ]
     found = on_ring(2, lambda member: agreed(with_all[member.rank], 8, CPU, member))
-    assert [[(block.slot, block.key) for block in blocks] for blocks in found] == [
-        [(0, key(1)), (4, key(3))]
-    ] * 2
+    assert [[(block.slot, block.key) for block in blocks] for blocks in found] == [[(0, key(1)), (4, key(3))]] * 2
     found = on_ring(2, lambda member: agreed(with_all[0] if member.rank else [], 8, CPU, member))
     assert found == [[], []]
 
@@ -252,10 +245,7 @@ def test_a_ring_of_two_finds_its_blocks_again(tmp_path: Path) -> None:
     found = on_ring(2, lambda member: life(member, {}))
     assert [[block.key for block in blocks] for blocks in found] == [[key(1)]] * 2
     disk, blocks = begun(place_of(tmp_path))
-    assert blocks == [
-        KeptBlock(1, key(1), zlib.crc32(content(1)), 1),
-        KeptBlock(2, key(2), zlib.crc32(content(2)), 2),
-    ]
+    assert blocks == [KeptBlock(1, key(1), zlib.crc32(content(1)), 1), KeptBlock(2, key(2), zlib.crc32(content(2)), 2)]
     assert not place_of(tmp_path, rank=1).numbers(), "a ring of one has no second rank"
     killed(disk)
 
@@ -273,9 +263,7 @@ def test_a_rank_without_its_file_goes_on_without(tmp_path: Path) -> None:
     assert [told["event"] for told in logs] == ["kv_spill_save_failed"]
 
 
-def test_what_is_not_a_file_of_this_user_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_a_file_of_this_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(tmp_path)
     (tmp_path / "elsewhere").write_bytes(b"theirs")
     place.path(0, "index").symlink_to(tmp_path / "elsewhere")
@@ -329,9 +317,7 @@ def test_files_of_ranks_that_a_ring_has_not_are_removed_where_nobody_uses_them(t
     assert names == ["ryzanstein-kv-0-rank-0.blocks", "ryzanstein-kv-0-rank-2.blocks"]
 
 
-def test_an_index_that_cannot_be_written_loses_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_cannot_be_written_loses_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(tmp_path)
     disk, _ = begun(place)
     write = os.pwrite

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.executor.core.layer_state import (
-    LayerState,
-    Pages,
-    StateTensor,
-    attention,
-    layer_of_pages,
-    page_of,
-)
+from services.executor.core.layer_state import LayerState, Pages, StateTensor, attention, layer_of_pages, page_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.kv_cache.capacity import BLOCKS_OF_A_SNAPSHOT, plan_slots, store_shape
 from services.executor.kv_cache.store import KvStore
@@ -19,9 +12,7 @@ from services.executor.model.step_context import RecurrentPiece, StepContext
 from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, Script
 
-RECURRENT = LayerState(
-    "recurrent", slot=(StateTensor("conv", (5, 3), fp32=False), StateTensor("recurrent", (2, 4, 3)))
-)
+RECURRENT = LayerState("recurrent", slot=(StateTensor("conv", (5, 3), fp32=False), StateTensor("recurrent", (2, 4, 3))))
 HYBRID = (RECURRENT, attention(2, 8), LayerState("shared", reads=1), RECURRENT)
 
 

@@ -88,9 +88,7 @@ def test_any_mix_of_writable_and_quantized_blocks_is_gathered(
 ) -> None:
     store = filled(StoreShape.uniform(3, 4, 2, 8, dtype, CODECS))
     store.compress(
-        np.array([(writable, WRITABLE + quantized) for writable, quantized in pairs], dtype=np.int32).reshape(
-            -1, 2
-        )
+        np.array([(writable, WRITABLE + quantized) for writable, quantized in pairs], dtype=np.int32).reshape(-1, 2)
     )
     ids = torch.tensor(tables)
     for layer, codec in enumerate(CODECS):
@@ -163,9 +161,7 @@ def test_a_block_comes_back_bit_by_bit(block: int) -> None:
     assert other.save(target + 1) == before
     for layer in range(3):
         for mine, theirs in zip(
-            store.gather(layer, torch.tensor([block]), 1),
-            other.gather(layer, torch.tensor([target]), 1),
-            strict=True,
+            store.gather(layer, torch.tensor([block]), 1), other.gather(layer, torch.tensor([target]), 1), strict=True
         ):
             assert torch.equal(mine, theirs)
 
@@ -181,9 +177,7 @@ def test_saved_bytes_of_odd_sizes_come_back() -> None:
 def test_bytes_of_another_size_are_refused() -> None:
     store = filled()
     content = store.save(0)
-    with pytest.raises(
-        ValueError, match=f"block 1 has {len(content)} bytes and was given {len(content) - 1}"
-    ):
+    with pytest.raises(ValueError, match=f"block 1 has {len(content)} bytes and was given {len(content) - 1}"):
         store.load(1, content[:-1])
     with pytest.raises(ValueError, match="block 6 has"):
         store.load(WRITABLE, content)

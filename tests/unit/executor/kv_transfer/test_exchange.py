@@ -315,26 +315,14 @@ class Chaos:
         quantized, disk = data.draw(st.sampled_from([0, 30, 90])), data.draw(st.sampled_from([0, 40]))
         small = data.draw(st.booleans())
         state = data.draw(st.sampled_from([{}, {"num_states": 4, "state_blocks": 2}]))
-        self.source = Ring(
-            blocks=30 if quantized else 60, ttl=TTL, num_quantized=quantized, num_disk=disk, **state
-        )
-        room = {
-            "blocks": 20 if quantized or small else 60,
-            "num_quantized": min(quantized, 30) if small else quantized,
-        }
+        self.source = Ring(blocks=30 if quantized else 60, ttl=TTL, num_quantized=quantized, num_disk=disk, **state)
+        room = {"blocks": 20 if quantized or small else 60, "num_quantized": min(quantized, 30) if small else quantized}
         self.target = Ring(ttl=TTL, num_disk=disk, **room, **state)
         self.talked = [Conversation(number, self._random) for number in range(6)]
         talk(self.source, self.talked, 1)
         self.way = Way(self.source, self.target)
         self._moved: set[str] = set()
-        self.happenings = [
-            self.offer,
-            self.land,
-            self.step,
-            self.turn_at_target,
-            self.turn_at_source,
-            self.way.end,
-        ]
+        self.happenings = [self.offer, self.land, self.step, self.turn_at_target, self.turn_at_source, self.way.end]
 
     def _number(self, least: int, most: int) -> int:
         return self._data.draw(st.integers(min_value=least, max_value=most))

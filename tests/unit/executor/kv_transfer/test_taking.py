@@ -94,9 +94,7 @@ async def test_one_ring_at_a_time(peer: Peer) -> None:
         (HandoverEnd("a", 1), "no offer from this group"),
     ],
 )
-async def test_what_is_wrong_is_declined_with_the_reason(
-    peer: Peer, message: BlockOffer, reason: str
-) -> None:
+async def test_what_is_wrong_is_declined_with_the_reason(peer: Peer, message: BlockOffer, reason: str) -> None:
     answer = await peer.taker.answer(message)
     assert not answer.ok
     assert reason in answer.reason

@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.executor.kv_transfer import endpoint as wire
-from services.executor.kv_transfer.board import (
-    HandoverBoard,
-    Receive,
-    Send,
-    StopReceiving,
-    StopSending,
-    encode_command,
-)
+from services.executor.kv_transfer.board import HandoverBoard, Receive, Send, StopReceiving, StopSending, encode_command
 from services.executor.kv_transfer.endpoint import (
     ENDED,
     FAILED,
@@ -109,9 +102,7 @@ class Line:
         return BatchSender(address or self.address, key, COUNT, content, acknowledge, self.over.is_set)
 
     def check(self) -> None:
-        assert [bytes(self.receiver.take(index)) for index in range(COUNT)] == list(
-            map(content, range(COUNT))
-        )
+        assert [bytes(self.receiver.take(index)) for index in range(COUNT)] == list(map(content, range(COUNT)))
         assert self.landed == list(range(1, COUNT + 1)), "each block counts once, in order"
         assert self.acknowledged == sorted(set(self.acknowledged))
         assert self.acknowledged[-1] == COUNT
@@ -308,9 +299,7 @@ def test_strangers_who_say_nothing_hold_nobody_up(pair: Pair) -> None:
         stranger.close()
 
 
-def test_no_more_strangers_are_listened_to_than_the_bound(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_strangers_are_listened_to_than_the_bound(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.executor.kv_transfer.endpoint.MAX_UNPROVEN", 1)
     address = pair.receive(1, 1)
     with socket.create_connection(address) as first, socket.create_connection(address) as second:

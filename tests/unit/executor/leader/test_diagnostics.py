@@ -18,9 +18,7 @@ def batcher() -> Scheduler:
 
 
 def request(name: str, lane: str = "interactive") -> GenerationRequest:
-    return GenerationRequest(
-        name, f"r-{name}", "m", "c", [ord(name) - 30, *PROMPT], 3, lane=lane, session=name
-    )  # type: ignore[arg-type]
+    return GenerationRequest(name, f"r-{name}", "m", "c", [ord(name) - 30, *PROMPT], 3, lane=lane, session=name)  # type: ignore[arg-type]
 
 
 def test_queues_and_blocks_are_told_while_a_step_is_under_way() -> None:

@@ -103,9 +103,7 @@ class Ring:
             self.grammars,
             Attempts("g", 1, board.times),
             board,
-            LeaderDebug(
-                RankSpec(0, 1, "g", "i", 1, str(directory / "board"), {}), self.batcher, self.spec, "off"
-            ),
+            LeaderDebug(RankSpec(0, 1, "g", "i", 1, str(directory / "board"), {}), self.batcher, self.spec, "off"),
             lookahead=lookahead,
             meanwhile=self._tell,
         )

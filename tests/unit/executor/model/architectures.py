@@ -158,13 +158,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vision_config": VISION,
         "projector_patch_to_query_dict": {16: 4},
     },
-    "aria_text": {
-        **EXPERTS,
-        "moe_num_experts": 6,
-        "moe_topk": 2,
-        "moe_num_shared_experts": 1,
-        "pad_token_id": 0,
-    },
+    "aria_text": {**EXPERTS, "moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0},
     "axk1": {**SHARED_EXPERTS, **NARROW_LATENT, "attention_bias": True},
     "axk2": {**INDEXED, "gated_norm_rank": 6, "attention_bias": True},
     "beam": {
@@ -206,25 +200,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 2},
         "tie_word_embeddings": False,
     },
-    "deepseek_v2": {
-        **SHARED_EXPERTS,
-        **LATENT,
-        "topk_method": "group_limited_greedy",
-        "rope_parameters": YARN,
-    },
-    "deepseek_v2/lite": {
-        **SHARED_EXPERTS,
-        **NARROW_LATENT,
-        "q_lora_rank": None,
-        "routed_scaling_factor": 1.7,
-    },
+    "deepseek_v2": {**SHARED_EXPERTS, **LATENT, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
+    "deepseek_v2/lite": {**SHARED_EXPERTS, **NARROW_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.7},
     "deepseek_v3": {**SHARED_EXPERTS, **LATENT, "attention_bias": True, "rope_parameters": YARN},
-    "deepseek_v3/whole_queries": {
-        **SHARED_EXPERTS,
-        **NARROW_LATENT,
-        "q_lora_rank": None,
-        "rope_interleave": False,
-    },
+    "deepseek_v3/whole_queries": {**SHARED_EXPERTS, **NARROW_LATENT, "q_lora_rank": None, "rope_interleave": False},
     "deepseek_v32": {**INDEXED, "rope_parameters": YARN},
     "deepseek_v32/dense": {**INDEXED, **NARROW_LATENT, "index_topk": 64},
     "diffllama": {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "attention_bias": True},
@@ -234,12 +213,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "dots1": {**SHARED_EXPERTS, **WINDOWS},
     "dots3_note": {
         "text_config": _DOTS3,
-        "vision_config": {
-            **VISION,
-            "mlp_layer_types": ["dense"],
-            "adapter_in_dim": 16,
-            "adapter_out_dim": 40,
-        },
+        "vision_config": {**VISION, "mlp_layer_types": ["dense"], "adapter_in_dim": 16, "adapter_out_dim": 40},
         "audio_config": {
             **VISION,
             "feature_size": 8,
@@ -251,12 +225,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "dots3_note_text": _DOTS3,
     "emu3": {
         "text_config": {"tie_word_embeddings": False},
-        "vq_config": {
-            "base_channels": 32,
-            "channel_multiplier": [1],
-            "attn_resolutions": [1],
-            "hidden_size": 8,
-        },
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1], "attn_resolutions": [1], "hidden_size": 8},
         "vocabulary_map": {"<image>": 7},
     },
     "ernie4_5": {},
@@ -339,9 +308,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "learnable_sink_init": 0.5,
         "swiglu_limit": 0.7,
     },
-    "hunyuan_v1_dense": {
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
-    },
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
     "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
     "hyperclovax": {**VARIANTS["granite"], "hidden_size": 60, "head_dim": 12},
     "hyperclovax/no_post_norm": {
@@ -377,19 +344,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_router_logit_softcapping": 2.0,
         "attention_bias": True,
     },
-    "laguna/per_element": {
-        **EXPERTS,
-        **WINDOWS,
-        "gating": "per-element",
-        "mlp_layer_types": ["sparse", "sparse"],
-    },
+    "laguna/per_element": {**EXPERTS, **WINDOWS, "gating": "per-element", "mlp_layer_types": ["sparse", "sparse"]},
     "llama": FIVE_HEADS,
-    "llama/one_kv_head": {
-        **ONE_KV_HEAD,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": False,
-    },
+    "llama/one_kv_head": {**ONE_KV_HEAD, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "llama/llama3_rope": {
         "rope_parameters": {
             "rope_type": "llama3",

@@ -31,9 +31,7 @@ ALL = ARCHITECTURES | OWN  # model type -> as GGUF calls it
 _QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F32", "F16", "BF16", "TQ2_0")
 
 
-def write_gguf(
-    directory: Path, path: Path, kind: str, scaling: Mapping[str, Any] | None = None, **extra: str
-) -> Path:
+def write_gguf(directory: Path, path: Path, kind: str, scaling: Mapping[str, Any] | None = None, **extra: str) -> Path:
     """The transformers model in `directory` as the file `path`, its matrices of type `kind`, those whose name ends as
     one of `extra` says of that type. `scaling`: what is said of rotary positions."""
     config = AutoConfig.from_pretrained(str(directory))

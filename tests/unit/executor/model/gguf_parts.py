@@ -26,8 +26,7 @@ def parts_of(path: Path) -> tuple[list[Key], list[Stored]]:
     file = GgufFile(path)
     keys = [Key(name, file.raw_entry(name)[8 + len(name.encode()) :]) for name in file.header.spans]
     tensors = [
-        Stored(one.name, one.shape, int(one.kind), file.rows(one).numpy().tobytes())
-        for one in file.header.tensors
+        Stored(one.name, one.shape, int(one.kind), file.rows(one).numpy().tobytes()) for one in file.header.tensors
     ]
     return keys, tensors
 

@@ -26,9 +26,7 @@ LOWERED = sorted(name for name, family in DECODERS.items() if family.lowered)
 TRAINED = sorted(name for name, family in DECODERS.items() if family.trained)
 
 
-def in_lanes(
-    cases: Iterable[Any], fast: Collection[Any] = STYLES, slow: Collection[Any] | None = None
-) -> list[Any]:
+def in_lanes(cases: Iterable[Any], fast: Collection[Any] = STYLES, slow: Collection[Any] | None = None) -> list[Any]:
     """pytest's parameters: each case is fast, or slow (where None: all others), or nightly. Cases of several values are
     tuples."""
     parameters = []

@@ -189,12 +189,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0,
         "lm_head_multiplier": 0.5,
     },
-    "falcon_h1/normed": {
-        **_ONE_GROUP,
-        "mamba_d_ssm": None,
-        "mamba_rms_norm": True,
-        "mamba_norm_before_gate": False,
-    },
+    "falcon_h1/normed": {**_ONE_GROUP, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "falcon_h1/normed_before": {**_ONE_GROUP, "mamba_d_ssm": 40, "mamba_n_groups": 2, "mamba_rms_norm": True},
     "granitemoehybrid": {
         **EXPERTS,
@@ -291,12 +286,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp": {"text_config": _QWEN4, "vision_config": _QWEN3_5_VISION},
     "qwen4_exp_text": _QWEN4,
-    "qwen4_exp_text/long_blocks": {
-        **_QWEN4,
-        "ple_layer_ids": [],
-        "indexer_compress_ratio": 8,
-        "indexer_budget": 16,
-    },
+    "qwen4_exp_text/long_blocks": {**_QWEN4, "ple_layer_ids": [], "indexer_compress_ratio": 8, "indexer_budget": 16},
     "recurrent_gemma": {"num_hidden_layers": 4, "lru_width": 54, "attention_window_size": 9},
     "recurrent_gemma/one_kv_head": {**FIVE_HEADS, "num_key_value_heads": 1, "attention_window_size": 9},
     "rwkv": {"hidden_size": 44, "num_hidden_layers": 3, "rescale_every": 1},
@@ -312,12 +302,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 5,
         "mamba_proj_bias": True,
     },
-    "zamba2": {
-        **_ZAMBA2,
-        "use_shared_attention_adapter": True,
-        "use_mem_rope": True,
-        "add_bias_linear": True,
-    },
+    "zamba2": {**_ZAMBA2, "use_shared_attention_adapter": True, "use_mem_rope": True, "add_bias_linear": True},
     "zamba2/one_group": {**_ZAMBA2, "n_mamba_heads": 4, "mamba_ngroups": 1, "num_mem_blocks": 1},
     "zaya": {
         **EXPERTS,

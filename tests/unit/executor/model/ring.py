@@ -128,11 +128,7 @@ class Script:
     """Steps over sequences of known tokens, each with a block table of blocks scattered over the store."""
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        vocab_size: int = 131,
-        num_blocks: int = NUM_BLOCKS,
-        compresses: bool = False,
+        self, lengths: Sequence[int], vocab_size: int = 131, num_blocks: int = NUM_BLOCKS, compresses: bool = False
     ):
         """`compresses`: full blocks are read as the steps that fill them compress them, block b as `num_blocks` + b."""
         random = np.random.default_rng(7)

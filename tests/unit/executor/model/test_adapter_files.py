@@ -99,19 +99,10 @@ def with_one(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
         (with_one(f"{Q}.bias", torch.ones(144)), "is no factor of a low-rank product"),
         (with_one(f"{Q}.lora_C.weight", torch.ones(144)), "is neither lora_A.weight nor lora_B.weight"),
         (with_one(f"{Q}.lora_A.default.weight", torch.ones(4, 72)), "is there twice for"),
-        (
-            with_one(f"{Q}.lora_B.weight", torch.ones(145, 4)),
-            "has the shape [145, 4] where rank 4 and the model",
-        ),
-        (
-            with_one(f"{Q}.lora_A.weight", torch.ones(5, 72)),
-            "has the shape [5, 72] where rank 4 and the model",
-        ),
+        (with_one(f"{Q}.lora_B.weight", torch.ones(145, 4)), "has the shape [145, 4] where rank 4 and the model"),
+        (with_one(f"{Q}.lora_A.weight", torch.ones(5, 72)), "has the shape [5, 72] where rank 4 and the model"),
         (with_one(f"{Q}.lora_A.weight", torch.full((4, 72), torch.nan)), "holds NaN or infinite values"),
-        (
-            with_one(f"{Q}.lora_A.weight", torch.ones(4, 72, dtype=torch.int8)),
-            "is of I8 where F32, F16 or BF16",
-        ),
+        (with_one(f"{Q}.lora_A.weight", torch.ones(4, 72, dtype=torch.int8)), "is of I8 where F32, F16 or BF16"),
         (lambda tensors: {f"{Q}.lora_A.weight": torch.ones(4, 72)}, "is there without its lora_B"),
         (lambda tensors: {}, "holds no tensors"),
     ],

@@ -70,9 +70,7 @@ def adapted(directory: Path, architecture: str) -> Adapted:
         adapters.append(directory / f"adapter-{slot}")
         merged = save_adapter(base, adapters[-1], targets, rank, use_rslora=slot == 2)
         by_slot.append(logits_of(merged, sequences))
-    expected = [
-        plain[sequence] if slot < 0 else by_slot[slot][sequence] for sequence, slot in enumerate(OF_SEQUENCES)
-    ]
+    expected = [plain[sequence] if slot < 0 else by_slot[slot][sequence] for sequence, slot in enumerate(OF_SEQUENCES)]
     return Adapted(directory / "base", adapters, targets, expected, plain)
 
 
@@ -125,9 +123,7 @@ def test_rows_of_a_step_use_their_own_adapters(model: Adapted, ranks: int) -> No
     assert changed > 0.05, "adapters that change nothing prove nothing"
     found = on_ring(
         ranks,
-        lambda collectives: computed(
-            model, runner_of(model.directory, collectives), OF_SEQUENCES, loads_of(model)
-        ),
+        lambda collectives: computed(model, runner_of(model.directory, collectives), OF_SEQUENCES, loads_of(model)),
     )[0]
     assert len(found) > 8
     assert furthest(found, model.expected) < MOST_ERRORS.get((model.directory.parent.name[:6], ranks), 1e-4)
@@ -193,6 +189,4 @@ def test_quantized_weights_have_adapters_beside_them(llama_adapters: Adapted, fo
 def load_quantized(directory: Path, form: str) -> Any:
     config = load_config(directory)
     layout = ShardLayout.from_config(config, 1, 0)
-    return load_model(
-        directory, torch.float32, layout, SingleRank(), CPU, lambda done, total: None, CODECS[form]
-    )
+    return load_model(directory, torch.float32, layout, SingleRank(), CPU, lambda done, total: None, CODECS[form])

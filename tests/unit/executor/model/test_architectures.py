@@ -115,16 +115,14 @@ def on_two_ranks(proof: Proof) -> Served:
 
 
 @pytest.mark.parametrize(
-    "ranks",
-    [*(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in PROVEN_RANKS[:-1]), PROVEN_RANKS[-1]],
+    "ranks", [*(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in PROVEN_RANKS[:-1]), PROVEN_RANKS[-1]]
 )
 def test_logits_equal_transformers(proof: Proof, ranks: int) -> None:
     assert proof.expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"
     logits = served(proof, ranks, torch.float32).logits
     assert len(logits) == 34 + 23 + 20
     error = max(
-        float((row - proof.expected[sequence][position]).abs().max())
-        for (sequence, position), row in logits.items()
+        float((row - proof.expected[sequence][position]).abs().max()) for (sequence, position), row in logits.items()
     )
     assert error < PROVEN_ERROR
 
@@ -132,8 +130,7 @@ def test_logits_equal_transformers(proof: Proof, ranks: int) -> None:
 @in_bfloat16
 def test_bfloat16_stays_close_to_transformers(proof: Proof, on_two_ranks: Served) -> None:
     close = sum(
-        is_close(row, proof.expected[sequence][position])
-        for (sequence, position), row in on_two_ranks.logits.items()
+        is_close(row, proof.expected[sequence][position]) for (sequence, position), row in on_two_ranks.logits.items()
     )
     # A router may choose another expert for a token whose scores nearly tie, and its text is then another: with
     # recurrent state that of the tokens behind it too, in transformers' own bfloat16 as well.

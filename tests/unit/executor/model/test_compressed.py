@@ -72,18 +72,13 @@ def test_attention_over_compressed_blocks(codec: Codec, window: int | None, worl
     for rank in range(world_size):
         heads = slice(rank * local, (rank + 1) * local)
         q_heads = slice(rank * local * GROUP, (rank + 1) * local * GROUP)
-        store = KvStore(
-            StoreShape.uniform(1, BLOCK_SIZE, local, WIDTH, torch.float32, (codec,)), NUM_BLOCKS, CPU, 16
-        )
+        store = KvStore(StoreShape.uniform(1, BLOCK_SIZE, local, WIDTH, torch.float32, (codec,)), NUM_BLOCKS, CPU, 16)
         script = Script(LENGTHS)
 
-        def run(
-            plan: StepPlan, at: list[tuple[int, int]], store: KvStore, heads: slice, q_heads: slice
-        ) -> Tensor:
+        def run(plan: StepPlan, at: list[tuple[int, int]], store: KvStore, heads: slice, q_heads: slice) -> Tensor:
             """The attention's output for rows that hold the tokens `at` (sequence, position)."""
             key, value = (
-                torch.stack([known[sequence][part, position] for sequence, position in at])[:, heads]
-                for part in (0, 1)
+                torch.stack([known[sequence][part, position] for sequence, position in at])[:, heads] for part in (0, 1)
             )
             query = torch.stack([queries[sequence][position] for sequence, position in at])[:, q_heads]
             out, _ = paged_attention(
@@ -101,11 +96,7 @@ def test_attention_over_compressed_blocks(codec: Codec, window: int | None, worl
         seal(script, store, first)
         assert store.codes(0).float().any()
         # One decode and two chunks, whose histories end within a block, and with one.
-        at = [
-            (1, 17),
-            *((0, position) for position in range(29, 37)),
-            *((2, position) for position in range(2, 9)),
-        ]
+        at = [(1, 17), *((0, position) for position in range(29, 37)), *((2, position) for position in range(2, 9))]
         outs.append(run(script.step({1: 1, 0: 8, 2: 7})[0], at, store, heads, q_heads))
     out = torch.cat(outs, dim=1)
     for row, (sequence, position) in zip(out, at, strict=True):
@@ -125,10 +116,7 @@ def test_a_token_reads_its_own_block_as_written_and_those_before_it_compressed(
     known = [torch.randn(2, length, HEADS, WIDTH) for length in LENGTHS]
     queries = [torch.randn(length, HEADS * GROUP, WIDTH) for length in LENGTHS]
     store = KvStore(
-        StoreShape.uniform(2, BLOCK_SIZE, HEADS, WIDTH, torch.float32, (None, codec)),
-        NUM_BLOCKS,
-        CPU,
-        NUM_BLOCKS,
+        StoreShape.uniform(2, BLOCK_SIZE, HEADS, WIDTH, torch.float32, (None, codec)), NUM_BLOCKS, CPU, NUM_BLOCKS
     )
     script = Script(LENGTHS, compresses=True)
     for step in ({0: 14, 2: 9}, {0: 1, 1: 11}, {0: 13, 1: 4}, {0: 1, 1: 1}, {0: 8, 1: 2}):

@@ -28,27 +28,15 @@ DEEPSEEK = {"model_type": "deepseek_v32"}
 @pytest.mark.parametrize(
     ("described", "problem"),
     [
-        (
-            QWEN | {"linear_num_value_heads": 30},
-            "linear_num_value_heads is 30, and must be a multiple of its",
-        ),
+        (QWEN | {"linear_num_value_heads": 30}, "linear_num_value_heads is 30, and must be a multiple of its"),
         (QWEN | {"linear_num_key_heads": 0}, "linear_num_key_heads is 0, and must be from 1 to 65536"),
         (QWEN | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, and must be from 1 to 1024"),
         (QWEN | {"linear_conv_kernel_dim": 10**9}, "linear_conv_kernel_dim is 1000000000"),
         (QWEN | {"linear_key_head_dim": -1}, "linear_key_head_dim is -1"),
         (QWEN | {"full_attention_interval": 0}, "full_attention_interval is 0"),
-        (
-            QWEN | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 3},
-            "has 3 entries for 2 layers",
-        ),
-        (
-            QWEN | {"num_attention_heads": 7, "num_key_value_heads": 2},
-            "must be a multiple of its num_key_value",
-        ),
-        (
-            QWEN | {"num_experts": 4, "num_experts_per_tok": 5},
-            "num_experts_per_tok is 5, and must be from 1 to 4",
-        ),
+        (QWEN | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 3}, "has 3 entries for 2 layers"),
+        (QWEN | {"num_attention_heads": 7, "num_key_value_heads": 2}, "must be a multiple of its num_key_value"),
+        (QWEN | {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, and must be from 1 to 4"),
         (QWEN | {"num_hidden_layers": 2, "mlp_only_layers": [2]}, "mlp_only_layers names layer 2"),
         (QWEN | {"num_hidden_layers": 2, "mlp_only_layers": ["x" * 999]}, "mlp_only_layers names layer x+,"),
         (DEEPSEEK | {"first_k_dense_replace": 62}, "first_k_dense_replace is 62, and must be from 0 to 61"),
@@ -56,10 +44,7 @@ DEEPSEEK = {"model_type": "deepseek_v32"}
         (DEEPSEEK | {"vocab_size": -5}, "vocab_size is -5"),
         (DEEPSEEK | {"intermediate_size": -1}, "intermediate_size is -1"),
         (DEEPSEEK | {"index_topk": 0}, "of type indexed_attention, and its index_topk is 0"),
-        (
-            {"model_type": "gemma3_text", "sliding_window": 0},
-            "of type sliding_attention, and its sliding_window is 0",
-        ),
+        ({"model_type": "gemma3_text", "sliding_window": 0}, "of type sliding_attention, and its sliding_window is 0"),
         (
             {"model_type": "llama4_text", "attention_chunk_size": None},
             "of type chunked_attention, and its attention_chunk_size is None",
@@ -86,18 +71,9 @@ DEEPSEEK = {"model_type": "deepseek_v32"}
         ({"model_type": "zamba", "n_mamba_heads": 0}, "n_mamba_heads is 0"),
         ({"model_type": "biogpt", "head_dim": [1] * 99}, r"head_dim is \[1, 1, 1, 1, 1, 1, 1, and must"),
         ({"model_type": "dbrx", "n_layers": None}, "does not say how many layers"),
-        (
-            {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4, "moe_top_k": 5}},
-            "moe_top_k is 5, and must",
-        ),
-        (
-            {"model_type": "cohere2_moe", "expert_selection_fn": "x" * 99},
-            "fn is x{20}, and must be one of softmax, ",
-        ),
-        (
-            {"model_type": "granite_swa", "layer_rope_theta": [1e4]},
-            "layer_rope_theta has 1 entries for 24 layers",
-        ),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4, "moe_top_k": 5}}, "moe_top_k is 5, and must"),
+        ({"model_type": "cohere2_moe", "expert_selection_fn": "x" * 99}, "fn is x{20}, and must be one of softmax, "),
+        ({"model_type": "granite_swa", "layer_rope_theta": [1e4]}, "layer_rope_theta has 1 entries for 24 layers"),
         ({"model_type": "gemma3", "text_config": {"num_attention_heads": 0}}, "num_attention_heads is 0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else ", ".join(value)[:60],
@@ -111,9 +87,7 @@ def test_contradictions(tmp_path: Path, described: dict[str, Any], problem: str)
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", '"llama"', "{", '{"model_type": "no such"}', '{"model_type": 5}', "{}"]
-)
+@pytest.mark.parametrize("text", ["[]", '"llama"', "{", '{"model_type": "no such"}', '{"model_type": 5}', "{}"])
 def test_what_is_no_configuration(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelLoadError, match="is not one that can be served"):
@@ -165,7 +139,5 @@ def test_what_is_not_served_is_not_called_damaged(model_type: str, tmp_path: Pat
 @pytest.mark.parametrize("model_type", ["qwen9_text", "", 5])
 def test_an_unknown_type_is_named_in_one_sentence(model_type: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": 8}))
-    with pytest.raises(
-        ModelLoadError, match=rf"\(transformers [0-9.]+ knows no {model_type!r}\); check the file"
-    ):
+    with pytest.raises(ModelLoadError, match=rf"\(transformers [0-9.]+ knows no {model_type!r}\); check the file"):
         load_config(tmp_path)

@@ -32,9 +32,7 @@ def served(configs: dict[str, Any]) -> Iterator[str]:
     """Types whose configurations are accepted, and say what layers keep and how they are split."""
     for model_type, config in configs.items():
         if model_type not in DECODERS:
-            with pytest.raises(
-                ModelLoadError, match=rf"its architecture '{model_type}' .*; choose another model.*\.$"
-            ):
+            with pytest.raises(ModelLoadError, match=rf"its architecture '{model_type}' .*; choose another model.*\.$"):
                 check_supported(config)
             continue
         check_supported(config)
@@ -43,9 +41,7 @@ def served(configs: dict[str, Any]) -> Iterator[str]:
         yield model_type
 
 
-@pytest.mark.parametrize(
-    "left_out", ["llama", "bloom", "deepseek_v3", "gpt_oss", "mamba2", "qwen3_5_text", "zamba2"]
-)
+@pytest.mark.parametrize("left_out", ["llama", "bloom", "deepseek_v3", "gpt_oss", "mamba2", "qwen3_5_text", "zamba2"])
 def test_without_one_family_the_rest_is_served(
     left_out: str, configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

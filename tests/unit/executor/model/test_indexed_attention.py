@@ -102,9 +102,7 @@ class Reference:
         """[L, latent and rotated part of the key], as they are written."""
         config = self._config
         made = hidden @ self._of(layer, "kv_a_proj_with_mqa").mT
-        latents = rms_norm(
-            made[:, : config.kv_lora_rank], self._of(layer, "kv_a_layernorm"), config.rms_norm_eps
-        )
+        latents = rms_norm(made[:, : config.kv_lora_rank], self._of(layer, "kv_a_layernorm"), config.rms_norm_eps)
         return torch.cat((latents, self._rotated(made[:, config.kv_lora_rank :])), -1)
 
     def residual(self, layer: int, hidden: Tensor) -> Tensor:
@@ -265,9 +263,7 @@ class Computed(NamedTuple):
     kept: dict[tuple[int, int], Tensor]
 
 
-def compute(
-    directory: Path, sizes: Sequence[int], ranks: int = 1, kv_dtype: BlockDType = "bf16"
-) -> list[Computed]:
+def compute(directory: Path, sizes: Sequence[int], ranks: int = 1, kv_dtype: BlockDType = "bf16") -> list[Computed]:
     """What each rank computes of three texts, at once."""
     compresses = kv_dtype != "bf16"
 
@@ -361,11 +357,7 @@ MIXED = (13, 1, 4)
     ],
 )
 def test_the_highest_scores_are_chosen_and_alone_attended_to(
-    model: tuple[Any, Path],
-    sizes: tuple[int, ...],
-    ranks: int,
-    kv_dtype: BlockDType,
-    monkeypatch: pytest.MonkeyPatch,
+    model: tuple[Any, Path], sizes: tuple[int, ...], ranks: int, kv_dtype: BlockDType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexing, "_CPU_BYTES", 1 << 13)  # a few rows are scored at once
     transformers, directory = model

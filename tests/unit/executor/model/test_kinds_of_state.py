@@ -43,8 +43,7 @@ def run(runner: ModelRunner, script: Script, steps: tuple[dict[int, int], ...]) 
 
 @pytest.mark.parametrize("ranks", in_lanes([1, 2], [2], []))
 @pytest.mark.parametrize(
-    ("kv_dtype", "most"),
-    in_lanes([("bf16", 0.0), ("int8", 0.05), ("fp8", 0.15)], [("int8", 0.05)], [("bf16", 0.0)]),
+    ("kv_dtype", "most"), in_lanes([("bf16", 0.0), ("int8", 0.05), ("fp8", 0.15)], [("int8", 0.05)], [("bf16", 0.0)])
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_that_was_moved_is_read_as_it_was(

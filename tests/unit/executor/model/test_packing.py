@@ -22,9 +22,7 @@ def test_only_bf16_on_a_cpu_is_packed() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("shape", [(1, 1, 96), (1, 5, 96), (40, 96), (1, 300, 96)])
-def test_a_packed_layer_computes_what_the_plain_one_does(
-    kind: str, bias: bool, shape: tuple[int, ...]
-) -> None:
+def test_a_packed_layer_computes_what_the_plain_one_does(kind: str, bias: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(96, 80, bias=bias, dtype=BF16)
     layer: ColumnParallelLinear | RowParallelLinear

@@ -20,10 +20,7 @@ def write(directory: Path, files: dict[str, object]) -> Path:
 
 
 def modules(*kinds: str) -> list[dict[str, str]]:
-    return [
-        {"path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"}
-        for at, kind in enumerate(kinds)
-    ]
+    return [{"path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(kinds)]
 
 
 MEAN = {"pooling_mode_mean_tokens": True}
@@ -124,11 +121,7 @@ def test_scores_of_another_kind_are_refused(given: str) -> None:
 
 
 def test_labels_in_the_order_of_their_logits() -> None:
-    assert pooling.labels_of(SimpleNamespace(num_labels=3, id2label={1: "b", 0: "a"})) == [
-        "a",
-        "b",
-        "LABEL_2",
-    ]
+    assert pooling.labels_of(SimpleNamespace(num_labels=3, id2label={1: "b", 0: "a"})) == ["a", "b", "LABEL_2"]
     with pytest.raises(ModelLoadError, match="5,000 classes"):
         pooling.labels_of(SimpleNamespace(num_labels=5000, id2label={}))
     assert pooling.is_classifier({"architectures": ["BertForSequenceClassification"]})

@@ -62,9 +62,7 @@ def model_of(directory: Path, form: str) -> Any:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
-def test_beyond_the_first_length_logits_are_those_of_transformers(
-    tmp_path: Path, form: str, ranks: int
-) -> None:
+def test_beyond_the_first_length_logits_are_those_of_transformers(tmp_path: Path, form: str, ranks: int) -> None:
     model = model_of(tmp_path, form)
     script = Script([LENGTH, 9])
     # A short text turns by the same frequencies, whatever transformers would give it alone.
@@ -186,9 +184,7 @@ def test_how_long_texts_may_be() -> None:
 
 @natively
 @pytest.mark.parametrize("form", ["phi3", "dynamic", "yarn"])
-def test_natively_a_text_does_not_depend_on_its_neighbours_and_is_near_pytorchs(
-    tmp_path: Path, form: str
-) -> None:
+def test_natively_a_text_does_not_depend_on_its_neighbours_and_is_near_pytorchs(tmp_path: Path, form: str) -> None:
     """Below and beyond the length of first training, alone, in chunks and beside others: the same bits."""
     changes = {"phi3": LONG_HEADS, "dynamic": DYNAMIC, "yarn": {"rope_parameters": YARN}}[form]
     directory = make_model(tmp_path, "phi3" if form == "phi3" else "llama", **{"head_dim": 32, **changes})

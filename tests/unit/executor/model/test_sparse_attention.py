@@ -63,9 +63,7 @@ def logits_of(directory: Path, kind: str, chunks: list[int], wanted: SparseAtten
 
 @pytest.mark.parametrize("kind", in_lanes(["bf16", "int8"], ["int8"]))
 @pytest.mark.parametrize("wanted", [PAGES, WINDOW], ids=["pages", "window"])
-def test_a_token_says_the_same_however_steps_are_cut(
-    directory: Path, kind: str, wanted: SparseAttention
-) -> None:
+def test_a_token_says_the_same_however_steps_are_cut(directory: Path, kind: str, wanted: SparseAttention) -> None:
     alone = logits_of(directory, kind, [1] * LENGTH, wanted)
     for chunks in ([LENGTH], [14, 15, 1, 1, 30]):
         assert (logits_of(directory, kind, chunks, wanted) - alone).abs().max() < 1e-4
@@ -96,10 +94,7 @@ def test_the_best_blocks_by_the_summaries_of_their_keys_are_chosen(
         seen.append(page)
         score = torch.stack(
             [
-                (
-                    query[head] @ keys[head].mean(1).mT
-                    + query[head].abs() @ keys[head].std(1, unbiased=False).mT
-                ).amax(0)
+                (query[head] @ keys[head].mean(1).mT + query[head].abs() @ keys[head].std(1, unbiased=False).mT).amax(0)
                 for head in range(len(keys))
             ]
         )

@@ -39,7 +39,5 @@ def test_a_gguf_file_says_how_it_is_quantized_by_its_name(tmp_path: Path, name: 
         ({}, ""),
     ],
 )
-def test_safetensors_say_it_in_their_configuration(
-    tmp_path: Path, config: dict[str, Any], expected: str
-) -> None:
+def test_safetensors_say_it_in_their_configuration(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
     assert stored_as(tmp_path, config) == expected

@@ -49,10 +49,7 @@ def refused(directory: Path, reason: str, world_size: int = 1) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"quantization_config": {"quant_method": "aqlm"}},
-            "quantized by the method 'aqlm', which is not served",
-        ),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantized by the method 'aqlm', which is not served"),
         ({"kv_lora_rank": 8}, "latent attention"),
         ({"layer_types": ["linear_attention"] * 3}, "layers of type linear_attention"),
         ({"layer_types": ["chunked_attention"] * 3}, "layers of type chunked_attention"),
@@ -61,9 +58,7 @@ def refused(directory: Path, reason: str, world_size: int = 1) -> None:
         ({"use_bidirectional_attention": True}, "looks ahead"),
     ],
 )
-def test_configurations_that_would_compute_something_else(
-    copy: Path, changes: dict[str, object], reason: str
-) -> None:
+def test_configurations_that_would_compute_something_else(copy: Path, changes: dict[str, object], reason: str) -> None:
     path = copy / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     refused(copy, reason)
@@ -123,9 +118,7 @@ def test_every_plan_of_our_own_names_what_its_model_has() -> None:
         held: set[str] = set()
         for name in (name for name in ARCHITECTURES if name.partition("/")[0] == model_type):
             model = build(name, settings_of(name))
-            held |= {full for full, _ in model.named_modules()} | {
-                full for full, _ in model.named_parameters()
-            }
+            held |= {full for full, _ in model.named_modules()} | {full for full, _ in model.named_parameters()}
         for pattern in plan:
             assert any(as_regex(pattern).fullmatch(full) for full in held), f"{model_type}: {pattern}"
 
@@ -199,9 +192,7 @@ def test_layers_and_experts_of_another_make_are_refused(
         {"text_config": {"num_local_experts": 10**9}},
     ],
 )
-def test_sizes_without_end_are_refused_before_anything_is_built(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_sizes_without_end_are_refused_before_anything_is_built(tmp_path: Path, changes: dict[str, Any]) -> None:
     # The first kind has a list with an entry for each layer in its configuration already.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **changes}))
     with pytest.raises(ModelLoadError, match=r"and no model with more than \d+ is served"):
@@ -213,9 +204,7 @@ def test_rotations_of_no_part_of_a_head_are_refused(tmp_path: Path, rotary_dim: 
     config = CONFIG_MAPPING["codegen"](**{**settings_of("codegen"), "rotary_dim": rotary_dim})
     attention = SimpleNamespace(qkv_proj=None)
     layout = ShardLayout.from_config(config, 1, 0)
-    with pytest.raises(
-        ModelLoadError, match=f"rotary_dim {rotary_dim}, which is no even part of a head of 8"
-    ):
+    with pytest.raises(ModelLoadError, match=f"rotary_dim {rotary_dim}, which is no even part of a head of 8"):
         rewire_attention(torch.nn.Module(), config, {"0": attention}, layout)  # type: ignore[dict-item]
 
 

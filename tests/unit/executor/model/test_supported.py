@@ -41,13 +41,7 @@ def test_words_of_state() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "title"),
-    [
-        ("minimax_m9", "MiniMax"),
-        ("Qwen4", "Qwen"),
-        ("lama", "Llama"),
-        ("wholly other", ""),
-        ("rwkv9", "RWKV"),
-    ],
+    [("minimax_m9", "MiniMax"), ("Qwen4", "Qwen"), ("lama", "Llama"), ("wholly other", ""), ("rwkv9", "RWKV")],
 )
 def test_the_nearest_that_is_served(wanted: str, title: str) -> None:
     said = nearest(wanted)
@@ -57,9 +51,7 @@ def test_the_nearest_that_is_served(wanted: str, title: str) -> None:
 def test_an_error_names_it() -> None:
     config = CONFIG_MAPPING["minimax_m2"]()
     config.is_encoder_decoder = True
-    with pytest.raises(
-        ModelLoadError, match=r"choose another model \(the nearest that is served: MiniMax M2,"
-    ):
+    with pytest.raises(ModelLoadError, match=r"choose another model \(the nearest that is served: MiniMax M2,"):
         check_supported(config)
 
 

@@ -28,9 +28,7 @@ CUTS = ([37], [1] * 37, [5, 12, 1, 19], [16, 16, 5])  # tokens of each step of a
 
 
 @pytest.fixture(scope="module", params=in_lanes([NAME, "qwen4_exp_text"], [NAME]))
-def proof(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, torch.Tensor]:
+def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A saved model, and transformers' logits of the text."""
     model = build(request.param, settings_of(request.param))
     directory = tmp_path_factory.mktemp(request.param)
@@ -55,9 +53,7 @@ def test_full_blocks_may_be_copied_to_other_ids(proof: tuple[Path, torch.Tensor]
         assert (logits - expected).abs().max() < PROVEN_ERROR
 
 
-def test_what_a_row_reads_of_compressed_blocks_follows_from_its_position(
-    proof: tuple[Path, torch.Tensor],
-) -> None:
+def test_what_a_row_reads_of_compressed_blocks_follows_from_its_position(proof: tuple[Path, torch.Tensor]) -> None:
     directory, expected = proof
     first, *others = in_cuts(directory, "int8")
     assert (first - expected).abs().max() > PROVEN_ERROR, "int8 rounds"
@@ -75,9 +71,7 @@ def test_a_line_stands_in_the_block_of_its_last_token() -> None:
         Pages(1, 1, 12, 2),
         Pages(1, 1, 14, 2),
     )
-    store = KvStore(
-        store_shape(ExecutorSettings(block_size=4), "bf16", states, torch.float32), 6, CPU, num_slots=1
-    )
+    store = KvStore(store_shape(ExecutorSettings(block_size=4), "bf16", states, torch.float32), 6, CPU, num_slots=1)
     slots = torch.tensor([5 * 4 + 3, 2 * 4 + 1])
     lines = torch.arange(24, dtype=torch.float32).view(2, 1, 12)
     for layer in (0, 2):

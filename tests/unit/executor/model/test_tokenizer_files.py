@@ -101,11 +101,7 @@ def served(directory: Path) -> Served | str:
     return Served(
         tokenizer._encode([TEXT], special=True)[0],
         (templates.source, templates.with_tools) if templates else (None, None),
-        {
-            name: text
-            for name, text in (templates.special_tokens if templates else {}).items()
-            if name in SPECIAL
-        },
+        {name: text for name, text in (templates.special_tokens if templates else {}).items() if name in SPECIAL},
         card.eos_token_ids,
         card.defaults,
     )
@@ -119,9 +115,7 @@ def known(directory: Path) -> Served:
         templates = (found["default"], found.get("tool_use", found["default"]))
     else:
         templates = (found, found)
-    generation = (
-        json.loads((directory / "config.json").read_text()) if (directory / "config.json").exists() else {}
-    )
+    generation = json.loads((directory / "config.json").read_text()) if (directory / "config.json").exists() else {}
     given: dict[str, Any] = {"eos_token_id": generation.get("eos_token_id")}
     if (directory / "generation_config.json").exists():
         own = GenerationConfig.from_pretrained(str(directory)).to_diff_dict()
@@ -202,10 +196,7 @@ def test_a_whole_directory_is_served(tmp_path: Path, form: str) -> None:
     if form == "plain":
         assert found.templates == (None, None)
         return
-    assert found.templates == (
-        TOOLS if form == "decoded" else TEMPLATE,
-        TEMPLATE if form == "text" else TOOLS,
-    )
+    assert found.templates == (TOOLS if form == "decoded" else TEMPLATE, TEMPLATE if form == "text" else TOOLS)
     assert (found.ends, found.defaults) == ([1, 0], {name: GENERATION[name] for name in DEFAULTS})
 
 

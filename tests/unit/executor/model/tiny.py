@@ -169,13 +169,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mellum": {**EXPERTS, **WINDOWS, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     "qwen3_5_moe_text": {**EXPERTS, **ALL_EXPERTS, **DELTA, "shared_expert_intermediate_size": 64},
     "qwen3_5_text": DELTA,
-    "qwen3_next": {
-        **EXPERTS,
-        **ALL_EXPERTS,
-        **DELTA,
-        "shared_expert_intermediate_size": 64,
-        "mlp_only_layers": [0],
-    },
+    "qwen3_next": {**EXPERTS, **ALL_EXPERTS, **DELTA, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
     "gemma": {},
     "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
     "gemma3_text": WINDOWS,
@@ -246,9 +240,7 @@ def _learned_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 def reference_logits(directory: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
     """transformers' own logits for each whole sequence: float32 [tokens, vocab] each."""
-    model = AutoModelForCausalLM.from_pretrained(
-        str(directory), attn_implementation="eager", dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(str(directory), attn_implementation="eager", dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
@@ -283,14 +275,11 @@ def save_as_part(model: Any, whole: str, directory: Path) -> None:
     config.tie_word_embeddings = model.config.tie_word_embeddings
     config.save_pretrained(str(directory))
     tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in model.state_dict().items()
+        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in model.state_dict().items()
     }
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
-    )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
 
 def logits_of(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:

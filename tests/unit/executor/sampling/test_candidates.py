@@ -158,9 +158,7 @@ def test_candidates_are_the_largest_and_their_ties(seed: int, wanted: list[int])
             assert ids[: len(kept)] == kept
             assert set(ids[len(kept) :]) <= {VOCAB}
             if count < 0:
-                assert found.log_sums[row] == pytest.approx(
-                    float(logits[row].float().logsumexp(-1)), abs=1e-5
-                )
+                assert found.log_sums[row] == pytest.approx(float(logits[row].float().logsumexp(-1)), abs=1e-5)
 
 
 def test_only_rows_that_need_it_come_whole() -> None:

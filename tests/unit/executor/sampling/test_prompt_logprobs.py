@@ -67,9 +67,7 @@ def served(runner: ModelRunner, leads: bool, vocab: int = 131, chunk: int = 16) 
 
 def nothing(rows: int, top: int) -> PromptTokenScores:
     tokens = np.zeros((rows, top), np.int32)
-    return PromptTokenScores(
-        np.zeros(rows, np.float32), np.zeros(rows, np.int32), tokens, tokens.astype(np.float32)
-    )
+    return PromptTokenScores(np.zeros(rows, np.float32), np.zeros(rows, np.int32), tokens, tokens.astype(np.float32))
 
 
 def worst_error(found: dict[str, list[Row]], logits: dict[str, Tensor]) -> float:
@@ -164,9 +162,7 @@ def test_any_number_of_ranks_gives_the_same(dtype: torch.dtype, world_size: int,
         assert found.ranks[row] == 1 + int((logits[row] > logits[row, target]).sum())
         order = sorted(range(VOCAB), key=lambda token: (-float(logits[row, token]), token))[:top]
         assert found.top_tokens[row].tolist() == order
-        assert found.top_logprobs[row].tolist() == pytest.approx(
-            [float(truth[row, at]) for at in order], abs=1e-5
-        )
+        assert found.top_logprobs[row].tolist() == pytest.approx([float(truth[row, at]) for at in order], abs=1e-5)
 
 
 def test_the_most_likely_token_has_one_number_wherever_it_is_told() -> None:

@@ -27,9 +27,7 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=generator) * 8).round() / 4
 
 
-def state(
-    prompt: list[int] | None = None, generated: list[int] | None = None, **params: object
-) -> SamplingState:
+def state(prompt: list[int] | None = None, generated: list[int] | None = None, **params: object) -> SamplingState:
     return SamplingState(SamplingParams(**params), prompt or [], generated or [])  # type: ignore[arg-type]
 
 

@@ -56,9 +56,7 @@ def test_what_follows_is_chosen_among_what_may(params: dict[str, object], device
     """The same draw as from logits in which the others are out of reach."""
     for seed in range(12):
         logits, masks = logits_of(seed, 3).to(device), masks_of_seed(seed, 3)
-        given = [
-            masked(state([1, 2, 3], [3, 4, 4], seed=seed + row, **params), masks[row]) for row in range(3)
-        ]
+        given = [masked(state([1, 2, 3], [3, 4, 4], seed=seed + row, **params), masks[row]) for row in range(3)]
         plain = [state([1, 2, 3], [3, 4, 4], seed=seed + row, **params) for row in range(3)]
         without = logits.masked_fill(torch.from_numpy(~masks).to(device), -1e9)
         drawn = Sampler().sample(logits, given)
@@ -95,12 +93,7 @@ def test_log_probabilities_are_the_models_own() -> None:
 
 
 def test_rows_that_nothing_may_follow_are_named() -> None:
-    states = [
-        state(),
-        masked(state(), None),
-        masked(state(), np.ones(VOCAB, np.bool_)),
-        masked(state(), None),
-    ]
+    states = [state(), masked(state(), None), masked(state(), np.ones(VOCAB, np.bool_)), masked(state(), None)]
     with pytest.raises(GrammarFailed, match=r"Nothing fits\.") as caught:
         Sampler().sample(logits_of(1, 4), states)
     assert caught.value.rows == [1, 3]

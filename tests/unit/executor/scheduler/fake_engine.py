@@ -78,9 +78,7 @@ class FakeEngine:
         lengths = as_int32(plan.query_lens).tolist()
         assert len(tokens) == len(positions) == len(slots) == sum(lengths)
         assert len(set(slots)) == len(slots), "two tokens go to one slot"
-        assert all(slot < self.spec.num_blocks * self.block_size for slot in slots), (
-            "a quantized block is written"
-        )
+        assert all(slot < self.spec.num_blocks * self.block_size for slot in slots), "a quantized block is written"
         assert lengths == sorted(lengths, key=lambda length: length > 1), "single tokens do not come first"
         assert plan.num_decodes == lengths.count(1)
         self.largest = max(self.largest, len(tokens))
@@ -225,9 +223,7 @@ class FakeEngine:
         """The token after `content`."""
         return SampledToken(next_token(content, state.params.seed, state.position, adapter))
 
-    def _write(
-        self, plan: StepPlan, table: list[int], rows: range, context: int, adapter: str = ""
-    ) -> "Chunk":
+    def _write(self, plan: StepPlan, table: list[int], rows: range, context: int, adapter: str = "") -> "Chunk":
         tokens, positions, slots = (
             as_int32(payload)[rows.start : rows.stop].tolist()
             for payload in (plan.token_ids, plan.positions, plan.slots)
@@ -289,9 +285,7 @@ class Chunk(NamedTuple):
                 at, offset = divmod(position, engine.block_size)
                 block = self.own[at] if at == home else self.table[at]
                 quantized = block >= engine.spec.num_blocks
-                assert quantized == (at < home and engine.spec.num_quantized > 0), (
-                    "a block is read in the wrong form"
-                )
+                assert quantized == (at < home and engine.spec.num_quantized > 0), "a block is read in the wrong form"
                 token, written_at, stored = engine.at(block, offset)
                 mark = hash((mark, token))
                 assert written_at == position, "a slot holds another position's token"

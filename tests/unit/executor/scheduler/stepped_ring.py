@@ -48,13 +48,7 @@ class Ring:
         self.lookahead = lookahead
         self.spec = EngineSpec(BLOCK, blocks, context, VOCAB, **spec)
         settings = BatchSettings(
-            tokens,
-            sequences,
-            waiting,
-            session_ttl=ttl,
-            max_drafts=drafts,
-            prefill_stretch=stretch,
-            prefill_gap=gap,
+            tokens, sequences, waiting, session_ttl=ttl, max_drafts=drafts, prefill_stretch=stretch, prefill_gap=gap
         )
         drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
         self.batcher = Scheduler(self.spec, settings, "m", drafter)

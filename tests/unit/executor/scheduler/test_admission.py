@@ -28,14 +28,7 @@ SMALL = (int, float, bool, SparseAttention | None)
 
 
 def request(sampling: SamplingParams | None = None, **fields: Any) -> GenerationRequest:
-    usual = {
-        "generation_id": "g",
-        "request_id": "r",
-        "model": "m",
-        "consumer": "c",
-        "prompt": [1],
-        "max_tokens": 8,
-    }
+    usual = {"generation_id": "g", "request_id": "r", "model": "m", "consumer": "c", "prompt": [1], "max_tokens": 8}
     return GenerationRequest(**(usual | fields), sampling=sampling or SamplingParams())
 
 
@@ -81,9 +74,7 @@ AT_THE_LIMIT = [
 
 
 @pytest.mark.parametrize(("kind", "name", "limit", "one"), AT_THE_LIMIT)
-def test_so_many_are_taken_and_no_more(
-    kind: type, name: str, limit: limits.Limit | None, one: list[Any]
-) -> None:
+def test_so_many_are_taken_and_no_more(kind: type, name: str, limit: limits.Limit | None, one: list[Any]) -> None:
     most = SPEC.context_length if limit is None else limit.value
     assert malformed(of(kind, name, one * most), SPEC) is None
     assert f"{most:,}" in refused(of(kind, name, one * (most + 1)))
@@ -92,9 +83,7 @@ def test_so_many_are_taken_and_no_more(
 def test_a_bias_for_so_many_tokens_is_taken_and_for_no_more() -> None:
     most = limits.LOGIT_BIASES.value
     assert malformed(request(SamplingParams(logit_bias=dict.fromkeys(range(most), 1.0))), SPEC) is None
-    assert "limit logit_biases" in refused(
-        request(SamplingParams(logit_bias=dict.fromkeys(range(most + 1), 1.0)))
-    )
+    assert "limit logit_biases" in refused(request(SamplingParams(logit_bias=dict.fromkeys(range(most + 1), 1.0))))
 
 
 @pytest.mark.parametrize("adapter", ["x", "a" * 63, "A" * 64, "g" * 64, "../" + "a" * 61])

@@ -377,9 +377,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
 
 def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
-    return GenerationRequest(
-        **{**{name: getattr(request, name) for name in request.__struct_fields__}, **changes}
-    )
+    return GenerationRequest(**{**{name: getattr(request, name) for name in request.__struct_fields__}, **changes})
 
 
 class RecurrentBatcherMachine(BatcherMachine):
@@ -544,12 +542,7 @@ class AdapterBatcherMachine(BatcherMachine):
 
 
 # And their steps.
-MACHINES = {
-    AdapterBatcherMachine: 50,
-    DraftingBatcherMachine: 50,
-    BatcherMachine: 60,
-    RecurrentBatcherMachine: 40,
-}
+MACHINES = {AdapterBatcherMachine: 50, DraftingBatcherMachine: 50, BatcherMachine: 60, RecurrentBatcherMachine: 40}
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)

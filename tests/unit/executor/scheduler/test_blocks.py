@@ -20,11 +20,7 @@ from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, arrays, ask,
 
 def test_the_youngest_of_the_least_urgent_lane_gives_up_its_blocks() -> None:
     ring = Ring(blocks=9, tokens=32)
-    requests = [
-        ask("old", 8, max_tokens=9),
-        ask("bulk", 8, max_tokens=9, lane="batch"),
-        ask("newest", 8, max_tokens=9),
-    ]
+    requests = [ask("old", 8, max_tokens=9), ask("bulk", 8, max_tokens=9, lane="batch"), ask("newest", 8, max_tokens=9)]
     ring.add(*requests)
     seen: list[set[str]] = []
     while ring.batcher.preemptions == 0:
@@ -167,9 +163,7 @@ def test_what_another_has_computed_is_shared_also_after_a_failed_step() -> None:
     ring.add(ask("b", prompt, lane="recovery"))
     ring.run()
     assert ring.tokens("a") == ring.tokens("b") == undisturbed(ask("a", prompt), 4)
-    assert {entry.generation_id: entry.cached_tokens for entry in ring.log if entry.cached_tokens} == {
-        "a": 12
-    }
+    assert {entry.generation_id: entry.cached_tokens for entry in ring.log if entry.cached_tokens} == {"a": 12}
 
 
 def test_a_sequence_gets_only_room_that_is_promised_to_nobody() -> None:

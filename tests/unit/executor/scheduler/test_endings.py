@@ -38,9 +38,7 @@ def test_max_tokens_and_context_length_end_with_length() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(4, 20), st.integers(1, 5), st.integers(0, 3))
-def test_what_goes_on_is_what_nothing_ends(
-    prompt: int, most: int, context: int, blocks: int, stop: int
-) -> None:
+def test_what_goes_on_is_what_nothing_ends(prompt: int, most: int, context: int, blocks: int, stop: int) -> None:
     spec, request = EngineSpec(BLOCK, blocks, context, VOCAB), ask("a", prompt, most, stop_token_ids=[stop])
     batcher = Scheduler(spec, BatchSettings())
     assume(batcher.add(request) is None)
@@ -115,11 +113,7 @@ def test_a_withdrawn_attempt_ends_as_an_error_that_another_ring_makes_good(in_fl
     assert not ring.batcher.has_work
 
 
-@given(
-    st.integers(0, 3),
-    st.lists(st.tuples(st.booleans(), st.integers(-1, 4)), max_size=8),
-    st.sampled_from([-1, 0]),
-)
+@given(st.integers(0, 3), st.lists(st.tuples(st.booleans(), st.integers(-1, 4)), max_size=8), st.sampled_from([-1, 0]))
 def test_who_owns_a_generation_no_more_ends_nothing_of_it(
     first: int, said: list[tuple[bool, int]], attempt: int
 ) -> None:

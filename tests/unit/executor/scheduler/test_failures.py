@@ -67,11 +67,7 @@ def test_fail_all_ends_everything_and_leaves_nothing() -> None:
         (ask("a", [1, VOCAB]), "invalid_request", "prompt has a token outside"),
         (ask("a", [-1]), "invalid_request", "vocabulary of 50"),
         (ask("a", generated=[1 << 40]), "invalid_request", "generated has a token outside"),
-        (
-            ask("a", sampling=SamplingParams(temperature=float("nan"))),
-            "invalid_request",
-            "temperature is nan",
-        ),
+        (ask("a", sampling=SamplingParams(temperature=float("nan"))), "invalid_request", "temperature is nan"),
         (ask("a", sampling=SamplingParams(logit_bias={50: 1.0})), "invalid_request", "logit_bias"),
         (ask("a", sampling=SamplingParams(repetition_penalty=0)), "invalid_request", "repetition_penalty"),
     ],

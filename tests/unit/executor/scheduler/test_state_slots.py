@@ -190,9 +190,7 @@ def test_of_a_sessions_snapshots_the_last_is_kept_for_it() -> None:
 def test_a_large_snapshot_is_spilled_whole() -> None:
     """More blocks at once than a step restores or fills."""
     parts, restored, filled = 20, 3, 4
-    one = ring(
-        blocks=12, quantized=parts + 14, parts=parts, num_host=80, copies_per_step=restored, ttl=1000.0
-    )
+    one = ring(blocks=12, quantized=parts + 14, parts=parts, num_host=80, copies_per_step=restored, ttl=1000.0)
     said = list(range(22))
     start(one, "first", said, session="s")
     finish(one, "first")

@@ -45,12 +45,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request(ring: GuidedRing) ->
     ring.batcher.release(request, InvalidGrammar("No."))
     ring.run()
     entry = ring.last()
-    assert (entry.finish, entry.error_code, entry.error, entry.retryable) == (
-        "error",
-        "invalid_grammar",
-        "No.",
-        False,
-    )
+    assert (entry.finish, entry.error_code, entry.error, entry.retryable) == ("error", "invalid_grammar", "No.", False)
     ring.batcher.check()
 
 
@@ -111,9 +106,7 @@ def test_a_text_that_is_cut_ends_with_length_and_a_whole_one_with_stop(ring: Gui
 
 def test_an_end_that_is_ignored_never_comes(ring: GuidedRing) -> None:
     grammar = Grammar("regex", "[a-z]+")
-    ring.add(
-        ask(grammar, "ignored", max_tokens=300, stop_token_ids=[]), ask(grammar, "heeded", max_tokens=300)
-    )
+    ring.add(ask(grammar, "ignored", max_tokens=300, stop_token_ids=[]), ask(grammar, "heeded", max_tokens=300))
     ring.run()
     assert STUB_EOS_TOKEN not in ring.tokens("ignored")
     assert ring.last("ignored").finish == "length"

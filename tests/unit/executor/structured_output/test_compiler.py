@@ -129,8 +129,7 @@ async def test_one_tenants_grammars_wait_for_nobody_elses(monkeypatch: pytest.Mo
     tenants = ["many"] * 6 + ["one", "two"]
     try:
         asked = [
-            outcome(work, msgspec.structs.replace(ask(Grammar("regex", "a")), tenant=tenant))
-            for tenant in tenants
+            outcome(work, msgspec.structs.replace(ask(Grammar("regex", "a")), tenant=tenant)) for tenant in tenants
         ]
         waiting = [asyncio.create_task(one) for one in asked]
         await asyncio.sleep(0)  # all are handed in

@@ -39,10 +39,7 @@ RECORDS = Grammar(
             "maxItems": 5,
             "items": {
                 "type": "object",
-                "properties": {
-                    "name": {"enum": ["low", "middle"]},
-                    "count": {"type": "integer", "maximum": 99},
-                },
+                "properties": {"name": {"enum": ["low", "middle"]}, "count": {"type": "integer", "maximum": 99}},
                 "required": ["name", "count"],
                 "additionalProperties": False,
             },
@@ -170,9 +167,7 @@ def test_the_text_is_the_same_with_drafts(
     plain.run()
     begun = plain.tokens("0")[:3]
     requests[0] = ask(GRAMMARS[name], "0", seed=0, max_tokens=120, generated=begun, attempt=1)
-    fast = GuidedRing(
-        compiler, StubSettings(num_blocks=640, draft_right=right, draft_ms=0.001), drafts=7, work=work
-    )
+    fast = GuidedRing(compiler, StubSettings(num_blocks=640, draft_right=right, draft_ms=0.001), drafts=7, work=work)
     fast.add(*requests)
     fast.run()
     for request in requests:
@@ -207,8 +202,7 @@ def test_what_is_sampled_is_the_same_with_drafts(
 ) -> None:
     """Tokens, log probabilities and ends."""
     requests = [
-        structs.replace(ask(grammar, name, max_tokens=150), sampling=sampling)
-        for name, grammar in GRAMMARS.items()
+        structs.replace(ask(grammar, name, max_tokens=150), sampling=sampling) for name, grammar in GRAMMARS.items()
     ]
     told, accepted = [], 0
     for drafts in (0, 7):
@@ -318,9 +312,7 @@ def test_a_grammar_that_fails_among_drafts_ends_its_own_text_alone(compiler: Gra
     assert ring.tokens("fine") == text_of(compiler, RECORDS, 1, 400)
 
 
-def test_sequences_share_the_room_for_masks(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_share_the_room_for_masks(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "MASK_BYTES", 6 * CARD.vocab_size)
     ring = GuidedRing(compiler, drafts=7)
     ring.add(*(ask(GRAMMARS["constant"], str(seed), seed=seed) for seed in range(3)))

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from services.executor.core.sampling_state import SamplingState
-from services.executor.structured_output import (
-    GrammarCompiler,
-    GrammarState,
-    GrammarWork,
-    Vocabulary,
-    compute_masks,
-)
+from services.executor.structured_output import GrammarCompiler, GrammarState, GrammarWork, Vocabulary, compute_masks
 from services.executor.worker.stub import STUB_EOS_TOKEN
 from shared.errors import InvalidGrammar
 from shared.messages import Grammar, ModelCard, TokenizerBundle
@@ -148,9 +142,7 @@ class Faulty:
             raise RuntimeError("a fault of the library")
 
 
-@pytest.mark.parametrize(
-    ("problem", "said"), [("too complex", "too complex"), ("", "a fault of the library")]
-)
+@pytest.mark.parametrize(("problem", "said"), [("too complex", "too complex"), ("", "a fault of the library")])
 def test_a_fault_of_the_library_ends_the_generations_of_the_step_alone(problem: str, said: str) -> None:
     vocabulary = Vocabulary.of(CARD, b"")
     state = GrammarState(Faulty(problem), vocabulary, [])  # type: ignore[arg-type]

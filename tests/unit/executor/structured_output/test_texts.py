@@ -32,9 +32,7 @@ LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
         lambda pattern: {"type": "string", "pattern": pattern}
     ),
     st.sampled_from(["date", "uuid", "ipv4"]).map(lambda form: {"type": "string", "format": form}),
-    st.one_of(st.integers(-(2**53), 2**53), st.booleans(), st.none(), NAMES).map(
-        lambda value: {"const": value}
-    ),
+    st.one_of(st.integers(-(2**53), 2**53), st.booleans(), st.none(), NAMES).map(lambda value: {"const": value}),
 )
 
 
@@ -71,11 +69,7 @@ def inlined(schema: Any) -> Any:
 @quick
 @given(schema=SCHEMAS, seeds=st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
 def test_json_validates(compiler: GrammarCompiler, schema: dict[str, Any], seeds: list[int]) -> None:
-    schema = (
-        schema
-        if schema.keys() == {"$defs", "$ref"} and "$defs" not in str(schema["$defs"])
-        else inlined(schema)
-    )
+    schema = schema if schema.keys() == {"$defs", "$ref"} and "$defs" not in str(schema["$defs"]) else inlined(schema)
     grammar = Grammar("json_schema", json.dumps(schema))
     ring = GuidedRing(compiler)
     try:
@@ -97,9 +91,7 @@ REGEXES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.lists(inner, min_size=1, max_size=3).map(lambda options: f"({'|'.join(options)})"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}"])).map(
-            lambda pair: f"(?:{pair[0]}){pair[1]}"
-        ),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
     ),
     max_leaves=8,
 )

@@ -30,19 +30,7 @@ def test_an_exit_tells_its_cause(code: int, oom_kills: int, cause: str) -> None:
 def plan(step: int, seconds: float, *ids: str, count: int = 0) -> PlanDump:
     named = [PlanSequenceDump(one, 1, 1, []) for one in ids]
     return PlanDump(
-        step,
-        0,
-        seconds * 1e3,
-        1,
-        1,
-        1,
-        0,
-        0,
-        0,
-        0,
-        sequence_count=count or len(ids),
-        blocks=0,
-        sequences=named,
+        step, 0, seconds * 1e3, 1, 1, 1, 0, 0, 0, 0, sequence_count=count or len(ids), blocks=0, sequences=named
     )
 
 
@@ -56,10 +44,7 @@ def test_suspects_are_those_in_steps_that_are_not_over() -> None:
 
 
 def test_two_steps_may_be_under_way_and_none() -> None:
-    assert death_of(7, "hung", [plan(1, 0.0, "x"), plan(2, 0.0, "a"), plan(3, 0.0, "b")]).suspects == [
-        "a",
-        "b",
-    ]
+    assert death_of(7, "hung", [plan(1, 0.0, "x"), plan(2, 0.0, "a"), plan(3, 0.0, "b")]).suspects == ["a", "b"]
     assert not death_of(7, "hung", [plan(2, 0.1, "a"), plan(3, 0.1, "b")]).may_be_of("b")
     assert death_of(7, "hung", [plan(2, 0.1, "a"), plan(3, 0.0, "b")]).suspects_only("b")
 

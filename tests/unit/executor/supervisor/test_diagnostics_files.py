@@ -33,9 +33,7 @@ def test_the_newest_dumps_are_kept_for_their_owner_alone(tmp_path: Path) -> None
 
 
 def test_a_dump_holds_no_secret() -> None:
-    settings = ExecutorSettings(
-        nats_password="hush-1", nats_url="nats://user:hush-2@host:4222", served_model_name="m"
-    )
+    settings = ExecutorSettings(nats_password="hush-1", nats_url="nats://user:hush-2@host:4222", served_model_name="m")
     shown = msgspec.json.encode(settings_of(settings)).decode()
     assert "hush" not in shown
     assert "nats://host:4222" in shown

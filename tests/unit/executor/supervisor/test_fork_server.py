@@ -124,12 +124,7 @@ async def test_ranks_outlive_the_fork_server_and_the_next_ones_do_without_it(
     ],
 )
 async def test_a_server_of_no_use_is_told_of_and_done_without(
-    make: Callable[..., ForkClient],
-    ranks: list[LocalRank],
-    executed: list[int],
-    fault: str,
-    event: str,
-    reason: str,
+    make: Callable[..., ForkClient], ranks: list[LocalRank], executed: list[int], fault: str, event: str, reason: str
 ) -> None:
     with capture_logs() as log:
         forks = make(fault)
@@ -189,10 +184,7 @@ def test_all_end_with_the_executor(tmp_path: Path) -> None:
 
 
 async def test_a_rank_has_the_variables_that_its_executor_lacks(
-    make: Callable[..., ForkClient],
-    ranks: list[LocalRank],
-    executed: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., ForkClient], ranks: list[LocalRank], executed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     rank = await start(make(), ranks)
@@ -246,9 +238,7 @@ def test_the_real_imports_leave_one_thread_and_little_memory() -> None:
         "print(fork_server.why_not_to_fork() or 'none'); print(psutil.Process().memory_full_info().uss >> 20)"
     )
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     reason, megabytes = said.stdout.splitlines()
     assert reason == "none"
     assert int(megabytes) < 350

@@ -64,9 +64,7 @@ def test_the_next_ring_begins_anew() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.integers(1, 5)), max_size=40), st.integers(1, 4))
-def test_whoever_moves_is_never_hung_however_seldom_we_look(
-    looks: list[tuple[float, int]], ranks: int
-) -> None:
+def test_whoever_moves_is_never_hung_however_seldom_we_look(looks: list[tuple[float, int]], ranks: int) -> None:
     """Our own loop may be starved as well."""
     watch, now, progress = RingWatch(LIMIT), 0.0, 0
     for gap, moved in looks:

@@ -51,9 +51,7 @@ async def test_a_configuration_that_is_none(tmp_path: Path, config: bytes, told:
     assert told in await refusal(adapter(tmp_path / "adapter", config), ModelLoadError)
 
 
-async def test_whoever_asks_again_waits_for_what_is_being_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_whoever_asks_again_waits_for_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
 
     async def prepare(source: str, *rest: object, **more: object) -> Path:
@@ -65,9 +63,7 @@ async def test_whoever_asks_again_waits_for_what_is_being_read(
     path = str(adapter(tmp_path / "adapter", b"{"))
     host, settings = HostAdapters(), ExecutorSettings(**settings)
     commands = [PullAdapter(name, "m", path, ModelSpec("m", "m")) for name in ("sql", "sql", "other")]
-    told = await asyncio.gather(
-        *(host.pull(command, settings, NO_BUS) for command in commands), return_exceptions=True
-    )
+    told = await asyncio.gather(*(host.pull(command, settings, NO_BUS) for command in commands), return_exceptions=True)
     assert [type(one) for one in told] == [ModelLoadError] * 3
     assert prepared == [path, path]
     with pytest.raises(ModelLoadError):

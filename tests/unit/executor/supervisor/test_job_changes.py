@@ -132,9 +132,7 @@ def test_no_host_has_a_job_that_has_ended_here_and_its_tenants_will_is_done(
 ) -> None:
     kept = [adapter(1, "ft:m:ckpt")]
     state = TrainingState(5, "o", 1, "d")
-    job = msgspec.structs.replace(
-        JOB, wanted=wanted, status="running", crashes=crashes, adapters=kept, state=state
-    )
+    job = msgspec.structs.replace(JOB, wanted=wanted, status="running", crashes=crashes, adapters=kept, state=state)
     after = ended(job, end, NOW)
     assert (after.host, after.adapters, after.state, after.result) == ("", kept, state, None)
     assert (after.finished_at > 0) == (after.status in ("failed", "cancelled"))

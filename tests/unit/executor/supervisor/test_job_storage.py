@@ -191,9 +191,7 @@ async def test_room_is_waited_for_and_said_to_lack(world: World) -> None:
     assert world.bucket.job.state is not None
 
 
-async def test_without_room_for_too_long_it_is_given_up(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_room_for_too_long_it_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_storage, "STORE_PATIENCE", 0.0)
     world.files.failures = [StorageFull("It is full.")]
     world.state(1)

@@ -47,8 +47,7 @@ def test_weights_take_what_they_are_computed_in(tmp_path: Path, more: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("said", "asked", "unpacked"),
-    [({}, "auto", False), ({}, "bf16", True), ({"weight_dtype": "bf16"}, "auto", True)],
+    ("said", "asked", "unpacked"), [({}, "auto", False), ({}, "bf16", True), ({"weight_dtype": "bf16"}, "auto", True)]
 )
 def test_codes_take_what_the_file_takes_unless_they_are_unpacked(
     tmp_path: Path, said: dict[str, str], asked: str, unpacked: bool
@@ -136,9 +135,7 @@ def test_settings_of_a_model_are_those_of_its_host_but_for_its_own(tmp_path: Pat
         assert settings_of(host, ModelSpec("m", "org/m", sparse_attention=choice)).sparse_attention is keeps
     choosing = host.model_copy(update={"sparse_attention": True})
     for choice, keeps in ((None, True), (False, False), (SparseAttention("window"), True)):
-        assert (
-            settings_of(choosing, ModelSpec("m", "org/m", sparse_attention=choice)).sparse_attention is keeps
-        )
+        assert settings_of(choosing, ModelSpec("m", "org/m", sparse_attention=choice)).sparse_attention is keeps
     with pytest.raises(ConfigurationError, match="speculation"):
         settings_of(host, ModelSpec("m", "org/m", settings=ModelSettings(speculation="much")))
 
@@ -180,15 +177,11 @@ def test_a_draft_model_is_of_one_model_and_counts_with_it(tmp_path: Path) -> Non
     spec = ModelSpec("m", str(model(tmp_path / "m")))
     alone = settings_of(host, spec)
     assert alone.draft_model == ""
-    with_draft = settings_of(
-        host, ModelSpec("m", spec.source, settings=ModelSettings(draft_model=str(draft)))
-    )
+    with_draft = settings_of(host, ModelSpec("m", spec.source, settings=ModelSettings(draft_model=str(draft))))
     assert with_draft.draft_model == str(draft)
     sizes = [size_of(alone, tmp_path / "m"), size_of(alone, draft)]
     both = StoredModel(with_draft)
     assert StoredModel(alone).size() == sizes[0]
     assert both.size() == (sizes[0].weights + sizes[1].weights, sizes[0].sequence + sizes[1].sequence)
-    fetched_later = settings_of(
-        host, ModelSpec("m", spec.source, settings=ModelSettings(draft_model="org/not-here"))
-    )
+    fetched_later = settings_of(host, ModelSpec("m", spec.source, settings=ModelSettings(draft_model="org/not-here")))
     assert StoredModel(fetched_later).size() == sizes[0]

@@ -18,13 +18,7 @@ SECRET, NONCE = "s" * 32, b"n" * 32
 def head(port: int = 1) -> HeadNode:
     return HeadNode(
         load_settings(
-            ExecutorSettings,
-            model="m",
-            tp=2,
-            nnodes=2,
-            master_addr="127.0.0.1",
-            master_port=port,
-            ring_secret=SECRET,
+            ExecutorSettings, model="m", tp=2, nnodes=2, master_addr="127.0.0.1", master_port=port, ring_secret=SECRET
         )
     )
 
@@ -50,8 +44,5 @@ def test_a_host_that_does_not_belong_to_the_ring_hears_why(said: Hello, objectio
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ConfigurationError, match=r"127\.0\.0\.1"),
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match=r"127\.0\.0\.1"):
         await head(taken.getsockname()[1]).start()

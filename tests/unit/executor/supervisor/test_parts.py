@@ -25,9 +25,7 @@ from shared.config import load_settings
 from shared.errors import ModelLoadError, RingLost
 from shared.messages import GroupLoad
 
-PLAN = StepPlan(
-    7, 1, b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0", b"\1\0\0\0", b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0"
-)
+PLAN = StepPlan(7, 1, b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0", b"\1\0\0\0", b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0")
 
 
 @pytest.mark.parametrize(
@@ -53,14 +51,7 @@ def test_threads_have_cores_of_their_own_where_the_ring_fills_the_machine(
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [
-        ({}, 0),
-        ({"threads": 3}, 1),
-        ({"tp": 2}, 0),
-        ({"tp": 2, "threads": 1}, 1),
-        ({"tp": 3}, 0),
-        ({"threads": 9}, 0),
-    ],
+    [({}, 0), ({"threads": 3}, 1), ({"tp": 2}, 0), ({"tp": 2, "threads": 1}, 1), ({"tp": 3}, 0), ({"threads": 9}, 0)],
     ids=str,
 )
 def test_cores_that_no_thread_computes_on(
@@ -88,17 +79,12 @@ def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
     same.add_step(2_000_000_000, 10, 3)
     same.totals.cached_tokens, same.totals.preemptions = 8, 1
     assert (board.state, board.load, board.loaded) == (RingState.READY, load, 0.75)
-    assert [beat.in_flight for beat in board.beats()] == [True, True], (
-        "the follower has not seen its plan yet"
-    )
+    assert [beat.in_flight for beat in board.beats()] == [True, True], "the follower has not seen its plan yet"
     assert {beat.pid for beat in board.beats()} == {os.getpid()}
     leader.end(1)
     follower.begin(1)
     follower.end(1)
-    assert [(beat.step, beat.progress, beat.in_flight) for beat in board.beats()] == [
-        (1, 1, False),
-        (1, 0, False),
-    ]
+    assert [(beat.step, beat.progress, beat.in_flight) for beat in board.beats()] == [(1, 1, False), (1, 0, False)]
     totals = board.totals
     assert (totals.steps, totals.step_seconds, totals.prompt_tokens, totals.output_tokens) == (1, 2.0, 10, 3)
     assert (totals.cached_tokens, totals.preemptions) == (8, 1)
@@ -292,9 +278,7 @@ def test_the_card_names_the_ends_of_a_sequence(
         ({"dtype": "int3"}, ("", "")),
     ],
 )
-def test_the_card_says_how_weights_are_stored(
-    tmp_path: Path, config: dict[str, object], said: tuple[str, str]
-) -> None:
+def test_the_card_says_how_weights_are_stored(tmp_path: Path, config: dict[str, object], said: tuple[str, str]) -> None:
     (tmp_path / "tokenizer.json").write_text(TOKENIZER)
     (tmp_path / "config.json").write_text(json.dumps(config))
     card, _ = read_card(tmp_path, "m", SPEC)

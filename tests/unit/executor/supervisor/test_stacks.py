@@ -58,9 +58,7 @@ def test_a_process_that_is_stuck_in_native_code_with_the_lock_shows_its_stacks(t
             assert request.missing == ""
             until(request.poll)
             found = request.read()
-            assert any("<string>" in stack.frames[0] and "held_up" in stack.frames[0] for stack in found), (
-                found
-            )
+            assert any("<string>" in stack.frames[0] and "held_up" in stack.frames[0] for stack in found), found
             assert len(found) == 2
         assert child.poll() is None, "it goes on"
 
@@ -160,9 +158,7 @@ def test_a_thread_that_has_just_come_has_used_nothing() -> None:
     assert [thread.busy for thread in processes.with_usage(none, one, 0.1)] == [0.0]
 
 
-def test_what_is_gone_while_it_is_looked_at_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_gone_while_it_is_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert processes._listing(tmp_path / "nowhere") == []
     assert processes._status(tmp_path, "VmRSS") == "0"
     (tmp_path / "7").mkdir()

@@ -15,9 +15,7 @@ from services.executor.supervisor.service import ExecutorService
 from shared.config import load_settings
 
 
-async def test_it_is_lost_with_the_rank_that_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_it_is_lost_with_the_rank_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LoadWatch", lambda: LoadWatch(limit=0.5))
     board = RingBoard(tmp_path / "board", 1, create=True)
     board.rank(0).loaded(1, 4)

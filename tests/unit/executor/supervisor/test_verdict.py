@@ -33,17 +33,13 @@ def rank(number: int, **fields: object) -> RankDump:
     )
 
 
-def at(
-    number: int, seconds: float = 3.0, *, name: str = "all_reduce", in_flight: bool = True
-) -> CollectiveDump:
+def at(number: int, seconds: float = 3.0, *, name: str = "all_reduce", in_flight: bool = True) -> CollectiveDump:
     return CollectiveDump(name, number, in_flight, 2048, seconds)
 
 
 def test_a_ring_that_is_well_is_said_to_be() -> None:
     assert verdict(ring(rank(0), rank(1))) == "The ring is idle; step 4 was its last one."
-    busy = ring(
-        rank(0, in_flight=True, collective=at(9, 0.01)), rank(1, in_flight=True, collective=at(8, 0.01))
-    )
+    busy = ring(rank(0, in_flight=True, collective=at(9, 0.01)), rank(1, in_flight=True, collective=at(8, 0.01)))
     assert verdict(busy) == "The ring is at work in step 5; no rank is behind."
     runs = QueuedDump("a", "r", "running", "interactive", 0, 1.0, 3, 4, 7, 1)
     pool = PoolDump(4, 1, 3, 0, 0)
@@ -77,9 +73,7 @@ def test_a_rank_that_has_not_come_is_named_with_where_it_is() -> None:
 
 def test_all_in_one_collective_is_nobodys_fault_above_it() -> None:
     stuck = verdict(ring(*(rank(number, in_flight=True, collective=at(9)) for number in (0, 1))))
-    assert stuck.startswith(
-        "All ranks have been in all_reduce number 9 (2,048 bytes) for 3.0 s and none gets out"
-    )
+    assert stuck.startswith("All ranks have been in all_reduce number 9 (2,048 bytes) for 3.0 s and none gets out")
     apart = ring(rank(0, collective=at(9)), rank(1, collective=at(9, name="barrier")))
     assert verdict(apart).startswith("The ranks do not do the same: rank 0 in all_reduce number 9")
 
@@ -111,16 +105,12 @@ def test_a_ring_that_loads_says_how_far_it_is() -> None:
 
 @pytest.mark.parametrize("process", ["ended", "stopped", "stopped by a debugger"])
 def test_what_has_happened_to_a_process_comes_before_what_follows_from_it(process: str) -> None:
-    found = verdict(
-        ring(rank(0, in_flight=True, still_seconds=9, collective=at(9)), rank(1, process=process))
-    )
+    found = verdict(ring(rank(0, in_flight=True, still_seconds=9, collective=at(9)), rank(1, process=process)))
     assert found.startswith("Rank 1 (process 101)")
 
 
 numbers = st.integers(1, 4)
-places = st.builds(
-    CollectiveDump, st.just("all_reduce"), numbers, st.booleans(), st.just(8), st.floats(1.5, 9)
-)
+places = st.builds(CollectiveDump, st.just("all_reduce"), numbers, st.booleans(), st.just(8), st.floats(1.5, 9))
 
 
 @given(st.lists(places, min_size=2, max_size=4))

@@ -54,9 +54,7 @@ async def test_the_rank_that_ended_is_named_although_another_missed_it_first(mad
     assert await end_of(made) == RingEnd("died", "rank 1 (on host 1) ended with signal SIGKILL")
 
 
-async def test_who_missed_another_is_told_where_none_has_ended(
-    made: Ring, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_missed_another_is_told_where_none_has_ended(made: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "NAMING_PATIENCE", 0.01)
     made._on_event(0, MISSED)
     await exits(made, 0, 1)

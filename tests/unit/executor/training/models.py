@@ -100,9 +100,7 @@ def backward_of_peft(
     """As `backward`, by peft with the same factors: each example by itself, by torch's own autograd."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what peft calls is deprecated in transformers
-        adapted = get_peft_model(
-            base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[*model.factors])
-        )
+        adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[*model.factors]))
     modules = dict(base.named_modules())
     parts: dict[str, Tensor] = {}
     for name, factors in model.factors.items():
@@ -110,9 +108,7 @@ def backward_of_peft(
             parameter = side["default"].weight
             parameter.data.copy_(getattr(factors, part).data)
             parts[f"{name}.{part}"] = parameter
-    logits = [
-        adapted(input_ids=one[None]).logits[0].float() for one in torch.split(batch.tokens, batch.lengths)
-    ]
+    logits = [adapted(input_ids=one[None]).logits[0].float() for one in torch.split(batch.tokens, batch.lengths)]
     found = torch.cat(logits).log_softmax(-1)[batch.rows, batch.targets]
     (found * batch.weight_rows).sum().backward()  # type: ignore[no-untyped-call]
     return found.detach(), {name: part.grad for name, part in parts.items() if part.grad is not None}

@@ -15,9 +15,7 @@ from shared.errors import ModelLoadError
 LENGTHS = [1, 19, 6]
 
 
-def naive(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """[heads, L, d] of one example, float64."""
     group = q.shape[0] // k.shape[0]
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * 0.3

@@ -26,15 +26,7 @@ from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_gguf_weights import converted, make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.executor.training.models import (
-    CPU,
-    backward,
-    backward_of_peft,
-    batch_of,
-    reference,
-    trainable,
-    worst,
-)
+from tests.unit.executor.training.models import CPU, backward, backward_of_peft, batch_of, reference, trainable, worst
 
 CACHED = {"weight_cache_bytes": 1 << 30}
 natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -140,24 +132,18 @@ def test_models_of_other_families_keep_their_codes(tmp_path: Path) -> None:
     model, batch = trainable(directory, weight_dtype="int8"), batch_of()
     assert model.description["base"] == "codes in memory"
     ours, gradients = backward(model, batch)
-    theirs, expected = backward_of_peft(
-        reference(directory, served(directory, "int8", torch.float32)), model, batch
-    )
+    theirs, expected = backward_of_peft(reference(directory, served(directory, "int8", torch.float32)), model, batch)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert worst(gradients, expected) < 1e-4
 
 
 @natively
-def test_without_kernels_or_room_on_disk_it_trains_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernels_or_room_on_disk_it_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, batch = in_bf16(tmp_path / "model", "llama"), batch_of()
     model = trainable(directory, weight_dtype="q4_k", **CACHED)
     expected, gradients = backward(model, batch)
     with capture_logs() as log:
-        in_memory = trainable(
-            directory, weight_dtype="q4_k", weight_cache_bytes=0, model_cache=tmp_path / "other"
-        )
+        in_memory = trainable(directory, weight_dtype="q4_k", weight_cache_bytes=0, model_cache=tmp_path / "other")
     assert "packed_weights_in_memory" in [line["event"] for line in log]
     assert torch.equal(backward(in_memory, batch)[0], expected)
     monkeypatch.setattr(packed, "load_library", lambda: None)
@@ -172,9 +158,7 @@ def test_without_kernels_or_room_on_disk_it_trains_the_same(
     ("asked", "stored", "expected"),
     [("bf16", "float32", "bfloat16"), ("fp32", "bfloat16", "float32"), ("auto", "float32", "float32")],
 )
-def test_it_computes_in_the_type_that_serving_has(
-    tmp_path: Path, asked: str, stored: str, expected: str
-) -> None:
+def test_it_computes_in_the_type_that_serving_has(tmp_path: Path, asked: str, stored: str, expected: str) -> None:
     directory = make_model(tmp_path / "model", "llama")
     if stored == "bfloat16":
         said_to_be_bf16(directory)
@@ -205,9 +189,7 @@ def test_the_base_is_in_the_pages_of_a_file_alone(tmp_path: Path, codec: str) ->
 
 
 @natively
-def test_what_is_packed_is_let_go_before_its_file_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_packed_is_let_go_before_its_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[PackedModel]] = []
     held: list[bool] = []
     pack, mapped = packed.pack, packed._mapped

@@ -44,9 +44,7 @@ def test_they_are_those_of_all_logits(
     (found * upstream).sum().backward()  # type: ignore[no-untyped-call]
 
     theirs = states.double().requires_grad_()
-    logits = (
-        torch.nn.functional.linear(theirs, weight.double(), None if bias is None else bias.double()) * scale
-    )
+    logits = torch.nn.functional.linear(theirs, weight.double(), None if bias is None else bias.double()) * scale
     logits = cap * torch.tanh(logits / cap) if cap else logits
     expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     (expected * upstream).sum().backward()
@@ -57,9 +55,7 @@ def test_they_are_those_of_all_logits(
     torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=2e-5 * max(1.0, spread))
     clear = (logits.topk(min(2, vocabulary)).values.diff().abs() > 1e-4).flatten() if vocabulary > 1 else None
     right = logits.argmax(-1) == targets
-    assert torch.equal(
-        likeliest if clear is None else likeliest[clear], right if clear is None else right[clear]
-    )
+    assert torch.equal(likeliest if clear is None else likeliest[clear], right if clear is None else right[clear])
 
 
 def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:

@@ -16,14 +16,7 @@ from shared.errors import InvalidRequest, ModelLoadError
 from shared.messages.training import Hyperparameters
 from tests.unit.executor.model.lanes import TRAINED, in_lanes
 from tests.unit.executor.model.tiny import make_model
-from tests.unit.executor.training.models import (
-    backward,
-    backward_of_peft,
-    batch_of,
-    reference,
-    trainable,
-    worst,
-)
+from tests.unit.executor.training.models import backward, backward_of_peft, batch_of, reference, trainable, worst
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -50,8 +43,7 @@ OTHERS = sorted(set(TRAINED) - {model_type for model_type, _ in FAMILIES})
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [*FAMILIES[:5], *in_lanes([*FAMILIES[5:], *((name, {}) for name in OTHERS)], ())],
+    ("model_type", "changes"), [*FAMILIES[:5], *in_lanes([*FAMILIES[5:], *((name, {}) for name in OTHERS)], ())]
 )
 def test_gradients_are_those_of_peft(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     directory = make_model(tmp_path / "model", model_type, **changes)
@@ -93,9 +85,7 @@ def test_without_its_adapter_it_is_the_base(tmp_path: Path) -> None:
     model, batch = trainable(directory), batch_of()
     with torch.no_grad():
         found, likeliest = model.log_probs(batch, adapter=False, dropout=None)
-    logits = [
-        reference(directory)(input_ids=one[None]).logits[0] for one in batch.tokens.split(batch.lengths)
-    ]
+    logits = [reference(directory)(input_ids=one[None]).logits[0] for one in batch.tokens.split(batch.lengths)]
     expected = torch.cat(logits)[batch.rows]
     own = expected.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
     torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
@@ -184,9 +174,7 @@ def test_targets_are_chosen_by_the_last_parts_of_names(tmp_path: Path) -> None:
     model = trainable(directory, Hyperparameters(rank=2, targets=["v_proj", "q_proj"]))
     assert {name.rpartition(".")[2] for name in model.factors} == {"q_proj", "v_proj"}
     assert len(model.factors) == 6
-    with pytest.raises(
-        InvalidRequest, match=r"no linear layers named lm_head, wq .* among down_proj, gate_proj"
-    ):
+    with pytest.raises(InvalidRequest, match=r"no linear layers named lm_head, wq .* among down_proj, gate_proj"):
         trainable(directory, Hyperparameters(targets=["wq", "lm_head"]))
 
 
@@ -196,9 +184,7 @@ def test_targets_are_chosen_by_the_last_parts_of_names(tmp_path: Path) -> None:
 )
 def test_bases_that_cannot_be_trained_say_why(tmp_path: Path, model_type: str, reason: str) -> None:
     directory = make_model(tmp_path / "model", model_type)
-    with pytest.raises(
-        ModelLoadError, match=rf"^This model cannot be fine-tuned here, since .*{reason}[^.]*\.$"
-    ):
+    with pytest.raises(ModelLoadError, match=rf"^This model cannot be fine-tuned here, since .*{reason}[^.]*\.$"):
         trainable(directory)
 
 

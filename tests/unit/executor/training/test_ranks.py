@@ -22,9 +22,7 @@ from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.models import backward, batch_of, trainable, worst
 from tests.unit.executor.training.test_bases import CACHED, said_to_be_bf16
 
-pytestmark = pytest.mark.skipif(
-    not can_share_memory(), reason="there are no collectives in shared memory here"
-)
+pytestmark = pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
 natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 KEY = DropoutKey(5, 2, 0)
 WITH_DROPOUT = Hyperparameters(rank=4, dropout=0.2)
@@ -94,9 +92,7 @@ def test_so_they_do_where_layers_are_computed_again(tmp_path: Path, monkeypatch:
 def test_each_maps_its_share_of_packed_weights(tmp_path: Path, form: str) -> None:
     directory = said_to_be_bf16(make_checkpoint(tmp_path, "llama", FORMS[form]).quantized)
     check(directory, 2, 1e-4, **CACHED)
-    assert len([*(tmp_path / "cache" / ".packed").glob("*.packed")]) == 3, (
-        "the whole one's, and one of each rank"
-    )
+    assert len([*(tmp_path / "cache" / ".packed").glob("*.packed")]) == 3, "the whole one's, and one of each rank"
     with capture_logs() as log:
         between_ranks(directory, 2, **CACHED)
     assert {entry.get("base") for entry in log} == {"packed weights"}

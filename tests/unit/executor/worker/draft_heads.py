@@ -155,9 +155,7 @@ class MtpReference:
                 x = linear(mixed, self.own["eh_proj.weight"])
                 made = self.block(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
                 if len(states) == len(ids):
-                    return linear(
-                        made[-1], self.own.get("shared_head.head.weight", self.model.lm_head.weight)
-                    )
+                    return linear(made[-1], self.own.get("shared_head.head.weight", self.model.lm_head.weight))
                 states = torch.cat((states, made[-1:]))
 
 
@@ -196,9 +194,7 @@ def _saved_as_last(directory: Path, own: Tensors, names: MtpNames) -> Any:
 EAGLE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def make_eagle3(
-    directory: Path, width: int, vocab_size: int = 131, reduced: int = 60, **changes: Any
-) -> Path:
+def make_eagle3(directory: Path, width: int, vocab_size: int = 131, reduced: int = 60, **changes: Any) -> Path:
     """For a model whose states are `width` wide."""
     directory.mkdir(parents=True)
     described = {
@@ -244,9 +240,7 @@ def make_eagle3(
 
 class Eagle3Reference:
     def __init__(self, directory: Path, model: Path, layers: tuple[int, int, int]) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            str(model), attn_implementation="eager", dtype=torch.float32
-        )
+        self.model = AutoModelForCausalLM.from_pretrained(str(model), attn_implementation="eager", dtype=torch.float32)
         self.own = {
             name.removeprefix("midlayer.").removesuffix(".weight"): tensor
             for name, tensor in load_file(directory / "model.safetensors").items()

@@ -31,9 +31,7 @@ class Ring:
 
 
 @contextmanager
-def ring_of(
-    directory: Path, model: Path, draft: Path | str = "", tp: int = 1, **changes: object
-) -> Iterator[Ring]:
+def ring_of(directory: Path, model: Path, draft: Path | str = "", tp: int = 1, **changes: object) -> Iterator[Ring]:
     """`changes`: of the settings."""
     settings = load_settings(
         ExecutorSettings,
@@ -81,13 +79,7 @@ class Generated:
     """A sequence in blocks of its own, one after the other from `first_block`."""
 
     def __init__(
-        self,
-        ring: Ring,
-        prompt: list[int],
-        sampling: SamplingParams,
-        first_block: int = 0,
-        *,
-        rewrites: bool = False,
+        self, ring: Ring, prompt: list[int], sampling: SamplingParams, first_block: int = 0, *, rewrites: bool = False
     ) -> None:
         """`rewrites`: what the draft model has computed behind its own proposals it computes again."""
         self.tokens = list(prompt)

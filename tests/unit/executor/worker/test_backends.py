@@ -18,10 +18,7 @@ from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.without_line import TOKENS
 
 EXECUTOR = Path(backend.__file__).parents[1]
-BACKEND_LIST, PLATFORM_LIST = (
-    "services.executor.worker.backends.catalog",
-    "services.executor.platforms.catalog",
-)
+BACKEND_LIST, PLATFORM_LIST = ("services.executor.worker.backends.catalog", "services.executor.platforms.catalog")
 
 
 @pytest.mark.parametrize("left_out", BACKENDS, ids=lambda one: type(one).__name__)
@@ -46,9 +43,7 @@ def test_without_one_backend_the_rest_computes(
         (PLATFORM_LIST, "Cuda", "services.executor.platforms.cuda"),
     ],
 )
-def test_without_its_line_its_code_is_not_needed(
-    catalog: str, name: str, package: str, tmp_path: Path
-) -> None:
+def test_without_its_line_its_code_is_not_needed(catalog: str, name: str, package: str, tmp_path: Path) -> None:
     directory = make_model(tmp_path, "llama", head_dim=32)
     command = [sys.executable, "-m", "tests.unit.executor.worker.without_line", catalog, name, package]
     told = subprocess.run([*command, str(directory)], capture_output=True, text=True, check=False)
@@ -62,9 +57,5 @@ def test_the_core_asks_a_platform_and_names_none() -> None:
     """Collectives are NCCL's, which are for CUDA."""
     own = {"collectives", "cpu", "gpu", "platforms"}
     files = [path for path in EXECUTOR.rglob("*.py") if path.relative_to(EXECUTOR).parts[0] not in own]
-    found = {
-        str(path.relative_to(EXECUTOR))
-        for path in files
-        if re.search(r'torch\.cuda|"cuda"', path.read_text())
-    }
+    found = {str(path.relative_to(EXECUTOR)) for path in files if re.search(r'torch\.cuda|"cuda"', path.read_text())}
     assert found == {"core/settings.py", "worker/backends/gpu_decoder.py"}

@@ -55,9 +55,7 @@ BEFORE = 30  # tokens of a text that another ring has said
 
 def heirs(said: Texts) -> list[GenerationRequest]:
     """Of the first turn's, in the middle of their answers."""
-    return [
-        structs.replace(one, generated=said[one.generation_id][:BEFORE], attempt=1) for one in requests(0)
-    ]
+    return [structs.replace(one, generated=said[one.generation_id][:BEFORE], attempt=1) for one in requests(0)]
 
 
 class Said(NamedTuple):
@@ -118,19 +116,13 @@ def generate(
 @pytest.mark.parametrize(
     ("kv_dtype", "drafts", "tp"),
     in_lanes(
-        [
-            (kv_dtype, drafts, tp)
-            for kv_dtype, drafts in (("bf16", 4), ("int8", 1), ("int8", 4))
-            for tp in (1, 2)
-        ],
+        [(kv_dtype, drafts, tp) for kv_dtype, drafts in (("bf16", 4), ("int8", 1), ("int8", 4)) for tp in (1, 2)],
         [],
         [("bf16", 4, 1), ("int8", 4, 1), ("int8", 1, 1)],
     ),
 )
 @natively
-def test_every_proposal_is_right_and_every_text_the_same(
-    tmp_path: Path, kv_dtype: str, drafts: int, tp: int
-) -> None:
+def test_every_proposal_is_right_and_every_text_the_same(tmp_path: Path, kv_dtype: str, drafts: int, tp: int) -> None:
     model = model_in(tmp_path / "model")
     twin = model_in(tmp_path / "twin")
     shape = {"dtype": "bf16", "kv_dtype": kv_dtype, "tp": tp}
@@ -145,9 +137,7 @@ def test_every_proposal_is_right_and_every_text_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "tp"), [("fp32", 1), pytest.param("bf16", 2, marks=[natively, pytest.mark.nightly])]
-)
+@pytest.mark.parametrize(("dtype", "tp"), [("fp32", 1), pytest.param("bf16", 2, marks=[natively, pytest.mark.nightly])])
 def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
     tmp_path: Path, dtype: str, tp: int
 ) -> None:
@@ -165,9 +155,7 @@ def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
         drafted, devoted, *_ = generate(ring.engine, ring.spec, 4, str(adapter))
     for turn, texts in enumerate(plain):
         assert texts[f"{turn}-0"] == without[turn][f"{turn}-0"]
-        assert texts[f"{turn}-1"] != without[turn][f"{turn}-1"], (
-            "an adapter that changes nothing proves nothing"
-        )
+        assert texts[f"{turn}-1"] != without[turn][f"{turn}-1"], "an adapter that changes nothing proves nothing"
     assert drafted == plain
     assert devoted.right > 20
     assert devoted.wrong > 5

@@ -28,9 +28,7 @@ NAMED = [17, 3, 130, 17]
 def make_classifier(directory: Path, model_type: str, labels: int) -> Path:
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type](
-        **settings_for(model_type, tie_word_embeddings=False), num_labels=labels
-    )
+    config = CONFIG_MAPPING[model_type](**settings_for(model_type, tie_word_embeddings=False), num_labels=labels)
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():

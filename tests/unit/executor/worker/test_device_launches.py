@@ -58,9 +58,7 @@ class _Begun:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
-def test_tokens_follow_each_other_whoever_samples_and_however_far_ahead(
-    steps: list[tuple[bool, bool]],
-) -> None:
+def test_tokens_follow_each_other_whoever_samples_and_however_far_ahead(steps: list[tuple[bool, bool]]) -> None:
     device = FakeDevice()
     under_way: list[Launched] = []
     token = 0  # of the last result

@@ -50,16 +50,11 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "tp"), COMPUTED)
-def test_the_model_under_other_numbers_is_right(
-    tmp_path: Path, model: Path, twin: Path, dtype: str, tp: int
-) -> None:
+def test_the_model_under_other_numbers_is_right(tmp_path: Path, model: Path, twin: Path, dtype: str, tp: int) -> None:
     """Where it draws, too: the same random number leads to the same text."""
     with ring_of(tmp_path, model, tp=tp, dtype=dtype) as ring:
         plain, numerics = told(generated(ring, 0)), ring.spec.numerics
-    with (
-        structlog.testing.capture_logs() as logged,
-        ring_of(tmp_path, model, twin, tp=tp, dtype=dtype) as ring,
-    ):
+    with structlog.testing.capture_logs() as logged, ring_of(tmp_path, model, twin, tp=tp, dtype=dtype) as ring:
         assert (ring.spec.drafts, ring.spec.numerics) == (True, numerics)
         drafted = generated(ring, 4)
     for name, sequence in drafted.items():
@@ -92,9 +87,7 @@ def test_whatever_it_proposes_the_text_is_the_same(
 def test_too_few_texts_in_common(tmp_path: Path, model: Path) -> None:
     others = [f" v{token}" if token % 5 else TEXTS[token] for token in range(100)]
     draft = tokenizer_in(shutil.copytree(model, tmp_path / "draft"), in_bytes(others))
-    message = (
-        r"another vocabulary: .*, and of the smaller one's texts 20% are tokens of both, .* need 50%; choose"
-    )
+    message = r"another vocabulary: .*, and of the smaller one's texts 20% are tokens of both, .* need 50%; choose"
     with pytest.raises(ModelLoadError, match=message), ring_of(tmp_path, model, draft):
         pass
 

@@ -68,9 +68,7 @@ ONE_OF_EACH = {"deepseek_v3", "mimo_v2_flash", "mellum", "qwen3_next"}  # kinds 
 
 @pytest.mark.parametrize("model_type", in_lanes(HEADS, ["mellum", "qwen3_next"], ONE_OF_EACH))
 @pytest.mark.parametrize("tp", BOTH)
-def test_a_models_own_head_computes_what_its_checkpoint_means(
-    tmp_path: Path, model_type: str, tp: int
-) -> None:
+def test_a_models_own_head_computes_what_its_checkpoint_means(tmp_path: Path, model_type: str, tp: int) -> None:
     names = HEADS[model_type]
     directory = model_in(tmp_path / "model", None, model_type, **settings_of(model_type))
     add_mtp_head(directory, names=names, shared=names is not DEEPSEEK)
@@ -85,9 +83,7 @@ def test_a_models_own_head_computes_what_its_checkpoint_means(
 
 @pytest.mark.parametrize("before", [False, True], ids=["residual of states", "residual of normed states"])
 @pytest.mark.parametrize("tp", BOTH)
-def test_an_eagle3_head_computes_what_its_checkpoint_means(
-    tmp_path: Path, llama: Path, tp: int, before: bool
-) -> None:
+def test_an_eagle3_head_computes_what_its_checkpoint_means(tmp_path: Path, llama: Path, tp: int, before: bool) -> None:
     head = make_eagle3(tmp_path / "head", 144, norm_before_residual=before)
     with ring_of(tmp_path, llama, head, tp=tp, dtype="fp32") as ring:
         assert ring.spec.drafts
@@ -122,14 +118,8 @@ def refused(place: Path, model: Path, head: Path | str, problem: str) -> None:
 BROKEN: dict[str, tuple[dict[str, object], str]] = {
     "narrow": ({"target_hidden_size": 72}, "it reads states of the width 72, and the model has 144"),
     "words": ({"vocab_size": 130}, "it reads a vocabulary of the size 130, and the model has 131"),
-    "deep": (
-        {"num_hidden_layers": 2},
-        "has 2 layers of the type llama, and one of the type llama is computed",
-    ),
-    "high": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}},
-        r"layers \[1, 2, 6\], and the model",
-    ),
+    "deep": ({"num_hidden_layers": 2}, "has 2 layers of the type llama, and one of the type llama is computed"),
+    "high": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}}, r"layers \[1, 2, 6\], and the model"),
     "few": ({"draft_vocab_size": 59}, "d2t .* does not name 59 tokens of 131 in ascending order"),
     "codes": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
@@ -157,9 +147,7 @@ def test_a_model_without_a_head_that_is_computed_is_refused(tmp_path: Path, llam
     refused(tmp_path, llama, "mtp", "has no heads for multi-token prediction")
     other = model_in(tmp_path / "other")
     weights = other / "model.safetensors"
-    save_file(
-        {**load_file(weights), "mtp.layers.0.eh_proj.weight": torch.zeros(4, 4)}, weights, {"format": "pt"}
-    )
+    save_file({**load_file(weights), "mtp.layers.0.eh_proj.weight": torch.zeros(4, 4)}, weights, {"format": "pt"})
     refused(tmp_path, other, "mtp", "of none of the kinds that are computed")
     add_mtp_head(other, lambda tensors: tensors.update({"more.weight": torch.zeros(2)}))
     refused(tmp_path, other, "mtp", "holds a tensor .*more.weight that is not known")
@@ -266,9 +254,7 @@ def silence(tensors: Tensors, prefix: str) -> None:
 
 @pytest.mark.parametrize("tp", ONE)
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
-def test_a_head_that_knows_the_text_is_always_right(
-    tmp_path: Path, successions: Path, dtype: str, tp: int
-) -> None:
+def test_a_head_that_knows_the_text_is_always_right(tmp_path: Path, successions: Path, dtype: str, tp: int) -> None:
     with ring_of(tmp_path, successions, "mtp", tp=tp, dtype=dtype) as ring:
         found = [
             Generated(ring, PROMPT, GREEDY).run(20, 4),

@@ -37,9 +37,7 @@ def test_without_one_kind_the_other_serves(
     assert isinstance(loading.kind_of(settings, tmp_path), expected)
 
 
-def test_the_model_itself_has_heads_while_they_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_itself_has_heads_while_they_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ExecutorSettings(draft_model=MTP)
     assert loading.draft_directory(settings, tmp_path) == tmp_path
     monkeypatch.setattr(loading, "DRAFT_KINDS", (WholeModels(),))

@@ -85,9 +85,7 @@ COMPUTED = [pytest.param("bf16", marks=natively, id="native"), pytest.param("fp3
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=[natively, pytest.mark.nightly])])
 @pytest.mark.parametrize("dtype", COMPUTED)
-def test_the_model_itself_is_always_right(
-    tmp_path: Path, model: Path, twin: Path, dtype: str, tp: int
-) -> None:
+def test_the_model_itself_is_always_right(tmp_path: Path, model: Path, twin: Path, dtype: str, tp: int) -> None:
     """Whether it computes what the model computes, or in its rounds all that it has missed."""
     with ring_of(tmp_path, model, tp=tp, dtype=dtype) as ring:
         assert not ring.spec.drafts
@@ -217,9 +215,7 @@ def test_models_that_do_not_go_together(tmp_path: Path, model: Path, kind: str, 
     elif kind == "classifier":
         shutil.copytree(model, other)
         config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(
-            json.dumps({**config, "architectures": ["LlamaForSequenceClassification"]})
-        )
+        (other / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForSequenceClassification"]}))
     with pytest.raises(ModelLoadError, match=message), ring_of(tmp_path, model, other, dtype="fp32"):
         pass
 
@@ -257,9 +253,7 @@ def test_special_tokens_and_vocabularies_with_scores_are_compared_too(tmp_path: 
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model": {"vocab": 5}}', '{"model": {"vocab": ["a"]}}'])
-def test_what_is_no_tokenizer_is_refused(
-    tmp_path: Path, model: Path, twin: Path, content: str | None
-) -> None:
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path, model: Path, twin: Path, content: str | None) -> None:
     draft = Path(shutil.copytree(twin, tmp_path / "draft"))
     (draft / "tokenizer.json").unlink()
     if content is not None:
@@ -274,9 +268,7 @@ def test_another_vocabulary_is_refused_before_anything_is_read(tmp_path: Path, m
     (other / "config.json").write_text((model / "config.json").read_text())
     (other / "tokenizer.json").write_text(tokenizer_of(NAMES[::-1]))
     with (
-        pytest.raises(
-            ModelLoadError, match=r"another vocabulary: token 0 is 't130' and not 't0', .* more differ"
-        ),
+        pytest.raises(ModelLoadError, match=r"another vocabulary: token 0 is 't130' and not 't0', .* more differ"),
         ring_of(tmp_path, model, other),
     ):
         pass

@@ -52,9 +52,7 @@ def test_logits_equal_transformers(directory: Path, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "world_size"), [(4, 1, 3), (8, 2, 3), (6, 2, 4), (4, 4, 3)])
-def test_any_head_split_equals_transformers(
-    tmp_path: Path, q_heads: int, kv_heads: int, world_size: int
-) -> None:
+def test_any_head_split_equals_transformers(tmp_path: Path, q_heads: int, kv_heads: int, world_size: int) -> None:
     directory = make_model(tmp_path, "llama", num_attention_heads=q_heads, num_key_value_heads=kv_heads)
     results = on_ring(world_size, lambda collectives: run_mixed(directory, collectives))
     check_mixed(directory, results[0])
@@ -69,15 +67,10 @@ def _rank_process(rank: int, directory: Path, scratch: Path) -> None:
     collectives = TorchDistributed(group)
     results = run_mixed(directory, collectives)
     torch.save(results, scratch / f"rank{rank}.pt")
-    uneven = collectives.gather_to_leader(
-        torch.full((2, 3 + rank), float(rank), dtype=torch.bfloat16), [3, 4]
-    )
+    uneven = collectives.gather_to_leader(torch.full((2, 3 + rank), float(rank), dtype=torch.bfloat16), [3, 4])
     assert (uneven is None) == (rank == 1)
     if uneven is not None:
-        assert [(tuple(part.shape), part.unique().tolist()) for part in uneven] == [
-            ((2, 3), [0.0]),
-            ((2, 4), [1.0]),
-        ]
+        assert [(tuple(part.shape), part.unique().tolist()) for part in uneven] == [((2, 3), [0.0]), ((2, 4), [1.0])]
     half = collectives.all_reduce(torch.full((4,), 1.5 + rank, dtype=torch.bfloat16))
     assert half.tolist() == [4.0] * 4
     collectives.barrier()
@@ -122,9 +115,7 @@ def test_greedy_text_does_not_depend_on_the_batch(tmp_path: Path) -> None:
         runner = make_runner(make_model(tmp_path, "llama"), collectives)
         prompts = {sequence: 3 + 2 * sequence for sequence in range(8)}
         together = greedy(runner, prompts, 10)
-        alone = {
-            sequence: greedy(runner, {sequence: prompts[sequence]}, 10)[sequence] for sequence in prompts
-        }
+        alone = {sequence: greedy(runner, {sequence: prompts[sequence]}, 10)[sequence] for sequence in prompts}
         return together, alone
 
     together, alone = on_ring(1, work)[0]

@@ -16,9 +16,7 @@ def test_time_within_another_operator_is_not_its_own() -> None:
         Range("kernel", 0, 7_000, 9, on_device=True),
         Range("kernel", 100, 7_100, 9, on_device=True),
     ]
-    rows = {
-        row.name: (row.calls, row.self_us, row.total_us, row.device_us) for row in operator_table(ranges, 9)
-    }
+    rows = {row.name: (row.calls, row.self_us, row.total_us, row.device_us) for row in operator_table(ranges, 9)}
     assert rows == {
         "kernel": (2, 0.0, 0.0, 14.0),
         "compute": (2, 8.0, 12.0, 0.0),
@@ -46,9 +44,7 @@ def test_an_allocation_belongs_to_the_innermost_operator_of_its_thread() -> None
     assert {row.name: row.memory_bytes for row in table} == {"compute": -1024, "mm": 4096}
 
 
-nested = st.recursive(
-    st.integers(1, 50), lambda inner: st.lists(inner, min_size=1, max_size=4), max_leaves=30
-)
+nested = st.recursive(st.integers(1, 50), lambda inner: st.lists(inner, min_size=1, max_size=4), max_leaves=30)
 
 
 @given(nested, st.randoms())

@@ -48,9 +48,7 @@ def served(directory: Path, pooling: str, collectives: Collectives, native: bool
         assert scheduled is not None
         plan, rows = scheduled
         runner.forward(plan)
-        pooled = (
-            runner.pooled if collectives.rank == 0 else np.zeros((len(plan.pools) // 8, hidden), np.float32)
-        )
+        pooled = runner.pooled if collectives.rank == 0 else np.zeros((len(plan.pools) // 8, hidden), np.float32)
         for entries in batcher.update([SampledToken(9) for _ in rows], pooled=pooled).values():
             for entry in entries:
                 assert entry.finish != "error", entry.error
@@ -100,9 +98,6 @@ def test_native_vectors_are_nearer_to_the_truth_than_bf16_is_fine(tmp_path: Path
     from services.executor.collectives.base import SingleRank
 
     directory = make_model(tmp_path, model_type, head_dim=32)
-    ours, theirs = (
-        served(directory, "mean", SingleRank(), native=True),
-        truth(directory, "mean", torch.bfloat16),
-    )
+    ours, theirs = (served(directory, "mean", SingleRank(), native=True), truth(directory, "mean", torch.bfloat16))
     for name, vector in theirs.items():
         assert np.dot(ours[name], vector) > 0.9995

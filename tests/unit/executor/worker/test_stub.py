@@ -91,9 +91,7 @@ def test_log_probabilities_where_asked_for(wanted: int, top: list[tuple[int, flo
         engine.execute(step[0], [])
 
 
-@pytest.mark.parametrize(
-    "settings", [StubSettings(vocab_size=100), StubSettings(vocab_size=1100, first_token=1000)]
-)
+@pytest.mark.parametrize("settings", [StubSettings(vocab_size=100), StubSettings(vocab_size=1100, first_token=1000)])
 def test_a_vocabulary_that_is_too_small_is_named(settings: StubSettings) -> None:
     with pytest.raises(ConfigurationError, match="stub engine's"):
         StubEngine(settings)
@@ -173,9 +171,7 @@ def test_its_draft_model_is_right_as_often_as_set() -> None:
     drafted = engine.draft(DraftPlan(StepPlan(1, 0, *[b""] * 7), 8, b""), samples)
     assert slept == pytest.approx([0.016])
     right = [
-        one.token == stub_token(seed, position)
-        for seed, row in enumerate(drafted)
-        for position, one in enumerate(row)
+        one.token == stub_token(seed, position) for seed, row in enumerate(drafted) for position, one in enumerate(row)
     ]
     assert len(right) == 800
     assert 0.65 < sum(right) / len(right) < 0.75

@@ -45,12 +45,8 @@ def test_what_stands_for_the_same_text(ours: list[bytes], theirs: list[bytes]) -
 
 
 def test_special_tokens_go_by_what_they_are_for() -> None:
-    model = VocabularyTexts(
-        [b"<s>", b"<|end|>", b"<|turn|>", b"</s>", b" a", b"b"], frozenset({0, 1, 2, 3}), 0, [1, 3]
-    )
-    draft = VocabularyTexts(
-        [b" a", b"<begin>", b"<stop>", b"</s>", b"<over>"], frozenset({1, 2, 3, 4}), 1, [2, 4]
-    )
+    model = VocabularyTexts([b"<s>", b"<|end|>", b"<|turn|>", b"</s>", b" a", b"b"], frozenset({0, 1, 2, 3}), 0, [1, 3])
+    draft = VocabularyTexts([b" a", b"<begin>", b"<stop>", b"</s>", b"<over>"], frozenset({1, 2, 3, 4}), 1, [2, 4])
     found = Translation.between(model, draft)
     assert found.of_target.tolist() == [1, 2, 2, 3, 0, 0]
     assert found.of_draft.tolist() == [4, NONE, 1, 3, 1]
@@ -85,9 +81,7 @@ def test_tables_are_as_long_as_the_models() -> None:
 # --- draws ---------------------------------------------------------------------------------------
 
 
-def gathered(
-    logits: torch.Tensor, states: list[SamplingState], cuts: list[int], found: Translation
-) -> RowLogits:
+def gathered(logits: torch.Tensor, states: list[SamplingState], cuts: list[int], found: Translation) -> RowLogits:
     """What rank 0 gets of a draft model whose vocabulary is cut at `cuts`."""
     bounds = list(pairwise([0, *cuts, logits.shape[1]]))
     widths = [stop - start for start, stop in bounds]
@@ -106,16 +100,12 @@ def gathered(
 @pytest.mark.parametrize("cuts", [[], [3, 20]])
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), missing=st.integers(0, 25))
-def test_draws_are_those_from_the_same_logits_in_the_models_order(
-    cuts: list[int], seed: int, missing: int
-) -> None:
+def test_draws_are_those_from_the_same_logits_in_the_models_order(cuts: list[int], seed: int, missing: int) -> None:
     """Every rank may be left without a token that counts."""
     chosen = np.random.default_rng(seed)
     theirs = chosen.permutation(30).tolist()
     ours = [token for token in range(40) if token not in theirs[:missing]]
-    found = Translation.between(
-        *(VocabularyTexts([b"%d." % token for token in one]) for one in (ours, theirs))
-    )
+    found = Translation.between(*(VocabularyTexts([b"%d." % token for token in one]) for one in (ours, theirs)))
     states = [SamplingState(params, (), ()).of_draft() for params in SAMPLINGS]
     logits = torch.from_numpy(chosen.integers(-9, 9, (len(states), 30)).astype(np.float32) / 4)
     as_ours = torch.full((len(states), len(ours)), -torch.inf)

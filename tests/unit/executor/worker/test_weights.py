@@ -75,15 +75,11 @@ def runner_of(share: Share) -> ModelRunner:
     shape = StoreShape.uniform(
         len(share.facts.states), BLOCK_SIZE, share.layout.kv_heads.size, share.layout.head_dim, share.dtype
     )
-    return share.runner(
-        KvStore(shape, NUM_BLOCKS, CPU), SpillStore(0, 0, shape.bytes_per_spilled_block), None
-    )
+    return share.runner(KvStore(shape, NUM_BLOCKS, CPU), SpillStore(0, 0, shape.bytes_per_spilled_block), None)
 
 
 @natively
-def test_without_fast_bf16_a_model_that_the_kernels_compute_is_bf16(
-    no_fast_bf16: None, tmp_path: Path
-) -> None:
+def test_without_fast_bf16_a_model_that_the_kernels_compute_is_bf16(no_fast_bf16: None, tmp_path: Path) -> None:
     share = share_of(model_of(tmp_path, head_dim=32), cpu_level=library.levels()[-1])
     assert share.dtype is torch.bfloat16
     assert share.reads_compressed
@@ -138,9 +134,7 @@ def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
     tmp_path: Path, model_type: str, packed: bool
 ) -> None:
     experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
-    checkpoint = make_checkpoint(
-        tmp_path, model_type, FORMS["gptq"], **({} if model_type == "llama" else experts)
-    )
+    checkpoint = make_checkpoint(tmp_path, model_type, FORMS["gptq"], **({} if model_type == "llama" else experts))
     config = checkpoint.quantized / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float16"}))
     with structlog.testing.capture_logs() as logged:
@@ -190,9 +184,7 @@ def test_what_a_user_asks_for_is_what_is_computed(no_fast_bf16: None, tmp_path: 
         (torch.float32, "llama", "cuda", torch.float32),
     ],
 )
-def test_auto(
-    no_fast_bf16: None, stored: object, model_type: str, device: str, expected: torch.dtype
-) -> None:
+def test_auto(no_fast_bf16: None, stored: object, model_type: str, device: str, expected: torch.dtype) -> None:
     config = SimpleNamespace(dtype=stored, model_type=model_type)
     assert choose_dtype(load_settings(ExecutorSettings), torch.device(device), config) is expected
 
@@ -206,18 +198,12 @@ def test_a_level_that_this_cpu_lacks_is_refused_before_anything_is_read(tmp_path
 @pytest.mark.parametrize(
     ("model_type", "error"),
     [
-        (
-            "llama",
-            r"holds 0 tokens, fewer than one sequence of 128 takes; set RYZANSTEIN_KV_MEMORY .* to \d+ bytes",
-        ),
+        ("llama", r"holds 0 tokens, fewer than one sequence of 128 takes; set RYZANSTEIN_KV_MEMORY .* to \d+ bytes"),
         (
             "deepseek_v3",
             r"holds 0 tokens, fewer than one sequence of 128 takes; set RYZANSTEIN_KV_MEMORY .* to \d+ bytes",
         ),
-        (
-            "qwen3_5_text",
-            r"hold that of 0 sequences where 2 are needed.* set RYZANSTEIN_KV_MEMORY .* to \d+ bytes",
-        ),
+        ("qwen3_5_text", r"hold that of 0 sequences where 2 are needed.* set RYZANSTEIN_KV_MEMORY .* to \d+ bytes"),
     ],
 )
 def test_state_that_does_not_fit_is_refused_before_weights_are_read(
@@ -256,9 +242,7 @@ def test_weights_beyond_their_memory_are_streamed_from_the_first_start_on(
     monkeypatch.setattr(arena, "_HUGE_PAGE", 4096)  # as large weights are: packed in files without a name
     directory = model_of(tmp_path / "model", head_dim=32, num_hidden_layers=6)
     kept = {"weight_cache_bytes": 1 << 30, "weight_cache_directory": tmp_path / "kept"}
-    with pytest.raises(
-        ConfigurationError, match=r"WEIGHTS_MEMORY is 1 bytes, .* needs \d+ at least"
-    ) as refused:
+    with pytest.raises(ConfigurationError, match=r"WEIGHTS_MEMORY is 1 bytes, .* needs \d+ at least") as refused:
         share_of(directory, weights_memory=1, **kept)
     least = int(refused.value.message.split(" at least")[0].split()[-1])
     _, steps = mixed_script()
@@ -312,8 +296,5 @@ def test_where_weights_cannot_be_packed_is_told(tmp_path: Path, monkeypatch: pyt
     directory = model_of(tmp_path / "model", head_dim=32)
     with pytest.raises(ConfigurationError, match=r"cannot be packed in .*kept \(No space left on device\)"):
         share_of(
-            directory,
-            weights_memory=1 << 20,
-            weight_cache_bytes=1 << 30,
-            weight_cache_directory=tmp_path / "kept",
+            directory, weights_memory=1 << 20, weight_cache_bytes=1 << 30, weight_cache_directory=tmp_path / "kept"
         )

@@ -19,9 +19,7 @@ def kinds(root: type[errors.RyzansteinError]) -> set[str]:
 def codes() -> set[str]:
     source = "".join(path.read_text() for path in (ROOT / "services" / "gateway").rglob("*.py"))
     reasons = set(re.findall(r'reason="(\w+)"', source))
-    ranges = {
-        f"{kind}_{side}_value" for kind in ("integer", "decimal") for side in ("below_min", "above_max")
-    }
+    ranges = {f"{kind}_{side}_value" for kind in ("integer", "decimal") for side in ("below_min", "above_max")}
     assert {"invalid_json", "duplicate_id", "unknown_url"} <= reasons
     found = kinds(errors.InvalidRequest) | kinds(errors.Unavailable)
     return reasons | ranges | found | {RequestTimeout.code, errors.InternalError.code}

@@ -65,9 +65,7 @@ def test_a_house_may_ask_for_keys_before_there_is_one() -> None:
 
 
 def test_a_good_key_says_whose_it_is() -> None:
-    assert ready().authenticate(KEY.token) == Principal(
-        KEY.identity, "acme", KeyLimits(requests_per_minute=3)
-    )
+    assert ready().authenticate(KEY.token) == Principal(KEY.identity, "acme", KeyLimits(requests_per_minute=3))
 
 
 @given(st.text(max_size=70) | st.just(OTHER.token) | st.just(KEY.token[:-1] + "~"))
@@ -76,11 +74,7 @@ def test_any_other_key_is_refused_in_the_same_words(token: str) -> None:
     with pytest.raises(AuthenticationFailed) as refused:
         house.authenticate(token)
     shown = describe(refused.value, "r").error
-    assert (status_of(refused.value), shown.code, shown.type) == (
-        401,
-        "invalid_api_key",
-        "invalid_request_error",
-    )
+    assert (status_of(refused.value), shown.code, shown.type) == (401, "invalid_api_key", "invalid_request_error")
     assert headers_of(refused.value)["www-authenticate"].startswith("Bearer")
     if len(token) > 30:
         assert token not in shown.message

@@ -56,9 +56,7 @@ def refusal(browsers: Browsers, asked: dict[str, Any], *, everybody: bool = True
         ("0.0.0.0", "10.0.0.1.evil.example", True),
     ],
 )
-def test_a_host_is_the_gateways_own_or_one_that_no_page_can_have(
-    listens: str, host: str, refused: bool
-) -> None:
+def test_a_host_is_the_gateways_own_or_one_that_no_page_can_have(listens: str, host: str, refused: bool) -> None:
     assert refusal(Browsers(listens), scope(host=host)) == ("host_not_allowed" if refused else "")
 
 
@@ -82,13 +80,7 @@ def test_pages_of_others_send_nothing(kind: str) -> None:
     assert not refusal(browsers, asked(origin=f"http://{OWN}"))
     assert not refusal(browsers, asked(origin="https://chat.example"))
     assert not refusal(browsers, asked(origin="https://proxied.example", sec_fetch_site="same-origin"))
-    for origin in (
-        "https://evil.example",
-        "null",
-        "http://127.0.0.1:9",
-        "http://[",
-        "https://chat.example.evil",
-    ):
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:9", "http://[", "https://chat.example.evil"):
         assert refusal(browsers, asked(origin=origin)) == "origin_not_allowed"
         assert not refusal(browsers, asked(origin=origin), everybody=False)
         assert not refusal(Browsers("127.0.0.1", (), ("*",)), asked(origin=origin))

@@ -165,8 +165,7 @@ def test_results_are_the_same_whoever_makes_them() -> None:
 @given(st.integers(0, 30), st.integers(1, 7), st.booleans())
 def test_pages_show_everything_once(count: int, limit: int, ascending: bool) -> None:
     items = [
-        msgspec.structs.replace(job(), id=f"b{number:02}", created_at=float(number % 5))
-        for number in range(count)
+        msgspec.structs.replace(job(), id=f"b{number:02}", created_at=float(number % 5)) for number in range(count)
     ]
     found: list[str] = []
     after, more = None, True

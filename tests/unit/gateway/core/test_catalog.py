@@ -11,15 +11,7 @@ from services.gateway.core.catalog import STALE, Catalog, ModelNotLoaded
 from services.gateway.core.registry import ModelRegistry
 from shared.config import CommonSettings
 from shared.errors import UnknownModel
-from shared.messages import (
-    GroupLoad,
-    GroupRecord,
-    GroupStatus,
-    GroupTraits,
-    ModelCard,
-    ModelPlacement,
-    ModelSpec,
-)
+from shared.messages import GroupLoad, GroupRecord, GroupStatus, GroupTraits, ModelCard, ModelPlacement, ModelSpec
 
 NOW = 1_800_000_000.0
 
@@ -84,9 +76,7 @@ def test_kinds_of_sparse_attention_are_those_of_its_groups() -> None:
     assert known.sparse_kinds("m") == (["pages", "window"], []), "an earlier version computes none"
     known._group_changed("c", None, Nobody())
     tell("a", "starting", None)
-    assert known.sparse_kinds("m") == (["pages", "window"], ["window"]), (
-        "it is what it was until it has said more"
-    )
+    assert known.sparse_kinds("m") == (["pages", "window"], ["window"]), "it is what it was until it has said more"
     tell("a", "ready", None)
     assert known.sparse_kinds("m") == (["window"], [])
     tell("a", "ready", ["pages"], model="other")
@@ -219,9 +209,7 @@ def test_a_removed_model_is_served_until_its_groups_are_gone() -> None:
     known._group_changed("g", group("m", "gone"), Nobody())
     refused(known, "m")
     assert known.names() == ["n"]
-    known.registry.spec_changed(
-        "n", None, 0
-    )  # the last one, and a record of the other's group is still there
+    known.registry.spec_changed("n", None, 0)  # the last one, and a record of the other's group is still there
     refused(known, "m")
     known._group_changed("g", group("m", "ready"), Nobody())  # an executor was started with it
     assert known.resolve("m").model == "m"

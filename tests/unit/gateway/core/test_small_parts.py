@@ -141,9 +141,7 @@ def test_output_lengths() -> None:
 
 
 @given(st.integers(1, 120), st.lists(st.floats(0, 60), max_size=200))
-def test_a_tenant_may_miss_so_many_ids_a_minute_and_as_many_at_once(
-    per_minute: int, pauses: list[float]
-) -> None:
+def test_a_tenant_may_miss_so_many_ids_a_minute_and_as_many_at_once(per_minute: int, pauses: list[float]) -> None:
     misses, now, missed = Misses(per_minute), 0.0, []
     for pause in pauses:
         now += pause
@@ -152,9 +150,7 @@ def test_a_tenant_may_miss_so_many_ids_a_minute_and_as_many_at_once(
             missed.append(now)
         else:
             assert misses.wait("a", now + misses.wait("a", now) + 1e-6) == 0
-    assert all(
-        len([at for at in missed if begin <= at < begin + 60]) <= 2 * per_minute + 1 for begin in missed
-    )
+    assert all(len([at for at in missed if begin <= at < begin + 60]) <= 2 * per_minute + 1 for begin in missed)
     assert misses.wait("b", now) == 0
     misses.missed("b", now + 1000)
     assert list(misses._left) == ["b"], "who has all of it back is forgotten"

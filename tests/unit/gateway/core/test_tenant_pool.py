@@ -32,8 +32,7 @@ def test_a_tenants_own_others_do_not_refuse_anothers() -> None:
     pool = TenantPool(WHOLE, "places")
     pool.take("a", 9)  # more than a quarter, and nothing beside it
     with pytest.raises(
-        QueueFull,
-        match=r"no room for more places: your other requests hold 9; .*limit generations: 16 .*a quarter",
+        QueueFull, match=r"no room for more places: your other requests hold 9; .*limit generations: 16 .*a quarter"
     ):
         pool.take("a", 1)
     pool.take("b", 4)

@@ -13,10 +13,7 @@ DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
 def body(key: str, rest: str = "") -> bytes:
-    return b'{"model":"m","logit_bias":{"3":1,%b:2},"prompt":"x"%b}' % (
-        msgspec.json.encode(key),
-        rest.encode(),
-    )
+    return b'{"model":"m","logit_bias":{"3":1,%b:2},"prompt":"x"%b}' % (msgspec.json.encode(key), rest.encode())
 
 
 @pytest.mark.parametrize("key", ["abc", "1.5", "", " 5", "007", "1e3", "\x1b[2J"])

@@ -5,12 +5,7 @@ import pytest
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.prompts.chat import plan_of
-from services.gateway.intake.sampling.structured_output import (
-    RequestedGrammar,
-    demanded,
-    schemas_of,
-    wanted_by,
-)
+from services.gateway.intake.sampling.structured_output import RequestedGrammar, demanded, schemas_of, wanted_by
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import traits_of
 from shared.messages import ModelCard
@@ -71,10 +66,7 @@ def test_a_template_of_single_calls_gets_one() -> None:
     [
         ({"tools": TOOLS, "guided_grammar": 'start: "a"'}, "structured_outputs"),
         ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2, "ignore_eos": True}, "min_tokens"),
-        (
-            {"tools": [STRICT | {"function": STRICT["function"] | {"parameters": {"a": "x" * (300 << 10)}}}]},
-            "tools",
-        ),  # type: ignore[operator]
+        ({"tools": [STRICT | {"function": STRICT["function"] | {"parameters": {"a": "x" * (300 << 10)}}}]}, "tools"),  # type: ignore[operator]
     ],
 )
 def test_what_cannot_be_demanded(fields: dict[str, object], param: str) -> None:

@@ -35,31 +35,12 @@ def test_a_whole_number_may_have_a_fraction_of_zeros() -> None:
     body = b'{"model": "1.0", "prompt": [[1.0, 2.00], [3]], "max_tokens": 6.0, "n": 2.0, "top_p": 1.0, "seed": -3.0}'
     got = decode(body, _completion)
     assert (got.model, got.prompt, got.max_tokens, got.n, got.seed) == ("1.0", [[1, 2], [3]], 6, 2, -3)
-    for written, meant in (
-        (b"6e0", 6),
-        (b"1E2", 100),
-        (b"60e-1", 6),
-        (b"6.0E+1", 60),
-        (b"1.5e1", 15),
-        (b"0e9", 0),
-    ):
+    for written, meant in ((b"6e0", 6), (b"1E2", 100), (b"60e-1", 6), (b"6.0E+1", 60), (b"1.5e1", 15), (b"0e9", 0)):
         body = b'{"model": "m", "prompt": "a", "max_tokens": %b}' % written
         assert decode(body, _completion).max_tokens == meant
-    with pytest.raises(
-        InvalidParameter, match="'max_tokens': expected an integer, but got a number with a fraction"
-    ):
+    with pytest.raises(InvalidParameter, match="'max_tokens': expected an integer, but got a number with a fraction"):
         decode(b'{"model": "m", "prompt": "a", "max_tokens": 6.5}', _completion)
-    for wrong in (
-        b"6.5",
-        b"6.01",
-        b'"6.0"',
-        b"6.",
-        b"[6.0]",
-        b"65e-1",
-        b"1e400",
-        b"1e99",
-        b"1e99999999999999999",
-    ):
+    for wrong in (b"6.5", b"6.01", b'"6.0"', b"6.", b"[6.0]", b"65e-1", b"1e400", b"1e99", b"1e99999999999999999"):
         with pytest.raises(InvalidParameter):
             decode(b'{"model": "m", "prompt": "a", "max_tokens": %b}' % wrong, _completion)
 

@@ -84,9 +84,7 @@ def test_what_is_taken_stands_in_the_page(kind: type[msgspec.Struct]) -> None:
 
 
 def with_message(**fields: Any) -> ChatCompletionRequest:
-    return ChatCompletionRequest(
-        model="m", messages=[Message(**({"role": "user", "content": "Hi"} | fields))]
-    )
+    return ChatCompletionRequest(model="m", messages=[Message(**({"role": "user", "content": "Hi"} | fields))])
 
 
 @pytest.mark.parametrize("name", NEUTRAL_IN_MESSAGE)
@@ -151,10 +149,7 @@ def test_what_was_refused_was_said(message: Message, text: str) -> None:
 def test_a_part_has_what_its_type_says() -> None:
     for kind, other in (("text", "refusal"), ("refusal", "text")):
         part = ContentPart(kind, **{other: "x"})
-        assert refused(with_message(content=[part])) == (
-            "missing_required_parameter",
-            f"messages[0].content[0].{kind}",
-        )
+        assert refused(with_message(content=[part])) == ("missing_required_parameter", f"messages[0].content[0].{kind}")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ from tests.unit.gateway.tool_calls.templates import GEMMA2, LLAMA31, QWEN3
 from tests.unit.gateway.tool_calls.test_templates import TOOLS, template_of
 
 CARD = ModelCard("m", 4000, 256, [0], "", 0)
-TALK = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "<think>\nWho is it?\n</think>\n\nHello!"},
-]
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nWho is it?\n</think>\n\nHello!"}]
 
 
 class Bytes:
@@ -85,9 +82,7 @@ async def test_what_the_user_has_said_already_is_computed_without_the_models_tur
 
 async def test_a_template_that_takes_no_such_turn_gets_the_conversation_alone() -> None:
     """This one wants the user first, and a system message nowhere."""
-    source = (
-        "{% if messages|length > 2 %}{{ raise_exception('full') }}{% endif %}{{ messages[0]['content'] }}"
-    )
+    source = "{% if messages|length > 2 %}{{ raise_exception('full') }}{% endif %}{{ messages[0]['content'] }}"
     assert await ahead_of(source, TALK) == "Hi"
 
 

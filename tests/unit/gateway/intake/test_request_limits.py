@@ -55,11 +55,7 @@ CASES: list[tuple[Limit, str, Any]] = [
     (limits.METADATA_KEY, "metadata", lambda count: {"k" * count: "v"}),
     (limits.METADATA_VALUE, "metadata", lambda count: {"k": "v" * count}),
     (limits.MESSAGES, "messages", lambda count: [message()] * count),
-    (
-        limits.PARTS,
-        "messages",
-        lambda count: [message(content=[PART] * (count - 9)), message(content=[PART] * 9)],
-    ),
+    (limits.PARTS, "messages", lambda count: [message(content=[PART] * (count - 9)), message(content=[PART] * 9)]),
 ]
 
 
@@ -99,16 +95,12 @@ def bounded(schema: dict[str, Any]) -> bool:
         return True
     if "anyOf" in schema:
         return all(map(bounded, schema["anyOf"]))
-    keyword = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}.get(
-        schema.get("type", "")
-    )
+    keyword = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}.get(schema.get("type", ""))
     return keyword is None or keyword in schema
 
 
 def test_every_field_that_can_be_large_has_a_bound() -> None:
-    _, components = msgspec.json.schema_components(
-        [ChatCompletionRequest, CompletionRequest], ref_template="{name}"
-    )
+    _, components = msgspec.json.schema_components([ChatCompletionRequest, CompletionRequest], ref_template="{name}")
     constrain(components)
     for kind in ("ChatCompletionRequest", "CompletionRequest"):
         unbounded = {name for name, schema in components[kind]["properties"].items() if not bounded(schema)}

@@ -48,9 +48,7 @@ def values(schema: rules.Schema, *, tag: bool) -> st.SearchStrategy[Any]:
 def test_the_check_and_the_schema_say_the_same(row: str, data: st.DataObject) -> None:
     rule = ROWS[row]
     tag = rule.tag if isinstance(rule, rules.OneOf) else ""
-    fields = {
-        name: data.draw(values(schema, tag=name == tag), name) for name, schema in conditions(rule).items()
-    }
+    fields = {name: data.draw(values(schema, tag=name == tag), name) for name, schema in conditions(rule).items()}
     left_out = data.draw(st.sets(st.sampled_from([name for name in fields if fields[name] is None] or [""])))
     body = {name: value for name, value in fields.items() if name not in left_out}
     fits = Draft202012Validator(rules.schema_of((rule,))).is_valid(body)
@@ -77,7 +75,5 @@ def test_rules_of_a_struct_hold_for_what_it_becomes() -> None:
 
 def test_rules_that_always_hold_do_not_take_each_others_place() -> None:
     for name, own in rules.table():
-        always = [
-            key for rule in own for key in rule.schema if key in ("anyOf", "oneOf", "required", "properties")
-        ]
+        always = [key for rule in own for key in rule.schema if key in ("anyOf", "oneOf", "required", "properties")]
         assert len(always) == len(set(always)), name

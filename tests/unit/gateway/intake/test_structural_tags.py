@@ -74,11 +74,7 @@ def test_objects_are_open_where_the_request_says_so() -> None:
         (triggered(triggers=["<g="]), "response_format", "0 of the triggers begin the tag '<f=a>'"),
         (triggered(triggers=["<", "<f"]), "response_format", "2 of the triggers"),
         ({"type": "sequence", "elements": [TEXT, YES]}, "response_format", "put it last, or in a tag"),
-        (
-            tag("a", {"type": "json_schema", "json_schema": {"const": 2**60}}),
-            "response_format",
-            "beyond 2^53",
-        ),
+        (tag("a", {"type": "json_schema", "json_schema": {"const": 2**60}}), "response_format", "beyond 2^53"),
         ({"type": "or", "elements": [YES], "more": 1}, "response_format.format.more", "more"),
     ],
 )

@@ -13,11 +13,7 @@ from services.gateway.intake.decoding import decode
 from services.gateway.intake.sampling import grammars as compiling
 from services.gateway.intake.sampling import structured_output
 from services.gateway.intake.sampling.grammars import Grammars
-from services.gateway.intake.sampling.structured_output import (
-    grammar_of_choices,
-    grammar_of_schema,
-    wanted_by,
-)
+from services.gateway.intake.sampling.structured_output import grammar_of_choices, grammar_of_schema, wanted_by
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.intake.validation import check_chat
 from shared import limits
@@ -40,10 +36,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 
 def named(**changes: Any) -> dict[str, Any]:
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True} | changes,
-    }
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True} | changes}
 
 
 def grammar(**fields: Any) -> Grammar | None:
@@ -92,9 +85,7 @@ def test_vllms_newer_and_older_fields(wrap: Any) -> None:
     assert grammar(**wrap(choice=["a", "b"])) == Grammar("regex", "a|b")
 
 
-def test_a_large_structural_tag_is_refused_before_its_grammar_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_structural_tag_is_refused_before_its_grammar_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(structured_output, "grammar_of_tags")
     tags = {"format": {"type": "or", "elements": [{"type": "json_schema", "json_schema": {}}] * 10_000}}
     for given in (tags, json.dumps(tags)):
@@ -109,10 +100,7 @@ def test_structural_tags_in_vllms_forms() -> None:
     schema = {"type": "json_schema", "json_schema": OPEN}
     tag = {"type": "tag", "begin": "<f=a>", "content": schema, "end": "</f>"}
     newer = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag]}}
-    older = {
-        "triggers": ["<f="],
-        "structures": [{"begin": "<f=a>", "schema": OPEN, "end": "</f>"}],
-    }
+    older = {"triggers": ["<f="], "structures": [{"begin": "<f=a>", "schema": OPEN, "end": "</f>"}]}
     found = grammar(response_format={"type": "structural_tag"} | newer)
     assert found is not None
     assert '"additionalProperties":false' in found.text
@@ -175,9 +163,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "reason", "words"), REFUSED)
-def test_what_is_wrong_is_refused_by_name(
-    fields: dict[str, Any], param: str, reason: str, words: str
-) -> None:
+def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str, reason: str, words: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         wanted_by(chat(**fields))
     assert (caught.value.param, caught.value.reason) == (param, reason)

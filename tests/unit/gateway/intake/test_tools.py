@@ -69,11 +69,7 @@ def test_what_is_asked() -> None:
     assert asked(tools=[custom(format={"type": "grammar", "grammar": REGEX})]).functions[0].parameters == {
         "type": "object",
         "properties": {
-            "input": {
-                "type": "string",
-                "description": "The whole input, as plain text.",
-                "pattern": "^(?:[0-9]+)$",
-            }
+            "input": {"type": "string", "description": "The whole input, as plain text.", "pattern": "^(?:[0-9]+)$"}
         },
         "required": ["input"],
         "additionalProperties": False,
@@ -93,11 +89,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
     ("fields", "reason", "param"),
     [
         ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
-        (
-            {"tools": [{"type": "function", "function": {}}]},
-            "missing_required_parameter",
-            "tools[0].function.name",
-        ),
+        ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name"),
         ({"tools": [{"type": "custom"}]}, "missing_required_parameter", "tools[0].custom"),
         ({"tools": [tool() | {"custom": {"name": "x"}}]}, "unsupported_parameter", "tools[0].custom"),
         ({"tools": [tool("x"), custom("x")]}, "invalid_value", "tools[1].custom.name"),
@@ -160,11 +152,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
             "missing_required_parameter",
             "tool_choice.function",
         ),
-        (
-            {"tools": [tool()], "tool_choice": {"type": "custom"}},
-            "missing_required_parameter",
-            "tool_choice.custom",
-        ),
+        ({"tools": [tool()], "tool_choice": {"type": "custom"}}, "missing_required_parameter", "tool_choice.custom"),
         ({"tools": [tool()], "tool_choice": ALLOWED}, "invalid_value", "tool_choice.allowed_tools.tools"),
         (
             {
@@ -176,11 +164,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
         ),
         ({"tools": [tool()], "functions": [{"name": "f"}]}, "invalid_value", "tools"),
         ({"functions": [{"name": "f"}], "function_call": "required"}, "invalid_value", "function_call"),
-        (
-            {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
-            "invalid_value",
-            "function_call.name",
-        ),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "invalid_value", "function_call.name"),
         ({"function_call": {"name": "g"}}, "invalid_value", "function_call"),
         ({"messages": [USER, RESULT]}, "invalid_value", "messages[1].tool_call_id"),
         ({"messages": [USER, CALLING]}, "invalid_value", "messages[1]"),
@@ -240,11 +224,7 @@ def test_answered_calls_are_taken() -> None:
 def test_types_of_parameters() -> None:
     schema = {
         "type": "object",
-        "$defs": {
-            "colour": {"enum": ["red", "blue"]},
-            "loop": {"$ref": "#/$defs/loop"},
-            "a/b": {"type": "number"},
-        },
+        "$defs": {"colour": {"enum": ["red", "blue"]}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "number"}},
         "properties": {
             "plain": {"type": "string"},
             "several": {"type": ["integer", "null"]},
@@ -275,12 +255,7 @@ def test_types_of_parameters() -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["by the template", "in words"])
 def test_texts_are_shown_as_they_are_beside_calls(native: bool) -> None:
-    texts = [
-        Message("developer", "d"),
-        Message("system", ""),
-        Message("user", "u"),
-        Message("assistant", "a"),
-    ]
+    texts = [Message("developer", "d"), Message("system", ""), Message("user", "u"), Message("assistant", "a")]
     called = Message("assistant", tool_calls=[ToolCall("id", "function", CalledFunction("f", "{}"))])
     answer, question = Message("tool", "r", tool_call_id="id"), Message("user", "v")
     assert all(text.is_text for text in texts)

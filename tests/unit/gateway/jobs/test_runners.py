@@ -46,9 +46,7 @@ def test_tenants_are_served_in_turn() -> None:
 
 
 @given(waiting, running, st.floats(0, 3000))
-def test_only_who_has_more_makes_room_and_after_a_while(
-    wait: list[Waiting], run: list[Running], now: float
-) -> None:
+def test_only_who_has_more_makes_room_and_after_a_while(wait: list[Waiting], run: list[Running], now: float) -> None:
     chosen, busy = to_yield(wait, run, now), Counter(item.tenant for item in run)
     least = min((busy[item.tenant] for item in wait), default=99)
     most = max(busy.values(), default=0)

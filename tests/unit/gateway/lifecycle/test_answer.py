@@ -70,8 +70,7 @@ def test_an_attempt_of_a_followed_one_is_as_old_as_its_record() -> None:
 
 def test_choices_are_told_apart_by_id_and_seed_alone() -> None:
     prompts = [
-        GenerationRequest(f"i-{index}", "r", "m", "a", [index], 5, sampling=SamplingParams(seed=9))
-        for index in (0, 2)
+        GenerationRequest(f"i-{index}", "r", "m", "a", [index], 5, sampling=SamplingParams(seed=9)) for index in (0, 2)
     ]
     record = GenerationRecord("i", "completions", 0.0, prompts, choices=2, prompts=2)
     requests = requests_of(record)

@@ -60,12 +60,7 @@ def test_a_lost_group_leads_to_another_attempt_with_the_tokens_so_far() -> None:
     assert made.generation.on_group_lost("ring", 1) is StreamDecision.RECOVER
     request = made.recover()
     assert request is not None
-    assert (request.attempt, request.generated, request.lane, request.deadline) == (
-        1,
-        [5, 6],
-        "recovery",
-        3000,
-    )
+    assert (request.attempt, request.generated, request.lane, request.deadline) == (1, [5, 6], "recovery", 3000)
     assert made.generation.state == "recovering"
     assert made.generation.on_group_lost("ring", 1) is StreamDecision.NOTHING
     assert made.entry(2, [9], attempt=0) is StreamDecision.REJECT  # it was not lost, and goes on
@@ -78,10 +73,7 @@ def test_a_lost_group_leads_to_another_attempt_with_the_tokens_so_far() -> None:
 def test_the_budget_of_attempts() -> None:
     made = Recorded()
     for _ in range(2):
-        assert (
-            made.entry(0, [], finish="error", error_code="ring_lost", retryable=True)
-            is StreamDecision.RECOVER
-        )
+        assert made.entry(0, [], finish="error", error_code="ring_lost", retryable=True) is StreamDecision.RECOVER
         assert made.recover() is not None
     assert made.entry(0, [], finish="error", error_code="ring_lost", retryable=True) is StreamDecision.RECOVER
     assert made.recover() is None
@@ -90,9 +82,7 @@ def test_the_budget_of_attempts() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "reason"), [([5, 0], "stop"), ([1, 2, 3, 4, 5], "length")])
-def test_a_generation_that_lacks_only_its_last_word_is_not_handed_in_again(
-    tokens: list[int], reason: str
-) -> None:
+def test_a_generation_that_lacks_only_its_last_word_is_not_handed_in_again(tokens: list[int], reason: str) -> None:
     made = Recorded()
     made.entry(0, tokens)
     assert made.recover() is None
@@ -129,9 +119,7 @@ def test_an_attempt_belongs_to_the_ring_that_speaks_first() -> None:
     assert made.entry(0, [], group="A") is StreamDecision.NOTHING  # the ring has taken the request
     assert made.entry(0, [7, 8], group="B") is StreamDecision.REJECT
     assert made.entry(2, [9], group="B") is StreamDecision.NOTHING  # once is enough
-    assert (
-        made.entry(0, [], group="", finish="error", error_code="deadline_exceeded") is StreamDecision.NOTHING
-    )
+    assert made.entry(0, [], group="", finish="error", error_code="deadline_exceeded") is StreamDecision.NOTHING
     assert made.entry(3, [], group="B", finish="cancelled") is StreamDecision.NOTHING
     assert made.generation.state == "dispatched"
     made.entry(0, [4, 5], group="A")
@@ -180,9 +168,7 @@ def test_time() -> None:
     assert made.generation.on_time(83.0) is StreamDecision.REPLAY  # nobody has read the journal yet
     assert made.replayed(now=83.0) is StreamDecision.NOTHING
     assert made.generation.on_time(91.0) is StreamDecision.NOTHING
-    assert (
-        made.replayed(now=91.0) is StreamDecision.NOTHING
-    )  # for another generation: it had not stalled again
+    assert made.replayed(now=91.0) is StreamDecision.NOTHING  # for another generation: it had not stalled again
     assert made.generation.on_time(92.0) is StreamDecision.REPLAY
     assert made.generation.on_time(172.0) is StreamDecision.EXPIRE
 
@@ -203,12 +189,7 @@ def test_cancel_and_fail_end_it_once() -> None:
 def test_a_prompt_that_is_being_computed_is_told_of_and_is_no_silence() -> None:
     made = Recorded()
     generation = made.generation
-    for now, computed in (
-        (1.0, 1),
-        (90.0, 2),
-        (150.0, 1),
-        (180.0, 2),
-    ):  # it was preempted, and computes it again
+    for now, computed in ((1.0, 1), (90.0, 2), (150.0, 1), (180.0, 2)):  # it was preempted, and computes it again
         assert made.entry(0, [], now=now, computed=computed) is StreamDecision.NOTHING
     assert [(news.computed, news.tokens) for news in made.news] == [(1, []), (2, [])]
     assert generation.on_time(279.0) is not StreamDecision.EXPIRE

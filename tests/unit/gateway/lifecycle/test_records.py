@@ -108,9 +108,7 @@ async def test_what_is_not_stored_is_told_to_whoever_waits() -> None:
     assert writer.lag.seconds(time.monotonic()) < WINDOW
 
 
-async def test_a_journal_that_does_not_answer_is_told_to_all_who_look(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_journal_that_does_not_answer_is_told_to_all_who_look(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = RecordReader(None, None)  # type: ignore[arg-type]
 
     async def nothing(spot: object, wanted: set[str]) -> dict[str, GenerationRecord]:

@@ -40,9 +40,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[TokenEntry], list[TokenEntry]]:
 
 
 @given(deliveries())
-def test_any_delivery_yields_the_log_once_and_in_order(
-    case: tuple[list[TokenEntry], list[TokenEntry]],
-) -> None:
+def test_any_delivery_yields_the_log_once_and_in_order(case: tuple[list[TokenEntry], list[TokenEntry]]) -> None:
     log, delivered = case
     stream = TokenStream(attempt=1)
     fresh = [item for given_entry in delivered for item in stream.accept(given_entry)]
@@ -66,9 +64,7 @@ def test_a_restart_continues_behind_what_was_delivered(log: list[TokenEntry], da
     assert stream.accept(log[-1]) == []  # the dead attempt's end
     total = log[-1].position + len(log[-1].tokens)
     for position in range(stream.position, total):
-        tokens += [
-            token for item in stream.accept(entry(position, [position], attempt=1)) for token in item.tokens
-        ]
+        tokens += [token for item in stream.accept(entry(position, [position], attempt=1)) for token in item.tokens]
     (end,) = stream.accept(entry(total, [], "stop", attempt=1))
     assert end.finish == "stop"
     assert tokens == list(range(total))

@@ -35,9 +35,7 @@ def stored() -> RequestState:
 
 
 @pytest.mark.parametrize(("refused", "kept"), [(0, 1), (1, 1), (TRIES, 0)])
-async def test_what_is_refused_is_tried_again(
-    refused: int, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_refused_is_tried_again(refused: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "PAUSE", 0.0)
     shelf = Shelf(refused)
     await ResponseArchive(shelf, Shelf()).keep(stored())  # type: ignore[arg-type]

@@ -55,10 +55,7 @@ class House:
 
     def worst_minute(self) -> float:
         """The most that was spent within any 60 s."""
-        totals = (
-            sum(amount for at, amount, *_ in self.spent if begin <= at < begin + 60)
-            for begin, *_ in self.spent
-        )
+        totals = (sum(amount for at, amount, *_ in self.spent if begin <= at < begin + 60) for begin, *_ in self.spent)
         return max(totals, default=0)
 
 
@@ -229,15 +226,7 @@ def test_gateways_that_vanished_are_forgotten() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.0, "0ms"),
-        (0.1201, "121ms"),
-        (1.0, "1s"),
-        (20.04, "20.1s"),
-        (60, "1m0s"),
-        (61.5, "1m2s"),
-        (3723, "1h2m3s"),
-    ],
+    [(0.0, "0ms"), (0.1201, "121ms"), (1.0, "1s"), (20.04, "20.1s"), (60, "1m0s"), (61.5, "1m2s"), (3723, "1h2m3s")],
 )
 def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
     assert limiter.duration(seconds) == text

@@ -295,9 +295,7 @@ async def test_a_body_that_has_come_whole_is_taken_and_the_client_still_heard_of
     await serve(app, client)
 
 
-@pytest.mark.parametrize(
-    "expect", [b"", b"Expect: 100-continue\r\n"], ids=["in parts", "once it is asked for"]
-)
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"], ids=["in parts", "once it is asked for"])
 async def test_a_body_that_is_still_to_come_is_received(expect: bytes) -> None:
     begun, read = asyncio.Event(), asyncio.Event()
 

@@ -42,11 +42,7 @@ def test_connections_of_all_ports_count_together() -> None:
     watch = HeldWatch(door, owed=100, arriving=100, seconds=60.0)
     watch.look(0.0)
     assert [client.aborted for client in (rest, ops, grpc, idle)] == [False, False, True, False]
-    assert (watch.total("http", "owed"), watch.total("grpc", "owed"), refused) == (
-        50,
-        80,
-        [("grpc", "unread")],
-    )
+    assert (watch.total("http", "owed"), watch.total("grpc", "owed"), refused) == (50, 80, [("grpc", "unread")])
     door.grpc.clear()
     watch.look(61.0)
     assert [client.aborted for client in (rest, ops, idle)] == [True, True, False]

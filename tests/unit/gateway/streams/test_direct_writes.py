@@ -20,19 +20,9 @@ from shared.errors import RingLost
 from shared.messages import FinishReason, TokenEntry
 from tests.unit.gateway.dialects.anthropic import test_message_reader
 from tests.unit.gateway.dialects.responses import test_events
-from tests.unit.gateway.streams.test_resumed_reading import (
-    LOOP,
-    OF_BYTE,
-    TOKENIZER,
-    Alone,
-    answer_of,
-    entries_of,
-    logs,
-)
+from tests.unit.gateway.streams.test_resumed_reading import LOOP, OF_BYTE, TOKENIZER, Alone, answer_of, entries_of, logs
 
-PRESENTATIONS = Presentations(
-    {one.name: one.presentation for dialect in DIALECTS for one in dialect.endpoints}
-)
+PRESENTATIONS = Presentations({one.name: one.presentation for dialect in DIALECTS for one in dialect.endpoints})
 
 METRICS = GatewayMetrics(CollectorRegistry())
 
@@ -76,9 +66,7 @@ def letters(answer: RequestState, text: str, finish: FinishReason = "") -> None:
     """The next tokens of the only choice."""
     generation = answer.generations[0]
     tokens = [OF_BYTE[bytes([byte])] for byte in text.encode()]
-    generation.on_entry(
-        "ring", 1, TokenEntry(generation.id, 0, generation.stream.position, tokens, finish), 1.0
-    )
+    generation.on_entry("ring", 1, TokenEntry(generation.id, 0, generation.stream.position, tokens, finish), 1.0)
 
 
 def said(connection: Connection) -> str:
@@ -95,10 +83,7 @@ def said(connection: Connection) -> str:
     st.data(),
 )
 def test_a_connection_gets_the_same_chunks_either_way(
-    choices: list[tuple[list[int], FinishReason, list[int]]],
-    stop: list[str],
-    scored: bool,
-    data: st.DataObject,
+    choices: list[tuple[list[int], FinishReason, list[int]]], stop: list[str], scored: bool, data: st.DataObject
 ) -> None:
     answer = answer_of(stop, len(choices), 0 if scored else -1, token_ids=data.draw(st.booleans()))
     plain, direct = Connection(answer, direct=False), Connection(answer, direct=True)

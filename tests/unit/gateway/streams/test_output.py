@@ -24,9 +24,7 @@ def bytewise(text: bytes) -> list[int]:
 def made(
     tokenizer: Tokenizer, stops: Sequence[str], ends: list[int], *, logprobs: bool = False, **recorded: Any
 ) -> TextOutput:
-    request = GenerationRequest(
-        "i-0", "r", "m", "g", [5], 64, SamplingParams(logprobs=0 if logprobs else -1), ends
-    )
+    request = GenerationRequest("i-0", "r", "m", "g", [5], 64, SamplingParams(logprobs=0 if logprobs else -1), ends)
     record = GenerationRecord("i", "chat.completions", 0.0, [request], stop=list(stops), **recorded)
     return TextOutput(record, request, tokenizer)
 

@@ -25,9 +25,7 @@ from shared.messages import FinishReason, GenerationRequest, SamplingParams, Tok
 from shared.messages.records import GenerationRecord
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
-PRESENTATIONS = Presentations(
-    {one.name: one.presentation for dialect in DIALECTS for one in dialect.endpoints}
-)
+PRESENTATIONS = Presentations({one.name: one.presentation for dialect in DIALECTS for one in dialect.endpoints})
 
 TOKENIZER = ModelTokenizer(tiny_files())
 OF_BYTE = {TOKENIZER.token_bytes(token): token for token in range(2, 258)}
@@ -73,8 +71,7 @@ def answer_of(stop: list[str], choices: int, logprobs: int, *, token_ids: bool =
         stop_token_ids=[1],
     )
     generations = [
-        Generation(wire, index, LIMITS, now=0.0, started_at=0.0)
-        for index, wire in enumerate(requests_of(record))
+        Generation(wire, index, LIMITS, now=0.0, started_at=0.0) for index, wire in enumerate(requests_of(record))
     ]
     return RequestState(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
@@ -157,10 +154,7 @@ def entries_of(index: int, log: tuple[list[int], FinishReason, list[int]], score
     st.data(),
 )
 def test_any_event_is_a_place_to_go_on_from(
-    choices: list[tuple[list[int], FinishReason, list[int]]],
-    stop: list[str],
-    scored: bool,
-    data: st.DataObject,
+    choices: list[tuple[list[int], FinishReason, list[int]]], stop: list[str], scored: bool, data: st.DataObject
 ) -> None:
     answer = answer_of(stop, len(choices), 0 if scored else -1, token_ids=True)
     first = Reader(answer, None)
@@ -335,9 +329,7 @@ def record_with(prompts: list[list[int]]) -> GenerationRecord:
     st.integers(400, 2000),
     st.randoms(),
 )
-def test_a_record_comes_in_parts_and_is_put_together(
-    prompts: list[list[int]], limit: int, random: Any
-) -> None:
+def test_a_record_comes_in_parts_and_is_put_together(prompts: list[list[int]], limit: int, random: Any) -> None:
     record = record_with(prompts)
     payloads = _parts(record, limit)
     assert all(len(payload) <= limit for payload in payloads)

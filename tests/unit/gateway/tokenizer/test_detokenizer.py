@@ -17,15 +17,7 @@ from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 def metaspace_files() -> dict[str, bytes]:
     """A tokenizer of SentencePiece's kind: words with a sign for the space, bytes for what is no word."""
-    words = [
-        "<unk>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581the",
-        "\u2581cat",
-        "s",
-        "\ufffd",
-    ]
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "\u2581cat", "s", "\ufffd"]
     tokenizer = Tokenizer(
         models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], byte_fallback=True)
     )
@@ -111,9 +103,7 @@ def test_hidden_tokens_neither_pile_up_nor_eat_a_space() -> None:
 
 
 @pytest.mark.parametrize(("tokenizer", "token"), [(TINY, INVALID), (METASPACE, 1)], ids=["invalid", "hidden"])
-def test_decoding_takes_linear_time(
-    tokenizer: ModelTokenizer, token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_takes_linear_time(tokenizer: ModelTokenizer, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in tokens that are decoded: each step decodes what its stream holds, and that does not grow."""
     decoded = 0
 

@@ -111,9 +111,7 @@ async def test_one_that_is_larger_than_what_may_wait_gets_its_turn_alone(encodin
     assert (await encoding.run(5 * LARGE, thread)).startswith("tokenize-large")
 
 
-async def test_memory_is_given_back_after_large_ones_alone(
-    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_is_given_back_after_large_ones_alone(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
     again = threading.Event()
 

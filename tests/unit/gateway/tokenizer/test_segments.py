@@ -85,8 +85,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 texts = st.lists(
-    st.sampled_from([*SPECIALS, *WORDS, LONG, LONG.upper()]) | st.sampled_from("İ🙂") | st.text(max_size=5),
-    max_size=40,
+    st.sampled_from([*SPECIALS, *WORDS, LONG, LONG.upper()]) | st.sampled_from("İ🙂") | st.text(max_size=5), max_size=40
 )
 
 
@@ -135,9 +134,7 @@ def test_a_short_system_prompt_and_the_header_of_the_answer_are_tokenized_once()
     counting = Counting(with_specials(byte_level()))
     segments = Segments(counting)  # type: ignore[arg-type]
     question = "<|im_end|>\n<|im_start|>user\nWhat is {} and {}?"
-    chat = (
-        "<|im_start|>system\nYou are a helpful assistant." + question + "<|im_end|>\n<|im_start|>assistant\n"
-    )
+    chat = "<|im_start|>system\nYou are a helpful assistant." + question + "<|im_end|>\n<|im_start|>assistant\n"
     for number in range(3):
         counting.seen = 0
         text = chat.format(number, number)

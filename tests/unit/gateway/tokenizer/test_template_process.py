@@ -135,12 +135,9 @@ async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProce
     source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE
     process = await probed(source, made)
     bomb, chat = (
-        asyncio.create_task(process.render([{"role": "user", "content": text}], None, PLAIN))
-        for text in ("bomb", "Hi")
+        asyncio.create_task(process.render([{"role": "user", "content": text}], None, PLAIN)) for text in ("bomb", "Hi")
     )
-    with pytest.raises(
-        InvalidParameter, match=r"with these messages.*limit template_seconds: 2 seconds, fixed"
-    ):
+    with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_seconds: 2 seconds, fixed"):
         await bomb
     assert "Hi<|end|>" in await chat
 
@@ -153,9 +150,7 @@ async def test_each_of_many_that_wait_gets_its_own_prompt(made: list[TemplatePro
     texts = [f"{number} " + "x" * (50_000 if number % 10 == 7 else 10) for number in range(40)]
     texts[20] = "bomb"
     chats = ([{"role": "user", "content": text}] for text in texts)
-    found = await asyncio.gather(
-        *(process.render(chat, None, PLAIN) for chat in chats), return_exceptions=True
-    )
+    found = await asyncio.gather(*(process.render(chat, None, PLAIN) for chat in chats), return_exceptions=True)
     assert isinstance(found.pop(20), InvalidParameter)
     del texts[20]
     assert all(f"{text}<|end|>" in str(prompt) for text, prompt in zip(texts, found, strict=True))
@@ -212,9 +207,7 @@ async def test_what_training_learns_of_a_conversation_is_one_rendering_under_the
 
 
 async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1000)
-    )
+    monkeypatch.setattr(limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1000))
     process = await probed(TEMPLATE, made)
     waiting = asyncio.create_task(process.render([{"role": "user", "content": "x" * 2000}], None, PLAIN))
     await asyncio.sleep(0)
@@ -228,9 +221,7 @@ async def test_no_tenant_keeps_others_from_a_template(
     made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three large conversations of one wait, and it may have no fourth; another's is rendered after its first."""
-    monkeypatch.setattr(
-        limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1 << 20)
-    )
+    monkeypatch.setattr(limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1 << 20))
     process, order = await probed(TEMPLATE, made), list[str]()
 
     async def render(tenant: str, content: str) -> None:

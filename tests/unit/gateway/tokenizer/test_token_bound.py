@@ -34,9 +34,7 @@ def byte_level(normalizer: Any = None, **added: Any) -> Tokenizer:
 
 def metaspace() -> Tokenizer:
     tokenizer = Tokenizer.from_str(metaspace_files()["tokenizer.json"].decode())
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     return tokenizer
 
 
@@ -48,9 +46,7 @@ KNOWN = {
     "metaspace": metaspace(),
 }
 texts = st.lists(
-    st.sampled_from(
-        ["the", "  ", " " * 9, "<|end|>", "\u1100\u1161\u11a8", "a\u0323\u0302", "\u212a", "\u4e00"]
-    )
+    st.sampled_from(["the", "  ", " " * 9, "<|end|>", "\u1100\u1161\u11a8", "a\u0323\u0302", "\u212a", "\u4e00"])
     | st.text(max_size=3),
     max_size=30,
 ).map("".join)
@@ -76,14 +72,7 @@ def test_long_texts_have_many(kind: str) -> None:
         {"normalizer": {"type": "Replace", "pattern": {"String": "aa"}, "content": "a"}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a"}},
         {"pre_tokenizer": {"type": "WhitespaceSplit"}},
-        {
-            "pre_tokenizer": {
-                "type": "Split",
-                "pattern": {"String": " "},
-                "behavior": "Removed",
-                "invert": False,
-            }
-        },
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
     ],
     ids=json.dumps,
 )

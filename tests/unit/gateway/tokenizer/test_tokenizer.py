@@ -69,9 +69,7 @@ def test_bytes_of_tokens() -> None:
     tokenizer = ModelTokenizer(tiny_files())
     assert tokenizer.token_bytes(1) == b"<|end|>"
     assert tokenizer.token_bytes(10_000) == b""
-    assert sorted(tokenizer.token_bytes(token) for token in range(2, 258)) == [
-        bytes([byte]) for byte in range(256)
-    ]
+    assert sorted(tokenizer.token_bytes(token) for token in range(2, 258)) == [bytes([byte]) for byte in range(256)]
 
 
 async def test_a_model_without_a_template_points_to_completions() -> None:
@@ -97,10 +95,7 @@ async def test_what_a_template_refuses_is_told(template: str, shown: str) -> Non
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        (
-            "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-            "system",
-        ),
+        ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}", "system"),
         ("{% generation %}{{ bos_token }}{% endgeneration %}", "<|start|>"),
         ("{{ messages[1] | tojson }}", '{"role": "user", "content": "Hi"}'),
         ("{{ strftime_now('%%') }}", "%"),
@@ -159,10 +154,7 @@ async def test_the_stub_is_bytes() -> None:
 
 def test_what_is_told_of_a_tokenizer_is_bounded_and_says_nothing_of_its_place() -> None:
     files = tiny_files()
-    config = json.loads(files["tokenizer_config.json"]) | {
-        "name_or_path": "/home/me/model",
-        "model_max_length": 8,
-    }
+    config = json.loads(files["tokenizer_config.json"]) | {"name_or_path": "/home/me/model", "model_max_length": 8}
     files["tokenizer_config.json"] = json.dumps(config).encode()
     told = json.loads(tokenizer_info(files))
     assert told == {

@@ -114,9 +114,7 @@ def test_an_answer_without_thoughts_ends_the_thought_that_the_prompt_begins() ->
     assert learned(template, TemplateInput([CHAT[0], THOUGHT[0]]), [1]) == [(prompt, "ONE</think>FIRST<eot>")]
     template = template_of(FORCED.replace("loop.last", "false").replace("<think>{%", "<think>\n{%"))
     told = learned(template, TemplateInput([CHAT[0], THOUGHT[0]]), [1])
-    assert told == [(f"{prompt}\n", "ONE\n</think>\n\nFIRST<eot>")], (
-        "also where the template never shows thoughts"
-    )
+    assert told == [(f"{prompt}\n", "ONE\n</think>\n\nFIRST<eot>")], "also where the template never shows thoughts"
 
 
 def test_what_a_prompt_has_and_the_text_has_not_is_told() -> None:
@@ -169,9 +167,7 @@ def test_tokens_are_those_of_serving(contents: list[str], skip: int) -> None:
         for index in answers:
             prompt = await TINY.encode_rendered(await TINY.render_chat(messages[:index]))
             behind = await TINY.encode_rendered(
-                await TINY.render_chat(
-                    messages[: index + 1], None, TemplateOptions(add_generation_prompt=False)
-                )
+                await TINY.render_chat(messages[: index + 1], None, TemplateOptions(add_generation_prompt=False))
             )
             assert tokens[: len(behind)] == behind
             expected += range(len(prompt), len(behind) - 1)  # the template puts a line break behind each

@@ -20,9 +20,7 @@ def tiny_files(*, template: str | None = TEMPLATE, in_config: bool = False) -> d
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|start|>", special=True), AddedToken("<|end|>", special=True)])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|end|> $A", special_tokens=[("<|end|>", 1)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 1)])
     tokenizer.enable_truncation(8)
     config: dict[str, object] = {"eos_token": {"content": "<|end|>"}, "bos_token": "<|start|>"}
     files = {"tokenizer.json": tokenizer.to_str().encode()}

@@ -71,9 +71,7 @@ NAMES = st.sampled_from(["a", "b", "c"])
 SCHEMAS: st.SearchStrategy[Any] = st.recursive(
     st.just({"type": "string"}),
     lambda inner: st.one_of(
-        st.fixed_dictionaries(
-            {"type": st.just("object"), "properties": st.dictionaries(NAMES, inner, min_size=1)}
-        ),
+        st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(NAMES, inner, min_size=1)}),
         st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=2)}),
         st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)}),
     ),

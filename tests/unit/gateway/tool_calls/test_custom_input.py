@@ -17,15 +17,10 @@ def fed(whole: str, cuts: list[int]) -> str:
 
 
 @given(
-    TEXTS,
-    st.booleans(),
-    st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")]),
-    st.lists(st.integers(0, 300)),
+    TEXTS, st.booleans(), st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " : ")]), st.lists(st.integers(0, 300))
 )
 @example('a"\\/\b\f\n\r\t\x01é😀', True, (", ", ": "), list(range(100)))
-def test_the_text_is_given_whole(
-    text: str, ascii_only: bool, separators: tuple[str, str], cuts: list[int]
-) -> None:
+def test_the_text_is_given_whole(text: str, ascii_only: bool, separators: tuple[str, str], cuts: list[int]) -> None:
     written = json.dumps({"input": text}, ensure_ascii=ascii_only, separators=separators)
     assert fed(written, cuts) == text
     assert fed(f"\n{written}\n", cuts) == text

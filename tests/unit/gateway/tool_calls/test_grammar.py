@@ -75,11 +75,7 @@ class Vocabulary:
     def __init__(self, specials: Sequence[str]) -> None:
         self.specials = {text: END + 1 + index for index, text in enumerate(specials)}
         self.special_token_ids = [END, *self.specials.values()]
-        self.tokens = [
-            *(bytes([byte]) for byte in range(256)),
-            b"<end>",
-            *(text.encode() for text in specials),
-        ]
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *(text.encode() for text in specials)]
         self.tokenizer = LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens))
 
     def __call__(self, text: bytes) -> list[int]:
@@ -123,14 +119,10 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int, limit: int = 600) 
     tokens: list[int] = []
     while not matcher.is_stopped():
         fill_next_token_bitmask(matcher, mask, 0)
-        allowed = [
-            token for token in range(len(vocabulary.tokens)) if mask[0][token // 32] >> (token % 32) & 1
-        ]
+        allowed = [token for token in range(len(vocabulary.tokens)) if mask[0][token // 32] >> (token % 32) & 1]
         assert allowed, vocabulary.text_of(tokens)
         plain = [
-            token
-            for token in allowed
-            if token >= END or (token < 128 and chr(token).isalnum()) or token in CLOSERS
+            token for token in allowed if token >= END or (token < 128 and chr(token).isalnum()) or token in CLOSERS
         ]
         ends = [token for token in allowed if token >= END]
         token = draw.choice(ends if ends and len(tokens) > limit else plain or allowed)
@@ -221,18 +213,12 @@ def test_reasoning_goes_before_calls(special: bool) -> None:
 @pytest.mark.parametrize(
     ("family", "call", "wrong"),
     [
-        (
-            "hermes",
-            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-            '<tool_call>\n{"name": "then"',
-        ),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', '<tool_call>\n{"name": "then"'),
         ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', '[TOOL_CALLS][{"name": "then"'),
     ],
 )
 @pytest.mark.parametrize("special", [False, True])
-def test_strict_functions_are_held_behind_the_trigger(
-    family: str, call: str, wrong: str, special: bool
-) -> None:
+def test_strict_functions_are_held_behind_the_trigger(family: str, call: str, wrong: str, special: bool) -> None:
     how, vocabulary = calling(family, special=special)
     grammar = strict_calls(how, "", opened=False)
     assert grammar is not None
@@ -266,9 +252,7 @@ def test_calls_or_a_format() -> None:
     for answer, text in ((schema, '{"a": "/"}'), (Grammar("regex", "a/b+"), "a/bb")):
         grammar = calls_or(how, answer, "", opened=False)
         assert lets_through(grammar, vocabulary, text)
-        assert lets_through(
-            grammar, vocabulary, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-        )
+        assert lets_through(grammar, vocabulary, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
         assert not lets_through(grammar, vocabulary, "words")
         behind = behind_reasoning(answer, "think", {})
         assert lets_through(behind, vocabulary, f"Hm.</think>\n{text}")
@@ -307,9 +291,7 @@ def test_special_tokens_with_a_checkpoints_suffix() -> None:
     how = Calling("hy_v3", ":opensource", (NOW,), False, vocabulary.specials)
     call = "<tool_calls:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>"
     text = f"{call}\n</tool_calls:opensource>"
-    assert lets_through(
-        required_calls(how, "hy_v3", opened=True), vocabulary, f"Hm.</think:opensource>{text}"
-    )
+    assert lets_through(required_calls(how, "hy_v3", opened=True), vocabulary, f"Hm.</think:opensource>{text}")
     closed = required_calls(how, "hy_v3", opened=False)
     assert lets_through(closed, vocabulary, f"<think:opensource>Hm.</think:opensource>\n{text}")
     assert lets_through(closed, vocabulary, text)

@@ -24,9 +24,7 @@ PRESENTATIONS = Presentations()
 THINKING = "<think>\nHm, \u2603.\n</think>\n"
 
 
-def calling(
-    parsing: Parsing, *, choices: int = 1, logprobs: int = -1, stop: list[str] | None = None
-) -> RequestState:
+def calling(parsing: Parsing, *, choices: int = 1, logprobs: int = -1, stop: list[str] | None = None) -> RequestState:
     answer = answer_of(stop or [], choices, logprobs)
     answer.record = msgspec.structs.replace(answer.record, parsing=parsing)
     for generation in answer.generations:
@@ -38,13 +36,7 @@ def entries(text: str, cuts: list[int], finish: FinishReason = "stop", index: in
     tokens = [OF_BYTE[bytes([byte])] for byte in text.encode()]
     bounds = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
     found = [
-        TokenEntry(
-            f"i-{index}",
-            0,
-            start,
-            tokens[start:end],
-            logprobs=[TokenLogprobs(-1.0) for _ in tokens[start:end]],
-        )
+        TokenEntry(f"i-{index}", 0, start, tokens[start:end], logprobs=[TokenLogprobs(-1.0) for _ in tokens[start:end]])
         for start, end in itertools.pairwise(bounds)
     ]
     return [*found, TokenEntry(f"i-{index}", 0, len(tokens), [], finish=finish)]
@@ -64,13 +56,7 @@ def read(
 
 def joined(chunks: list[tuple[dict[str, Any], str]], choice: int = 0) -> dict[str, Any]:
     """What a client puts together of a choice's chunks."""
-    message: dict[str, Any] = {
-        "content": None,
-        "reasoning_content": "",
-        "calls": {},
-        "finish": None,
-        "scored": 0,
-    }
+    message: dict[str, Any] = {"content": None, "reasoning_content": "", "calls": {}, "finish": None, "scored": 0}
     for chunk, _ in chunks:
         for part in chunk["choices"]:
             if part["index"] != choice:
@@ -88,9 +74,9 @@ def joined(chunks: list[tuple[dict[str, Any], str]], choice: int = 0) -> dict[st
                         "name": call["function"]["name"],
                         "arguments": "",
                     }
-                message["calls"].setdefault(call["index"], {"arguments": ""})["arguments"] += call[
-                    "function"
-                ]["arguments"]
+                message["calls"].setdefault(call["index"], {"arguments": ""})["arguments"] += call["function"][
+                    "arguments"
+                ]
             message["finish"] = part["finish_reason"] or message["finish"]
             message["scored"] += len((part["logprobs"] or {"content": ()})["content"])
     return message
@@ -98,9 +84,7 @@ def joined(chunks: list[tuple[dict[str, Any], str]], choice: int = 0) -> dict[st
 
 @settings(max_examples=60)
 @given(st.sampled_from([case for case in CASES if len(case.calls) > 0]), st.booleans(), st.data())
-def test_every_event_within_a_call_is_a_place_to_go_on_from(
-    case: Case, thinking: bool, data: st.DataObject
-) -> None:
+def test_every_event_within_a_call_is_a_place_to_go_on_from(case: Case, thinking: bool, data: st.DataObject) -> None:
     """Chunks up to any event and those behind it, read anew, are what one reader gets in all."""
     parsing = Parsing(tools=case.family, types=TYPES, reasoning="think" if thinking else "")
     text = (THINKING if thinking else "") + case.text
@@ -128,9 +112,7 @@ def test_openais_chunks() -> None:
     assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
     assert [delta["content"] for delta in deltas[1:6]] == list("Well.")
     begin = {"name": "f", "arguments": ""}
-    assert deltas[6] == {
-        "tool_calls": [{"index": 0, "id": call_id("i-0", 0), "type": "function", "function": begin}]
-    }
+    assert deltas[6] == {"tool_calls": [{"index": 0, "id": call_id("i-0", 0), "type": "function", "function": begin}]}
     assert deltas[7] == {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}
     assert deltas[-1] == {}
 

@@ -125,12 +125,7 @@ HARMONY = "<|start|>assistant<|channel|>final<|message|>"
         ("hunyuan_a13b", "Yes.</answer>", "", "Yes.</answer>"),
         ("ernie45", "<think>hm</think>\n\n<response>\nYes.</response>\n", "hm", "Yes.\n"),
         ("apertus", "<|inner_prefix|>hm<|inner_suffix|>Yes.", "hm", "Yes."),
-        (
-            "cohere_command3",
-            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
-            "hm",
-            "Yes.",
-        ),
+        ("cohere_command3", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>", "hm", "Yes."),
         ("cohere_command4", "<|START_TEXT|>Yes.<|END_TEXT|>", "", "Yes."),
         ("kimi_k2", "<think>hm</think>Yes.", "hm", "Yes."),
         ("kimi_k2", "<think>hm<|tool_calls_section_begin|>x", "hm", "<|tool_calls_section_begin|>x"),
@@ -145,12 +140,7 @@ HARMONY = "<|start|>assistant<|channel|>final<|message|>"
         ("openai_gptoss", "<|channel|>analysis<|message|>hm", "hm", ""),
         ("openai_gptoss", "<|channel|>analysis", "", "<|channel|>analysis"),
         ("openai_gptoss", '{"a": "<|b"}', "", '{"a": "<|b"}'),
-        (
-            "openai_gptoss",
-            "<|start|>" + "x" * 600 + "<|message|>",
-            "",
-            "<|start|>" + "x" * 600 + "<|message|>",
-        ),
+        ("openai_gptoss", "<|start|>" + "x" * 600 + "<|message|>", "", "<|start|>" + "x" * 600 + "<|message|>"),
     ],
 )
 def test_reasoning_of_each_family(name: str, text: str, thoughts: str, content: str) -> None:

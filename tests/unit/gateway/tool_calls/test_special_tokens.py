@@ -46,9 +46,7 @@ def test_tokens_with_a_checkpoints_suffix_are_shown() -> None:
     tokenizer = tokenizer_with("<tool_calls:a1>", "<pad>")
     ids = tokenizer.specials(["<tool_calls>"])
     assert ids.keys() == {"<tool_calls:a1>"}
-    detokenizer = tokenizer.detokenizer(
-        [5], skip_special_tokens=True, keep=markers_of(Parsing(tools="hy_v3"))
-    )
+    detokenizer = tokenizer.detokenizer([5], skip_special_tokens=True, keep=markers_of(Parsing(tools="hy_v3")))
     assert detokenizer.feed([ids["<tool_calls:a1>"], 1]) + detokenizer.flush() == "<tool_calls:a1>"
 
 
@@ -67,7 +65,4 @@ async def test_traits_are_of_the_template_for_tools() -> None:
     assert tokenizer.traits.family == "llama3_json"
     messages = [{"role": "user", "content": "Hi"}]
     assert (await tokenizer.render_chat(messages)).text == "Hi"
-    assert (
-        "ipython"
-        in (await tokenizer.render_chat(messages, [{"type": "function", "function": {"name": "f"}}])).text
-    )
+    assert "ipython" in (await tokenizer.render_chat(messages, [{"type": "function", "function": {"name": "f"}}])).text

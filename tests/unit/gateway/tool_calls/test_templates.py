@@ -33,10 +33,7 @@ TOOLS = [
         "function": {
             "name": "get_weather",
             "description": "The weather",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            },
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
         },
     },
     {"type": "function", "function": {"name": "now"}},
@@ -68,9 +65,7 @@ def template_of(source: str) -> ChatTemplate:
 def planned(source: str, card: ModelCard = CARD, **fields: object) -> tuple[ChatPlan, str]:
     """The plan for a request and its rendered prompt."""
     body = {"model": "m", "messages": CONVERSATION, "tools": TOOLS} | fields
-    request = convert(
-        {name: value for name, value in body.items() if value is not None}, ChatCompletionRequest
-    )
+    request = convert({name: value for name, value in body.items() if value is not None}, ChatCompletionRequest)
     template = template_of(source)
     plan = plan_of(request, card, traits_of(template))
     return plan, template.render(plan.messages, plan.tools, plan.options)
@@ -91,9 +86,7 @@ def test_the_familys_parser_reads_what_its_template_writes(family: str) -> None:
     without_tools = template_of(OF_FAMILY[family]).render(plan.messages, None, None)
     parsing = plan.parsing(without_tools)
     assert parsing is not None
-    begin = {"llama3_json": '{"name"', "deepseek": "<Assistant>", "seed_oss": "<seed:bos>assistant"}.get(
-        family, ""
-    )
+    begin = {"llama3_json": '{"name"', "deepseek": "<Assistant>", "seed_oss": "<seed:bos>assistant"}.get(family, "")
     text = without_tools[without_tools.index(begin) :].removeprefix("<Assistant>")
     parser = Parser(FAMILIES[family].machine, parsing.types)
     ((name, arguments),) = calls_of([*parser.feed(text.replace('{"city": ', '{"city": ')), *parser.finish()])
@@ -110,10 +103,7 @@ def test_two_calls_at_once(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("source", "first", "second"),
-    [
-        (LLAMA31, '"name": "get_weather"', '"name": "now"'),
-        (HARMONY, "to=functions.get_weather", "to=functions.now"),
-    ],
+    [(LLAMA31, '"name": "get_weather"', '"name": "now"'), (HARMONY, "to=functions.get_weather", "to=functions.now")],
 )
 def test_a_template_of_single_calls_gets_them_one_by_one_with_their_results(
     source: str, first: str, second: str
@@ -207,10 +197,7 @@ def test_a_template_without_tools_gets_them_in_words(source: str) -> None:
     assert plan.tools is None
     assert '{"type": "function", "function": {"name": "get_weather", "description": "The weather"' in prompt
     assert '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>' in prompt
-    assert (
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
-        in prompt
-    )
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>' in prompt
     assert "<tool_response>\n22 degrees\n</tool_response>" in prompt
     assert "tool\n22" not in prompt
 
@@ -240,11 +227,7 @@ def test_old_functions_are_tools() -> None:
 
 def test_arguments_that_are_no_object_stay_as_they_are() -> None:
     broken = {**CALL, "function": {"name": "now", "arguments": '{"a": '}}
-    messages = [
-        *CONVERSATION[:2],
-        {"role": "assistant", "content": "", "tool_calls": [broken]},
-        CONVERSATION[3],
-    ]
+    messages = [*CONVERSATION[:2], {"role": "assistant", "content": "", "tool_calls": [broken]}, CONVERSATION[3]]
     _, prompt = planned(QWEN3, messages=messages)
     assert '"arguments": {"a": }' in prompt
 
@@ -270,9 +253,7 @@ def test_the_registry_is_what_can_be_chosen() -> None:
 
 
 def test_names_of_vllm_mean_the_same_notation() -> None:
-    plan, _ = planned(
-        QWEN3, msgspec.structs.replace(CARD, tool_parser="glm47", reasoning_parser="deepseek_r1")
-    )
+    plan, _ = planned(QWEN3, msgspec.structs.replace(CARD, tool_parser="glm47", reasoning_parser="deepseek_r1"))
     assert (plan.family, plan.reasoning) == ("glm4", "think")
 
 
@@ -305,9 +286,7 @@ def test_what_the_model_thought_goes_to_the_template() -> None:
     assert "<think>\nHm.\n</think>" in prompt
 
 
-@pytest.mark.parametrize(
-    "fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}]
-)
+@pytest.mark.parametrize("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
 def test_reasoning_is_turned_off(fields: dict[str, object]) -> None:
     for source in (QWEN3, GLM45):
         _, prompt = planned(source, **fields)
@@ -321,9 +300,7 @@ def test_reasoning_effort_is_nothing_to_a_template_without_a_switch_for_it() -> 
 
 
 def test_reasoning_effort_itself() -> None:
-    _, prompt = planned(
-        "{{ messages[0].content }} effort {{ reasoning_effort }}", reasoning_effort="low", tools=None
-    )
+    _, prompt = planned("{{ messages[0].content }} effort {{ reasoning_effort }}", reasoning_effort="low", tools=None)
     assert prompt == "Be kind. effort low"
 
 

@@ -84,40 +84,21 @@ CASES = [
         (("get_weather", '{"city": [1], "days": 3}'),),
     ),
     Case("deepseek_v32", f"{_DSML_BEGIN}\nNo call.", "@", ()),
-    Case(
-        "step3",
-        f"{tagged.STEP3.outer}\n{_STEP3}\n{_STEP3}\n{tagged.STEP3.end_of_outer}",
-        "",
-        (WEATHER, WEATHER),
-    ),
+    Case("step3", f"{tagged.STEP3.outer}\n{_STEP3}\n{_STEP3}\n{tagged.STEP3.end_of_outer}", "", (WEATHER, WEATHER)),
     Case("step3", f"{tagged.STEP3.outer}\nfunction", "@", ()),
-    Case(
-        "minimax_m2",
-        f"<minimax:tool_call>\n{_INVOKE}\n{_INVOKE}\n</minimax:tool_call>",
-        "",
-        (WEATHER, WEATHER),
-    ),
+    Case("minimax_m2", f"<minimax:tool_call>\n{_INVOKE}\n{_INVOKE}\n</minimax:tool_call>", "", (WEATHER, WEATHER)),
     Case("minimax_m2", '<invoke name="now"></invoke>', "", (NOW,)),
     Case("minimax_m2", '<minimax:tool_call><invoke name="f', "@", ()),
-    Case(
-        "minimax_m2",
-        '<invoke name="get_weather"><parameter name="city">lo',
-        "",
-        (("get_weather", '{"city": "lo'),),
-    ),
+    Case("minimax_m2", '<invoke name="get_weather"><parameter name="city">lo', "", (("get_weather", '{"city": "lo'),)),
     Case("seed_oss", f"Yes.{_SEED}", "Yes.", (WEATHER,)),
     Case("longcat", f"<longcat_tool_call>\n{_JSON}\n</longcat_tool_call>", "", (WEATHER,)),
     Case("longcat", f"{_LONGCAT}\n{_LONGCAT}", "", (WEATHER, WEATHER)),
     Case("longcat", "<longcat_tool_call>[] none", "@", ()),
     Case("hy_v3", f"<tool_calls>\n{_HUNYUAN}\n{_HUNYUAN}\n</tool_calls>", "", (WEATHER, WEATHER)),
-    Case(
-        "hy_v3", f"Hm.<tool_calls:opensource>\n{_HUNYUAN_OPEN}\n</tool_calls:opensource>", "Hm.", (WEATHER,)
-    ),
+    Case("hy_v3", f"Hm.<tool_calls:opensource>\n{_HUNYUAN_OPEN}\n</tool_calls:opensource>", "Hm.", (WEATHER,)),
     Case("hy_v3", "<tool_calls><tool_call>now<tool_sep></tool_call></tool_calls>", "", (NOW,)),
     Case("hy_v3", "<tool_calls>none", "@", ()),
-    Case(
-        "gemma4", f"<|tool_call>{_GEMMA}<tool_call|><|tool_call>call:now{{}}<tool_call|>", "", (WEATHER, NOW)
-    ),
+    Case("gemma4", f"<|tool_call>{_GEMMA}<tool_call|><|tool_call>call:now{{}}<tool_call|>", "", (WEATHER, NOW)),
     Case(
         "gemma4",
         '<|tool_call>call:f{b:raw text,a:null,c:{x:[1,<|"|>y<|"|>,{"z":true}]}}<tool_call|>',
@@ -205,9 +186,7 @@ CASES = [
         "",
         (WEATHER, NOW),
     ),
-    Case(
-        "deepseek", f"{DEEPSEEK.begin}{DEEPSEEK.call}no call", f"{DEEPSEEK.begin}{DEEPSEEK.call}no call", ()
-    ),
+    Case("deepseek", f"{DEEPSEEK.begin}{DEEPSEEK.call}no call", f"{DEEPSEEK.begin}{DEEPSEEK.call}no call", ()),
     Case("qwen3_coder", _CODER, "", (WEATHER,)),
     Case(
         "qwen3_coder",

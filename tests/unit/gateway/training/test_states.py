@@ -104,11 +104,7 @@ def test_a_models_name_is_of_four_parts(tenant: str, base: str, name: str) -> No
 
 
 @example("t" * 256, "b" * 200, "s" * 64)
-@given(
-    st.text(max_size=256),
-    st.text(min_size=1, max_size=200),
-    st.from_regex(r"[A-Za-z0-9._-]{0,64}", fullmatch=True),
-)
+@given(st.text(max_size=256), st.text(min_size=1, max_size=200), st.from_regex(r"[A-Za-z0-9._-]{0,64}", fullmatch=True))
 def test_whatever_a_tenant_and_a_base_are_called_the_name_is_one(tenant: str, base: str, suffix: str) -> None:
     job = _replace(NEW, tenant=tenant, model=base, suffix=suffix)
     name = checkpoint_name(job, _replace(MADE, step=123_456))

@@ -56,9 +56,7 @@ def test_a_job_that_does_not_fit_is_refused_by_name() -> None:
     storage.reserve(job("one", storage=needed))
     storage.check("acme", 100 * MIB, but="one")
     storage.check("umbrella", 100 * MIB)
-    with pytest.raises(
-        QuotaExceeded, match="limit tenant_training_bytes: 104,857,600 bytes, RYZANSTEIN_TENANT_TRAIN"
-    ):
+    with pytest.raises(QuotaExceeded, match="limit tenant_training_bytes: 104,857,600 bytes, RYZANSTEIN_TENANT_TRAIN"):
         storage.check("acme", 100 * MIB)
 
 
@@ -69,9 +67,7 @@ def test_models_are_counted_too_however_small_they_are() -> None:
     storage.reserve(job("one"))
     storage.check("acme", 1)
     storage.reserve(job("two"))
-    with pytest.raises(
-        QuotaExceeded, match="limit tenant_fine_tuned_models: 9 entries, RYZANSTEIN_TENANT_FINE_TUNED"
-    ):
+    with pytest.raises(QuotaExceeded, match="limit tenant_fine_tuned_models: 9 entries, RYZANSTEIN_TENANT_FINE_TUNED"):
         storage.check("acme", 1)
 
 

@@ -6,16 +6,7 @@ from typing import Any
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.demand import Demand
 from services.scheduler.models.placement import Command, Decisions, ModelPlacer
-from shared.messages import (
-    GroupLoad,
-    GroupRecord,
-    HostBeat,
-    HostModel,
-    HostRecord,
-    LoadModel,
-    ModelSpec,
-    UnloadModel,
-)
+from shared.messages import GroupLoad, GroupRecord, HostBeat, HostModel, HostRecord, LoadModel, ModelSpec, UnloadModel
 
 GB = 1_000_000_000
 BEGIN = 1_700_000_000.0
@@ -89,9 +80,7 @@ class FakeCluster:
         self.demand[model] = Demand(waiting, self.now, self.now, waiting / 60, waiting / 3600)
 
     def groups(self, model: str) -> list[FakeGroup]:
-        return [
-            group for host in self.hosts.values() for group in host.groups.values() if group.model == model
-        ]
+        return [group for host in self.hosts.values() for group in host.groups.values() if group.model == model]
 
     def serving(self, model: str) -> list[FakeGroup]:
         return [group for group in self.groups(model) if group.ready_at <= self.now and not group.draining]

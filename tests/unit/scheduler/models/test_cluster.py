@@ -77,9 +77,7 @@ def told(records: list[HostRecord | GroupRecord]) -> ClusterView:
 
 
 @given(st.lists(host_beats | group_beats, max_size=30))
-def test_counts_and_indexes_are_those_of_a_count_from_nothing(
-    records: list[HostRecord | GroupRecord],
-) -> None:
+def test_counts_and_indexes_are_those_of_a_count_from_nothing(records: list[HostRecord | GroupRecord]) -> None:
     view = told(records)
     for model in MODELS:
         known, groups = view.replicas(model), list(view.of(model))
@@ -129,16 +127,10 @@ def candidates(view: ClusterView, worth: Worth, host: Host, model: str) -> list[
 
 
 @given(st.lists(host_beats, min_size=1, max_size=6), st.lists(group_beats, max_size=12), st.integers(0, 4))
-def test_no_host_would_have_been_better(
-    hosts: list[HostRecord], groups: list[GroupRecord], taken: int
-) -> None:
+def test_no_host_would_have_been_better(hosts: list[HostRecord], groups: list[GroupRecord], taken: int) -> None:
     view = told([*hosts, *groups])
     now = BEGIN + 1000.0
-    demand = {
-        "a": Demand(3, now, now, 1.0, 0.1),
-        "b": Demand(0, now, now, 0.5, 0.01),
-        "c": Demand(0, 0.0, now),
-    }
+    demand = {"a": Demand(3, now, now, 1.0, 0.1), "b": Demand(0, now, now, 0.5, 0.01), "c": Demand(0, 0.0, now)}
     plans, worth = Plans(view), Worth(view, SPECS, demand, now)
     for number in range(taken + 1):  # what was promised since counts too
         search = RoomSearch(view, plans, Failures(), worth, demand, turn=0)

@@ -1,13 +1,6 @@
 """What is asked of each model: counted once, forgotten when its reporter is silent, bounded."""
 
-from services.scheduler.models.demand import (
-    CLEARED,
-    KEPT,
-    MAX_REPORTERS,
-    ConcurrencyEstimator,
-    Demand,
-    DemandTracker,
-)
+from services.scheduler.models.demand import CLEARED, KEPT, MAX_REPORTERS, ConcurrencyEstimator, Demand, DemandTracker
 from services.scheduler.models.lease import LeaseWatch
 from shared.messages import ModelDemand, SchedulerDemand, WaitingModel
 from shared.messages.registry import MAX_MODELS

@@ -57,9 +57,7 @@ def test_models_and_hosts_that_are_gone_are_forgotten() -> None:
     assert failures.blocked("a", 100.0) == HOSTS
     failures.keep(SPECS, {"h2"}, 100.0)
     assert [failure.host for failure in failures.of("a")] == ["h2"]
-    assert failures.told_no_room("a", "h1", 5.0, "There is no room.", 100.0), (
-        "that of another host by its name"
-    )
+    assert failures.told_no_room("a", "h1", 5.0, "There is no room.", 100.0), "that of another host by its name"
     failures.keep({"b": SPECS["b"]}, {"h2"}, 101.0)
     assert not list(failures.of("a"))
     failures.keep({}, {"h2"}, 100.0 + NO_ROOM_PAUSE + FORGOTTEN_SOON)

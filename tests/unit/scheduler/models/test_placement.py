@@ -404,10 +404,7 @@ def test_every_model_that_is_asked_for_and_fits_is_loaded(hosts: list[int], size
     assert served == set(cluster.sizes)
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    st.lists(st.floats(0.0, 2.0), min_size=6, max_size=6),
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.floats(0.0, 2.0), min_size=6, max_size=6))
 @settings(max_examples=25)
 def test_under_constant_demand_nothing_comes_and_goes(sizes: list[int], rates: list[float]) -> None:
     cluster = FakeCluster({f"m{at}": size * GB for at, size in enumerate(sizes)})

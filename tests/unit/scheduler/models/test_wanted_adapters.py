@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.models.cluster import ClusterView
-from services.scheduler.models.wanted_adapters import (
-    AT_ONCE,
-    FIRST_PAUSE,
-    LATER,
-    LONGEST_PAUSE,
-    TRIED,
-    WantedAdapters,
-)
+from services.scheduler.models.wanted_adapters import AT_ONCE, FIRST_PAUSE, LATER, LONGEST_PAUSE, TRIED, WantedAdapters
 from shared.messages import GroupLoad, GroupRecord, HostBeat, HostModel, HostRecord, ModelSpec
 from shared.messages.registry import AdapterRecord, WantedAdapter
 
@@ -90,9 +83,7 @@ def test_a_base_that_is_on_its_way_or_not_registered_is_fetched_by_nobody(
     assert (reading.fetch, reading.hosts) == ("", ["a"])
 
 
-def test_what_could_not_be_read_is_read_again_ever_later(
-    cluster: ClusterView, wanted: WantedAdapters
-) -> None:
+def test_what_could_not_be_read_is_read_again_ever_later(cluster: ClusterView, wanted: WantedAdapters) -> None:
     cluster.host(host("a"))
     now, pauses = NOW, []
     for _ in range(8):
@@ -131,9 +122,7 @@ def test_a_few_are_read_at_a_time_each_by_a_few_hosts(cluster: ClusterView, want
     assert len(wanted.due(SPECS, NOW)) == 1
 
 
-def test_those_that_wait_for_their_base_keep_nobody_from_a_turn(
-    cluster: ClusterView, wanted: WantedAdapters
-) -> None:
+def test_those_that_wait_for_their_base_keep_nobody_from_a_turn(cluster: ClusterView, wanted: WantedAdapters) -> None:
     cluster.host(host("h"))
     names = {"sql", *(f"a{number}" for number in range(4 * AT_ONCE))}
     for name in names - {"sql"}:

@@ -240,8 +240,7 @@ def test_one_without_room_is_asked_again_when_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"status": "paused"}, {"status": "validating_files"}, {"wanted": "pause"}, {"wanted": "cancel"}],
+    "fields", [{"status": "paused"}, {"status": "validating_files"}, {"wanted": "pause"}, {"wanted": "cancel"}]
 )
 def test_what_is_not_to_be_trained_has_no_host(fields: dict[str, Any]) -> None:
     world = World()
@@ -279,9 +278,7 @@ def test_one_of_several_replicas_has_as_many_hosts_or_none() -> None:
     world.host("h", places=2)
     key = world.add("a", **replicas(3))
     world.step()
-    assert world.jobs[key].waiting_for.startswith(
-        "It is trained by 3 executors side by side, and 1 can take it"
-    )
+    assert world.jobs[key].waiting_for.startswith("It is trained by 3 executors side by side, and 1 can take it")
     world.host("i")
     world.host("j")
     other = world.add("b", created_at=BEGIN - 1)

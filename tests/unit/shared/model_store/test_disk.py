@@ -99,9 +99,7 @@ def test_where_there_is_no_room_it_is_said_what_could_go(full: Store, named: dis
 def test_a_disk_that_is_too_small_is_said_before_a_byte_comes(store: Store) -> None:
     with (
         claimed(store.cache / "org--next", lambda: None),
-        pytest.raises(
-            ConfigurationError, match=r"needs 1000000000000000\.00 GB more; .* nothing there can be"
-        ),
+        pytest.raises(ConfigurationError, match=r"needs 1000000000000000\.00 GB more; .* nothing there can be"),
     ):
         make_room(store, store.cache / "org--next", 10**24, [])
 
@@ -111,10 +109,7 @@ def test_two_downloads_do_not_share_one_room(store: Store) -> None:
     first, second = store.cache / "org--first", store.cache / "org--second"
     with claimed(first, lambda: None, keep=True):
         make_room(store, first, 700_000, [])
-        with (
-            claimed(second, lambda: None),
-            pytest.raises(ConfigurationError, match="needs 600000 bytes more"),
-        ):
+        with claimed(second, lambda: None), pytest.raises(ConfigurationError, match="needs 600000 bytes more"):
             make_room(store, second, 600_000, [])
     with claimed(second, lambda: None):  # the first has given up, and nothing of it had come
         make_room(store, second, 600_000, [])

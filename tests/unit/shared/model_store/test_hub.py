@@ -84,11 +84,7 @@ def test_revisions_lie_beside_each_other_and_their_commits_are_recorded(hub: Hub
     _, exact = ensure_model("org/name", store, ignore, revision=commit_of(old))
     assert is_ready("org/name", store, "refs/pr/1")
     assert (new / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-    assert (
-        (other / "model.safetensors").read_bytes()
-        == (exact / "model.safetensors").read_bytes()
-        == b"other weights"
-    )
+    assert (other / "model.safetensors").read_bytes() == (exact / "model.safetensors").read_bytes() == b"other weights"
     manifest = read_manifest(other)
     assert manifest is not None
     assert (manifest.revision, manifest.commit) == ("refs/pr/1", commit_of(old))
@@ -147,9 +143,7 @@ def test_what_was_fetched_is_kept_where_it_cannot_be_converted(
 
 def test_what_the_repository_has_is_said(hub: Hub, store: Store) -> None:
     hub.repositories["org/name"] = Repository(GGUF)
-    with pytest.raises(
-        ModelLoadError, match=r"no model as Q5_0; there are: Q4_K_M/model-Q4_K_M, model-Q8_0\."
-    ):
+    with pytest.raises(ModelLoadError, match=r"no model as Q5_0; there are: Q4_K_M/model-Q4_K_M, model-Q8_0\."):
         ensure_model("org/name:Q5_0", store, ignore)
     with pytest.raises(ModelLoadError, match=r"no config\.json; .* as org/name:Q4_K_M\."):
         ensure_model("org/name", store, ignore)
@@ -177,9 +171,7 @@ def test_of_a_model_that_is_not_served_only_the_configuration_is_fetched(
     hub.repositories["org/name"] = Repository(MODEL)
     refused = ServableVerdict("other", "It cannot be served.")
     monkeypatch.setattr(hub_module, "verdict_on", lambda directory: refused)
-    with pytest.raises(
-        ModelLoadError, match=r"It cannot be served\. Of org/name only config.json was downloaded"
-    ):
+    with pytest.raises(ModelLoadError, match=r"It cannot be served\. Of org/name only config.json was downloaded"):
         ensure_model("org/name", store, ignore)
     assert hub_module.look_at("org/name", store.cache / "looked", store) == refused
     assert hub.fetched == ["config.json", "config.json"]
@@ -191,11 +183,7 @@ def test_an_adapter_is_two_files(hub: Hub, store: Store, tmp_path: Path) -> None
     hub.repositories["org/none"] = Repository(MODEL)
     directory = ensure_adapter("org/adapter", store, ignore)
     assert files_in(directory) == {*adapter, ".download.json"}
-    assert (
-        ensure_adapter("org/adapter", store, ignore)
-        == ensure_adapter(str(directory), store, ignore)
-        == directory
-    )
+    assert ensure_adapter("org/adapter", store, ignore) == ensure_adapter(str(directory), store, ignore) == directory
     assert len(hub.fetched) == 2
     assert list_models(store.cache) == []
     with pytest.raises(ModelLoadError, match=r"org/none holds no adapter_config\.json and no adapter_model"):
@@ -217,15 +205,11 @@ def test_the_directory_of_models_comes_before_the_hub(hub: Hub, store: Store, tm
     _, packed = ensure_model("org/packed:Q8_0", store, ignore)
     assert linked_gguf(packed)[0].resolve() == library / "org" / "packed" / "m-Q8_0.gguf"
     assert hub.fetched == []
-    with pytest.raises(
-        ConfigurationError, match=rf"not in the cache .* or the directory {library}.* knows no such"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"not in the cache .* or the directory {library}.* knows no such"):
         ensure_model("org/other", store, ignore)
 
 
-def test_a_mirror_is_asked_in_place_of_the_hub(
-    hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror_is_asked_in_place_of_the_hub(hub: Hub, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repositories["org/name"] = Repository(MODEL)
     mirror = hub_module.constants.ENDPOINT
     template = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
@@ -249,9 +233,7 @@ def test_what_to_do_is_said_and_no_secret(
     hub.faults.statuses[""] = [(418, {"X-Error-Message": "hf_wrong is no teapot"})]
     with pytest.raises(ConfigurationError, match=r"\*\*\* is no teapot|418") as second:
         ensure_model("org/gated", store, ignore)
-    with pytest.raises(
-        ConfigurationError, match=r"knows no such repository.*whether the HF_TOKEN that is set has"
-    ):
+    with pytest.raises(ConfigurationError, match=r"knows no such repository.*whether the HF_TOKEN that is set has"):
         ensure_model("org/none", store, ignore)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     ensure_model("org/gated", store, ignore)
@@ -292,14 +274,8 @@ def listing(**changed: object) -> list[dict[str, object]]:
         (listing(size=1 << 40), "lists a.json with 1099511627776 bytes, of which at most 536870912"),
         (listing(size=-1), "lists a.json with -1 bytes"),
         ([{"rfilename": "config.json", "size": 1 << 30}], "config.json with 1073741824 bytes"),
-        (
-            [{"rfilename": f"{number}.bin", "size": 1} for number in range(10_001)],
-            "lists 10001 files; at most",
-        ),
-        (
-            [*listing(), *({"rfilename": f"{n}.json", "size": 1} for n in range(2_000))],
-            "is made of 2002 files",
-        ),
+        ([{"rfilename": f"{number}.bin", "size": 1} for number in range(10_001)], "lists 10001 files; at most"),
+        ([*listing(), *({"rfilename": f"{n}.json", "size": 1} for n in range(2_000))], "is made of 2002 files"),
         ([{"rfilename": "config.json"}], "does not tell commit and sizes"),
     ],
 )

@@ -33,9 +33,7 @@ def test_whatever_is_fetched_lies_within_the_directory(paths: list[str]) -> None
             place = os.path.normpath(f"/cache/model/{file.path}")
             assert Path(place).is_relative_to("/cache/model")
             assert place == f"/cache/model/{file.path}"
-            assert not any(
-                part.startswith(".") or len(os.fsencode(part)) > 255 for part in Path(file.path).parts
-            )
+            assert not any(part.startswith(".") or len(os.fsencode(part)) > 255 for part in Path(file.path).parts)
 
 
 @given(st.text(max_size=30))
@@ -54,20 +52,12 @@ def test_a_revision_that_is_taken_names_one_directory(revision: str) -> None:
     [
         (["model.safetensors", "consolidated.safetensors"], {"model.safetensors"}),
         (
-            [
-                "model-1.safetensors",
-                "consolidated.safetensors",
-                "model.safetensors.index.json",
-                "pytorch_model.bin",
-            ],
+            ["model-1.safetensors", "consolidated.safetensors", "model.safetensors.index.json", "pytorch_model.bin"],
             {"model-1.safetensors", "model.safetensors.index.json"},
         ),
         (["pytorch_model.bin", "training_args.bin", "vae/model.safetensors"], {"pytorch_model.bin"}),
         (["pytorch_model-1.bin", "optimizer.bin"], {"pytorch_model-1.bin"}),
-        (
-            ["a.txt", "1_Pooling/config.json", "one/two/three.json", "m.gguf"],
-            {"a.txt", "1_Pooling/config.json"},
-        ),
+        (["a.txt", "1_Pooling/config.json", "one/two/three.json", "m.gguf"], {"a.txt", "1_Pooling/config.json"}),
     ],
 )
 def test_weights_are_fetched_once(listed: list[str], wanted: set[str]) -> None:

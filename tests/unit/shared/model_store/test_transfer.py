@@ -55,9 +55,7 @@ class FirstAnswer(threading.Event):
         return super().wait(timeout)
 
 
-def test_a_server_that_falls_silent_is_asked_again(
-    served: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_falls_silent_is_asked_again(served: Hub, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     served.repositories["org/name"] = Repository({"adapter_config.json": b"", WEIGHTS: CONTENT})
     gate = served.faults.gate = FirstAnswer()
@@ -92,9 +90,7 @@ def test_a_server_that_brings_nothing_new_is_given_up(served: Hub, store: Store)
         [(429, {"Retry-After": "0"}), (429, {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"})],
     ],
 )
-def test_errors_that_pass_are_waited_for(
-    served: Hub, store: Store, statuses: list[tuple[int, dict[str, str]]]
-) -> None:
+def test_errors_that_pass_are_waited_for(served: Hub, store: Store, statuses: list[tuple[int, dict[str, str]]]) -> None:
     served.faults.statuses = {WEIGHTS: list(statuses), "": statuses[:2]}
     assert fetch(store) == CONTENT
 
@@ -128,9 +124,7 @@ def test_other_bytes_are_fetched_again_once_and_never_used(served: Hub, store: S
     served.faults.contents[path] = [wrong]
     assert fetch(store) == CONTENT
     served.faults.contents[path] = [wrong, wrong]
-    with pytest.raises(
-        ModelLoadError, match=rf"{path} is not what the hub lists, by its SHA-256 or Git digest"
-    ):
+    with pytest.raises(ModelLoadError, match=rf"{path} is not what the hub lists, by its SHA-256 or Git digest"):
         fetch(store, "main")
     assert not list(store.cache.rglob(f"*main*/{path}"))
     assert fetch(store, "main") == CONTENT
@@ -157,9 +151,7 @@ def test_sizes_that_lie_are_found_out(served: Hub, store: Store) -> None:
     assert fetch(store) == CONTENT
 
 
-def test_a_file_that_has_changed_meanwhile_is_not_mixed_with_what_came_before(
-    served: Hub, store: Store
-) -> None:
+def test_a_file_that_has_changed_meanwhile_is_not_mixed_with_what_came_before(served: Hub, store: Store) -> None:
     served.faults.cut_after[WEIGHTS] = [500_000] + [0] * transfer.ATTEMPTS
     with pytest.raises(ConfigurationError):
         fetch(store)
@@ -176,9 +168,7 @@ def test_a_mirror_without_digests_has_its_sizes_checked(served: Hub, store: Stor
     assert fetch(store) == CONTENT
 
 
-def test_files_come_together_and_no_more_than_may(
-    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_come_together_and_no_more_than_may(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two have begun while neither can end, and a third begins only then."""
     monkeypatch.setattr(transfer, "_INTERVAL", 0.01)
     files = {f"{number}.json": b"{}" * 1000 for number in range(6)}
@@ -267,7 +257,5 @@ def test_a_full_disk_is_said(served: Hub, store: Store, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device", "part")
 
     monkeypatch.setattr(transfer._Part, "write", full)
-    with pytest.raises(
-        ConfigurationError, match=r"cannot store the model org/name \(No space left on device: part\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"cannot store the model org/name \(No space left on device: part\)"):
         fetch(msgspec.structs.replace(store, downloads=1))

@@ -30,9 +30,7 @@ class Consumer:
         for _ in range(batch):
             self.left, self.delivered = self.left - 1, self.delivered + 1
             sequence = SimpleNamespace(consumer=self.delivered)
-            messages.append(
-                SimpleNamespace(metadata=SimpleNamespace(sequence=sequence, num_pending=self.pending()))
-            )
+            messages.append(SimpleNamespace(metadata=SimpleNamespace(sequence=sequence, num_pending=self.pending())))
         return messages
 
     async def unsubscribe(self) -> None:

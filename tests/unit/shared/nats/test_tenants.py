@@ -5,9 +5,7 @@ from hypothesis import strategies as st
 
 from shared.nats.tenants import Held, Holdings, beyond, keys_of, tenant_key
 
-told = st.lists(
-    st.tuples(st.sampled_from("abcdef"), st.none() | st.tuples(st.sampled_from("xyz"), st.integers(0, 9)))
-)
+told = st.lists(st.tuples(st.sampled_from("abcdef"), st.none() | st.tuples(st.sampled_from("xyz"), st.integers(0, 9))))
 
 
 @given(told)

@@ -51,9 +51,7 @@ async def test_without_connections_nothing_is_waited_for(monkeypatch: pytest.Mon
         await connect(server)
 
 
-async def test_a_connection_is_still_read_from_and_its_answer_is_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_connection_is_still_read_from_and_its_answer_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SETTLE", HOURS)
     server = await started()
     reader, writer = await connect(server)

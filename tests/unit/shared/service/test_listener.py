@@ -29,9 +29,7 @@ class Seen(asyncio.Protocol):
         self.news = asyncio.Event()
 
     def admission(self, seconds: float | None = None) -> ConnectionAdmission:
-        return ConnectionAdmission(
-            seconds, lambda: len(self.began) < self.room, self.began.append, self.note_failed
-        )
+        return ConnectionAdmission(seconds, lambda: len(self.began) < self.room, self.began.append, self.note_failed)
 
     def note_failed(self, protocol: object) -> None:
         self.failed.append(protocol)
@@ -72,9 +70,7 @@ async def closed(writer: asyncio.StreamWriter) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(
-    seen: Seen, tls: ssl.SSLContext | None, seconds: float | None = None
-) -> AsyncIterator[int]:
+async def listening(seen: Seen, tls: ssl.SSLContext | None, seconds: float | None = None) -> AsyncIterator[int]:
     sock = bind("127.0.0.1", 0)
     listener = Listener(sock, seen.make, tls, seen.admission(seconds))
     listener.start()
@@ -170,9 +166,7 @@ async def test_connections_are_divided_among_those_that_share_a_port() -> None:
     ones = [Seen(), Seen()]
     first = bind("127.0.0.1", 0, shared=True)
     socks = [first, bind("127.0.0.1", port_of(first), shared=True)]
-    listeners = [
-        Listener(sock, seen.make, None, ConnectionAdmission()) for sock, seen in zip(socks, ones, strict=True)
-    ]
+    listeners = [Listener(sock, seen.make, None, ConnectionAdmission()) for sock, seen in zip(socks, ones, strict=True)]
     listeners[0].start()
     writers = [(await asyncio.open_connection("127.0.0.1", port_of(first)))[1] for _ in range(8)]
     listeners[1].start()
@@ -218,9 +212,7 @@ def test_a_reserved_port_is_nobody_elses() -> None:
 def test_a_port_of_a_program_that_does_not_share_it_is_taken() -> None:
     with (
         bind("127.0.0.1", 0) as taken,
-        pytest.raises(
-            PortInUse, match=r"a program that does not share it, or another user's; .* --grpc-port"
-        ),
+        pytest.raises(PortInUse, match=r"a program that does not share it, or another user's; .* --grpc-port"),
     ):
         bind("127.0.0.1", port_of(taken), option="--grpc-port", shared=True)
 

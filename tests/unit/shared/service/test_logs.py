@@ -73,9 +73,7 @@ def test_whoever_writes_a_line_it_has_the_same_form() -> None:
 @pytest.mark.parametrize("fmt", ["json", "console"])
 def test_each_line_is_one_write(fmt: str, unbuffered: str) -> None:
     """Ranks of a group share a log: a line in two writes would have another rank's line in its middle."""
-    ours, theirs = socket.socketpair(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET
-    )  # each write is a packet of its own
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is a packet of its own
     code = (
         "import logging, structlog; from shared.service import logs; "
         f"logs.configure_logging('s', 'i', level='info', fmt='{fmt}'); "
@@ -122,13 +120,7 @@ def test_levels_filter_ours_and_theirs() -> None:
     )
     lines = [(line["level"], line.get("logger", "ours")) for line in json_of(code)]
     usual = [("info", "ours"), ("warning", "ours"), ("warning", "lib")]
-    debugging = [
-        ("debug", "ours"),
-        ("info", "ours"),
-        ("warning", "ours"),
-        ("info", "lib"),
-        ("warning", "lib"),
-    ]
+    debugging = [("debug", "ours"), ("info", "ours"), ("warning", "ours"), ("info", "lib"), ("warning", "lib")]
     assert lines == [*usual, *debugging, ("error", "ours")], "libraries' debug lines are never written"
 
 
@@ -159,9 +151,7 @@ logging.getLogger("library").warning("took %s", path)
     ours, *theirs = ended.stderr.splitlines()
     assert ended.stdout == ""
     assert "forged" in ours
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", ended.stderr), (
-        "nor colours, where there is no terminal"
-    )
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", ended.stderr), "nor colours, where there is no terminal"
     assert "[2J" in ended.stderr
     assert theirs
 

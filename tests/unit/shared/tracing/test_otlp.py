@@ -67,9 +67,7 @@ def test_a_parents_decision_holds(received: Collector) -> None:
     assert received.spans == []
 
 
-def test_a_collector_that_does_not_answer_holds_nobody_up(
-    received: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_that_does_not_answer_holds_nobody_up(received: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no room is dropped and counted, and the end waits no longer than it may."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     received.answering.clear()

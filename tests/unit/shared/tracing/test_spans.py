@@ -7,18 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.tracing import (
-    NONE,
-    TraceContext,
-    active,
-    begin,
-    current,
-    enabling_variable,
-    from_headers,
-    on,
-    parse,
-    stage,
-)
+from shared.tracing import NONE, TraceContext, active, begin, current, enabling_variable, from_headers, on, parse, stage
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 hexadecimal = st.text("0123456789abcdef", min_size=1)

@@ -100,9 +100,7 @@ async def test_who_breaks_the_protocol_is_cut_off(server: Server) -> None:
     assert not server.connections
 
 
-async def test_who_does_not_read_is_cut_off_as_a_slow_consumer(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_does_not_read_is_cut_off_as_a_slow_consumer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "WRITE_DEADLINE", 0.0)
     watcher, slow, slower = Client(server), Client(server), Client(server)
     watcher.say("SUB health.connections.closed 1")

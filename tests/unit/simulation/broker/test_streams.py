@@ -20,9 +20,7 @@ PATTERNS = st.lists(st.sampled_from(["a", "b", "*"]), max_size=3).flatmap(
 
 
 @hypothesis.given(st.lists(PATTERNS, max_size=8), SUBJECTS, st.integers(0, 7))
-def test_a_sublist_finds_what_matches_in_the_order_of_its_coming(
-    patterns: list[str], subject: str, gone: int
-) -> None:
+def test_a_sublist_finds_what_matches_in_the_order_of_its_coming(patterns: list[str], subject: str, gone: int) -> None:
     items = [(number, pattern) for number, pattern in enumerate(patterns)]
     sublist: Sublist[tuple[int, str]] = Sublist()
     for item in items:
@@ -77,11 +75,7 @@ class Worked:
         self.most, self.taken = most, Filter([wanted])
         self.stream = Stream(StreamConfig(name="S", subjects=[">"]).normal(), 0)
         config = ConsumerConfig(
-            durable_name="c",
-            ack_policy="explicit",
-            ack_wait=3 * SECOND,
-            max_ack_pending=most,
-            filter_subject=wanted,
+            durable_name="c", ack_policy="explicit", ack_wait=3 * SECOND, max_ack_pending=most, filter_subject=wanted
         )
         self.consumer = Consumer(config.normal("c"), self.stream, 0, 0.0)
         self.stream.watchers["c"] = self.consumer

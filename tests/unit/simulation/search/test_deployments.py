@@ -74,9 +74,7 @@ def test_operators_and_brokers_that_repeat_themselves_break_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "bug", in_ci(BUGS, {"lines_without_keys", "keys_without_compare_and_set", "records_given_up"})
-)
+@pytest.mark.parametrize("bug", in_ci(BUGS, {"lines_without_keys", "keys_without_compare_and_set", "records_given_up"}))
 def test_a_drawn_schedule_finds_a_bug_that_is_put_back(bug: Bug) -> None:
     scenario, promises = scenarios.load(bug.scenario), set[str]()
     with Worker() as worker:

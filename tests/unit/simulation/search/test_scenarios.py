@@ -30,10 +30,7 @@ def test_each_scenario_can_be_read_and_drawn(name: str) -> None:
         ("faults: {kill: {per_hour: 1, roles: [gatevay]}}", "did you mean 'gateway'?"),
         ("faults: {kill: {often: 1, per_hour: 1}}", "known are per_hour, lasts, roles, parameters."),
         ("faults: {skew: {per_hour: 1, parameters: {minutes: [1, 2]}}}", "known are seconds."),
-        (
-            "faults: {cut: {per_hour: 1, lasts: [3, 2]}}",
-            "faults.cut.lasts must have the smaller number first",
-        ),
+        ("faults: {cut: {per_hour: 1, lasts: [3, 2]}}", "faults.cut.lasts must have the smaller number first"),
         ("faults: {kill: {per_hour: -1}}", "Expected `float` >= 0.0"),
         ("faults: {rank_crash: {per_hour: 1}}", "befalls executor, of which the scenario has none"),
         ("clients: {streem: {}}", "There is no client 'streem' (did you mean 'stream'?); known are batches,"),
@@ -56,9 +53,7 @@ def test_what_is_unknown_is_refused_with_what_is_known(tmp_path: Path, text: str
 def test_an_unknown_service_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nabout: y\nservices: {gatway: 2}")
-    with pytest.raises(
-        Unusable, match=r"no service 'gatway' \(did you mean 'gateway'\?\); known are broker, execu"
-    ):
+    with pytest.raises(Unusable, match=r"no service 'gatway' \(did you mean 'gateway'\?\); known are broker, execu"):
         scenarios.load(str(path))
 
 
@@ -108,10 +103,7 @@ def test_a_schedule_of_things_that_there_are_not_is_refused() -> None:
     counter = scenarios.load("counter")
     for schedule, told in (
         (Schedule("counter", 1, 1.0, [Fault("kil", "broker-1")]), "no fault 'kil'"),
-        (
-            Schedule("counter", 1, 1.0, [Fault("kill", "broker-2")]),
-            "no instance for the fault kill 'broker-2'",
-        ),
+        (Schedule("counter", 1, 1.0, [Fault("kill", "broker-2")]), "no instance for the fault kill 'broker-2'"),
         (Schedule("counter", 1, 1.0, [], [ClientPlan("stream", "stream-1")]), "no client 'stream'"),
     ):
         with pytest.raises(Unusable, match=told):

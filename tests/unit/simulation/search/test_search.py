@@ -64,9 +64,7 @@ def test_a_run_has_its_addresses_where_each_run_has_them(tmp_path: Path) -> None
     script.write_text(code)
     given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=given)
-    assert bool(personality & reproducible._NO_RANDOMIZE) == bool(
-        int(alone.stdout)
-    )  # where the machine allows it
+    assert bool(personality & reproducible._NO_RANDOMIZE) == bool(int(alone.stdout))  # where the machine allows it
 
 
 def test_what_breaks_no_promise_is_not_reduced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,16 +96,11 @@ def _numbers(line: str) -> list[int]:
     [
         (["run", "--scenario", "conter"], "There is no scenario 'conter' (did you mean 'counter'?)"),
         (["run", "--scenario", "counter", "--bug", "none"], "There is no bug 'none' to put back; known are"),
-        (
-            ["search", "--scenario", "counter", "--bug", "none"],
-            "There is no bug 'none' to put back; known are",
-        ),
+        (["search", "--scenario", "counter", "--bug", "none"], "There is no bug 'none' to put back; known are"),
         (["run", "--schedule", "/nowhere.yaml"], "The schedule /nowhere.yaml cannot be used"),
     ],
 )
-def test_what_there_is_not_is_refused(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_there_is_not_is_refused(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert told in capsys.readouterr().out
 

@@ -38,9 +38,7 @@ def test_transitions_are_counted_under_the_faults_that_last() -> None:
 
 def test_what_was_never_seen_is_named_and_what_no_table_has_too() -> None:
     coverage = Coverage()
-    coverage.add(
-        [Seen("batch", "", "validating", "kill+pause", 2), Seen("batch", "completed", "failed", "", 1)]
-    )
+    coverage.add([Seen("batch", "", "validating", "kill+pause", 2), Seen("batch", "completed", "failed", "", 1)])
     coverage.add([Seen("batch", "", "validating", "kill", 3)])
     assert ("batch", "", "validating") not in coverage.never()
     assert ("batch", "finalizing", "expired") in coverage.never()

@@ -33,9 +33,7 @@ class _DeltaSpans:
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.keys, self.values = heads.kv_heads.scaled(key_dim), heads.q_heads.scaled(value_dim)
         all_keys = heads.total.kv_heads * key_dim
-        self.qkv = merged(
-            [self.keys, shifted(self.keys, all_keys), shifted(self.values, 2 * all_keys)],
-        )
+        self.qkv = merged([self.keys, shifted(self.keys, all_keys), shifted(self.values, 2 * all_keys)])
         self.one_each = (heads.q_heads,)
 
     def of_groups(self, before: int, *widths: int) -> Spans:
@@ -86,9 +84,7 @@ def separate_gated_delta(config: Any, layout: ShardLayout) -> MixerSplit:
     return _delta_split(config, spans, outputs, "o_proj")
 
 
-def _delta_split(
-    config: Any, spans: _DeltaSpans, outputs: Mapping[str, Spans], output: str = "out_proj"
-) -> MixerSplit:
+def _delta_split(config: Any, spans: _DeltaSpans, outputs: Mapping[str, Spans], output: str = "out_proj") -> MixerSplit:
     heads, keys, values = spans.heads, spans.keys, spans.values
     return MixerSplit(
         outputs=outputs,
@@ -104,9 +100,7 @@ def _delta_split(
     )
 
 
-def kimi_delta(
-    config: Any, layout: ShardLayout, gates: Sequence[str] = ("g_proj", "forget_gate.f_proj")
-) -> MixerSplit:
+def kimi_delta(config: Any, layout: ShardLayout, gates: Sequence[str] = ("g_proj", "forget_gate.f_proj")) -> MixerSplit:
     """Kimi's delta attention: the gated delta rule, with a decay for each channel of a key. The first of two factors of
     a gate, one head wide, is whole on every rank."""
     heads = linear_heads(config, layout)
@@ -118,11 +112,7 @@ def kimi_delta(
         channels={"conv1d": qkv},
         values={"forget_gate.A_log": one_each, "forget_gate.dt_bias": (span,)},
         inputs={"o_proj": output_span(heads, size)},
-        attributes={
-            "qkv_dim": span.size,
-            "num_heads": heads.q_heads.size,
-            "forget_gate.num_heads": heads.q_heads.size,
-        },
+        attributes={"qkv_dim": span.size, "num_heads": heads.q_heads.size, "forget_gate.num_heads": heads.q_heads.size},
     )
 
 

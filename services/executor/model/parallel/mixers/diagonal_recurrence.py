@@ -94,9 +94,7 @@ def _scan_by(mixer: Any, sizes: ScanSizes, project: Project) -> None:
         inner = mixer.act(convolved(mixer.conv1d, inner, cache_params)).unflatten(-1, (sizes.heads, -1))
         parts = torch.split_with_sizes(project(inner), (sizes.rank, sizes.states, sizes.states), -1)
         step, entry, reading = (norm(part) for norm, part in zip(norms, parts, strict=True))
-        mixed = _scanned(
-            mixer, inner.float(), _step(mixer, step), entry.float(), reading.float(), cache_params
-        )
+        mixed = _scanned(mixer, inner.float(), _step(mixer, step), entry.float(), reading.float(), cache_params)
         gated = mixed.flatten(2) * functional.silu(gate.float())
         out: Tensor = mixer.out_proj(gated.to(hidden_states.dtype))
         return out
@@ -123,9 +121,7 @@ def _step(mixer: Any, step: Tensor) -> Tensor:
     return functional.softplus(made.float() + bias.float())
 
 
-def _scanned(
-    mixer: Any, inner: Tensor, step: Tensor, entry: Tensor, reading: Tensor, cache: StateCache
-) -> Tensor:
+def _scanned(mixer: Any, inner: Tensor, step: Tensor, entry: Tensor, reading: Tensor, cache: StateCache) -> Tensor:
     """What is read of the states, float32 [n, T, heads, channels]; all float32.
 
     `inner`, `step` [n, T, heads, channels]; `entry`, `reading` (B and C) [n, T, heads, states].
@@ -167,9 +163,7 @@ def gated_recurrence(config: Any, layout: ShardLayout) -> MixerSplit:
 def _recur_by_gates(mixer: Any, collectives: Collectives) -> None:
     unit = mixer.rg_lru
 
-    def forward(
-        input_states: Tensor, position_ids: Tensor, cache: StateCache, **others: object
-    ) -> tuple[Tensor, None]:
+    def forward(input_states: Tensor, position_ids: Tensor, cache: StateCache, **others: object) -> tuple[Tensor, None]:
         inner = convolved(mixer.conv_1d, mixer.linear_x(input_states), cache)
         entry = _head_gate(inner, unit.input_gate_weight, unit.input_gate_bias)
         fading = _head_gate(inner, unit.recurrent_gate_weight, unit.recurrent_gate_bias)

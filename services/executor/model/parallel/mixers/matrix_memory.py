@@ -43,9 +43,7 @@ def matrix_memory(config: Any, layout: ShardLayout) -> MixerSplit:
             "igate_preact": (heads,),
             "fgate_preact": (heads,),
         },
-        values=dict.fromkeys(
-            ("multihead_norm.weight", *(("multihead_norm.bias",) if config.use_bias else ())), values
-        ),
+        values=dict.fromkeys(("multihead_norm.weight", *(("multihead_norm.bias",) if config.use_bias else ())), values),
         inputs={"out_proj": output_span(layout, value_dim)},
         attributes={"multihead_norm.num_heads": heads.size},
         adapt=_remember,
@@ -61,8 +59,7 @@ def _remember(module: Any, collectives: Collectives) -> None:
     def forward(x: Tensor, cache: StateCache, **others: object) -> tuple[Tensor, None]:
         heads = module.multihead_norm.num_heads
         query, key, value = (
-            part(x).float().unflatten(-1, (heads, -1)).transpose(1, 2)
-            for part in (module.q, module.k, module.v)
+            part(x).float().unflatten(-1, (heads, -1)).transpose(1, 2) for part in (module.q, module.k, module.v)
         )
         entry, forget = (
             (cap * torch.tanh(part(x).float() / cap)).transpose(1, 2)

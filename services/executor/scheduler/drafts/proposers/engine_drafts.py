@@ -137,9 +137,7 @@ class DraftPolicy:
     def without_following(self, seconds: float, rows: int) -> float:
         """What a step of so many rows would have taken, had it not computed them too."""
         following = (
-            self._passes.of(rows)
-            if self._passes.has_observations
-            else seconds * _FIRST_PASS / (1 + _FIRST_PASS)
+            self._passes.of(rows) if self._passes.has_observations else seconds * _FIRST_PASS / (1 + _FIRST_PASS)
         )
         return max(seconds - following, seconds / 2)
 
@@ -195,9 +193,7 @@ class EngineDrafts:
     def used(self) -> bool:
         return self.policy.used
 
-    def propose(
-        self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int
-    ) -> list[Offer | None]:
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int) -> list[Offer | None]:
         if not self.proposals:
             return [None] * len(sequences)
         return [self._offer(*one, least / SUNK) for one in zip(sequences, limits, strict=True)]

@@ -84,11 +84,7 @@ class PromptLookup:
     """What one sequence is expected to say next."""
 
     def __init__(
-        self,
-        tokens: "array[int]",
-        ring: Estimates,
-        prediction: Seq[int] = (),
-        grammar: GrammarMask | None = None,
+        self, tokens: "array[int]", ring: Estimates, prediction: Seq[int] = (), grammar: GrammarMask | None = None
     ) -> None:
         """`tokens` is the sequence's own array; `prediction`: what is expected to follow those that it has now;
         `grammar`: what it is held to."""
@@ -192,9 +188,7 @@ class NgramProposer:
     def expects(self) -> bool:
         return bool(self._open)
 
-    def propose(
-        self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int
-    ) -> list[Offer | None]:
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int], least: float, skipped: int) -> list[Offer | None]:
         if self._open:  # a step has failed, which may have been some sequence's last
             self._open = {one: own for one, own in self._open.items() if one.state is not SequenceState.ENDED}
         offers: list[Offer | None] = []
@@ -239,9 +233,7 @@ class NgramProposer:
         """Which it has from now on."""
         lookup: PromptLookup | None = sequence.proposing.get(self.name)
         if lookup is None:
-            lookup = PromptLookup(
-                sequence.tokens, self._ring, sequence.request.prediction, sequence.sampling.grammar
-            )
+            lookup = PromptLookup(sequence.tokens, self._ring, sequence.request.prediction, sequence.sampling.grammar)
             sequence.proposing[self.name] = lookup
         return lookup
 

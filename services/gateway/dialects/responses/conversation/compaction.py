@@ -58,10 +58,7 @@ def summary_of(item: Item, path: str) -> str:
 
 def message_of(item: Item) -> dict[str, str]:
     """What the model reads of a summary, or of what asks for one."""
-    return {
-        "role": "user",
-        "content": _PROMPT if item["type"] == TRIGGER else _BEFORE + summary_of(item, KIND),
-    }
+    return {"role": "user", "content": _PROMPT if item["type"] == TRIGGER else _BEFORE + summary_of(item, KIND)}
 
 
 def behind_last(items: Sequence[Item]) -> list[Item]:
@@ -81,9 +78,7 @@ def is_wanted(items: Sequence[Item]) -> bool:
     """Whether they end with a trigger. Raises `InvalidParameter` where there is nothing before it."""
     wanted = bool(items) and items[-1]["type"] == TRIGGER
     if wanted and len(items) == 1:
-        raise InvalidParameter.at(
-            "input", f"there is nothing before the '{TRIGGER}' that could be summarized."
-        )
+        raise InvalidParameter.at("input", f"there is nothing before the '{TRIGGER}' that could be summarized.")
     return wanted
 
 
@@ -92,9 +87,7 @@ def question() -> Item:
     return {"type": TRIGGER, "role": "user"}
 
 
-def summarizing(
-    chat: ChatCompletionRequest, context_length: int, *, most: int | None = None
-) -> ChatCompletionRequest:
+def summarizing(chat: ChatCompletionRequest, context_length: int, *, most: int | None = None) -> ChatCompletionRequest:
     """`chat`, whose last message is `question`, as it is asked of a model that reads so many tokens. `most`: tokens of
     the summary, where the client says that."""
     room = max(1, min(context_length // PART_OF_CONTEXT, limits.SUMMARY_TOKENS.value))

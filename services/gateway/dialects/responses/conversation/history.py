@@ -135,9 +135,7 @@ class History:
                 reason="previous_response_not_found",
             ) from None
 
-    async def resolve(
-        self, items: Sequence[Item | Reference], tenant: str, budget: HistoryBudget
-    ) -> list[Item]:
+    async def resolve(self, items: Sequence[Item | Reference], tenant: str, budget: HistoryBudget) -> list[Item]:
         """`items` with what they refer to in its place, each time that they do. Raises `InvalidParameter`,
         `PayloadTooLarge`, `BrokerUnavailable`."""
         references = [item for item in items if isinstance(item, Reference)]
@@ -147,9 +145,7 @@ class History:
         uses = Counter(reference.id for reference in references)
         known: dict[str, Item] = {}
         for identity in _identities(uses, param):  # one at a time: each may be as large as a body
-            found = {
-                item.id: item for item in await self._items_of(identity, tenant, budget) if item.id in uses
-            }
+            found = {item.id: item for item in await self._items_of(identity, tenant, budget) if item.id in uses}
             for item in found.values():
                 budget.items.charge(len(item.json) * uses[item.id], param)
             read = await beside_loop(size_of(found.values()), decoded, [*found.values()])
@@ -187,8 +183,6 @@ def _resolved(item: Item | Reference, known: dict[str, Item]) -> Item:
         return item
     if item.id not in known:
         raise InvalidParameter(
-            f"Item with id '{item.id[:64]}' not found; send the item itself.",
-            param=item.path,
-            reason="item_not_found",
+            f"Item with id '{item.id[:64]}' not found; send the item itself.", param=item.path, reason="item_not_found"
         )
     return known[item.id]

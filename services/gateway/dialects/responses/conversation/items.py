@@ -61,9 +61,7 @@ def identity_in(item_id: str) -> str | None:
 # --- from the client -----------------------------------------------------------------------------
 
 
-def read_input(
-    given: str | Sequence[msgspec.Raw], identity: str, param: str = "input"
-) -> list[Item | Reference]:
+def read_input(given: str | Sequence[msgspec.Raw], identity: str, param: str = "input") -> list[Item | Reference]:
     """The items of a request, which stand in its field `param`, checked. Raises `InvalidParameter`."""
     if isinstance(given, str):
         return [_message(input_id("message", identity, 0), "user", given)]
@@ -72,8 +70,7 @@ def read_input(
         last = param == "input" and index == len(items) - 1
         if not last and isinstance(item, dict) and item["type"] == compaction.TRIGGER:
             raise InvalidParameter.at(
-                f"{param}[{index}].type",
-                f"a '{compaction.TRIGGER}' must be the last item of a response's 'input'.",
+                f"{param}[{index}].type", f"a '{compaction.TRIGGER}' must be the last item of a response's 'input'."
             )
     return items
 
@@ -105,18 +102,12 @@ def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Ite
 
 def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, FunctionCallItem, path)
-    return (
-        _called(item, path, "function_call", identity, index)
-        | {"arguments": item.arguments}
-        | _from_where(item)
-    )
+    return _called(item, path, "function_call", identity, index) | {"arguments": item.arguments} | _from_where(item)
 
 
 def _read_custom_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, CustomToolCallItem, path)
-    return (
-        _called(item, path, "custom_tool_call", identity, index) | {"input": item.input} | _from_where(item)
-    )
+    return _called(item, path, "custom_tool_call", identity, index) | {"input": item.input} | _from_where(item)
 
 
 def _called(item: CallItem, path: str, kind: str, identity: str, index: int) -> Item:

@@ -200,13 +200,7 @@ class ReasoningWriting(PartWriting):
 
     def _item(self, status: ItemStatus, parts: Sequence[Item]) -> Item:
         summary = [] if self._summary is None else [_summary_part(text) for text in self._summary.texts]
-        return {
-            "id": self._id,
-            "type": "reasoning",
-            "status": status,
-            "summary": summary,
-            "content": list(parts),
-        }
+        return {"id": self._id, "type": "reasoning", "status": status, "summary": summary, "content": list(parts)}
 
     def _of_summary(self, steps: Sequence["SummaryStep"]) -> list[News]:
         news: list[News] = []
@@ -301,13 +295,7 @@ class MessageWriting(PartWriting):
         return [("response.output_text.delta", self._in_part(delta=text, logprobs=list(logprobs)))]
 
     def _item(self, status: ItemStatus, parts: Sequence[Item]) -> Item:
-        return {
-            "id": self._id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": list(parts),
-        }
+        return {"id": self._id, "type": "message", "status": status, "role": "assistant", "content": list(parts)}
 
     def _part(self) -> Item:
         return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}

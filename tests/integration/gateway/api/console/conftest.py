@@ -45,9 +45,7 @@ async def console(browser: Browser, url: str, base: str = "") -> AsyncIterator[T
         await opened.until(f"document.getElementById('model').value === '{MODEL}'")
         yield opened
         assert opened.errors == []
-        outside = [
-            asked for asked in opened.requests if not asked.startswith((base or url, "blob:", "about:"))
-        ]
+        outside = [asked for asked in opened.requests if not asked.startswith((base or url, "blob:", "about:"))]
         assert outside == []
 
 

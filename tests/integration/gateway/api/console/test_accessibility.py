@@ -98,9 +98,7 @@ async def test_every_control_has_a_name_and_every_text_its_contrast(
         for part in reversed(PARTS):
             await tab.run(f"document.getElementById('to-{part}').click()")
             await tab.until(f"!document.getElementById('{part}').hidden")
-            await tab.until(
-                "document.querySelectorAll('section:not([hidden]) table tbody:empty').length === 0"
-            )
+            await tab.until("document.querySelectorAll('section:not([hidden]) table tbody:empty').length === 0")
             if part == "chat":
                 await unfold_chat(tab)
             found += [(part, scheme, one) for one in [*await nameless(tab), *await tab.run(LOW)]]
@@ -114,9 +112,7 @@ async def test_every_control_has_a_name_and_every_text_its_contrast(
     assert found == []
 
 
-async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(
-    tab: Tab, ring: FakeRing
-) -> None:
+async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(tab: Tab, ring: FakeRing) -> None:
     await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)  # Shift+Tab leaves the page below
     await ask(tab, "Hi")
     await finished(tab, 2)
@@ -148,9 +144,7 @@ async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(
     await tab.run("document.querySelector('.skip').focus()")
     await tab.press("Enter", 13, "\r")
     await tab.until(f"{at}.id === 'prompt'")
-    assert await tab.run("document.querySelectorAll('#transcript > li').length") == 2, (
-        "it leads to no other chat"
-    )
+    assert await tab.run("document.querySelectorAll('#transcript > li').length") == 2, "it leads to no other chat"
     await tab.click("#to-cluster")
     await tab.run("document.querySelector('.skip').focus()")
     await tab.press("Enter", 13, "\r")

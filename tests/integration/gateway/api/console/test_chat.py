@@ -82,19 +82,7 @@ async def test_markdown_at_three_sizes(tab: Tab, ring: FakeRing, tmp_path: Path)
     await ring.put_record("busy", running=3, waiting=2)
     await ask(tab, "Tell me something with maths, code and a table.")
     await finished(tab, 2)
-    for tag in (
-        "h1",
-        "math",
-        "table",
-        "pre",
-        "code",
-        "li",
-        "strong",
-        "em",
-        ".hljs-keyword",
-        "[align=right]",
-        "a[rel]",
-    ):
+    for tag in ("h1", "math", "table", "pre", "code", "li", "strong", "em", ".hljs-keyword", "[align=right]", "a[rel]"):
         assert await tab.run(f"{LAST}.querySelector({json.dumps(tag)}) !== null"), tag
     assert await tab.run(f"{LAST}.querySelectorAll('math').length") == 2
     folder = Path(os.environ.get("RYZANSTEIN_TEST_SCREENSHOTS", tmp_path))
@@ -124,15 +112,7 @@ async def test_hostile_text_does_nothing(tab: Tab, ring: FakeRing) -> None:
     await finished(tab, 2)
     body = f"{LAST}.querySelector('.body')"
     assert "window.hit = 1" in await tab.run(f"{body}.textContent"), "it is shown as text"
-    for tag in (
-        "script",
-        "img",
-        "svg",
-        "iframe",
-        "style",
-        "form",
-        "[onclick], [onload], [onerror], [onmouseover]",
-    ):
+    for tag in ("script", "img", "svg", "iframe", "style", "form", "[onclick], [onload], [onerror], [onmouseover]"):
         assert await tab.run(f"{body}.querySelectorAll('{tag}').length") == 0, tag
     links = await tab.run(f"[...{body}.querySelectorAll('a')].map(link => link.getAttribute('href'))")
     assert [link for link in links if not (link or "").startswith(("http:", "https:"))] == []
@@ -163,25 +143,12 @@ async def test_texts_that_are_dear_to_show_leave_the_page_usable(tab: Tab) -> No
     answer = "document.querySelector('#transcript > li[data-role=assistant]:last-child .body')"
     for number, (name, text) in enumerate(HEAVY.items()):
         node = {"parent": None, "id": "a", "role": "assistant", "at": 1, "text": text}
-        made = {
-            "id": f"c{number}",
-            "title": name,
-            "created": 1,
-            "updated": number,
-            "leaf": "a",
-            "settings": {},
-        }
-        file = {
-            "format": "ryzanstein-conversations",
-            "version": 1,
-            "conversations": [made | {"nodes": {"a": node}}],
-        }
+        made = {"id": f"c{number}", "title": name, "created": 1, "updated": number, "leaf": "a", "settings": {}}
+        file = {"format": "ryzanstein-conversations", "version": 1, "conversations": [made | {"nodes": {"a": node}}]}
         await give(tab, "import-file", "c.json", json.dumps(file))
         await tab.until(f"document.querySelector('#conversations a[href=\"#chat/c{number}\"]') !== null")
         await tab.run(f"location.hash = '#chat/c{number}'")
-        await tab.until(
-            f"document.getElementById('title').textContent === {json.dumps(name)} && {answer} !== null"
-        )
+        await tab.until(f"document.getElementById('title').textContent === {json.dumps(name)} && {answer} !== null")
         assert await tab.run(f"{answer}.querySelectorAll('*').length") < 25_000, name
         visible = "".join(char for char in text if char.isalnum())
         if "formulas" not in name:  # MathML has its text twice
@@ -232,9 +199,7 @@ class Held:
         await ring.emit(request, len(self.first) + len(self.rest), [], finish="stop")
 
 
-async def test_a_stream_that_is_cut_is_resumed_below_any_path(
-    browser: Browser, proxy: Proxy, ring: FakeRing
-) -> None:
+async def test_a_stream_that_is_cut_is_resumed_below_any_path(browser: Browser, proxy: Proxy, ring: FakeRing) -> None:
     held = ring.behave = Held("Once upon ", "a time")
     async with console(browser, proxy.url) as tab:
         await ask(tab, "A story")
@@ -250,9 +215,7 @@ async def test_a_stream_that_is_cut_is_resumed_below_any_path(
         tab.errors.clear()  # Chromium itself tells of the connection that was cut
 
 
-async def test_the_view_follows_the_answer_unless_the_reader_has_scrolled_up(
-    tab: Tab, ring: FakeRing
-) -> None:
+async def test_the_view_follows_the_answer_unless_the_reader_has_scrolled_up(tab: Tab, ring: FakeRing) -> None:
     lines = "".join(f"{number}\n\n" for number in range(100))
     held = ring.behave = Held(lines, lines)
     await ask(tab, "Count")
@@ -288,18 +251,8 @@ async def test_conversations_are_found_renamed_written_imported_and_deleted(tab:
         "parent": "u", "role": "assistant", "at": 2, "text": "Done", "reasoning": "**Hm**", "model": "m",
         "calls": [{"id": "c", "name": "now", "arguments": "{}"}], "pace": {"rate": "x"}, "usage": 5,
     }  # fmt: skip
-    kept = {
-        "id": "c9",
-        "title": "Imported",
-        "created": 1,
-        "updated": 2,
-        "leaf": "a",
-        "settings": {"system": "S"},
-    }
-    kept["nodes"] = {
-        "u": {**node, "id": "u", "files": [{"name": "n.txt", "text": "T"}]},
-        "a": {**answer, "id": "a"},
-    }
+    kept = {"id": "c9", "title": "Imported", "created": 1, "updated": 2, "leaf": "a", "settings": {"system": "S"}}
+    kept["nodes"] = {"u": {**node, "id": "u", "files": [{"name": "n.txt", "text": "T"}]}, "a": {**answer, "id": "a"}}
     file = {"format": "ryzanstein-conversations", "version": 1, "conversations": [kept]}
     await give(tab, "import-file", "c.json", json.dumps(file))
     await tab.until(f"{names}.includes('Imported')")

@@ -176,19 +176,13 @@ async def test_text_code_and_answers_are_copied(tab: Tab, ring: FakeRing) -> Non
         await tab.click(selector)
         await tab.until(f"document.querySelector('{selector}').textContent === 'Copied'")
         assert await tab.run("navigator.clipboard.readText()") == text
-    await tab.run(
-        "navigator.clipboard.writeText = () => Promise.reject(new DOMException('x', 'NotAllowedError'))"
-    )
+    await tab.run("navigator.clipboard.writeText = () => Promise.reject(new DOMException('x', 'NotAllowedError'))")
     await tab.click(f"{ANSWER} .code button")
     await tab.until(f"document.querySelector('{ANSWER} .code button').textContent === 'Copied'")
-    assert await tab.run("navigator.clipboard.readText()") == code, (
-        "also where a policy forbids the usual way"
-    )
+    assert await tab.run("navigator.clipboard.readText()") == code, "also where a policy forbids the usual way"
 
 
-async def test_files_are_chosen_pasted_dropped_and_taken_away(
-    tab: Tab, ring: FakeRing, tmp_path: Path
-) -> None:
+async def test_files_are_chosen_pasted_dropped_and_taken_away(tab: Tab, ring: FakeRing, tmp_path: Path) -> None:
     names = "[...document.querySelectorAll('#attached li')].map(one => one.firstChild.textContent)"
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     await asyncio.to_thread(one.write_text, "first")
@@ -340,17 +334,13 @@ async def test_the_chat_on_a_phone(phone: Tab, ring: FakeRing) -> None:
     assert await tab.run(of("menu", "getAttribute('aria-expanded')")) == "true"
     for _ in range(30):
         await tab.press("Tab", 9)
-        assert await tab.run("document.activeElement.closest('main') === null"), (
-            "what lies behind is not reached"
-        )
+        assert await tab.run("document.activeElement.closest('main') === null"), "what lies behind is not reached"
     await tab.press("Escape", 27)
     await tab.until(f"{side} === 'hidden' && document.activeElement.id === 'menu'")
     await tab.click("#menu")
     await tab.until(f"{side} === 'visible'")
     await tab.call("Input.dispatchMouseEvent", type="mousePressed", x=350, y=400, button="left", clickCount=1)
-    await tab.call(
-        "Input.dispatchMouseEvent", type="mouseReleased", x=350, y=400, button="left", clickCount=1
-    )
+    await tab.call("Input.dispatchMouseEvent", type="mouseReleased", x=350, y=400, button="left", clickCount=1)
     await tab.until(f"{side} === 'hidden'")
     await tab.click("#menu")
     await tab.click("#new")
@@ -380,9 +370,7 @@ async def test_the_next_turn_is_prepared_while_it_is_typed(tab: Tab, ring: FakeR
     await ask(tab, "Hi")
     await finished(tab, 2)
     await ring.put_record("ready")
-    await tab.until(
-        "[...document.querySelectorAll('#registry td')].some(cell => cell.textContent === 'loaded')"
-    )
+    await tab.until("[...document.querySelectorAll('#registry td')].some(cell => cell.textContent === 'loaded')")
     await tab.type("And ")
     await until(lambda: any(request.prefill for request in ring.requests))
     await tab.type("you?")
@@ -395,9 +383,7 @@ async def test_the_next_turn_is_prepared_while_it_is_typed(tab: Tab, ring: FakeR
     assert len(prepared.prompt) >= len("Hi\nHello, world!\n")
 
     await tab.click("#options > summary")
-    await tab.run(
-        f"{of('ahead')} = 'off'; {of('ahead', 'dispatchEvent')}(new Event('input', {{bubbles: true}}))"
-    )
+    await tab.run(f"{of('ahead')} = 'off'; {of('ahead', 'dispatchEvent')}(new Event('input', {{bubbles: true}}))")
     await fill(tab, "prompt", "More")
     await tab.press("Enter", 13, "\r")
     await finished(tab, 6)

@@ -98,9 +98,7 @@ class Host:
     async def step(self, number: int) -> None:
         """Its event, and what its record has of it."""
         valid = 1.25 if number % 4 == 0 else None
-        metrics = TrainingMetrics(
-            number, 4.0 / number, number / 10, 2e-4, 1.5, 100 * number, 1.0, valid, valid and 0.5
-        )
+        metrics = TrainingMetrics(number, 4.0 / number, number / 10, 2e-4, 1.5, 100 * number, 1.0, valid, valid and 0.5)
         await self.say(number, f"Step {number}/{STEPS}", metrics)
         await self.set(metrics=metrics)
 
@@ -151,9 +149,7 @@ async def test_a_job_is_made_of_files_that_are_uploaded_once(
     await page.choose_files("#tune-validation", other)
     await page.click("#tune-options > summary")
     await page.click("#tune-truncate")
-    await write(
-        page, tune_method="dpo", tune_suffix="my model!", tune_epochs="2", tune_seed="5", tune_rank="8"
-    )
+    await write(page, tune_method="dpo", tune_suffix="my model!", tune_epochs="2", tune_seed="5", tune_rank="8")
     await page.click("#tune-create")
     note = "document.getElementById('tune-note')"
     await page.until(f"{note}.getAttribute('role') === 'alert' && {note}.textContent.includes('suffix')")
@@ -167,11 +163,7 @@ async def test_a_job_is_made_of_files_that_are_uploaded_once(
     files = (await http.get("/v1/files?purpose=fine-tune")).json()["data"]
     assert {file["filename"] for file in files} == {"lines.jsonl", "other.jsonl"}
     assert {file["id"] for file in files} == {job["training_file"], job["validation_file"]}
-    keys = [
-        one["headers"]
-        for one in page.sent
-        if one["url"].endswith("/v1/fine_tuning/jobs") and "postData" in one
-    ]
+    keys = [one["headers"] for one in page.sent if one["url"].endswith("/v1/fine_tuning/jobs") and "postData" in one]
     assert len({head["idempotency-key"] for head in keys}) == len(keys) == 2
     await page.click("#all-tunings")
     await page.until(f"{ROWS}.length === 1 && {ROWS}[0][0] === '{job['id']}'")
@@ -182,9 +174,7 @@ async def test_all_parameters_go_along_and_older_jobs_are_shown(
     page: Tab, host: Host, http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     for number in range(11):
-        await host.start(
-            id=f"{JOB[:-2]}{number:02}", status="cancelled", created_at=100.0 + number, clean=True
-        )
+        await host.start(id=f"{JOB[:-2]}{number:02}", status="cancelled", created_at=100.0 + number, clean=True)
     await page.until(f"{ROWS}.length === 10 && {ROWS}[0][0].endsWith('10') && {ROWS}[0][1] === 'cancelled'")
     await page.click("#more-tunings")
     await page.until(f"{ROWS}.length === 11 && {hidden('more-tunings')}")
@@ -199,9 +189,7 @@ async def test_all_parameters_go_along_and_older_jobs_are_shown(
         "field.dispatchEvent(new Event('change')); })()"
     )
     assert not await page.run(f"{beta}.disabled")
-    await write(
-        page, tune_batch_size="4", tune_rate="0.5", tune_beta="0.2", tune_alpha="24", tune_dropout="0.1"
-    )
+    await write(page, tune_batch_size="4", tune_rate="0.5", tune_beta="0.2", tune_alpha="24", tune_dropout="0.1")
     await write(page, tune_schedule="linear", tune_warmup="0.1", tune_decay="0.01", tune_norm="2")
     await write(page, tune_longest="512", tune_replicas="2", tune_targets="q_proj, v_proj")
     await page.click("#tune-create")
@@ -219,11 +207,7 @@ async def test_all_parameters_go_along_and_older_jobs_are_shown(
 async def test_an_upload_is_stopped(page: Tab, tmp_path: Path) -> None:
     await page.until(f"document.getElementById('tune-model').value === '{MODEL}'")
     await page.call(
-        "Network.emulateNetworkConditions",
-        offline=False,
-        latency=0,
-        downloadThroughput=-1,
-        uploadThroughput=1000,
+        "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=1000
     )
     lines = tmp_path / "lines.jsonl"
     await asyncio.to_thread(lines.write_bytes, b"x" * (1 << 20))
@@ -234,9 +218,7 @@ async def test_an_upload_is_stopped(page: Tab, tmp_path: Path) -> None:
     assert await page.run(f"{hidden('tune-progress')} && !document.getElementById('tune-create').disabled")
 
 
-async def test_a_job_is_followed_paused_resumed_and_its_model_opened(
-    page: Tab, host: Host, tmp_path: Path
-) -> None:
+async def test_a_job_is_followed_paused_resumed_and_its_model_opened(page: Tab, host: Host, tmp_path: Path) -> None:
     await host.start(waiting_for="No host has room.")
     await page.until(f"{ROWS}.some(row => row[0] === '{JOB}' && row[1] === 'running')")
     await page.click(f'a[href="#fine-tuning/{JOB}"]')
@@ -266,9 +248,7 @@ async def test_a_job_is_followed_paused_resumed_and_its_model_opened(
     await page.until("document.querySelector('#checkpoints tbody tr').cells[0].textContent === '4'")
     for number in range(6, 9):
         await host.step(number)
-    await host.set(
-        status="succeeded", result=result, fine_tuned_model=result.name, finished_at=time.time(), clean=True
-    )
+    await host.set(status="succeeded", result=result, fine_tuned_model=result.name, finished_at=time.time(), clean=True)
     await page.until(f"!{hidden('tuning-chat')} && {hidden('tuning-cancel')}")
     for number, name in enumerate(("tuning-config", "tuning-weights"), 1):
         await page.click(f"#{name}")
@@ -297,9 +277,7 @@ async def test_a_failed_job_says_why_and_a_cancelled_one_that_it_is(page: Tab, h
     await host.set(status="failed", error=error, host="", finished_at=time.time(), clean=True)
     await page.until(f"{text('tuning-error')}.includes({json.dumps(HOSTILE)})")
     assert await page.run("document.getElementById('tuning-error').getAttribute('role')") == "alert"
-    assert await page.run(
-        f"{hidden('tuning-cancel')} && {hidden('tuning-pause')} && {hidden('tuning-weights')}"
-    )
+    assert await page.run(f"{hidden('tuning-cancel')} && {hidden('tuning-pause')} && {hidden('tuning-weights')}")
     assert await page.run("window.hacked === undefined")
     await page.run("location.hash = '#fine-tuning/ftjob-none'")
     note = "document.getElementById('tuning-note')"

@@ -51,9 +51,7 @@ async def test_nothing_is_cut_off_at_any_size(
     await Host(bus).start(status="succeeded", fine_tuned_model=LONG)
     await fill_chat(tab, ring)
     await tab.until("document.querySelectorAll('#registry tr, #adapters tr').length >= 5")
-    await tab.call(
-        "Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}]
-    )
+    await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
     folder = Path(os.environ.get("RYZANSTEIN_TEST_SCREENSHOTS", tmp_path))
     found: list[tuple[str, int, Any]] = []
     for width, height in SIZES:

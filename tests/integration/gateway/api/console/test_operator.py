@@ -80,9 +80,7 @@ async def test_batches_are_cancelled_and_their_files_saved(
     endless = (await submit(client, requests(1))).id
     await tab.until(f"{rows}.some(row => row[0] === '{endless}' && row[1] === 'in_progress')")
     await tab.click(f'[aria-label="Cancel {endless}"]')
-    await tab.until(
-        f"document.getElementById('batches-note').textContent === '{endless} is being cancelled.'"
-    )
+    await tab.until(f"document.getElementById('batches-note').textContent === '{endless} is being cancelled.'")
     await tab.until(f"{rows}.some(row => row[0] === '{endless}' && row[1] === 'cancelled')")
 
 
@@ -163,9 +161,7 @@ async def test_a_key_is_asked_for_and_used(tab: Tab, keys: Keys) -> None:
     tab.errors.clear()  # Chromium itself writes each refusal to its console
 
 
-async def test_the_page_of_keys_shows_who_has_them_and_their_use(
-    tab: Tab, keys: Keys, gateway: RunningGateway
-) -> None:
+async def test_the_page_of_keys_shows_who_has_them_and_their_use(tab: Tab, keys: Keys, gateway: RunningGateway) -> None:
     rows = ROWS.replace("registry", "owners")
     note = "document.getElementById('keys-note')"
     more = "document.getElementById('more-keys')"

@@ -41,9 +41,7 @@ async def test_every_file_of_the_pages_is_served_guarded_and_revalidated(http: h
         assert "unsafe" not in pages.POLICY
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["cache-control"] == "no-cache"
-        again = await http.get(
-            path, headers=BROWSER | {"if-none-match": f'"other", W/{answer.headers["etag"]}'}
-        )
+        again = await http.get(path, headers=BROWSER | {"if-none-match": f'"other", W/{answer.headers["etag"]}'})
         assert (again.status_code, again.content) == (304, b"")
         assert (await http.head(path, headers=BROWSER)).headers["etag"] == answer.headers["etag"]
     served = {path.removeprefix(pages.FOLDER) for path in pages.PATHS if path.startswith(pages.FOLDER)}
@@ -93,17 +91,9 @@ def own_scripts() -> list[Path]:
 
 
 def test_no_page_names_anything_outside() -> None:
-    for path in (
-        *own_scripts(),
-        *STATIC.rglob("*.html"),
-        *STATIC.rglob("*.svg"),
-        *(STATIC / "style").iterdir(),
-    ):
+    for path in (*own_scripts(), *STATIC.rglob("*.html"), *STATIC.rglob("*.svg"), *(STATIC / "style").iterdir()):
         found = set(re.findall(r"https?://[^\"'\s)]*", path.read_text()))
-        assert found <= {
-            "http://www.w3.org/2000/svg",
-            "https://html.spec.whatwg.org/#parsing-an-event-stream",
-        }, path
+        assert found <= {"http://www.w3.org/2000/svg", "https://html.spec.whatwg.org/#parsing-an-event-stream"}, path
         assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", path.read_text()), path
 
 
@@ -131,15 +121,11 @@ async def test_the_cluster_without_prompts_and_whole_ids(
     state = shown.json()
     assert state["gateway"] == gateway.service.instance
     assert state["models"] == [MODEL]
-    assert [(group["group"], group["state"], group["running"]) for group in state["groups"]] == [
-        ("g1", "busy", 3)
-    ]
+    assert [(group["group"], group["state"], group["running"]) for group in state["groups"]] == [("g1", "busy", 3)]
     assert [service["instance"] for service in state["services"]] == ["s1", "e1"]
     (generation,) = state["generations"]
     assert hashlib.sha256(identity.encode()).hexdigest().startswith(generation["digest"])
-    assert not any(
-        identity[begin : begin + 6] in shown.text for begin in range(len("cmpl-"), len(identity) - 6)
-    )
+    assert not any(identity[begin : begin + 6] in shown.text for begin in range(len("cmpl-"), len(identity) - 6))
     assert (generation["tokens"], generation["status"], generation["readers"]) == (13, "in_progress", 1)
 
 

@@ -56,9 +56,7 @@ numbers = {
 def messages(kind: Descriptor, depth: int = 0) -> st.SearchStrategy[Any]:
     """Messages of `kind` with any values, of which some are small and the model is mostly one that there is."""
     fields = {
-        field.name: values(field, depth)
-        for field in kind.fields
-        if depth < MOST_DEEP or field.message_type is None
+        field.name: values(field, depth) for field in kind.fields if depth < MOST_DEEP or field.message_type is None
     }
     made = GetMessageClass(kind)
     return st.fixed_dictionaries({}, optional=fields).map(lambda given: made(**given))
@@ -88,10 +86,7 @@ def _value(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
 def changed(good: Any) -> st.SearchStrategy[Any]:
     """`good` with up to two fields of its own set to anything."""
     one = st.one_of(
-        [
-            values(field, 0).map(lambda value, name=field.name: (name, value))
-            for field in good.DESCRIPTOR.fields
-        ]
+        [values(field, 0).map(lambda value, name=field.name: (name, value)) for field in good.DESCRIPTOR.fields]
     )
 
     def merged(given: list[tuple[str, Any]]) -> Any:
@@ -124,13 +119,11 @@ def encoded(path: str) -> st.SearchStrategy[bytes]:
 
 
 payloads = {
-    path: encoded(path) | st.builds(cut, encoded(path), st.integers(0, 99)) | st.binary(max_size=60)
-    for path in METHODS
+    path: encoded(path) | st.builds(cut, encoded(path), st.integers(0, 99)) | st.binary(max_size=60) for path in METHODS
 } | {path: st.binary(max_size=60) for path in OTHERS}
 calls = st.sampled_from(PATHS).flatmap(
     lambda path: st.tuples(
-        st.just(path),
-        payloads[path].map(lambda payload: [payload]) | st.lists(payloads[path], min_size=1, max_size=2),
+        st.just(path), payloads[path].map(lambda payload: [payload]) | st.lists(payloads[path], min_size=1, max_size=2)
     )
 )
 
@@ -164,19 +157,11 @@ HEADERS = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"x")]
 
 def head(path: str, content_type: bytes, extra: list[tuple[bytes, bytes]]) -> bytes:
     """A header block."""
-    given = [
-        *HEADERS,
-        (b":path", path.encode()),
-        (b"te", b"trailers"),
-        (b"content-type", content_type),
-        *extra,
-    ]
+    given = [*HEADERS, (b":path", path.encode()), (b"te", b"trailers"), (b"content-type", content_type), *extra]
     return b"".join(literal(name, value) for name, value in given)
 
 
-names = st.sampled_from(
-    [b"grpc-timeout", b"x-request-id", b"grpc-encoding", b":path", b"authorization", b"A"]
-)
+names = st.sampled_from([b"grpc-timeout", b"x-request-id", b"grpc-encoding", b":path", b"authorization", b"A"])
 blocks = st.builds(
     head,
     st.sampled_from(PATHS),
@@ -184,18 +169,12 @@ blocks = st.builds(
     st.lists(st.tuples(names, st.binary(max_size=12)), max_size=1),
 )
 bodies = (
-    st.builds(framed, st.binary(max_size=40))
-    | st.just(framed(PROMPT.SerializeToString()))
-    | st.binary(max_size=40)
+    st.builds(framed, st.binary(max_size=40)) | st.just(framed(PROMPT.SerializeToString())) | st.binary(max_size=40)
 )
 streams = st.sampled_from([1, 3, 5]) | st.integers(0, 2**31 - 1)
 one_frame = (
-    st.builds(
-        http2_frame, st.just(frames.HEADERS), st.sampled_from([4, 5]), st.sampled_from([1, 3, 5]), blocks
-    )
-    | st.builds(
-        http2_frame, st.just(frames.DATA), st.sampled_from([0, 1]), st.sampled_from([1, 3, 5]), bodies
-    )
+    st.builds(http2_frame, st.just(frames.HEADERS), st.sampled_from([4, 5]), st.sampled_from([1, 3, 5]), blocks)
+    | st.builds(http2_frame, st.just(frames.DATA), st.sampled_from([0, 1]), st.sampled_from([1, 3, 5]), bodies)
     | st.builds(http2_frame, st.integers(0, 12), st.integers(0, 255), streams, bodies | blocks)
 )
 settings_frame = http2_frame(frames.SETTINGS, 0, 0, b"")
@@ -221,9 +200,7 @@ async def test_bytes_and_frames_of_any_kind(
         await broken.rest()
 
 
-async def test_a_good_call_made_of_the_same_pieces_reaches_the_ring(
-    gateway: RunningGateway, ring: FakeRing
-) -> None:
+async def test_a_good_call_made_of_the_same_pieces_reaches_the_ring(gateway: RunningGateway, ring: FakeRing) -> None:
     """Else the frames above would all be refused for one reason."""
     block = head(f"/{SERVICE.full_name}/Generate", b"application/grpc", [])
     data = PREFACE + settings_frame + http2_frame(frames.HEADERS, 4, 1, block)

@@ -27,9 +27,7 @@ from tests.integration.gateway.batches.helpers import (
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence
 
-LINES = pb.SubmitBatchRequest(
-    endpoint=CHAT, jsonl=requests(3), metadata={"a": "b"}, output_expires_after_seconds=3600
-)
+LINES = pb.SubmitBatchRequest(endpoint=CHAT, jsonl=requests(3), metadata={"a": "b"}, output_expires_after_seconds=3600)
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
 
@@ -82,9 +80,7 @@ async def test_a_file_of_the_rest_api_with_wrong_lines(client: Client, rest: ope
     assert batch.input_file_id == file.id
     done = await until_over(client, batch.id)
     assert done.status == pb.BATCH_STATUS_FAILED
-    assert [(error.line, error.code, error.param) for error in done.errors] == [
-        (2, "duplicate_custom_id", "custom_id")
-    ]
+    assert [(error.line, error.code, error.param) for error in done.errors] == [(2, "duplicate_custom_id", "custom_id")]
 
 
 async def test_cancelled_and_over(client: Client, rest: openai.AsyncOpenAI, ring: FakeRing) -> None:

@@ -49,8 +49,6 @@ async def test_what_is_wrong_is_named(client: Client, model: str) -> None:
         ([a], 5, "INTEGER_ABOVE_MAX_VALUE"),
     ]
     for inputs, dimensions, reason in cases:
-        error = await failure(
-            client.Embed(pb.EmbedRequest(model=model, inputs=inputs, dimensions=dimensions))
-        )
+        error = await failure(client.Embed(pb.EmbedRequest(model=model, inputs=inputs, dimensions=dimensions)))
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert details(error)["ErrorInfo"].reason == reason

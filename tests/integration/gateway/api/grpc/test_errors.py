@@ -82,14 +82,7 @@ WRONG: list[tuple[str, Any, dict[str, str], grpc.StatusCode, str, str]] = [
     ("Generate", PROMPT, {"x-session-id": "a" * 257}, INVALID, "INVALID_HEADER", "X-Session-ID"),
     ("Generate", PROMPT, {"x-request-id": "a b"}, INVALID, "INVALID_HEADER", "x-request-id"),
     ("Generate", PROMPT, {"last-event-id": "3"}, INVALID, "INVALID_VALUE", "last-event-id"),
-    (
-        "Generate",
-        PROMPT,
-        {"x-ryzanstein-background": "a"},
-        INVALID,
-        "INVALID_HEADER",
-        "X-Ryzanstein-Background",
-    ),
+    ("Generate", PROMPT, {"x-ryzanstein-background": "a"}, INVALID, "INVALID_HEADER", "X-Ryzanstein-Background"),
     ("Chat", pb.ChatRequest(model=MODEL), {}, INVALID, "EMPTY_ARRAY", "messages"),
     (
         "Chat",
@@ -108,24 +101,10 @@ WRONG: list[tuple[str, Any, dict[str, str], grpc.StatusCode, str, str]] = [
         "sampling.logprobs",
     ),
     ("Attach", pb.AttachRequest(generation_id="?"), {}, MISSING, "GENERATION_NOT_FOUND", ""),
-    (
-        "Attach",
-        pb.AttachRequest(generation_id="0" * 32, position="x"),
-        {},
-        INVALID,
-        "INVALID_POSITION",
-        "position",
-    ),
+    ("Attach", pb.AttachRequest(generation_id="0" * 32, position="x"), {}, INVALID, "INVALID_POSITION", "position"),
     ("Cancel", pb.CancelRequest(generation_id="0" * 32), {}, MISSING, "GENERATION_NOT_FOUND", ""),
     ("Tokenize", pb.TokenizeRequest(model=MODEL), {}, INVALID, "MISSING_REQUIRED_PARAMETER", "input"),
-    (
-        "Detokenize",
-        pb.DetokenizeRequest(model=MODEL, token_ids=[999]),
-        {},
-        INVALID,
-        "INVALID_TOKEN_ID",
-        "token_ids",
-    ),
+    ("Detokenize", pb.DetokenizeRequest(model=MODEL, token_ids=[999]), {}, INVALID, "INVALID_TOKEN_ID", "token_ids"),
 ]
 
 
@@ -158,10 +137,7 @@ async def test_retryable_errors_say_when(nats_settings: CommonSettings, ring: Fa
 
 async def test_what_is_no_such_call(client: Client) -> None:
     unknown = await failure(client.channel.unary_unary(f"{SERVICE}/Divine")(b""))
-    assert (unknown.code(), details(unknown)["ErrorInfo"].reason) == (
-        grpc.StatusCode.UNIMPLEMENTED,
-        "UNKNOWN_METHOD",
-    )
+    assert (unknown.code(), details(unknown)["ErrorInfo"].reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD")
     nonsense = await failure(client.channel.unary_stream(f"{SERVICE}/Generate")(b"\xff\xff"))
     assert (nonsense.code(), details(nonsense)["ErrorInfo"].reason) == (INVALID, "INVALID_PROTOBUF")
     broken_text = await failure(client.channel.unary_stream(f"{SERVICE}/Generate")(b"\x12\x02\xc3\x28"))
@@ -255,9 +231,7 @@ async def test_a_fault_of_ours_shows_nothing_of_our_insides(
 async def test_an_error_after_tokens_comes_behind_them(client: Client, ring: FakeRing) -> None:
     async def fail(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, [72])
-        await fake.emit(
-            request, 1, [], finish="error", error=("invalid_request", "The ring took offence.", False)
-        )
+        await fake.emit(request, 1, [], finish="error", error=("invalid_request", "The ring took offence.", False))
 
     ring.behave = fail
     events: list[pb.GenerationEvent] = []

@@ -148,9 +148,7 @@ async def test_variables_of_the_chat_template(client: Client, ring: FakeRing) ->
 
 
 @pytest.mark.parametrize("kind", [pb.OUTPUT_KIND_TEXT, pb.OUTPUT_KIND_TOKENS])
-async def test_log_probabilities_of_a_prompt_are_those_of_rest(
-    client: Client, ring: FakeRing, kind: Any
-) -> None:
+async def test_log_probabilities_of_a_prompt_are_those_of_rest(client: Client, ring: FakeRing, kind: Any) -> None:
     ring.behave = scoring
     request = pb.GenerateRequest(
         model=MODEL,
@@ -163,17 +161,13 @@ async def test_log_probabilities_of_a_prompt_are_those_of_rest(
         (ord("y"), b"y", -1.0, 2),
         (ord("z"), b"z", -2.0, 3),
     ]
-    assert [[(top.token, top.logprob) for top in one.top] for one in event.prompt_logprobs] == [
-        [(b"a", 0.0)]
-    ] * 2
+    assert [[(top.token, top.logprob) for top in one.top] for one in event.prompt_logprobs] == [[(b"a", 0.0)]] * 2
     request.output.whole = False
     refused = await failure(client.Generate(request))
     assert "output.whole" in str(refused.details())
 
 
-async def test_an_echo_has_log_probabilities_of_all_tokens_but_the_first(
-    client: Client, ring: FakeRing
-) -> None:
+async def test_an_echo_has_log_probabilities_of_all_tokens_but_the_first(client: Client, ring: FakeRing) -> None:
     ring.behave = scoring
     sampling = pb.SamplingParameters(max_tokens=1, logprobs=0)
     for whole in (True, False):

@@ -40,24 +40,17 @@ async def test_everything_but_health_is_refused_without_a_key(
     reflection = client.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
     assert (await failure(reflection())).code() == grpc.StatusCode.UNAUTHENTICATED
     health = health_pb2_grpc.HealthStub(client.channel)
-    assert (
-        await health.Check(health_pb2.HealthCheckRequest())
-    ).status == health_pb2.HealthCheckResponse.SERVING
+    assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
     events = [event async for event in client.Generate(PROMPT, metadata=metadata(key))]
     assert text_of(events) == "Hello, world!"
 
 
-async def test_a_generation_is_not_there_for_other_tenants(
-    client: Client, gateway: RunningGateway, keys: Keys
-) -> None:
+async def test_a_generation_is_not_there_for_other_tenants(client: Client, gateway: RunningGateway, keys: Keys) -> None:
     mine, theirs = await keys.make("mine"), await keys.make("theirs")
     await changes_to(gateway, bearer(theirs), 200)
     await changes_to(gateway, bearer(mine), 200)
     events = [event async for event in client.Generate(PROMPT, metadata=metadata(mine))]
-    attach, cancel = (
-        pb.AttachRequest(generation_id=events[0].id),
-        pb.CancelRequest(generation_id=events[0].id),
-    )
+    attach, cancel = (pb.AttachRequest(generation_id=events[0].id), pb.CancelRequest(generation_id=events[0].id))
     for call in (client.Attach, client.Cancel):
         request: Any = attach if call._method.endswith(b"Attach") else cancel
         error = await failure(call(request, metadata=metadata(theirs)))

@@ -41,9 +41,7 @@ async def test_health_says_what_ready_says_until_the_end(gateway: RunningGateway
     await gateway.task
 
 
-async def test_a_drain_is_seen_by_health_and_ends_every_answer(
-    nats_settings: CommonSettings, ring: FakeRing
-) -> None:
+async def test_a_drain_is_seen_by_health_and_ends_every_answer(nats_settings: CommonSettings, ring: FakeRing) -> None:
     held = ring.behave = Held()
     alone = ("grpc.use_local_subchannel_pool", 1)  # a connection of its own
     async with (
@@ -108,9 +106,7 @@ async def test_without_a_port_it_is_not_served(nats_settings: CommonSettings, ri
     assert GatewaySettings().grpc_port is None
 
 
-async def test_a_taken_port_is_named_with_its_option(
-    gateway: RunningGateway, nats_settings: CommonSettings
-) -> None:
+async def test_a_taken_port_is_named_with_its_option(gateway: RunningGateway, nats_settings: CommonSettings) -> None:
     taken = int(gateway.service.grpc_address.rpartition(":")[2])
     with pytest.raises(PortInUse, match="--grpc-port"):
         async with run_gateway(nats_settings, grpc_port=taken):

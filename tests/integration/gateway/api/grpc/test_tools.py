@@ -83,9 +83,7 @@ async def test_calls_and_their_results(client: Client, ring: FakeRing, whole: bo
         (pb.ToolChoice(mode=pb.TOOL_MODE_NONE), None),
     ],
 )
-async def test_choices(
-    client: Client, ring: FakeRing, choice: pb.ToolChoice, functions: set[str] | None
-) -> None:
+async def test_choices(client: Client, ring: FakeRing, choice: pb.ToolChoice, functions: set[str] | None) -> None:
     """`functions`: those of which one is demanded; None: the model is told of none."""
     ring.behave = saying(NOW)
     events = await events_of(client.Chat(asking(tool_choice=choice)))
@@ -159,10 +157,7 @@ async def test_calls_are_shown_again_by_another_gateway_and_for_a_key(
     assert len(ring.requests) == 1
     other = asking(tools=KNOWN[:1])
     assert (await failure(client.Chat(other, metadata=key))).code() == grpc.StatusCode.ALREADY_EXISTS
-    async with (
-        run_gateway(nats_settings, grpc_port=0) as elsewhere,
-        Client(elsewhere.service.grpc_address) as its,
-    ):
+    async with run_gateway(nats_settings, grpc_port=0) as elsewhere, Client(elsewhere.service.grpc_address) as its:
         attach = pb.AttachRequest(generation_id=events[0].id)
         assert calls_in(await events_of(its.Attach(attach))) == calls_in(events)
         middle = next(event.position for event in events if event.choices and event.choices[0].tool_calls)
@@ -198,21 +193,13 @@ WRONG = [
         "tool_choice.allowed.mode",
     ),
     (formatted(), "MISSING_REQUIRED_PARAMETER", "response_format.format"),
-    (
-        formatted(json_schema=pb.JsonSchema()),
-        "MISSING_REQUIRED_PARAMETER",
-        "response_format.json_schema.schema_json",
-    ),
+    (formatted(json_schema=pb.JsonSchema()), "MISSING_REQUIRED_PARAMETER", "response_format.json_schema.schema_json"),
     (
         formatted(json_schema=pb.JsonSchema(schema_json="[" * 5000)),
         "INVALID_JSON",
         "response_format.json_schema.schema_json",
     ),
-    (
-        formatted(json_schema=pb.JsonSchema(schema_json='{"type": "nonsense"}')),
-        "INVALID_GRAMMAR",
-        "response_format",
-    ),
+    (formatted(json_schema=pb.JsonSchema(schema_json='{"type": "nonsense"}')), "INVALID_GRAMMAR", "response_format"),
     (formatted(regex="("), "INVALID_GRAMMAR", "response_format.regex"),
     (formatted(grammar=""), "EMPTY_STRING", "response_format.grammar"),
     (formatted(choice=pb.Choices()), "EMPTY_ARRAY", "response_format.choice"),

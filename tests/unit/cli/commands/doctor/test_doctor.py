@@ -38,9 +38,7 @@ def test_all_of_it_as_one_json_object(tmp_path: Path) -> None:
 def test_what_would_fail_is_said_and_exits_with_1(tmp_path: Path) -> None:
     done = doctor("--data-dir", str(tmp_path), RYZANSTEIN_CPU_LEVEL="mmx")
     assert done.returncode == 1
-    assert (
-        "error: kernels: RYZANSTEIN_CPU_LEVEL is 'mmx', which is not a level that this CPU has" in done.stdout
-    )
+    assert "error: kernels: RYZANSTEIN_CPU_LEVEL is 'mmx', which is not a level that this CPU has" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -49,11 +47,7 @@ def test_what_would_fail_is_said_and_exits_with_1(tmp_path: Path) -> None:
         ({}, "ok", "none"),
         ({"HTTPS_PROXY": "http://p:1"}, "warning", "https_proxy"),
         ({"https_proxy": "http://p:1", "NO_PROXY": "127.0.0.1"}, "warning", "https_proxy"),
-        (
-            {"https_proxy": "http://p:1", "no_proxy": "localhost, 127.0.0.1"},
-            "ok",
-            "https_proxy, not for this machine",
-        ),
+        ({"https_proxy": "http://p:1", "no_proxy": "localhost, 127.0.0.1"}, "ok", "https_proxy, not for this machine"),
         ({"all_proxy": "socks5://p:1", "no_proxy": "*"}, "ok", "all_proxy, not for this machine"),
         ({"http_proxy": ""}, "ok", "none"),
     ],

@@ -44,9 +44,7 @@ def fake_gateway() -> Iterator[FakeGateway]:
             is_json = self.headers.get("content-type") == "application/json"
             query = {name: values[0] for name, values in parse_qs(url.query).items()}
             query["after_event"] = self.headers.get("last-event-id", "")
-            status, answer = fake.take(
-                f"{self.command} {url.path}", query, json.loads(raw) if is_json and raw else raw
-            )
+            status, answer = fake.take(f"{self.command} {url.path}", query, json.loads(raw) if is_json and raw else raw)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.close_connection = status == DIES
             if status == DIES and not data:

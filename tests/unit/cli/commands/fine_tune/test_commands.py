@@ -82,14 +82,7 @@ def test_all_settings_reach_the_gateway(gateway: FakeGateway, tmp_path: Path) ->
         "validation_file": "file-1",
         "method": {
             "type": "dpo",
-            "dpo": {
-                "hyperparameters": {
-                    "n_epochs": 2,
-                    "batch_size": 4,
-                    "learning_rate_multiplier": 0.5,
-                    "beta": 0.2,
-                }
-            },
+            "dpo": {"hyperparameters": {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5, "beta": 0.2}},
         },
         "suffix": "mine",
         "seed": 3,
@@ -188,9 +181,7 @@ def test_a_job_that_made_no_model_is_no_success(gateway: FakeGateway) -> None:
         run(gateway, "follow", "ftjob-1")
 
 
-def test_what_the_gateway_says_against_following_is_told(
-    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_gateway_says_against_following_is_told(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway.answer(ONE, (200, job("running")))
     gateway.answer(EVENTS, (429, {"error": {"message": "You follow 32 jobs at this gateway."}}))
     with pytest.raises(RequestRefused, match="You follow 32 jobs"):
@@ -316,10 +307,7 @@ def test_an_adapter_is_exported_by_job_or_model(gateway: FakeGateway, tmp_path: 
         output = tmp_path / "some" / str(number)
         assert "is ready" in run(gateway, "export", *words, "--output", str(output))
         assert files == [steps, steps]
-        assert sorted(path.name for path in output.iterdir()) == [
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        ]
+        assert sorted(path.name for path in output.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert not list((tmp_path / "some").glob(".*")), "nothing is left beside them"
     with pytest.raises(UnknownModel, match="None of your jobs produced the model 'ft:base::c:3'"):
         run(gateway, "export", "ft:base::c:3", "--output", str(tmp_path / "out"))
@@ -342,9 +330,7 @@ def test_what_cannot_be_exported_is_told_before_anything_is_fetched(
     assert gateway.asked == []
 
 
-def test_a_merged_model_is_exported(
-    gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merged_model_is_exported(gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `models convert`, from the base in the cache, found by the name that it is served under."""
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path / "cache"))
     base, adapters = tmp_path / "cache" / "base", []

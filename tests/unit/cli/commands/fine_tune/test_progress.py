@@ -17,9 +17,7 @@ def taken(*events: dict[str, object]) -> Metrics:
 
 
 def test_figures_are_those_of_the_last_steps() -> None:
-    metrics = taken(
-        step(1, 2.0), step(2, 1.5, seconds=0.25), message(1, "A message"), step(3, 1.25, seconds=0.25)
-    )
+    metrics = taken(step(1, 2.0), step(2, 1.5, seconds=0.25), message(1, "A message"), step(3, 1.25, seconds=0.25))
     running = job("running", progress={"step": 3, "steps": 1200}, estimated_finish=int(NOW) + 3725)
     assert figures_of(running, metrics, NOW) == "step 3/1,200, loss 1.25, 400 tokens/s, 1:02:05 left"
     assert figures_of(job("paused", progress={"step": 3, "steps": 4}), metrics, NOW) == "step 3/4, loss 1.25"

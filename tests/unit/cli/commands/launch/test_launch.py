@@ -69,16 +69,12 @@ def gateway() -> Iterator[Gateway]:
 
 @pytest.fixture
 def app() -> typer.Typer:
-    return command_line(
-        [group for group in GROUPS if "launch" in group.commands or "doctor" in group.commands]
-    )
+    return command_line([group for group in GROUPS if "launch" in group.commands or "doctor" in group.commands])
 
 
 def launch(app: typer.Typer, tmp_path: Path, *arguments: str, **environment: str) -> Any:
     options = ["launch", arguments[0], "--data-dir", str(tmp_path / "data"), *arguments[1:]]
-    return CliRunner().invoke(
-        app, options, env={"RYZANSTEIN_URL": "", "RYZANSTEIN_API_KEY": "", **environment}
-    )
+    return CliRunner().invoke(app, options, env={"RYZANSTEIN_URL": "", "RYZANSTEIN_API_KEY": "", **environment})
 
 
 def program(tmp_path: Path, name: str, script: str) -> str:
@@ -107,22 +103,10 @@ def test_each_client_is_told_all_and_its_own_files_are_below_ours(name: str, tmp
 def test_the_client_runs_with_its_settings_and_its_exit_code_is_ours(
     gateway: Gateway, app: typer.Typer, tmp_path: Path
 ) -> None:
-    path = program(
-        tmp_path, "crush", f'cat "$CRUSH_GLOBAL_CONFIG/crush.json" > {tmp_path}/seen; echo "$@"; exit 7'
-    )
+    path = program(tmp_path, "crush", f'cat "$CRUSH_GLOBAL_CONFIG/crush.json" > {tmp_path}/seen; echo "$@"; exit 7')
     done = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-m",
-                "services.cli",
-                "launch",
-                "crush",
-                "--url",
-                gateway.url,
-                "--model",
-                "small",
-            ),
+            *(sys.executable, "-m", "services.cli", "launch", "crush", "--url", gateway.url, "--model", "small"),
             *("--data-dir", str(tmp_path / "data"), "--", "run", "it"),
         ],
         env={"PATH": path, "RYZANSTEIN_API_KEY": "secret-key"},
@@ -142,16 +126,12 @@ def test_the_client_runs_with_its_settings_and_its_exit_code_is_ours(
 def test_print_shows_lines_for_a_shell_without_the_key_and_starts_nothing(
     gateway: Gateway, app: typer.Typer, tmp_path: Path
 ) -> None:
-    shown = launch(
-        app, tmp_path, "claude", "--url", gateway.url, "--print", RYZANSTEIN_API_KEY="secret-key"
-    ).output
+    shown = launch(app, tmp_path, "claude", "--url", gateway.url, "--print", RYZANSTEIN_API_KEY="secret-key").output
     lines = shown.splitlines()
     assert f"export ANTHROPIC_BASE_URL={gateway.url}" in lines
     assert 'export ANTHROPIC_AUTH_TOKEN="${RYZANSTEIN_API_KEY}"' in lines
     assert lines[-1] == "claude"
-    shown = launch(
-        app, tmp_path, "crush", "--url", gateway.url, "--print", RYZANSTEIN_API_KEY="secret-key"
-    ).output
+    shown = launch(app, tmp_path, "crush", "--url", gateway.url, "--print", RYZANSTEIN_API_KEY="secret-key").output
     assert '"api_key": "${RYZANSTEIN_API_KEY}"' in shown
     assert "secret-key" not in shown
     shown = launch(app, tmp_path, "codex", "--url", gateway.url, "--print", "--", "two words").output
@@ -163,10 +143,7 @@ def test_what_does_not_suit_is_said(gateway: Gateway, app: typer.Typer, tmp_path
     gateway.models = (200, {"data": [{"id": "small", "max_model_len": 2048}]})
     gateway.chat = (400, {"error": {"message": "The model small has no tool parser."}})
     shown = launch(app, tmp_path, "aider", "--url", gateway.url, "--print").output
-    assert (
-        "aider needs a context of some 8,000 tokens for its instructions and a task, and small has 2,048"
-        in shown
-    )
+    assert "aider needs a context of some 8,000 tokens for its instructions and a task, and small has 2,048" in shown
     assert "small calls no tools here (The model small has no tool parser): aider can chat" in shown
 
 

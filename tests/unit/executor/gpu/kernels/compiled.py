@@ -25,14 +25,7 @@ from services.executor.gpu.kernels.tiles import rows_for
 from services.executor.gpu.quantized_matmul import packed_rows
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.quantizing import CODECS as QUANTIZERS
-from tests.unit.executor.gpu.kernels.launched import (
-    Compiled,
-    Launched,
-    compile_launched,
-    compile_work,
-    launches,
-    meta,
-)
+from tests.unit.executor.gpu.kernels.launched import Compiled, Launched, compile_launched, compile_work, launches, meta
 
 TYPES = {torch.float16: "fp16", torch.float32: "fp32"}
 FP32 = torch.float32
@@ -104,10 +97,7 @@ def block_calls() -> Iterator[tuple[str, attention_launch.AttentionCall]]:
     for name, codec in CODECS.items():
         code = torch.empty_like(writable, dtype=codec.dtype if codec else writable.dtype)
         scales = meta(*writable.shape[:4], dtype=FP32) if codec else None
-        yield (
-            f"compress {name}",
-            attention_launch.compress_call(writable, index[:, 0], code, scales, codec, index),
-        )
+        yield (f"compress {name}", attention_launch.compress_call(writable, index[:, 0], code, scales, codec, index))
 
 
 def compile_call(name: str, call: attention_launch.AttentionCall) -> Compiled:
@@ -118,10 +108,7 @@ def compile_call(name: str, call: attention_launch.AttentionCall) -> Compiled:
 
 def compile_variant(variant: Variant) -> list[Compiled]:
     """`attend`, and `merge` where it is needed."""
-    return [
-        compile_call(f"{variant.name}{' merge' if at else ''}", call)
-        for at, call in enumerate(calls(variant))
-    ]
+    return [compile_call(f"{variant.name}{' merge' if at else ''}", call) for at, call in enumerate(calls(variant))]
 
 
 def attention_kernels() -> Iterator[Compiled]:
@@ -139,9 +126,7 @@ def page_work(width: int, group: int, quantized: str) -> None:
     blocks, count = meta(1000, 2, 8, 16, width), 1000 if codec else 0
     code = meta(count, 2, 8, 16, width, dtype=codec.dtype if codec else torch.bfloat16)
     scales = meta(count, 2, 8, dtype=FP32) if codec else None
-    lines = attention_launch.AttentionLayer(
-        meta(1000, 2, 8, 1, width), meta(count, 2, 8, 1, width), None, None
-    )
+    lines = attention_launch.AttentionLayer(meta(1000, 2, 8, 1, width), meta(count, 2, 8, 1, width), None, None)
     index = meta(64, dtype=torch.int32)
     pairs = meta(64, 2, dtype=torch.int64) if codec else None
     pages.summarise(attention_launch.AttentionLayer(blocks, code, scales, codec), lines, pairs, index, index)
@@ -165,9 +150,7 @@ def add_norm(width: int, how: elementwise.Norms, dtype: torch.dtype = torch.bflo
     elementwise.add_norm(x, residual, weight, how, *after)
 
 
-def place(
-    q_heads: int, kv_heads: int, width: int, half: int, normed: bool, slots: torch.dtype = torch.int32
-) -> None:
+def place(q_heads: int, kv_heads: int, width: int, half: int, normed: bool, slots: torch.dtype = torch.int32) -> None:
     angles, norms = meta(TOKENS, half, dtype=FP32), (meta(width, dtype=FP32),) * 2
     elementwise.place(
         meta(TOKENS, (q_heads + 2 * kv_heads) * width),
@@ -322,9 +305,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Compiled]]] = {
 
 def main() -> None:
     """Prints a line of JSON for each kernel."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.unit.executor.gpu.kernels.compiled", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.unit.executor.gpu.kernels.compiled", description=__doc__)
     parser.add_argument("--only", choices=FAMILIES)
     only = parser.parse_args().only
     for family in [only] if only else FAMILIES:

@@ -14,14 +14,7 @@ from benchmarks.on_gpu.kernel_cases import LAYER, Case, Problem, Wrong, cases, c
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.kernels import attention_launch
-from services.executor.gpu.kernels.tiles import (
-    LEAST_KEYS,
-    rows_for,
-    scratch_numbers,
-    splits_of,
-    tile_shape,
-    tiles_of,
-)
+from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tile_shape, tiles_of
 from services.executor.kv_cache.codecs import COMPRESSING, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -36,10 +29,7 @@ CASES = list(cases(large=False))
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *CASES[::3],
-        *(pytest.param(case, marks=pytest.mark.nightly) for at, case in enumerate(CASES) if at % 3),
-    ],
+    [*CASES[::3], *(pytest.param(case, marks=pytest.mark.nightly) for at, case in enumerate(CASES) if at % 3)],
     ids=str,
 )
 def test_attention_is_what_float64_says(case: Case) -> None:
@@ -135,9 +125,7 @@ def test_a_graphs_batch_is_cut_into_parts() -> None:
     assert padded.attended()[1].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    "what", [{}, {"sinks": True, "window": 30}, {"slopes": True, "softcap": 4.0}], ids=str
-)
+@pytest.mark.parametrize("what", [{}, {"sinks": True, "window": 30}, {"slopes": True, "softcap": 4.0}], ids=str)
 def test_a_plans_step_is_attended_alike(what: dict[str, object]) -> None:
     case = Case(width=16, **what)  # type: ignore[arg-type]
     problem = Problem(case, DEVICE)
@@ -206,9 +194,7 @@ def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Cod
             torch.testing.assert_close(mine.scales, other.scales, rtol=0, atol=0, equal_nan=True)
         numbers = [part.codes.clone() for part in (mine, other)]
         for codes in numbers:
-            codes.view(torch.uint8)[:, 1, 0, 0] = (
-                0  # no code says what a row with a NaN holds: its scale does
-            )
+            codes.view(torch.uint8)[:, 1, 0, 0] = 0  # no code says what a row with a NaN holds: its scale does
         assert torch.equal(numbers[0].view(torch.uint8), numbers[1].view(torch.uint8))
 
 
@@ -238,8 +224,7 @@ def test_tiles_hold_every_token_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "longest", "splits"),
-    [(1000, 10**6, 1), (8, 200, 1), (8, 10**6, 64), (8, 1000, 4), (200, 10**6, 4)],
+    ("programs", "longest", "splits"), [(1000, 10**6, 1), (8, 200, 1), (8, 10**6, 64), (8, 1000, 4), (200, 10**6, 4)]
 )
 def test_keys_are_split_where_processors_would_be_idle(programs: int, longest: int, splits: int) -> None:
     assert splits_of(programs, longest, 132) == splits

@@ -33,10 +33,7 @@ def compiled(family: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
     found = compiled("attention")
-    decode, prefill = (
-        found["decode fp8 d128 group4 splits8"],
-        found["prefill512 writable d128 group4 splits1"],
-    )
+    decode, prefill = (found["decode fp8 d128 group4 splits8"], found["prefill512 writable d128 group4 splits1"])
     assert {"decode fp8 d128 group4 splits8 merge", "write", "compress fp8"} <= found.keys()
     assert max(one["shared"] for one in found.values()) <= MOST_SHARED
     # Models in float32 are for checks: they have to run, not to be fast.
@@ -105,11 +102,6 @@ def test_adapters_multiply_by_tensor_cores_and_spill_nothing() -> None:
 @pytest.mark.nightly
 def test_what_samples_leaves_its_processor_room() -> None:
     found = compiled("sampling")
-    assert {name.split()[0] for name in found} == {
-        "tally_kernel",
-        "choose_kernel",
-        "weigh_kernel",
-        "draw_kernel",
-    }
+    assert {name.split()[0] for name in found} == {"tally_kernel", "choose_kernel", "weigh_kernel", "draw_kernel"}
     assert max(one["shared"] for one in found.values()) <= 8192
     assert max(one["stack"] for one in found.values()) == 0

@@ -34,9 +34,7 @@ def rounded_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
 
 
 def near(ours: Tensor, truth: Tensor, units: float) -> None:
-    torch.testing.assert_close(
-        ours.double().cpu(), truth, rtol=units * ULP[ours.dtype], atol=units * ULP[ours.dtype]
-    )
+    torch.testing.assert_close(ours.double().cpu(), truth, rtol=units * ULP[ours.dtype], atol=units * ULP[ours.dtype])
 
 
 @dtypes
@@ -52,9 +50,7 @@ def test_norm(dtype: torch.dtype, width: int, offset: bool) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("offset", [False, True], ids=["llama", "gemma"])
-def test_the_residual_has_the_bits_of_transformers(
-    dtype: torch.dtype, scale: float, after: bool, offset: bool
-) -> None:
+def test_the_residual_has_the_bits_of_transformers(dtype: torch.dtype, scale: float, after: bool, offset: bool) -> None:
     width = 80
     x, residual = random(6, width).to(dtype), (3 * random(6, width, seed=2)).to(dtype)
     weight, behind = (1 + 0.1 * random(width, seed=seed).to(dtype).float() for seed in (3, 4))
@@ -82,13 +78,7 @@ def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 @dtypes
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "width", "half", "normed"),
-    [
-        (6, 3, 32, 16, False),
-        (4, 2, 32, 16, True),
-        (3, 1, 20, 6, True),
-        (2, 2, 64, 0, False),
-        (40, 8, 32, 8, False),
-    ],
+    [(6, 3, 32, 16, False), (4, 2, 32, 16, True), (3, 1, 20, 6, True), (2, 2, 64, 0, False), (40, 8, 32, 8, False)],
     ids=["plain", "norms", "partial", "not turned", "many heads"],
 )
 def test_queries_keys_and_values_go_where_attention_reads_them(

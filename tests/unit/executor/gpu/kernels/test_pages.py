@@ -65,9 +65,7 @@ def rows_of(most: int, length: int, *choices: tuple[int, ...]) -> ChosenRows:
 
 def expected_scores(query: Tensor, summaries: AttentionLayer, blocks: Tensor) -> Tensor:
     """float64 [heads, blocks] of `query` [heads, group, d]."""
-    kept = torch.cat((summaries.writable, summaries.codes)).double()[
-        blocks.long(), :, :, 0
-    ]  # [n, 2, heads, d]
+    kept = torch.cat((summaries.writable, summaries.codes)).double()[blocks.long(), :, :, 0]  # [n, 2, heads, d]
     mean, deviation = kept.permute(1, 2, 0, 3)
     rows = query.double()
     return (rows @ mean.mT + 1.5 * (rows.abs() @ deviation.mT)).amax(1)
@@ -98,9 +96,7 @@ def test_a_score_is_the_highest_of_a_heads_queries(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block", [16, 64])
-def test_the_best_are_chosen_and_of_those_that_tie_the_earlier(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_are_chosen_and_of_those_that_tie_the_earlier(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of scores of all sizes and signs, some of them alike; tables keep the order of the text."""
     monkeypatch.setattr(pages, "CHOSEN", block)
     count, tops = 53, [1, 7, 26, 52]

@@ -58,10 +58,7 @@ def gguf_logits(file: Path) -> torch.Tensor:
         ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 9}),
         ("qwen2", {"hidden_size": 64}),
         # transformers' GGUF reader knows no other width of a head.
-        (
-            "qwen3",
-            {"attention_bias": False, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
-        ),
+        ("qwen3", {"attention_bias": False, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}),
     ],
 )
 def test_transformers_reads_the_same_model_from_gguf(
@@ -115,9 +112,7 @@ def test_bytes_are_what_the_format_says(kind: Type) -> None:
         codec.encode_into(room, rows)
         assert np.allclose(read, room.dequantized().numpy(), atol=1e-6)
     error = float(np.square(read - rows.numpy()).mean() / rows.square().mean())
-    assert error < {"Q2": 0.12, "Q3": 0.04, "Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(
-        kind.name[:2], 1e-5
-    )
+    assert error < {"Q2": 0.12, "Q3": 0.04, "Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(kind.name[:2], 1e-5)
 
 
 def test_a_mixture_gives_more_bits_where_they_count() -> None:
@@ -154,9 +149,7 @@ def unpacked(words: torch.Tensor, bits: int) -> np.ndarray[Any, Any]:
     return np.stack(lanes, axis=2).reshape(len(held), -1).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bits", "group", "most"), [("int4-g32", 4, 32, 0.01), ("int8", 8, 0, 1e-4)]
-)
+@pytest.mark.parametrize(("dtype", "bits", "group", "most"), [("int4-g32", 4, 32, 0.01), ("int8", 8, 0, 1e-4)])
 def test_compressed_tensors_have_the_weights(
     model_of: MakeModel, tmp_path: Path, dtype: str, bits: int, group: int, most: float
 ) -> None:
@@ -196,18 +189,10 @@ def test_compressed_tensors_have_the_weights(
 
 @pytest.mark.parametrize("dtype", ["int4-g32", "int8"])
 def test_compressed_tensors_itself_reads_the_weights(model_of: MakeModel, tmp_path: Path, dtype: str) -> None:
-    quantization = pytest.importorskip(
-        "compressed_tensors.quantization", reason="compressed-tensors is not here"
-    )
+    quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not here")
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 
-    convert(
-        model_of("llama", hidden_size=96, num_attention_heads=6),
-        tmp_path / "out",
-        "safetensors",
-        dtype,
-        ignore,
-    )
+    convert(model_of("llama", hidden_size=96, num_attention_heads=6), tmp_path / "out", "safetensors", dtype, ignore)
     config = load_config(tmp_path / "out")
     group = config.to_dict()["quantization_config"]["config_groups"]["group_0"]
     held = load_file(tmp_path / "out" / "model.safetensors")
@@ -300,16 +285,13 @@ DIGITS, BYTES = TOKENIZER["pre_tokenizer"]["pretokenizers"]
 
 
 @pytest.mark.parametrize(
-    ("splitter", "name"),
-    [({"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}, "smollm"), (BYTES, "gpt-2")],
+    ("splitter", "name"), [({"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}, "smollm"), (BYTES, "gpt-2")]
 )
 def test_splitters_have_names(splitter: dict[str, Any], name: str) -> None:
     assert pre_tokenizer({"pre_tokenizer": splitter}) == name
 
 
-@pytest.mark.parametrize(
-    "splitter", [None, {"type": "Metaspace"}, {"type": "Sequence", "pretokenizers": [DIGITS]}]
-)
+@pytest.mark.parametrize("splitter", [None, {"type": "Metaspace"}, {"type": "Sequence", "pretokenizers": [DIGITS]}])
 def test_unknown_splitters_are_refused(splitter: dict[str, Any] | None) -> None:
     with pytest.raises(ModelLoadError, match="splits text by"):
         pre_tokenizer({"pre_tokenizer": splitter})
@@ -333,9 +315,7 @@ def test_llama_3_scales_slow_rotations() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(
-        hidden_size=256, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=131072
-    )
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=131072)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500000.0 ** -(torch.arange(64, dtype=torch.float64) / 64)
     assert torch.allclose(plain / factors, scaled.double(), rtol=1e-5)
@@ -381,9 +361,7 @@ def test_pytorch_files_are_a_source(model_of: MakeModel, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("to", "dtype", "least"),
-    in_lanes(
-        [("gguf", "f32", 1.0), ("gguf", "q4_0", 0.3), ("safetensors", "bf16", 0.8)], [("gguf", "q4_0", 0.3)]
-    ),
+    in_lanes([("gguf", "f32", 1.0), ("gguf", "q4_0", 0.3), ("safetensors", "bf16", 0.8)], [("gguf", "q4_0", 0.3)]),
 )
 def test_checking_tells_how_far_two_are_apart(
     model_of: MakeModel, tmp_path: Path, to: str, dtype: str, least: float
@@ -451,10 +429,7 @@ def test_there_and_back_is_the_same_model(
     source = model_of(model_type, **changes)
     convert(source, tmp_path / "model.gguf", "gguf", "f32", ignore)
     convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "f32", ignore)
-    before, after = (
-        load_file(source / "model.safetensors"),
-        load_file(tmp_path / "back" / "model.safetensors"),
-    )
+    before, after = (load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"))
     assert before.keys() == after.keys()
     offset = model_type.startswith("gemma")  # one is added to its norms, and taken away again
     same = functools.partial(torch.allclose, rtol=0, atol=1e-6) if offset else torch.equal
@@ -509,9 +484,7 @@ def test_a_file_of_another_type_says_the_same(model_of: MakeModel, tmp_path: Pat
     said = [{name: value for name, value in one.items() if name not in stored} for one in fields]
     assert said[0] == said[1] == said[2]
     assert [one["general.file_type"] for one in fields] == [7, 0, 2]
-    before, after = (
-        {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors} for file in (source, coded)
-    )
+    before, after = ({tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors} for file in (source, coded))
     assert before.keys() == after.keys()
     assert after["blk.1.ffn_up.weight"].tensor_type is Type.Q4_0
     # What has its type already stays as it is, and so do vectors.
@@ -525,9 +498,7 @@ def test_a_file_in_parts_is_joined(model_of: MakeModel, tmp_path: Path) -> None:
     convert(parts[1], tmp_path / "joined.gguf", "gguf", "f32", ignore)
     whole, joined = (gguf.GGUFReader(str(tmp_path / name)) for name in ("model.gguf", "joined.gguf"))
     assert not [name for name in joined.fields if name.startswith("split.")]
-    assert {t.name: t.data.tobytes() for t in whole.tensors} == {
-        t.name: t.data.tobytes() for t in joined.tensors
-    }
+    assert {t.name: t.data.tobytes() for t in whole.tensors} == {t.name: t.data.tobytes() for t in joined.tensors}
 
 
 def split(file: Path) -> list[Path]:
@@ -563,9 +534,9 @@ def test_long_rope_of_a_file_is_that_of_its_model_at_any_length(
     assert longest_context(load_config(tmp_path / "linked")) == longest_context(load_config(source)) > 64
     layout = ShardLayout.from_config(load_config(source), 1, 0)
     ours, theirs = (
-        load_model(
-            where, torch.float32, layout, SingleRank(), CPU, lambda *_: None, context=context
-        ).get_submodule("model.rotary_emb")
+        load_model(where, torch.float32, layout, SingleRank(), CPU, lambda *_: None, context=context).get_submodule(
+            "model.rotary_emb"
+        )
         for where in (tmp_path / "linked", source)
     )
     assert torch.equal(ours.inv_freq, theirs.inv_freq)

@@ -53,18 +53,10 @@ def sentencepiece(model_type: str) -> dict[str, Any]:
         trainers.BpeTrainer(vocab_size=90, show_progress=False),
     )
     learned = sorted(trained.get_vocab().items(), key=lambda one: one[1])
-    tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *(piece for piece, _ in learned),
-    ]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece, _ in learned)]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = generate_merges(vocab, {piece: -index for piece, index in learned})
-    added = [
-        {"id": vocab[name], "content": name, "special": True, **PLAIN} for name in ("<unk>", "<s>", "</s>")
-    ]
+    added = [{"id": vocab[name], "content": name, "special": True, **PLAIN} for name in ("<unk>", "<s>", "</s>")]
     vocab["<plain>"] = len(vocab)
     added.append({"id": vocab["<plain>"], "content": "<plain>", "special": False, **PLAIN})
     begin, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}

@@ -41,9 +41,7 @@ def test_merged_weights_compute_what_base_and_adapter_do(model_of: MakeModel, tm
 def test_codes_are_merged_as_the_values_that_serving_has(model_of: MakeModel, tmp_path: Path) -> None:
     """Base and adapter of a quantized model: the adapter is added to what the codes stand for."""
     coded, values, adapter = tmp_path / "coded", tmp_path / "values", tmp_path / "adapter"
-    convert(
-        model_of("llama", hidden_size=96, num_attention_heads=6), coded, "safetensors", "int4-g32", ignore
-    )
+    convert(model_of("llama", hidden_size=96, num_attention_heads=6), coded, "safetensors", "int4-g32", ignore)
     convert(coded, values, "safetensors", "f32", ignore)
     expected = adapted(values, adapter)
     convert(coded, tmp_path / "merged", "safetensors", "f32", ignore, adapter=adapter)
@@ -84,9 +82,7 @@ def test_weights_are_written_as_the_base_has_them(
     assert main([*arguments, "--adapter", str(adapter)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]
     assert (result["dtype"], result["codes"]) == ("f16", "")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
-        torch.float16
-    }
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.float16}
 
 
 def test_what_cannot_be_merged_is_told(model_of: MakeModel, tmp_path: Path) -> None:

@@ -59,15 +59,7 @@ def served(directory: Path, collectives: Collectives) -> Vectors:
     embeds = "embed" in spec.tasks
     for name, prompt in prompts().items():
         request = GenerationRequest(
-            name,
-            "r",
-            "m",
-            "c",
-            prompt,
-            1,
-            embed=embeds,
-            classify=not embeds,
-            second_segment=second_segment(prompt),
+            name, "r", "m", "c", prompt, 1, embed=embeds, classify=not embeds, second_segment=second_segment(prompt)
         )
         assert batcher.add(request) is None
     size = spec.embedding_size or len(spec.labels)
@@ -99,18 +91,14 @@ def inputs_of(model: Any, prompt: list[int]) -> dict[str, torch.Tensor]:
 def states_of(directory: Path) -> dict[str, torch.Tensor]:
     model = AutoModel.from_pretrained(str(directory), attn_implementation="eager").eval()
     with torch.inference_mode():
-        return {
-            name: model(**inputs_of(model, prompt)).last_hidden_state[0] for name, prompt in prompts().items()
-        }
+        return {name: model(**inputs_of(model, prompt)).last_hidden_state[0] for name, prompt in prompts().items()}
 
 
 def logits_of(directory: Path) -> Vectors:
     model = AutoModelForSequenceClassification.from_pretrained(str(directory), attn_implementation="eager")
     model = model.eval()
     with torch.inference_mode():
-        return {
-            name: model(**inputs_of(model, prompt)).logits[0].tolist() for name, prompt in prompts().items()
-        }
+        return {name: model(**inputs_of(model, prompt)).logits[0].tolist() for name, prompt in prompts().items()}
 
 
 def assert_close(found: Vectors, truth: Vectors) -> None:
@@ -149,8 +137,7 @@ def test_logits_of_classes_are_those_of_transformers(tmp_path: Path, model_type:
 
 def write_modules(directory: Path, *kinds: str, **pooling: bool) -> None:
     modules = [
-        {"path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"}
-        for at, kind in enumerate(kinds)
+        {"path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(kinds)
     ]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
@@ -167,9 +154,7 @@ def test_a_directory_of_sentence_transformers(tmp_path: Path) -> None:
     weight, bias = torch.randn(6, 48), torch.randn(6)
     save_file({"linear.weight": weight, "linear.bias": bias}, directory / "2_Dense" / "model.safetensors")
     (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
-    truth = {
-        name: torch.tanh(weight @ state[0] + bias).tolist() for name, state in states_of(directory).items()
-    }
+    truth = {name: torch.tanh(weight @ state[0] + bias).tolist() for name, state in states_of(directory).items()}
     assert_close(on_ring(1, lambda ring: served(directory, ring))[0], truth)
     _, spec = on_ring(1, lambda ring: load(directory, ring))[0]
     assert (spec.context_length, spec.embedding_size, spec.pooling) == (48, 6, "cls")

@@ -85,11 +85,7 @@ def awq(made: np.random.Generator, outputs: int, inputs: int, group: int = 32) -
             packed |= nibbles[:, number::8].astype(np.uint32) << np.uint32(4 * place)
         return torch.from_numpy(packed.view(np.int32))
 
-    tensors = {
-        "qweight": words(codes.T),
-        "qzeros": words(zeros.T),
-        "scales": torch.from_numpy(scales.T.copy()),
-    }
+    tensors = {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": torch.from_numpy(scales.T.copy())}
     settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     return Written(tensors, values_of(codes, zeros, scales, np.arange(inputs) // size), settings)
 
@@ -154,16 +150,12 @@ def e4m3(octets: Array) -> Array:
     return np.asarray(sign * found, dtype=np.float32)
 
 
-def fp8(
-    made: np.random.Generator, outputs: int, inputs: int, per: str = "block", block: int = 128
-) -> Written:
+def fp8(made: np.random.Generator, outputs: int, inputs: int, per: str = "block", block: int = 128) -> Written:
     """`per` tensor, channel (compressed-tensors) or block (as DeepSeek and Qwen have it)."""
     octets = made.integers(0, 256, (outputs, inputs)).astype(np.uint8)
     octets[octets & 127 == 127] = 0  # no number
     octets &= 0b10111111  # about 1
-    shape = {"tensor": (1,), "channel": (outputs, 1), "block": (-(-outputs // block), -(-inputs // block))}[
-        per
-    ]
+    shape = {"tensor": (1,), "channel": (outputs, 1), "block": (-(-outputs // block), -(-inputs // block))}[per]
     scales = made.uniform(0.02, 0.06, shape).astype(np.float32)
     wide = scales
     if per == "block":
@@ -197,12 +189,7 @@ def mxfp4(made: np.random.Generator, experts: int, outputs: int, inputs: int) ->
 
 
 def nf4(
-    made: np.random.Generator,
-    outputs: int,
-    inputs: int,
-    nested: bool = True,
-    block: int = 64,
-    above: int = 256,
+    made: np.random.Generator, outputs: int, inputs: int, nested: bool = True, block: int = 64, above: int = 256
 ) -> Written:
     size = outputs * inputs
     table = np.sort(made.uniform(-1, 1, 16)).astype(np.float32)
@@ -229,9 +216,7 @@ def nf4(
     else:
         scales = made.uniform(0.05, 0.1, count).astype(np.float32)
         tensors["weight.absmax"] = torch.from_numpy(scales)
-    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
-        list(json.dumps(state).encode()), dtype=torch.uint8
-    )
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     values = (table[codes] * scales.repeat(block)[:size]).reshape(outputs, inputs)
     return Written(tensors, values, settings)

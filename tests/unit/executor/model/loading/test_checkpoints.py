@@ -126,9 +126,7 @@ def test_a_directory_leads_to_the_file_wherever_it_is_moved(file: Path, tmp_path
     assert (directory / "model.gguf").resolve() == newer
 
 
-def test_unpacked_weights_are_those_of_the_file(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpacked_weights_are_those_of_the_file(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(GGUF, "llama")
     convert_gguf(file, tmp_path / "out", ignore)
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), dtype=torch.float32)
@@ -137,9 +135,7 @@ def test_unpacked_weights_are_those_of_the_file(
     assert torch.equal(model.model.layers[1].mlp.down_proj.weight, expected)
 
 
-def test_a_header_is_read_once_and_as_it_is(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_is_read_once_and_as_it_is(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = gguf.GGUFReader(str(file)).fields
     (ours,) = open_parts(file)
     with read_once(ours):
@@ -166,9 +162,7 @@ def _value(field: Any, at: int) -> object:
     return _gguf_parse_value(field.parts[at], field.types)
 
 
-def test_an_interrupted_conversion_leaves_nothing(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_conversion_leaves_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -214,9 +208,7 @@ def test_what_names_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_model(str(tmp_path), Store.at(tmp_path / "cache"), ignore) == tmp_path
 
 
-def test_command_reports_stages_and_errors(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reports_stages_and_errors(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["directory", str(file), str(tmp_path / "out")]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-2:] == [{"stage": "done", "done": 4, "total": 4}, {"result": {}}]
@@ -235,9 +227,7 @@ def test_command_fails_as_a_process(tmp_path: Path) -> None:
         str(tmp_path / "x.gguf"),
         str(tmp_path / "out"),
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False)
     assert done.returncode == 1
     assert "cannot be read" in json.loads(done.stdout)["error"]
     assert "Traceback" not in done.stderr
@@ -255,9 +245,7 @@ def test_a_file_that_is_cut_short_is_refused_before_anything_is_imported(
         "import sys; from services.executor.model.conversion.__main__ import main; "
         f"status = main({arguments!r}); print(status, *sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", told], capture_output=True, text=True, timeout=100, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=100, check=True)
     first, last = done.stdout.splitlines()
     assert "before the end of the tensor" in json.loads(first)["error"]
     assert last == "1"

@@ -52,9 +52,7 @@ class Model(NamedTuple):
 def served(file: Path) -> Model:
     directory = file.with_name("served")
     convert_gguf(file, directory, ignore)
-    texts = {
-        path.name: path.read_text() for path in directory.iterdir() if path.suffix in (".json", ".jinja")
-    }
+    texts = {path.name: path.read_text() for path in directory.iterdir() if path.suffix in (".json", ".jinja")}
     return Model(values_of(load(directory, torch.float32)), texts)
 
 
@@ -219,14 +217,10 @@ def test_unpacked_weights_are_never_made_up(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=rf"lacks {lost}, so the model would not be its own"):
             convert_gguf(cut, tmp_path / "cut", ignore)
         renamed = [one._replace(name=one.name.replace(lost, "blk.0.strange.weight")) for one in tensors]
-        with pytest.raises(
-            ModelLoadError, match=rf"lacks {lost} and holds blk.0.strange.weight, which nothing"
-        ):
+        with pytest.raises(ModelLoadError, match=rf"lacks {lost} and holds blk.0.strange.weight, which nothing"):
             convert_gguf(write_parts(tmp_path / "cut.gguf", keys, renamed), tmp_path / "cut", ignore)
     short = [
-        one._replace(shape=(one.shape[0] - 1,), data=one.data[:-4])
-        if one.name == "blk.0.ffn_up.bias"
-        else one
+        one._replace(shape=(one.shape[0] - 1,), data=one.data[:-4]) if one.name == "blk.0.ffn_up.bias" else one
         for one in tensors
     ]
     with pytest.raises(ModelLoadError, match=r"mlp\.c_fc\.bias in .* has the shape \[\d+\] where") as raised:
@@ -238,9 +232,7 @@ def test_a_tokenizer_beside_a_file_is_not_the_files(whole: Whole, tmp_path: Path
     """Nor a template, nor what another model's generation_config.json recommends; converted neither."""
     file = write_parts(tmp_path / "model.gguf", whole.keys, whole.tensors)
     other = write_parts(
-        tmp_path / "other.gguf",
-        [key for key in whole.keys if key.name not in MEANS_NONE],
-        whole.tensors,
+        tmp_path / "other.gguf", [key for key in whole.keys if key.name not in MEANS_NONE], whole.tensors
     )
     convert_gguf(other, tmp_path / "other", ignore)
     for text in (tmp_path / "other").glob("*.json"):
@@ -291,10 +283,7 @@ def test_a_model_of_experts_alone_says_their_width(whole: Whole, tmp_path: Path,
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), 101.0])
 def test_sampling_that_cannot_be_is_refused_by_its_key(whole: Whole, tmp_path: Path, value: float) -> None:
-    keys = [
-        key._replace(value=number(value)) if key.name == "general.sampling.temp" else key
-        for key in whole.keys
-    ]
+    keys = [key._replace(value=number(value)) if key.name == "general.sampling.temp" else key for key in whole.keys]
     with pytest.raises(ModelLoadError, match=r"has an invalid general\.sampling\.temp, "):
         served(write_parts(tmp_path / "model.gguf", keys, whole.tensors))
 
@@ -309,9 +298,7 @@ SCALED = {
 
 @pytest.mark.parametrize("form", ["packed", "unpacked"])
 @pytest.mark.parametrize("case", SCALED)
-def test_scaled_positions_that_are_half_said_are_refused(
-    whole: Whole, tmp_path: Path, case: str, form: str
-) -> None:
+def test_scaled_positions_that_are_half_said_are_refused(whole: Whole, tmp_path: Path, case: str, form: str) -> None:
     said, reason = SCALED[case]
     with as_served(form), pytest.raises(ModelLoadError, match=reason):
         served(write_parts(tmp_path / "model.gguf", [*whole.keys, *scaling(said)], whole.tensors))
@@ -320,17 +307,13 @@ def test_scaled_positions_that_are_half_said_are_refused(
 def test_scaled_positions_of_what_is_unpacked_are_not_passed_over(whole: Whole, tmp_path: Path) -> None:
     said = scaling({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
     file = write_parts(tmp_path / "model.gguf", [*whole.keys, *said], whole.tensors)
-    with (
-        as_served("unpacked"),
-        pytest.raises(ModelLoadError, match=r"llama\.rope\.scaling, .* is not unpacked"),
-    ):
+    with as_served("unpacked"), pytest.raises(ModelLoadError, match=r"llama\.rope\.scaling, .* is not unpacked"):
         served(file)
 
 
 def scaling(said: Mapping[str, str | float]) -> list[Key]:
     return [
-        Key(f"llama.{name}", text(value) if isinstance(value, str) else number(value))
-        for name, value in said.items()
+        Key(f"llama.{name}", text(value) if isinstance(value, str) else number(value)) for name, value in said.items()
     ]
 
 

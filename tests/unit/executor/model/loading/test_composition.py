@@ -55,9 +55,7 @@ def compositions(draw: st.DrawFn) -> tuple[Composition, Tensor, dict[str, Tensor
 
 
 @given(compositions())
-def test_boxes_make_the_tensor_that_torch_makes(
-    made: tuple[Composition, Tensor, dict[str, Tensor]],
-) -> None:
+def test_boxes_make_the_tensor_that_torch_makes(made: tuple[Composition, Tensor, dict[str, Tensor]]) -> None:
     content, tensor, stored = made
     assert content.shape == tuple(tensor.shape)
     assert torch.equal(built(content, stored), tensor)

@@ -71,9 +71,7 @@ def test_all_formats_that_are_promised_are_there() -> None:
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 5), blocks=st.integers(1, 4))
 @settings(max_examples=25, deadline=None)
-def test_codes_and_scales_are_the_files(
-    kind: GGMLQuantizationType, seed: int, rows: int, blocks: int
-) -> None:
+def test_codes_and_scales_are_the_files(kind: GGMLQuantizationType, seed: int, rows: int, blocks: int) -> None:
     raw = any_rows(kind, seed, rows, blocks)
     made = quantized(torch.from_numpy(raw), kind)
     expected = torch.from_numpy(dequantize(raw, kind))
@@ -103,9 +101,7 @@ def test_the_form_takes_hardly_more_memory_than_the_file(kind: GGMLQuantizationT
     assert made.nbytes <= raw.nbytes * 1.2 or made.nbytes * 8 <= made.codes.numel() * OF_BOOKS[kind.name]
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in QUANTIZED if FLOATS[kind.name]], ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if FLOATS[kind.name]], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("bits", [0x7E00, 0x7C00, 0xFC00])
 def test_scales_that_are_no_numbers_are_refused(kind: GGMLQuantizationType, bits: int) -> None:
     for at in FLOATS[kind.name]:

@@ -83,20 +83,13 @@ def test_a_file_cut_anywhere_is_refused(whole: bytes, tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(
-    max_examples=400,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
-def test_changed_files_are_read_or_refused_in_a_sentence(
-    whole: bytes, tmp_path: Path, data: st.DataObject
-) -> None:
+def test_changed_files_are_read_or_refused_in_a_sentence(whole: bytes, tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(4, len(content) - 9))
-        changed = data.draw(
-            st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\xff\xff\xff\x7f"])
-        )
+        changed = data.draw(st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\xff\xff\xff\x7f"]))
         content[at : at + len(changed)] = changed
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -136,18 +129,9 @@ def test_any_bytes_behind_the_magic_are_refused_or_empty(tmp_path: Path, content
         (header(values=1) + text(b"k") + struct.pack("<IIQ", 9, 12, 1 << 62), "ends within its header"),
         (header(values=1) + text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 62), "ends within its header"),
         (header(values=2) + (text(b"k") + struct.pack("<IB", 0, 1)) * 2, "says 'k' twice"),
-        (
-            header(values=1) + text(b"general.alignment") + struct.pack("<II", 4, 0),
-            "alignment is 0",
-        ),
-        (
-            header(values=1) + text(b"general.alignment") + struct.pack("<II", 4, 48),
-            "alignment is 48",
-        ),
-        (
-            header(values=1) + text(b"general.alignment") + struct.pack("<I", 8) + text(b"x"),
-            "alignment is 'x'",
-        ),
+        (header(values=1) + text(b"general.alignment") + struct.pack("<II", 4, 0), "alignment is 0"),
+        (header(values=1) + text(b"general.alignment") + struct.pack("<II", 4, 48), "alignment is 48"),
+        (header(values=1) + text(b"general.alignment") + struct.pack("<I", 8) + text(b"x"), "alignment is 'x'"),
         (header(tensors=1) + tensor(b"t", (), 0, 0), "has 0 dimensions"),
         (header(tensors=1) + tensor(b"t", (1,) * 5, 0, 0), "has 5 dimensions"),
         (header(tensors=1) + tensor(b"t", (1 << 63, 1 << 63), 0, 0), "has the shape"),

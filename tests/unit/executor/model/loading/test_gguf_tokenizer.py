@@ -11,12 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers.tokenization_utils_base import generate_merges
 
 from services.executor.model.loading.gguf_file import GgufFile
-from services.executor.model.loading.gguf_tokenizer import (
-    WHOLE,
-    chat_templates,
-    tokenizer_json,
-    tokenizer_settings,
-)
+from services.executor.model.loading.gguf_tokenizer import WHOLE, chat_templates, tokenizer_json, tokenizer_settings
 from services.executor.model.loading.pre_tokenizers import SPLIT_RULES, split_name
 from shared.errors import ModelLoadError
 
@@ -92,9 +87,7 @@ def as_gguf(path: Path, tokenizer: Tokenizer, pre: str, **fields: Any) -> GgufFi
     special = {token["content"]: CONTROL if token["special"] else USER for token in parts["added_tokens"]}
     merges = [" ".join(merge) for merge in parts["model"]["merges"]]
     types = [special.get(token, NORMAL) for token in tokens]
-    return written(
-        path, "gpt2", tokens, types, pre=pre, merges=merges, eos_token_id=0, bos_token_id=1, **fields
-    )
+    return written(path, "gpt2", tokens, types, pre=pre, merges=merges, eos_token_id=0, bos_token_id=1, **fields)
 
 
 @pytest.mark.parametrize("pre", sorted({id(rule): name for name, rule in SPLIT_RULES.items()}.values()))
@@ -175,9 +168,7 @@ def sentencepiece() -> tuple[list[str], list[int], list[float], dict[str, int]]:
 def test_sentencepiece_makes_the_same_tokens(tmp_path: Path, prefix: bool, listed: bool) -> None:
     tokens, types, scores, ids = sentencepiece()
     merges = generate_merges(ids, dict(zip(tokens[:-1], scores[:-1], strict=True)))
-    own = Tokenizer(
-        models.BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    own = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     prepend = [normalizers.Prepend(SPACE)] if prefix else []
     own.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
     own.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -202,21 +193,12 @@ def test_gemma_keeps_spaces_with_the_word_before(tmp_path: Path) -> None:
 
 
 def test_unigrams_make_the_same_tokens(tmp_path: Path) -> None:
-    pieces = [
-        ("<unk>", 0.0),
-        ("<s>", 0.0),
-        ("</s>", 0.0),
-        (f"{SPACE}the", -2.0),
-        (f"{SPACE}cat", -3.0),
-        ("t", -4.0),
-    ]
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), (f"{SPACE}the", -2.0), (f"{SPACE}cat", -3.0), ("t", -4.0)]
     pieces += [(f"{SPACE}c", -5.0), ("at", -3.5), ("a", -6.0), (SPACE, -7.0), ("h", -6.5), ("e", -6.5)]
     tokens, scores = zip(*pieces, strict=True)
     types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 3)]
     own = Tokenizer(models.Unigram(pieces, unk_id=0))
-    own.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    )
+    own.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     fields = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True}
     found = read(written(tmp_path / "model.gguf", "t5", tokens, types, **fields))
     for text in ("the cat", "that  the", "a cat z"):
@@ -224,38 +206,18 @@ def test_unigrams_make_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_word_pieces_are_spelled_as_bert_has_them(tmp_path: Path) -> None:
-    tokens = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[unused0]",
-        f"{SPACE}the",
-        f"{SPACE}cat",
-        "s",
-        f"{SPACE}!",
-        "[MASK]",
-    ]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[unused0]", f"{SPACE}the", f"{SPACE}cat", "s", f"{SPACE}!", "[MASK]"]
     types = [CONTROL, UNKNOWN, CONTROL, CONTROL, NORMAL, *[NORMAL] * 4, CONTROL]
     fields = {"cls_token_id": 2, "seperator_token_id": 3, "unknown_token_id": 1, "architecture": "bert"}
     found = read(written(tmp_path / "model.gguf", "bert", tokens, types, **fields))
     assert found.encode("The Cats!").tokens == ["[CLS]", "the", "cat", "##s", "!", "[SEP]"]
-    assert found.encode("th\u00e9 [MASK]", "cat").tokens == [
-        "[CLS]",
-        "the",
-        "[MASK]",
-        "[SEP]",
-        "cat",
-        "[SEP]",
-    ]
+    assert found.encode("th\u00e9 [MASK]", "cat").tokens == ["[CLS]", "the", "[MASK]", "[SEP]", "cat", "[SEP]"]
     assert found.encode("dog", "cat").type_ids == [0, 0, 0, 1, 1]
     assert found.token_to_id("[unused0]") == 4
 
 
 @pytest.mark.parametrize(("begins", "first"), [(None, [1]), (True, [1]), (False, [])])
-def test_texts_begin_as_the_file_says_or_its_kind_has_it(
-    tmp_path: Path, begins: bool | None, first: list[int]
-) -> None:
+def test_texts_begin_as_the_file_says_or_its_kind_has_it(tmp_path: Path, begins: bool | None, first: list[int]) -> None:
     own = byte_level("llama-bpe")
     said = {} if begins is None else {"add_bos_token": begins}
     found = read(as_gguf(tmp_path / "model.gguf", own, "llama-bpe", **said))
@@ -276,11 +238,7 @@ def test_settings_and_templates(tmp_path: Path) -> None:
     own = byte_level("qwen2")
     file = as_gguf(tmp_path / "model.gguf", own, "qwen2", padding_token_id=0)
     settings = tokenizer_settings(file, 0, 4096)
-    assert (settings["eos_token"], settings["bos_token"], settings["pad_token"]) == (
-        "<|end|>",
-        "<|start|>",
-        "<|end|>",
-    )
+    assert (settings["eos_token"], settings["bos_token"], settings["pad_token"]) == ("<|end|>", "<|start|>", "<|end|>")
     assert settings["model_max_length"] == 4096
     assert chat_templates(file) == {}
     writer = gguf.GGUFWriter(str(tmp_path / "templates.gguf"), "llama")

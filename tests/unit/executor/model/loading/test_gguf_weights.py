@@ -65,12 +65,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(
-    tmp_path: Path, model_type: str, kind: str, changes: Mapping[str, Any] | None = None, **extra: str
-) -> Path:
-    source = make_model(
-        tmp_path / "plain", model_type, **{**SIZES, **CHANGES.get(model_type, {}), **(changes or {})}
-    )
+def make(tmp_path: Path, model_type: str, kind: str, changes: Mapping[str, Any] | None = None, **extra: str) -> Path:
+    source = make_model(tmp_path / "plain", model_type, **{**SIZES, **CHANGES.get(model_type, {}), **(changes or {})})
     return write_gguf(source, tmp_path / "model.gguf", kind, **extra)
 
 
@@ -103,10 +99,7 @@ def values_of(model: Any) -> dict[str, Tensor]:
 
 def theirs(file: Path) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(
-        str(file.parent),
-        gguf_file=file.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
+        str(file.parent), gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     return dict(model.state_dict())
 
@@ -174,9 +167,7 @@ def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_typ
         assert after[name] == (pytest.approx(expected) if isinstance(expected, float) else expected), name
 
 
-def test_without_its_row_a_file_is_refused_and_others_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_row_a_file_is_refused_and_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {kind: make(tmp_path / kind, kind, "F32") for kind in ("arcee", "olmo2")}
     monkeypatch.delitem(GGUF, "arcee")
     with pytest.raises(ModelLoadError, match=r"cannot be converted .* use a safetensors directory\.$"):
@@ -184,23 +175,14 @@ def test_without_its_row_a_file_is_refused_and_others_are_read(
     assert load_config(converted(files["olmo2"])).model_type == "olmo2"
 
 
-NOT_OF_THE_FILE = {
-    "_name_or_path",
-    "dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "transformers_version",
-}
+NOT_OF_THE_FILE = {"_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 
 
 @pytest.mark.parametrize("value", [1 << 31, 4097])
 def test_more_layers_than_a_model_has_are_not_built(tmp_path: Path, value: int) -> None:
     file = make(tmp_path, "llama", "F32")
     lie(file, "llama.block_count", value)
-    with pytest.raises(
-        ModelLoadError, match=rf"its llama.block_count is {value}, and no model with more than 4096"
-    ):
+    with pytest.raises(ModelLoadError, match=rf"its llama.block_count is {value}, and no model with more than 4096"):
         converted(file)
 
 
@@ -209,8 +191,7 @@ SIZES_OF += ["llama.attention.head_count_kv", "llama.attention.key_length"]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [*((key, (1 << 31) + 1) for key in SIZES_OF), *((key, 7) for key in SIZES_OF), (SIZES_OF[2], 0)],
+    ("key", "value"), [*((key, (1 << 31) + 1) for key in SIZES_OF), *((key, 7) for key in SIZES_OF), (SIZES_OF[2], 0)]
 )
 def test_sizes_that_are_not_the_tensors_are_refused(tmp_path: Path, key: str, value: int) -> None:
     file = make(tmp_path, "llama", "Q8_0", {"num_hidden_layers": 1})
@@ -247,10 +228,7 @@ def test_what_a_file_has_to_say_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     in_lanes(
-        [
-            *((name, "Q8_0") for name in ARCHITECTURES),
-            *(("llama", "F32"), ("llama", "F16"), ("gemma3_text", "BF16")),
-        ],
+        [*((name, "Q8_0") for name in ARCHITECTURES), *(("llama", "F32"), ("llama", "F16"), ("gemma3_text", "BF16"))],
         [("llama", "F16"), ("gemma3_text", "BF16"), ("phi3", "Q8_0"), ("qwen3_moe", "Q8_0")],
     ),
 )
@@ -294,15 +272,11 @@ def test_scaled_rotary_positions_are_read(tmp_path: Path, kind: str) -> None:
 
 def test_what_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -> None:
     file = make(tmp_path, "llama", "Q8_0")
-    strange = with_tensor(
-        file, tmp_path / "strange" / "model.gguf", "blk.0.other.weight", np.ones(4, np.float32)
-    )
+    strange = with_tensor(file, tmp_path / "strange" / "model.gguf", "blk.0.other.weight", np.ones(4, np.float32))
     with pytest.raises(ModelLoadError, match=r"hold a tensor blk.0.other.weight"):
         load(converted(strange), torch.float32)
     content = bytearray(file.read_bytes())
-    tensor = next(
-        found for found in gguf.GGUFReader(str(file)).tensors if found.name == "blk.1.ffn_up.weight"
-    )
+    tensor = next(found for found in gguf.GGUFReader(str(file)).tensors if found.name == "blk.1.ffn_up.weight")
     content[tensor.data_offset : tensor.data_offset + 2] = b"\xff\x7f"
     directory = converted(file)
     file.write_bytes(content)

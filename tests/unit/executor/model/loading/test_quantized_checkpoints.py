@@ -63,11 +63,7 @@ def make_checkpoint(directory: Path, model_type: str, write: Write, **changes: A
 
 
 def saved(
-    plain: Path,
-    quantized: Path,
-    values: dict[str, Tensor],
-    stored: dict[str, Tensor],
-    settings: dict[str, Any],
+    plain: Path, quantized: Path, values: dict[str, Tensor], stored: dict[str, Tensor], settings: dict[str, Any]
 ) -> Checkpoint:
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
     quantized.mkdir()
@@ -119,9 +115,7 @@ def test_experts_one_by_one(tmp_path: Path, form: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", EITHER)
 def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
     plain = tmp_path / "plain"
-    build("gpt_oss", {**settings_of("gpt_oss"), "hidden_size": 64, "intermediate_size": 96}).save_pretrained(
-        plain
-    )
+    build("gpt_oss", {**settings_of("gpt_oss"), "hidden_size": 64, "intermediate_size": 96}).save_pretrained(plain)
     made = np.random.default_rng(0)
     values, stored = load_file(plain / "model.safetensors"), {}
     for name, value in list(values.items()):
@@ -136,12 +130,8 @@ def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
 
 
 @native
-@pytest.mark.parametrize(
-    ("form", "packed"), [("awq", True), ("gptq act-order", False), ("fp8 by blocks", True)]
-)
-def test_codes_of_experts_stay_codes_where_they_have_one_format(
-    tmp_path: Path, form: str, packed: bool
-) -> None:
+@pytest.mark.parametrize(("form", "packed"), [("awq", True), ("gptq act-order", False), ("fp8 by blocks", True)])
+def test_codes_of_experts_stay_codes_where_they_have_one_format(tmp_path: Path, form: str, packed: bool) -> None:
     changes = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes)
     runner = runner_of(checkpoint.quantized, native=True)
@@ -212,9 +202,7 @@ def test_codes_that_are_read_later_are_the_same(tmp_path: Path, form: str, of: t
     """A few rows at a time, with the files closed."""
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     told: list[tuple[int, int]] = []
-    held = [
-        module for module in load(checkpoint.quantized, of=of).modules() if isinstance(module, WeightShard)
-    ]
+    held = [module for module in load(checkpoint.quantized, of=of).modules() if isinstance(module, WeightShard)]
     model = load(checkpoint.quantized, report=lambda *now: told.append(now), later=True, of=of)
     later = [module for module in model.modules() if isinstance(module, WeightShard)]
     assert any(isinstance(module.stored, DeferredRows) for module in later)
@@ -278,9 +266,7 @@ def test_what_the_converter_writes_is_read(tmp_path: Path, dtype: str, bits: int
 
 def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS["awq"])
-    with pytest.raises(
-        ModelLoadError, match="quantized already, and --weight-dtype would quantize it to q4_k again"
-    ):
+    with pytest.raises(ModelLoadError, match="quantized already, and --weight-dtype would quantize it to q4_k again"):
         load(checkpoint.quantized, weights="q4_k")
 
 
@@ -298,10 +284,7 @@ def test_biases_of_zeros_that_a_quantizer_has_added_are_passed_over(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"group_size": 64},
-            r"down_proj.weight cannot be read \(its 288 inputs do not divide into groups of 64",
-        ),
+        ({"group_size": 64}, r"down_proj.weight cannot be read \(its 288 inputs do not divide into groups of 64"),
         ({"bits": 8}, r"q_proj.weight has the shape \[160, 80\]|cannot be read"),
         ({"quant_method": "awq", "version": "gemm"}, "cannot be read"),
         ({"quant_method": "fp8"}, "the architecture does not use|no tensor"),
@@ -335,23 +318,13 @@ def test_the_fp8_of_deepseek_v4_is_read(tmp_path: Path) -> None:
         model.save_pretrained(str(directory))
     made, values = np.random.default_rng(0), load_file(plain / "model.safetensors")
     stored = dict(values)
-    linear = (
-        ".w1.weight",
-        ".w2.weight",
-        ".w3.weight",
-        ".wq_b.weight",
-        ".wkv.weight",
-        ".wo_a.weight",
-        ".wo_b.weight",
-    )
+    linear = (".w1.weight", ".w2.weight", ".w3.weight", ".wq_b.weight", ".wkv.weight", ".wo_a.weight", ".wo_b.weight")
     for name in values:
         if name.endswith(linear) and "compressor" not in name:
             outputs, inputs = values[name].shape
             codes = fp8(made, outputs, inputs, block=16).tensors["weight"]
             shape = (-(-outputs // 16), -(-inputs // 16))
-            scales = torch.from_numpy(made.integers(122, 125, shape).astype(np.uint8)).view(
-                torch.float8_e8m0fnu
-            )
+            scales = torch.from_numpy(made.integers(122, 125, shape).astype(np.uint8)).view(torch.float8_e8m0fnu)
             wide = scales.float().repeat_interleave(16, 0)[:outputs].repeat_interleave(16, 1)[:, :inputs]
             values[name] = codes.float() * wide
             stored |= {name: codes, name.removesuffix("weight") + "scale": scales}

@@ -168,9 +168,7 @@ def test_parts_of_other_shapes_and_types_are_refused(form: str) -> None:
         if ("per" in form or "fp8" in form) and part in ("qweight", "weight"):
             continue  # a weight of another shape, which is for the model to refuse
         shorter = tensor[:-1] if tensor.numel() > 1 else torch.zeros(3, dtype=tensor.dtype)
-        refused(
-            Written({**written.tensors, part: shorter}, written.values, written.settings), "cannot be read"
-        )
+        refused(Written({**written.tensors, part: shorter}, written.values, written.settings), "cannot be read")
         if part != "weight":  # whose type says whether it is coded
             other = tensor.to(torch.int16) if tensor.dtype is not torch.uint8 else tensor.float()
             refused(Written({**written.tensors, part: other}, written.values, written.settings), "weight")
@@ -205,13 +203,7 @@ def test_an_order_that_is_none_is_refused() -> None:
 def test_states_of_nf4_that_lie_are_refused() -> None:
     written = nf4(np.random.default_rng(0), 64, 64)
     state = "weight.quant_state.bitsandbytes__nf4"
-    for text in (
-        b"{}",
-        b"\xff",
-        b'{"shape": [64, 64], "blocksize": 0}',
-        b'{"shape": [1, 1], "blocksize": 64}',
-        b"[]",
-    ):
+    for text in (b"{}", b"\xff", b'{"shape": [64, 64], "blocksize": 0}', b'{"shape": [1, 1], "blocksize": 64}', b"[]"):
         worse = {**written.tensors, state: torch.tensor(list(text), dtype=torch.uint8)}
         refused(Written(worse, written.values, written.settings), "cannot be read")
 

@@ -8,14 +8,7 @@ from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.core_model_loading import (
-    Chunk,
-    Interleave,
-    Split,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-)
+from transformers.core_model_loading import Chunk, Interleave, Split, Transpose, WeightConverter, WeightRenaming
 
 from services.executor.core.sharding import ShardRange
 from services.executor.model.loading import sources
@@ -66,9 +59,7 @@ def empty(model: Any) -> Any:
     return bare
 
 
-def read(
-    found: CheckpointSources, files: WeightFiles, name: str, *cut: tuple[int, list[ShardRange]]
-) -> Tensor:
+def read(found: CheckpointSources, files: WeightFiles, name: str, *cut: tuple[int, list[ShardRange]]) -> Tensor:
     content = found.parameters[name]
     for dim, spans in cut:
         content = content.selected(dim, spans)
@@ -123,16 +114,11 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.parametrize(
     ("lacking", "reason"),
     [
-        (
-            "model.layers.1.block_sparse_moe.experts.3.w3.weight",
-            "no tensor model.layers.1.*experts.3.w3.weight",
-        ),
+        ("model.layers.1.block_sparse_moe.experts.3.w3.weight", "no tensor model.layers.1.*experts.3.w3.weight"),
         ("model.layers.1.block_sparse_moe.experts.10.w2.weight", "no tensor .*experts.10.w2.weight"),
     ],
 )
-def test_a_missing_expert_is_named(
-    mixtral: tuple[Path, Any], tmp_path: Path, lacking: str, reason: str
-) -> None:
+def test_a_missing_expert_is_named(mixtral: tuple[Path, Any], tmp_path: Path, lacking: str, reason: str) -> None:
     directory = Path(shutil.copytree(mixtral[0], tmp_path / "copy"))
     edit_weights(directory, lambda tensors: tensors.pop(lacking))
     with WeightFiles(directory) as files, pytest.raises(ModelLoadError, match=reason):
@@ -148,10 +134,7 @@ def test_missing_projections_and_uneven_experts(mixtral: tuple[Path, Any], tmp_p
         name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
         tensors[name] = tensors[name][:-1].clone()
 
-    for edit, reason in (
-        (without_gates, "no tensor experts.0.w1.weight for model"),
-        (uneven, "do not make up"),
-    ):
+    for edit, reason in ((without_gates, "no tensor experts.0.w1.weight for model"), (uneven, "do not make up")):
         directory = Path(shutil.copytree(mixtral[0], tmp_path / edit.__name__))
         edit_weights(directory, edit)
         with WeightFiles(directory) as files, pytest.raises(ModelLoadError, match=reason) as raised:

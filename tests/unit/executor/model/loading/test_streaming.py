@@ -76,9 +76,7 @@ def read(
     reports: list[tuple[int, int]] = []
     with WeightFiles(directory) as files:
         whole = {name: Composition.whole(name, shape) for name, shape in files.shapes.items()}
-        made = stream_all(
-            reads(whole), files, CPU, lambda done, total: reports.append((done, total)), make, lanes
-        )
+        made = stream_all(reads(whole), files, CPU, lambda done, total: reports.append((done, total)), make, lanes)
     return made, reports
 
 
@@ -191,16 +189,7 @@ def test_a_gpu_is_given_pieces_by_a_stream_of_the_lane(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
     fence = CudaCarrier(device).send(noted, torch.empty(0))
     fence()
-    assert [step[0] for step in done] == [
-        "device",
-        "stream",
-        "after",
-        "on",
-        "taken",
-        "recorded",
-        "off",
-        "waited",
-    ]
+    assert [step[0] for step in done] == ["device", "stream", "after", "on", "taken", "recorded", "off", "waited"]
     assert done[:3] == [("device", device), ("stream", device), ("after", "default")]
 
 
@@ -249,8 +238,7 @@ def test_boxes_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
 def test_a_model_keeps_its_linear_layers_quantised(llama: Path) -> None:
     layout = ShardLayout.from_config(load_config(llama), 1, 0)
     load = [
-        load_model(llama, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None, codec)
-        for codec in (None, FP8)
+        load_model(llama, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None, codec) for codec in (None, FP8)
     ]
     plain, coded = (dict(model.named_modules()) for model in load)
     quantised = {
@@ -276,16 +264,10 @@ def test_linears_that_lie_the_other_way_are_quantised_too(tmp_path: Path) -> Non
     config = load_config(directory)
     layout = ShardLayout.from_config(config, 1, 0)
     plain, coded = (
-        dict(
-            load_model(
-                directory, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None, codec
-            ).named_modules()
-        )
+        dict(load_model(directory, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None, codec).named_modules())
         for codec in (None, INT8)
     )
-    quantised = [
-        name for name, module in coded.items() if isinstance(getattr(module, "stored", None), Quantized)
-    ]
+    quantised = [name for name, module in coded.items() if isinstance(getattr(module, "stored", None), Quantized)]
     assert len(quantised) == 4 * config.num_hidden_layers
     for name in quantised:
         assert torch.equal(coded[name].stored.codes, quantize(plain[name].weight, INT8).codes)

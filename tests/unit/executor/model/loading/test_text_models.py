@@ -80,9 +80,7 @@ def test_a_configuration_may_be_its_text_models_too(tmp_path: Path) -> None:
     assert (text.model_type, text.num_hidden_layers, text.tie_word_embeddings) == ("phi3", 3, True)
     assert text.dtype == torch.bfloat16
     own = "model.layers.0.mlp.down_proj.weight"
-    assert text_names(text, [own, "model.embed_tokens_extend.image_embed.img_projection_up.bias"]) == {
-        own: own
-    }
+    assert text_names(text, [own, "model.embed_tokens_extend.image_embed.img_projection_up.bias"]) == {own: own}
 
 
 def test_what_takes_more_than_text_is_not_converted(tmp_path: Path) -> None:

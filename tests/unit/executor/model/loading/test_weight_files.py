@@ -45,9 +45,7 @@ def test_tensors_of_every_type_and_shape(tmp_path: Path, name: str) -> None:
         for key, tensor in tensors.items():
             stored = files.tensor(key)
             assert stored.dtype == tensor.dtype
-            assert (
-                stored.untyped_storage().tolist() == tensor.untyped_storage().tolist() or stored.numel() < 100
-            )
+            assert stored.untyped_storage().tolist() == tensor.untyped_storage().tolist() or stored.numel() < 100
             assert torch.equal(stored.double(), tensor.double())
             files.release(key, stored)
             assert torch.equal(stored.double(), tensor.double()), "it comes back from the file"
@@ -128,9 +126,7 @@ def test_damaged_pickles(tmp_path: Path) -> None:
 def test_pickles_in_several_files(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     torch.save({"a": torch.ones(3), "both": torch.zeros(1)}, tmp_path / "one.bin")
-    torch.save(
-        {"b": torch.full((2,), 2.0), "both": torch.ones(1), "extra": torch.ones(1)}, tmp_path / "two.bin"
-    )
+    torch.save({"b": torch.full((2,), 2.0), "both": torch.ones(1), "extra": torch.ones(1)}, tmp_path / "two.bin")
     index.write_text(json.dumps({"weight_map": {"a": "one.bin", "b": "two.bin", "both": "two.bin"}}))
     with WeightFiles(tmp_path) as files:
         assert set(files.shapes) == {"a", "b", "both", "extra"}
@@ -147,8 +143,7 @@ def test_safetensors_are_preferred(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}', "{}"],
+    "content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}', "{}"]
 )
 def test_corrupt_indices(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)

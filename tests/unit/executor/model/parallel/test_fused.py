@@ -87,10 +87,7 @@ def test_every_kv_head_counts_once(ring: list[ShardLayout]) -> None:
 
 
 def test_neighbours_are_read_at_once() -> None:
-    assert merged([ShardRange(0, 2), ShardRange(2, 5), ShardRange(7, 8)]) == (
-        ShardRange(0, 5),
-        ShardRange(7, 8),
-    )
+    assert merged([ShardRange(0, 2), ShardRange(2, 5), ShardRange(7, 8)]) == (ShardRange(0, 5), ShardRange(7, 8))
     assert halves(ShardRange(2, 4), 6) == (ShardRange(2, 4), ShardRange(8, 10))
     assert halves(ShardRange(0, 6), 6) == (ShardRange(0, 12),)
     whole = ShardLayout.of(HeadCounts(6, 3, HEAD_DIM), 1, 0)

@@ -25,9 +25,7 @@ def weight_of(rank: int = 0, ranks: int = 1) -> LatentWeight:
     return weight
 
 
-def attended(
-    weight: LatentWeight, rows: int, context: int, mask: torch.Tensor | None, expands: bool
-) -> torch.Tensor:
+def attended(weight: LatentWeight, rows: int, context: int, mask: torch.Tensor | None, expands: bool) -> torch.Tensor:
     torch.manual_seed(3)
     query = torch.randn(rows, weight.heads, PLAIN + ROTATED)
     lines = torch.randn(context, RANK + ROTATED)
@@ -38,9 +36,7 @@ def attended(
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("limit", [1, 1 << 30])
-def test_lines_and_expanded_heads_come_to_the_same(
-    monkeypatch: pytest.MonkeyPatch, fresh: bool, limit: int
-) -> None:
+def test_lines_and_expanded_heads_come_to_the_same(monkeypatch: pytest.MonkeyPatch, fresh: bool, limit: int) -> None:
     """However few heads are computed at once, for want of memory."""
     monkeypatch.setattr(latent, "_CPU_BYTES", limit)
     rows, context = (7, 7) if fresh else (3, 11)

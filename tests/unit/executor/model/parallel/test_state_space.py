@@ -37,8 +37,6 @@ def test_a_text_is_what_its_tokens_make_one_by_one() -> None:
 
 def test_steps_so_long_that_nothing_is_left_of_a_state_are_no_nan() -> None:
     x, steps, rates, before, behind = made(70)
-    out, last = scanned(
-        x, steps * 1e4, rates, before, behind, torch.full((2, GROUPS, EACH, WIDTH, STATE), 1e4)
-    )
+    out, last = scanned(x, steps * 1e4, rates, before, behind, torch.full((2, GROUPS, EACH, WIDTH, STATE), 1e4))
     assert out.isfinite().all()
     assert last.isfinite().all()

@@ -42,9 +42,7 @@ class FakeDraftModel:
         """Computes the rows of a step that is followed; full blocks are compressed with the engine's."""
         assert not plan.of_draft
         if plan.followed:
-            tokens, positions, slots = (
-                as_int32(x).tolist() for x in (plan.token_ids, plan.positions, plan.slots)
-            )
+            tokens, positions, slots = (as_int32(x).tolist() for x in (plan.token_ids, plan.positions, plan.slots))
             assert min(tokens) >= 0, "a step that was planned ahead is followed"
             for token, position, slot in zip(tokens, positions, slots, strict=True):
                 self._write(slot, token, position)

@@ -66,9 +66,7 @@ def engine_of(drafter: Drafter) -> EngineDrafts:
 class FakeDrafter(Drafter):
     """Proposes as much as it may, of tokens that are right with a set probability."""
 
-    def __init__(
-        self, spec: EngineSpec, settings: BatchSettings, rng: random.Random, right: float = 0.7
-    ) -> None:
+    def __init__(self, spec: EngineSpec, settings: BatchSettings, rng: random.Random, right: float = 0.7) -> None:
         super().__init__(spec, settings, PROPOSERS)
         self._rng = rng
         self._right = right

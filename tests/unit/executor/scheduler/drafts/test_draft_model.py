@@ -16,12 +16,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
-from services.executor.scheduler.drafts.proposers.engine_drafts import (
-    SUNK,
-    AcceptanceStats,
-    DraftPolicy,
-    Proposal,
-)
+from services.executor.scheduler.drafts.proposers.engine_drafts import SUNK, AcceptanceStats, DraftPolicy, Proposal
 from services.executor.scheduler.drafts.speculation import Offer, Speculation, StepCost
 from services.executor.scheduler.sequence import LOST, Sequence
 from shared.errors import InternalError
@@ -319,10 +314,7 @@ class Machine:
             drafted: list[Proposal | None] = [None] * sequences
             rows, spent = sequences, 0.0
             taking = [policy.takes_on(one, sequences) for one in experience]
-            ready, members = (
-                [one for one, takes in zip(experience, taking, strict=True) if takes],
-                sum(taking),
-            )
+            ready, members = ([one for one, takes in zip(experience, taking, strict=True) if takes], sum(taking))
             count = policy.count(sequences, ready, most) if policy.used and members else 0
             if count:
                 spent = count * (self.draft_step + self.draft_row * members)

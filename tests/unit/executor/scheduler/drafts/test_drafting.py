@@ -98,8 +98,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "context", "length"),
-    [(n, 200, n) for n in range(1, 12)] + [(99, n, n - 5) for n in range(8, 16)],
+    ("most", "context", "length"), [(n, 200, n) for n in range(1, 12)] + [(99, n, n - 5) for n in range(8, 16)]
 )
 def test_the_most_tokens_and_the_context_end_the_text(most: int, context: int, length: int) -> None:
     ring = right(context=context)
@@ -248,12 +247,7 @@ def text_of(entries: list[TokenEntry], name: str) -> tuple[list[int], list[Any],
     [
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 0.7, "top_k": 5, "logprobs": 0},
-        {
-            "temperature": 0.4,
-            "presence_penalty": 0.5,
-            "frequency_penalty": 0.05,
-            "logit_bias": {3: 2.0, 9: -4.0},
-        },
+        {"temperature": 0.4, "presence_penalty": 0.5, "frequency_penalty": 0.05, "logit_bias": {3: 2.0, 9: -4.0}},
         {"temperature": 0.5, "repetition_penalty": 1.05, "logprobs": 2},
         *in_lanes(
             [
@@ -273,8 +267,7 @@ def test_the_text_is_the_same(sampling: dict[str, Any], stops: bool) -> None:
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     names = [f"n{seed}" for seed in range(4)]
     requests = [
-        ask(name, prompt, 80, sampling=SamplingParams(seed=seed, **sampling))
-        for seed, name in enumerate(names)
+        ask(name, prompt, 80, sampling=SamplingParams(seed=seed, **sampling)) for seed, name in enumerate(names)
     ]
     plain, _ = generate(requests, 0)
     texts = [text_of(plain, name)[0] for name in names]

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.scheduler.drafts.proposers.ngrams import (
-    LONGEST,
-    MOST_COMPARED,
-    SHORTEST,
-    Match,
-    NgramIndex,
-)
+from services.executor.scheduler.drafts.proposers.ngrams import LONGEST, MOST_COMPARED, SHORTEST, Match, NgramIndex
 
 
 def index_of(tokens: list[int]) -> NgramIndex:

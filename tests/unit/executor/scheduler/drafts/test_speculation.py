@@ -33,9 +33,7 @@ class Asked:
         self._most = most
         self.cost = self._drafter._speculation.cost
 
-    def lookup(
-        self, tokens: "array[int]", grammar: GrammarMask | None = None
-    ) -> "tuple[Sequence, PromptLookup]":
+    def lookup(self, tokens: "array[int]", grammar: GrammarMask | None = None) -> "tuple[Sequence, PromptLookup]":
         sequence = Sequence(ask("a", 1), 1, 16, b"")
         sequence.tokens, sequence.sampling.grammar = tokens, grammar
         return sequence, self._proposer._of(sequence)
@@ -212,9 +210,7 @@ def test_the_setting(setting: str, most: int) -> None:
 def test_executors_take_the_setting() -> None:
     assert load_settings(ExecutorSettings).max_drafts == MOST_DRAFTS
     assert load_settings(ExecutorSettings, speculation="off").max_drafts == 0
-    with pytest.raises(
-        ConfigurationError, match=r"RYZANSTEIN_SPECULATION.*'always' is not auto, off or a number"
-    ):
+    with pytest.raises(ConfigurationError, match=r"RYZANSTEIN_SPECULATION.*'always' is not auto, off or a number"):
         load_settings(ExecutorSettings, speculation="always")
 
 

@@ -84,9 +84,7 @@ def test_fifty_adapters_are_in_use_with_more_or_fewer_slots(slots: int) -> None:
     ring = ring_of(slots, 50, blocks=4096, tokens=256, sequences=64)
     rng = random.Random(3)
     requests = [
-        with_adapter(
-            f"g{number}", rng.randrange(50), prompt=rng.randrange(1, 30), max_tokens=rng.randrange(1, 20)
-        )
+        with_adapter(f"g{number}", rng.randrange(50), prompt=rng.randrange(1, 30), max_tokens=rng.randrange(1, 20))
         for number in range(90)
     ]
     ring.add(*requests)
@@ -119,10 +117,7 @@ def test_blocks_are_shared_with_the_same_adapter_alone() -> None:
     ring.run()
     ring.add(ask("plain", 13), with_adapter("b", 1, prompt=13), with_adapter("c", 0, prompt=13))
     ring.run()
-    found = {
-        name: max(e.cached_tokens for e in ring.log if e.generation_id == name)
-        for name in ("plain", "b", "c")
-    }
+    found = {name: max(e.cached_tokens for e in ring.log if e.generation_id == name) for name in ("plain", "b", "c")}
     assert found == {"plain": 0, "b": 0, "c": 12}
 
 

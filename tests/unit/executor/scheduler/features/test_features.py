@@ -20,20 +20,13 @@ from tests.unit.executor.scheduler.drafts.test_proposers import Said
 from tests.unit.executor.scheduler.fake_engine import VOCAB
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask, lens
 
-ENGINES = {
-    "plain": {},
-    "adapters": {"max_adapters": 2},
-    "whole": {"whole_prompts": True},
-    "states": {"num_states": 9},
-}
+ENGINES = {"plain": {}, "adapters": {"max_adapters": 2}, "whole": {"whole_prompts": True}, "states": {"num_states": 9}}
 # Without its states a model of that kind computes nothing.
 CASES = [(one, name) for one in FEATURES for name in ENGINES if (one, name) != (RECURRENT_STATES, "states")]
 
 
 @pytest.mark.parametrize(("left_out", "engine"), CASES)
-def test_without_one_feature_the_rest_serves(
-    left_out: Feature, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_one_feature_the_rest_serves(left_out: Feature, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher, "FEATURES", tuple(one for one in FEATURES if one is not left_out))
     assert len(Said([], **ENGINES[engine]).texts) == 3
 
@@ -53,9 +46,7 @@ def test_every_feature_that_refuses_something_is_tried() -> None:
 
 @pytest.mark.parametrize("left_out", FEATURES)
 def test_only_a_feature_knows_what_it_refuses(left_out: Feature) -> None:
-    admission = Admission(
-        EngineSpec(4, 64, 200, VOCAB), [one.checks for one in FEATURES if one is not left_out]
-    )
+    admission = Admission(EngineSpec(4, 64, 200, VOCAB), [one.checks for one in FEATURES if one is not left_out])
     taken = [one for one, fields in REFUSED.items() if admission.malformed(ask("a", 5, **fields)) is None]
     assert taken == [one for one in REFUSED if one is left_out]
 
@@ -69,9 +60,7 @@ LIMITED = {
 
 @pytest.mark.parametrize("left_out", FEATURES)
 @pytest.mark.parametrize("feature", LIMITED)
-def test_only_a_feature_limits_steps(
-    feature: Feature, left_out: Feature, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_feature_limits_steps(feature: Feature, left_out: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher, "FEATURES", tuple(one for one in FEATURES if one is not left_out))
     monkeypatch.setattr(prompt_results, "SCORED_LOGITS_BYTES", 4 * VOCAB * 6)
     ring = Ring(max_adapters=1)

@@ -25,10 +25,7 @@ def state(token: int, position: int) -> Floats:
 def summed(plan: StepPlan) -> Floats:
     tokens, positions = as_int32(plan.token_ids).tolist(), as_int32(plan.positions).tolist()
     pools = as_int32(plan.pools).reshape(-1, 2).tolist()
-    sums = [
-        sum((state(*at) for at in zip(tokens[a:b], positions[a:b], strict=True)), np.zeros(SIZE))
-        for a, b in pools
-    ]
+    sums = [sum((state(*at) for at in zip(tokens[a:b], positions[a:b], strict=True)), np.zeros(SIZE)) for a, b in pools]
     return np.array(sums, np.float32).reshape(-1, SIZE)
 
 
@@ -72,9 +69,7 @@ def test_a_vector_is_that_of_the_whole_prompt(pooling: str, blocks: int) -> None
         assert shown(ring.last(name)) == expected(pooling, prompt)
     for name, request in texts.items():
         assert ring.tokens(name) == undisturbed(request, 9)
-    assert (ring.batcher.preemptions > 0) == (
-        blocks == 11 and pooling != "cls"
-    )  # which ends at its first token
+    assert (ring.batcher.preemptions > 0) == (blocks == 11 and pooling != "cls")  # which ends at its first token
 
 
 def test_only_the_last_token_needs_no_others() -> None:
@@ -145,9 +140,7 @@ POOLING = module("Pooling", "1_Pooling")
         ({"not": "a list"}, None, ""),
     ],
 )
-def test_pooling_is_read_from_the_models_files(
-    tmp_path: Path, modules: object, config: object, pooling: str
-) -> None:
+def test_pooling_is_read_from_the_models_files(tmp_path: Path, modules: object, config: object, pooling: str) -> None:
     if modules is not None:
         (tmp_path / "modules.json").write_text(json.dumps(modules))
     if config is not None:

@@ -88,9 +88,7 @@ def test_each_row_is_scored_once(blocks: int, drafts: int) -> None:
     run(ring)
     for name, request in wanted.items():
         first = next(entry for entry in entries_of(ring, name) if entry.tokens or entry.finish)
-        assert told(first.prompt_scores, request.prompt_logprobs) == expected(
-            request.prompt, request.prompt_logprobs
-        )
+        assert told(first.prompt_scores, request.prompt_logprobs) == expected(request.prompt, request.prompt_logprobs)
         assert [bool(entry.prompt_scores) for entry in entries_of(ring, name)].count(True) == 1
         assert ring.tokens(name) == undisturbed(request, request.max_tokens)
         assert ring.last(name).finish == "length"
@@ -216,11 +214,7 @@ def test_entries_with_scores_are_gathered_whole() -> None:
 def test_frames_hold_so_much_and_no_more() -> None:
     large = [TokenEntry(str(at), 0, 0, [1], prompt_scores=bytes(FRAME_BYTES // 2)) for at in range(5)]
     frames = list(in_frames([TokenEntry("x", 0, 3, [1]), *large]))
-    assert [[entry.generation_id for entry in frame] for frame in frames] == [
-        ["x", "0", "1"],
-        ["2", "3"],
-        ["4"],
-    ]
+    assert [[entry.generation_id for entry in frame] for frame in frames] == [["x", "0", "1"], ["2", "3"], ["4"]]
     huge = TokenEntry("h", 0, 0, [1], prompt_scores=bytes(3 * FRAME_BYTES))
     assert [len(frame) for frame in in_frames([huge, large[0]])] == [1, 1]
 

@@ -92,10 +92,7 @@ def test_the_logits_of_named_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch)
     ("fields", "message"),
     [
         ({"classify": True}, "no classification head"),
-        (
-            {"embed": True, "logprob_token_ids": [1]},
-            "embed, classify and logprob_token_ids exclude each other",
-        ),
+        ({"embed": True, "logprob_token_ids": [1]}, "embed, classify and logprob_token_ids exclude each other"),
         ({"logprob_token_ids": [99]}, "logprob_token_ids has a token outside"),
         ({"logprob_token_ids": [1] * 65}, "logprob_token_ids has 65 entries"),
         ({"embed": True, "prompt_logprobs": 0}, "prompt_logprobs cannot be combined with"),
@@ -128,9 +125,7 @@ def test_an_encoder_generates_nothing() -> None:
 )
 def test_prompts_are_never_cut(lengths: list[int], blocks: int, batch: set[int]) -> None:
     """Each is computed whole in one step, and beside others only within the token budget."""
-    spec = EngineSpec(
-        4, blocks, 200, 50, pooling="mean", embedding_size=1, generates=False, whole_prompts=True
-    )
+    spec = EngineSpec(4, blocks, 200, 50, pooling="mean", embedding_size=1, generates=False, whole_prompts=True)
     batcher = Scheduler(spec, BatchSettings(16, 4))
     segments = {}
     for at, length in enumerate(lengths):

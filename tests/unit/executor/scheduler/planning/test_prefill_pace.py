@@ -74,13 +74,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    st.floats(0.002, 0.2),
-    st.floats(0.005, 0.08),
-    st.floats(1e-6, 1e-5),
-    st.floats(0.0, 0.1),
-    st.integers(0, 1000),
-)
+@given(st.floats(0.002, 0.2), st.floats(0.005, 0.08), st.floats(1e-6, 1e-5), st.floats(0.0, 0.1), st.integers(0, 1000))
 def test_steps_take_at_most_their_stretch_on_any_linear_machine(
     base: float, token: float, pair: float, fixed: float, seed: int
 ) -> None:
@@ -94,9 +88,7 @@ def test_steps_take_at_most_their_stretch_on_any_linear_machine(
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0.002, 0.03), st.floats(1e-4, 5e-4), st.floats(4e-8, 1e-7), st.integers(0, 1000))
-def test_steps_may_take_the_gap_on_any_linear_machine(
-    base: float, token: float, pair: float, seed: int
-) -> None:
+def test_steps_may_take_the_gap_on_any_linear_machine(base: float, token: float, pair: float, seed: int) -> None:
     """At the end of the prompt a token costs 0.2 to 0.75 ms."""
     machine = Machine(base, base / 100, 0.0, token, pair, hiccups=0.0)
     stretches, lengths = computed(machine, 2500, seed=seed, gap=0.02)
@@ -178,22 +170,14 @@ def test_decodes_are_timed_by_themselves_now_and_then() -> None:
     assert percentile(stretches[20:], 0.99) <= 1.6
 
 
-@pytest.mark.parametrize(
-    "setting", ["", "1", "1.0499", "0", "-2", "two", "1.5x", "1e3", "inf", "nan", "1500"]
-)
+@pytest.mark.parametrize("setting", ["", "1", "1.0499", "0", "-2", "two", "1.5x", "1e3", "inf", "nan", "1500"])
 def test_what_is_no_stretch_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=r"is not off or a number of at least 1\.05, such as 1\.5"):
         longest_stretch(setting)
 
 
 def test_stretches() -> None:
-    assert [longest_stretch(text) for text in ("off", "1.05", "1.5", "2", "100")] == [
-        0.0,
-        1.05,
-        1.5,
-        2.0,
-        100.0,
-    ]
+    assert [longest_stretch(text) for text in ("off", "1.05", "1.5", "2", "100")] == [0.0, 1.05, 1.5, 2.0, 100.0]
 
 
 # --- in the batch --------------------------------------------------------------------------------
@@ -250,9 +234,7 @@ def test_whole_steps_are_taken_where_nobody_waits_for_decodes(lane: str) -> None
 def test_long_prompts_take_turns_and_those_of_the_batch_lane_come_last() -> None:
     ring = Ring(blocks=300, tokens=32, stretch=1.5, sequences=5)
     streaming(ring, "stream")
-    prompts = {
-        name: [(n + len(name) * 3) % 50 for n in range(90)] for name in ("long-1", "longer-2", "bulky-work")
-    }
+    prompts = {name: [(n + len(name) * 3) % 50 for n in range(90)] for name in ("long-1", "longer-2", "bulky-work")}
     for name, prompt in prompts.items():
         ring.add(ask(name, prompt, max_tokens=1, lane="batch" if name == "bulky-work" else "interactive"))
     for _ in range(20):

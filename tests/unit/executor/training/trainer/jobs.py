@@ -28,13 +28,9 @@ def examples_of(texts: Sequence[Sequence[int]], context: int = 2) -> Examples:
     )
 
 
-def random_texts(
-    count: int, seed: int = 0, vocabulary: int = VOCABULARY, longest: int = 24
-) -> list[list[int]]:
+def random_texts(count: int, seed: int = 0, vocabulary: int = VOCABULARY, longest: int = 24) -> list[list[int]]:
     draw = np.random.default_rng(seed)
-    return [
-        draw.integers(3, vocabulary, int(length)).tolist() for length in draw.integers(4, longest + 1, count)
-    ]
+    return [draw.integers(3, vocabulary, int(length)).tolist() for length in draw.integers(4, longest + 1, count)]
 
 
 def hyperparameters(**changes: Any) -> Hyperparameters:
@@ -73,9 +69,7 @@ def make_spec(
 ) -> TrainerSpec:
     """With the examples written into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / EXAMPLES).write_bytes(
-        msgspec.msgpack.encode(TrainingData(training, validation or Examples()))
-    )
+    (directory / EXAMPLES).write_bytes(msgspec.msgpack.encode(TrainingData(training, validation or Examples())))
     settings: dict[str, Any] = {"device": "cpu"}
     given: dict[str, Any] = {"settings": settings, "threads": 1, "state_interval": 0.0, **changes}
     return TrainerSpec(job, str(directory), model_directory, **given)
@@ -90,17 +84,13 @@ class StandIn:
         self._embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
         self._weight = torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.3
         a = nn.Parameter(torch.randn(rank, WIDTH, generator=generator) * 0.3)
-        self.factors = {
-            "model.layers.0.q_proj": SimpleNamespace(a=a, b=nn.Parameter(torch.zeros(VOCABULARY, rank)))
-        }
+        self.factors = {"model.layers.0.q_proj": SimpleNamespace(a=a, b=nn.Parameter(torch.zeros(VOCABULARY, rank)))}
         self._scale, self._dropout = scale, dropout
         self.between_layers: Callable[[], None] = lambda: None
         self.poisoned = -1  # a token that makes the loss NaN
         self.batches: list[PackedBatch] = []
 
-    def log_probs(
-        self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]:
+    def log_probs(self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None) -> tuple[Tensor, Tensor]:
         self.between_layers()
         self.batches.append(batch)
         (pair,) = self.factors.values()
@@ -108,9 +98,7 @@ class StandIn:
         logits = x @ self._weight.T
         if adapter:
             if dropout is not None:
-                generator = torch.Generator().manual_seed(
-                    hash((dropout.seed, dropout.step, dropout.micro_step))
-                )
+                generator = torch.Generator().manual_seed(hash((dropout.seed, dropout.step, dropout.micro_step)))
                 x = x * (torch.rand(x.shape, generator=generator) > self._dropout) / (1 - self._dropout)
             logits = logits + self._scale * (x @ pair.a.T @ pair.b.T)
         if (batch.tokens == self.poisoned).any():

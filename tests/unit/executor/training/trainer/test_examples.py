@@ -55,9 +55,7 @@ def test_micro_batches_hold_every_unit_once_and_keep_the_bound(lengths: list[int
 
 
 @given(texts, st.integers(0, 4), st.data())
-def test_a_packed_batch_is_its_examples_end_to_end(
-    written: list[list[int]], context: int, data: st.DataObject
-) -> None:
+def test_a_packed_batch_is_its_examples_end_to_end(written: list[list[int]], context: int, data: st.DataObject) -> None:
     found = read_examples(examples_of(written, context), 1, "training")
     units = data.draw(st.lists(st.sampled_from(range(len(written))), min_size=1, max_size=8))
     batch = found.packed(units, CPU)

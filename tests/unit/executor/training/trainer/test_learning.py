@@ -35,14 +35,7 @@ def trainer_of(
     """And where the metrics of its steps go."""
     settings = {"model": str(model), "device": "cpu", "model_cache": str(directory / "cache")}
     spec = make_spec(
-        directory,
-        job,
-        training,
-        validation,
-        str(model),
-        settings=settings,
-        threads=threads,
-        state_interval=1e9,
+        directory, job, training, validation, str(model), settings=settings, threads=threads, state_interval=1e9
     )
     steps: list[TrainingMetrics] = []
 
@@ -85,9 +78,7 @@ def _padded(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(row) for name, row in rows.items()}
 
 
-def losses_of_peft(
-    directory: Path, model: Path, job: TrainingJob, texts: list[list[int]], factors: Any
-) -> list[float]:
+def losses_of_peft(directory: Path, model: Path, job: TrainingJob, texts: list[list[int]], factors: Any) -> list[float]:
     """Of each step of transformers' Trainer over peft's LoRA, which begins with `factors`."""
     settled = job.hyperparameters
     base = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
@@ -133,9 +124,7 @@ def test_the_losses_are_those_of_peft_and_transformers(tmp_path: Path) -> None:
     texts = random_texts(16, vocabulary=VOCABULARY)
     job = job_of(epochs=3, learning_rate_multiplier=100.0, weight_decay=0.01)
     trainer, steps = trainer_of(tmp_path / "ours", job, model, examples_of(texts), Examples())
-    factors = load_trainable(
-        model, _settings(trainer), job.hyperparameters, job.seed, 1, CPU, lambda: None
-    ).factors
+    factors = load_trainable(model, _settings(trainer), job.hyperparameters, job.seed, 1, CPU, lambda: None).factors
     trainer.run()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they call is deprecated in each other

@@ -12,12 +12,7 @@ from services.executor.training.trainer.schedule import Course, course_of, learn
 from tests.unit.executor.training.trainer.jobs import hyperparameters
 
 
-@given(
-    st.integers(1, 300),
-    st.floats(0, 1),
-    st.sampled_from(["cosine", "linear", "constant"]),
-    st.floats(0.1, 10),
-)
+@given(st.integers(1, 300), st.floats(0, 1), st.sampled_from(["cosine", "linear", "constant"]), st.floats(0.1, 10))
 def test_the_learning_rate_rises_to_its_peak_and_falls(
     steps: int, ratio: float, schedule: str, multiplier: float
 ) -> None:

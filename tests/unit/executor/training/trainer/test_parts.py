@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.executor.training.trainer.adapter_files import (
-    base_name,
-    check_size,
-    write_adapter,
-    write_metrics,
-)
+from services.executor.training.trainer.adapter_files import base_name, check_size, write_adapter, write_metrics
 from services.executor.training.trainer.optimizer import FactorOptimizer
 from services.executor.training.trainer.pause_point import Gate, PauseWanted
 from services.executor.training.trainer.schedule import course_of
@@ -74,9 +69,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_factors() -> None:
         for gradient in gradients:
             gradient.mul_(10.0 / norm)
         assert float(optimizer.clip()) == pytest.approx(10.0)
-        assert float(torch.cat([one.flatten() for one in gradients]).norm()) == pytest.approx(
-            expected, rel=1e-5
-        )
+        assert float(torch.cat([one.flatten() for one in gradients]).norm()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_states_of_another_format_job_or_count_are_refused(tmp_path: Path) -> None:

@@ -126,9 +126,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(directory: Path, model: Path, **changes: Any) -> TrainerSpec:
-    job = job_of(
-        changes.pop("method", "supervised"), **{"dropout": 0.1, **changes.pop("hyperparameters", {})}
-    )
+    job = job_of(changes.pop("method", "supervised"), **{"dropout": 0.1, **changes.pop("hyperparameters", {})})
     training = examples_of(random_texts(12, vocabulary=VOCABULARY))
     validation = examples_of(random_texts(4, seed=1, vocabulary=VOCABULARY))
     settings = {"model": str(model), "device": "cpu", "model_cache": str(model.parent / "cache")}
@@ -193,9 +191,7 @@ def test_killed_time_and_again_it_makes_the_same_adapter(tmp_path: Path, model: 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
-def test_ranks_make_what_one_process_makes(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_make_what_one_process_makes(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended again and again, and where one of them dies: the same bits as without that."""
     whole = trained(spec_of(tmp_path / "2", model, tp=2))
     _, told = run_here(spec_of(tmp_path / "1", model), monkeypatch)
@@ -355,12 +351,7 @@ def test_a_pause_before_it_is_loaded_is_its_first_step(tmp_path: Path, model: Pa
     ],
 )
 def test_what_cannot_be_trained_is_told_in_one_sentence(
-    tmp_path: Path,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    code: str,
-    told: str,
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], code: str, told: str
 ) -> None:
     ended, (failed,) = run_here(spec_of(tmp_path, model, hyperparameters=changes), monkeypatch)
     assert ended == 1

@@ -28,9 +28,7 @@ class Died(Exception):
 class Ring:
     """Trainers of one job, each in a thread, which meet over real sockets."""
 
-    def __init__(
-        self, directory: Path, replicas: int, die: tuple[int, int] = (-1, 0), **changes: Any
-    ) -> None:
+    def __init__(self, directory: Path, replicas: int, die: tuple[int, int] = (-1, 0), **changes: Any) -> None:
         """`die`: which replica, at how many layers; `directory` may have a state."""
         self.told: list[list[Any]] = [[] for _ in range(replicas)]
         self.errors: dict[int, Exception] = {}

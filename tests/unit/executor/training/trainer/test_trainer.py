@@ -117,9 +117,7 @@ def test_a_death_at_any_event_ends_in_the_same_adapter_and_table(kind: str, tmp_
 
 
 def test_other_seeds_make_other_adapters(tmp_path: Path) -> None:
-    digests = {
-        Attempt(spec_of(tmp_path / str(seed), job_of(seed=seed))).run().result.digest for seed in (1, 2, 3)
-    }
+    digests = {Attempt(spec_of(tmp_path / str(seed), job_of(seed=seed))).run().result.digest for seed in (1, 2, 3)}
     assert len(digests) == 3
 
 
@@ -142,13 +140,7 @@ def test_what_is_told_of_a_job(tmp_path: Path) -> None:
     assert finished.trained_tokens == 2 * 220 == steps[-1].tokens
     rows = list(csv.DictReader((tmp_path / finished.metrics).read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
-    assert list(rows[0])[:5] == [
-        "step",
-        "train_loss",
-        "train_accuracy",
-        "valid_loss",
-        "valid_mean_token_accuracy",
-    ]
+    assert list(rows[0])[:5] == ["step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"]
     assert rows[0]["valid_loss"] == rows[0]["train_reward_margin"] == ""
     assert float(rows[11]["valid_loss"]) == pytest.approx(steps[-1].valid_loss)
 

@@ -19,9 +19,7 @@ def knows_modules() -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(
-    not knows_modules(), reason="THE CONSOLE'S MODULES ARE NOT TESTED: no node of 20.19 or later here"
-)
+@pytest.mark.skipif(not knows_modules(), reason="THE CONSOLE'S MODULES ARE NOT TESTED: no node of 20.19 or later here")
 @pytest.mark.parametrize("name", ["ahead", "conversation", "markdown", "presets", "stream", "tuning"])
 def test_modules(name: str) -> None:
     assert NODE is not None

@@ -36,17 +36,13 @@ def scored(draw: st.DrawFn) -> ScoredToken:
 
 
 CALLS = st.lists(st.builds(CallDelta, st.integers(0, 9), TEXTS, TEXTS, TEXTS), max_size=2)
-PIECES = st.builds(
-    OutputDelta, TEXTS, st.lists(scored(), max_size=2), TEXTS, CALLS, st.lists(TOKENS, max_size=5)
-)
+PIECES = st.builds(OutputDelta, TEXTS, st.lists(scored(), max_size=2), TEXTS, CALLS, st.lists(TOKENS, max_size=5))
 PARTS = st.lists(st.tuples(st.integers(0, 200), PIECES, st.sampled_from(["", *FINISHES])), min_size=1)
 USAGES = st.none() | st.builds(Usage.of, st.integers(0, 2**20), st.integers(0, 2**20), st.integers(0, 2**20))
 POSITIONS = st.lists(st.integers(0, 2**20), min_size=1, max_size=60)
 
 
-def expected(
-    parts: Any, usage: Usage | None, position: str, identity: str, *, tokens: bool
-) -> pb.GenerationEvent:
+def expected(parts: Any, usage: Usage | None, position: str, identity: str, *, tokens: bool) -> pb.GenerationEvent:
     found = pb.GenerationEvent(id=identity, position=position)
     of = StubTokenizer().token_bytes
     for index, piece, finish in parts:
@@ -69,9 +65,7 @@ def expected(
 
 def _usage(usage: Usage) -> pb.Usage:
     cached = usage.prompt_tokens_details["cached_tokens"]
-    return pb.Usage(
-        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=cached
-    )
+    return pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=cached)
 
 
 @given(PARTS, USAGES, POSITIONS, st.booleans())
@@ -83,8 +77,7 @@ def test_events_are_what_the_generated_classes_would_say(
     position = ",".join(map(str, positions))
     chunks = [
         StreamChunk(
-            shape.last(index, piece._replace(finish=finish)) if finish else shape.delta(index, piece),
-            position.encode(),
+            shape.last(index, piece._replace(finish=finish)) if finish else shape.delta(index, piece), position.encode()
         )
         for index, piece, finish in parts
     ]
@@ -104,10 +97,7 @@ def test_progress_for_those_who_ask_for_it(progress: PromptProgress, positions: 
     told = shape.progress(progress)
     assert told is not None
     wanted = pb.PromptProgress(
-        total=progress.total,
-        cached=progress.cache,
-        processed=progress.processed,
-        milliseconds=progress.time_ms,
+        total=progress.total, cached=progress.cache, processed=progress.processed, milliseconds=progress.time_ms
     )
     alone = pb.GenerationEvent.FromString(event(b"", [StreamChunk(told, b"")]))
     assert alone == pb.GenerationEvent(prompt_progress=wanted)
@@ -137,9 +127,7 @@ def entry(tokens: bytes, finish: Any = "", scores: list[TokenLogprobs] | None = 
 
 
 def token_output(*stops: str, logprobs: bool = False) -> TokenOutput:
-    request = GenerationRequest(
-        "i-0", "r", "m", "g", [5], 64, SamplingParams(logprobs=0 if logprobs else -1), [0]
-    )
+    request = GenerationRequest("i-0", "r", "m", "g", [5], 64, SamplingParams(logprobs=0 if logprobs else -1), [0])
     record = GenerationRecord("i", "chat.completions", 0.0, [request], stop=list(stops))
     return TokenOutput(record, request, StubTokenizer())
 

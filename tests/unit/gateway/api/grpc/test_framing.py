@@ -34,10 +34,7 @@ def test_a_message_that_is_too_large_is_refused_before_it_has_come() -> None:
 
 def test_messages_compressed_with_gzip_are_inflated() -> None:
     reader = MessageReader(100, "gzip")
-    assert list(reader.feed(framed(gzip.compress(b"x" * 100), 1) + framed(b"as it is"))) == [
-        b"x" * 100,
-        b"as it is",
-    ]
+    assert list(reader.feed(framed(gzip.compress(b"x" * 100), 1) + framed(b"as it is"))) == [b"x" * 100, b"as it is"]
     assert list(reader.feed(framed(gzip.compress(b""), 1))) == [b""]
 
 
@@ -46,9 +43,7 @@ def test_an_inflated_message_has_the_same_limit() -> None:
         list(MessageReader(100, "gzip").feed(framed(gzip.compress(b"x" * 101), 1)))
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"x", gzip.compress(b"x", mtime=0)[:-1], gzip.compress(b"x", mtime=0) + b"y"]
-)
+@pytest.mark.parametrize("data", [b"", b"x", gzip.compress(b"x", mtime=0)[:-1], gzip.compress(b"x", mtime=0) + b"y"])
 def test_what_is_no_gzip_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidParameter, match="gzip"):
         list(MessageReader(100, "gzip").feed(framed(data, 1)))

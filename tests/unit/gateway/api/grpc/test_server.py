@@ -40,8 +40,7 @@ def calls(count: int, path: str = METHOD, *, first: int = 0) -> bytes:
     """Frames of so many calls without a message."""
     block = head(path)
     return b"".join(
-        http2_frame(http2.HEADERS, 5, number, block)
-        for number in range(2 * first + 1, 2 * (first + count), 2)
+        http2_frame(http2.HEADERS, 5, number, block) for number in range(2 * first + 1, 2 * (first + count), 2)
     )
 
 
@@ -380,9 +379,7 @@ async def test_calls_without_a_key_hold_little(server: GrpcServer) -> None:
     assert (peer._held, len(peer.connection.streams)) == (0, 0)
 
 
-async def test_a_second_message_of_a_unary_call_is_refused_at_once(
-    server: GrpcServer, service: Service
-) -> None:
+async def test_a_second_message_of_a_unary_call_is_refused_at_once(server: GrpcServer, service: Service) -> None:
     for rest in (framed(b""), b"\0"):
         peer, transport = connected(server)
         peer.data_received(opened(1, METHOD, GOOD) + data(1, framed(b"xy")))
@@ -437,9 +434,7 @@ async def test_a_flood_of_empty_messages_ends_the_connection(server: GrpcServer,
     assert goodbye_in(transport) == http2.ENHANCE_YOUR_CALM
 
 
-async def test_others_have_their_turns_between_two_messages_of_one_read(
-    server: GrpcServer, service: Service
-) -> None:
+async def test_others_have_their_turns_between_two_messages_of_one_read(server: GrpcServer, service: Service) -> None:
     peer, _ = connected(server)
     peer.data_received(opened(1, SESSION, GOOD) + data(1, framed(b"") * 100))
     await settled()
@@ -459,9 +454,7 @@ async def test_messages_that_inflate_are_refused_before_all_of_a_read_have(
 
     monkeypatch.setattr(MessageReader, "_whole", whole)
     message = framed(gzip.compress(bytes(1 << 20)))
-    peer.data_received(
-        opened(1, SESSION, GOOD, (b"grpc-encoding", b"gzip")) + data(1, (b"\1" + message[1:]) * 15)
-    )
+    peer.data_received(opened(1, SESSION, GOOD, (b"grpc-encoding", b"gzip")) + data(1, (b"\1" + message[1:]) * 15))
     await settled()
     assert b"limit grpc_untaken" in transport.written
     assert len(inflated) == 3

@@ -88,9 +88,7 @@ async def test_a_client_that_goes_or_sleeps() -> None:
 
 
 async def test_what_is_too_much() -> None:
-    many = encoded(b"", {f"f{number}": "" for number in range(40)}, {}).replace(
-        b"\r\n\r\n\r\n", b"\r\n\r\nv\r\n"
-    )
+    many = encoded(b"", {f"f{number}": "" for number in range(40)}, {}).replace(b"\r\n\r\n\r\n", b"\r\n\r\nv\r\n")
     two = encoded(b"x", {}, {}).removesuffix(b"--XyZ--\r\n") + encoded(b"y", {}, {})
     long_header = b"--XyZ\r\nX-Long: " + b"x" * 9000 + b"\r\n\r\n"
     for body in (many, two, long_header):

@@ -25,19 +25,7 @@ PRESENTATIONS = Presentations({"messages": MessageEventReader})
 IDENTITY = "0" * 32
 PARSING = Parsing(tools="hermes", types={"f": {}}, reasoning="think")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
-FRAGMENTS = [
-    "<think>",
-    "</think>",
-    CALL,
-    CALL[:40],
-    "Hi",
-    " there",
-    "\n",
-    "<",
-    "\u00e4\u00f6",
-    "STOP",
-    "x" * 20,
-]
+FRAGMENTS = ["<think>", "</think>", CALL, CALL[:40], "Hi", " there", "\n", "<", "\u00e4\u00f6", "STOP", "x" * 20]
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 cuts = st.lists(st.integers(0, 1000), max_size=6)
 
@@ -146,9 +134,7 @@ def test_any_cut_and_any_place_to_go_on_from_give_the_same_message(
         ("", "stop", False, ("end_turn", None)),
     ],
 )
-def test_why_it_ended(
-    text: str, finish: FinishReason, capped: bool, expected: tuple[str, str | None]
-) -> None:
+def test_why_it_ended(text: str, finish: FinishReason, capped: bool, expected: tuple[str, str | None]) -> None:
     answer = feed(answer_for(PARSING, capped=capped), text, [], finish)
     message = put_together(events_of(answer))
     assert (message["stop_reason"], message["stop_sequence"]) == expected
@@ -175,8 +161,7 @@ def test_tokens_of_the_thinking_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [("", {}), ('{"a": 1}', {"a": 1}), ('{"a"', None), ("[" * 5000, None), ("[1]", [1])],
+    ("arguments", "shown"), [("", {}), ('{"a": 1}', {"a": 1}), ('{"a"', None), ("[" * 5000, None), ("[1]", [1])]
 )
 def test_arguments_of_a_call(arguments: str, shown: Any) -> None:
     assert arguments_of(arguments) == shown

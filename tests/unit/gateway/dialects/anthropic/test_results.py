@@ -46,10 +46,7 @@ def test_a_batch_is_shown(job: BatchJob, status: str, counts: dict[str, int]) ->
         (succeeded("b", 1, "a", b'{"id":"msg_1"}').text, {"type": "succeeded", "message": {"id": "msg_1"}}),
         (not_run("b", 1, "a", EXPIRED).text, {"type": "expired"}),
         (not_run("b", 1, "a", {"code": "x", "message": "Lost."}).text, ("api_error", "Lost.")),
-        (
-            failed("b", 1, "a", InvalidParameter("No.", param="x", reason="y")).text,
-            ("invalid_request_error", "No."),
-        ),
+        (failed("b", 1, "a", InvalidParameter("No.", param="x", reason="y")).text, ("invalid_request_error", "No.")),
         (failed("b", 1, "a", QueueFull("Full.")).text, ("rate_limit_error", "Full.")),
     ],
 )

@@ -21,9 +21,7 @@ CARD = ModelCard("m", 2048, 256, [0], "", 0)
 
 
 def asked(messages: list[Any], **fields: Any) -> MessagesRequest:
-    return msgspec.convert(
-        {"model": "m", "max_tokens": 2000, "messages": messages, **fields}, MessagesRequest
-    )
+    return msgspec.convert({"model": "m", "max_tokens": 2000, "messages": messages, **fields}, MessagesRequest)
 
 
 def chat(messages: list[Any], **fields: Any) -> ChatCompletionRequest:
@@ -59,9 +57,7 @@ def conversations(draw: st.DrawFn) -> list[Any]:
         turns += split(draw, "user", draw(st.permutations(blocks)))
         waiting = [f"call{number}.{index}" for index in range(draw(st.integers(0, 2)))]
         said = [text(f"a{number}")] if not waiting or draw(st.booleans()) else []
-        thought = (
-            [{"type": "thinking", "thinking": f"t{number}", "signature": ""}] if draw(st.booleans()) else []
-        )
+        thought = [{"type": "thinking", "thinking": f"t{number}", "signature": ""}] if draw(st.booleans()) else []
         turns += split(draw, "assistant", [*thought, *said, *map(use, waiting)])
     if waiting:
         turns.append({"role": "user", "content": [result(identity) for identity in waiting]})
@@ -79,19 +75,11 @@ def test_any_conversation_becomes_a_chat_that_says_the_same(turns: list[Any]) ->
     made = chat(turns)
     given_blocks = [block for turn in turns for block in turn["content"]]
     for role in ("user", "assistant"):
-        said = [
-            block["text"]
-            for turn in turns
-            if turn["role"] == role
-            for block in turn["content"]
-            if "text" in block
-        ]
+        said = [block["text"] for turn in turns if turn["role"] == role for block in turn["content"] if "text" in block]
         shown = [message.content for message in made.messages if message.role == role and message.content]
         assert "\n".join(map(str, shown)).split("\n") == (said or [""])
     calls = [call for message in made.messages for call in message.tool_calls or ()]
-    assert [call.id for call in calls] == [
-        block["id"] for block in given_blocks if block["type"] == "tool_use"
-    ]
+    assert [call.id for call in calls] == [block["id"] for block in given_blocks if block["type"] == "tool_use"]
     answered = [message.tool_call_id for message in made.messages if message.role == "tool"]
     assert sorted(map(str, answered)) == sorted(call.id for call in calls)
     assert bool(made.continue_final_message) is (made.messages[-1].role == "assistant")
@@ -106,10 +94,7 @@ def test_what_becomes_of_each_block() -> None:
     turns = [
         {"role": "user", "content": [document, parts, plain, found]},
         {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use("1"), use("2")]},
-        {
-            "role": "user",
-            "content": [result("1", content="bad", is_error=True), result("2", content=[text("ok")])],
-        },
+        {"role": "user", "content": [result("1", content="bad", is_error=True), result("2", content=[text("ok")])]},
         {"role": "system", "content": "Be brief."},
         USER,
     ]
@@ -163,21 +148,13 @@ def test_what_becomes_of_each_field() -> None:
             "messages[1].content[0]",
             "no tool_result",
         ),
-        (
-            [USER, {"role": "assistant", "content": [use("1"), use("1")]}],
-            "messages[1].content[1].id",
-            "another",
-        ),
+        ([USER, {"role": "assistant", "content": [use("1"), use("1")]}], "messages[1].content[1].id", "another"),
         ([{"role": "user", "content": [use("1")]}], "messages[0].content[0]", "role 'assistant'"),
         ([{"role": "assistant", "content": [result("1")]}], "messages[0].content[0]", "role 'user'"),
         ([{"role": "user", "content": [text("a")] * 2049}] * 2, "messages", "limit parts"),
         ([{"role": "user", "content": []}], "messages[0].content", "at least one block"),
         ([USER, {"role": "assistant", "content": ""}], "messages[1].content", "the answer begins"),
-        (
-            [{"role": "user", "content": [{"type": "image", "source": 1}]}],
-            "messages[0].content[0]",
-            "not see",
-        ),
+        ([{"role": "user", "content": [{"type": "image", "source": 1}]}], "messages[0].content[0]", "not see"),
         (
             [
                 USER,

@@ -42,8 +42,7 @@ def answer_of(endpoint: Literal["ollama.chat", "ollama.generate"], parsing: Pars
     request = GenerationRequest("i-0", "r", "m", "g", [5, 6], 4096, sampling=sampling, stop_token_ids=[1])
     record = GenerationRecord("i", endpoint, 0.0, [request], stop=["END"], stream=True, parsing=parsing)
     generations = [
-        Generation(wire, index, LIMITS, now=0.0, started_at=0.0)
-        for index, wire in enumerate(requests_of(record))
+        Generation(wire, index, LIMITS, now=0.0, started_at=0.0) for index, wire in enumerate(requests_of(record))
     ]
     return RequestState(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
@@ -80,9 +79,7 @@ def said(chunks: list[StreamChunk]) -> tuple[str, str, list[Any], list[str]]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    logs(),
-    st.sampled_from((("ollama.chat", PARSING), ("ollama.chat", None), ("ollama.generate", PARSING))),
-    st.data(),
+    logs(), st.sampled_from((("ollama.chat", PARSING), ("ollama.chat", None), ("ollama.generate", PARSING))), st.data()
 )
 def test_lines_are_the_answer_and_go_on_behind_every_position(
     log: tuple[list[int], FinishReason, list[int]], kind: tuple[Any, Parsing | None], data: st.DataObject

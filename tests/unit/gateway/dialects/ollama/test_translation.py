@@ -73,9 +73,7 @@ def test_thinking() -> None:
     )
     assert thinking_of(True, "m", switch, reasons=True) == {"chat_template_kwargs": {"enable_thinking": True}}
     assert thinking_of("low", "m", switch, reasons=True) == thinking_of(True, "m", switch, reasons=True)
-    assert thinking_of(False, "m", switch, reasons=True) == {
-        "chat_template_kwargs": {"enable_thinking": False}
-    }
+    assert thinking_of(False, "m", switch, reasons=True) == {"chat_template_kwargs": {"enable_thinking": False}}
     assert thinking_of("high", "m", effort, reasons=True) == {"reasoning_effort": "high"}
     for think in (True, False):
         assert thinking_of(think, "m", effort, reasons=True) == {}, "it can do nothing but reason"
@@ -137,8 +135,5 @@ def test_errors_in_the_words_of_the_client(ours: str | None, theirs: str | None)
 
 
 def test_a_conversation_that_is_too_long_in_the_words_of_the_client() -> None:
-    with (
-        pytest.raises(ContextLengthExceeded, match=r"shorten the messages or options\.num_predict"),
-        own_words(chat()),
-    ):
+    with pytest.raises(ContextLengthExceeded, match=r"shorten the messages or options\.num_predict"), own_words(chat()):
         raise ContextLengthExceeded("Please shorten the messages or max_tokens.", param="messages")

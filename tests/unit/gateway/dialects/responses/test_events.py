@@ -37,14 +37,7 @@ def answer_for(
     prewarm: bool = False,
 ) -> RequestState:
     request = GenerationRequest(
-        f"{IDENTITY}-0",
-        "r",
-        "m",
-        "g",
-        [5, 6],
-        64,
-        sampling=SamplingParams(logprobs=logprobs),
-        stop_token_ids=[1],
+        f"{IDENTITY}-0", "r", "m", "g", [5, 6], 64, sampling=SamplingParams(logprobs=logprobs), stop_token_ids=[1]
     )
     shown = msgspec.json.encode({"background": background, "instructions": None})
     record = GenerationRecord(
@@ -172,11 +165,7 @@ def test_the_deltas_add_up_to_the_object(log: Log, scored: bool) -> None:
     assert shown == done["logprobs"][: len(shown)]
     assert last["response"]["usage"]["output_tokens"] == len(log[0])
     status = "incomplete" if log[1] == "length" and 1 not in log[0] else "completed"
-    assert (last["type"], last["response"]["status"], item["status"]) == (
-        f"response.{status}",
-        status,
-        status,
-    )
+    assert (last["type"], last["response"]["status"], item["status"]) == (f"response.{status}", status, status)
 
 
 def text_of(log: Log) -> str:
@@ -185,17 +174,7 @@ def text_of(log: Log) -> str:
     return raw.decode(errors="replace")
 
 
-PARTS = [
-    "<think>",
-    "</think>",
-    "Hm. ",
-    "\n",
-    "So.",
-    "<tool_call>",
-    "</tool_call>",
-    "<",
-    '{"name": "f", "arguments": ',
-]
+PARTS = ["<think>", "</think>", "Hm. ", "\n", "So.", "<tool_call>", "</tool_call>", "<", '{"name": "f", "arguments": ']
 PARTS += ['{"a": 1}}', '{"a": [', '"\u2603"]}}']
 PARSING = Parsing(tools="hermes", types={"f": {"a": ""}}, reasoning="think")
 

@@ -34,9 +34,7 @@ class Lookup:
         number = int(public_id.removeprefix(PREFIXES["responses"]))
         items = msgspec.json.encode([{"id": f"i{number}", "type": "message", "text": "a" * self.size}])
         previous = str(number - 1) if number > 1 else ""
-        return SimpleNamespace(
-            record=SimpleNamespace(response=SimpleNamespace(items=items, previous=previous))
-        )
+        return SimpleNamespace(record=SimpleNamespace(response=SimpleNamespace(items=items, previous=previous)))
 
     async def turn(self, found: Any) -> ResponseTurn:
         self.read += 1
@@ -111,9 +109,7 @@ class Shelf:
 
 
 def references(count: int, responses: int = 1) -> list[Any]:
-    return [
-        Reference(f"input[{number}].id", f"msg_{number % responses:032x}_in_0") for number in range(count)
-    ]
+    return [Reference(f"input[{number}].id", f"msg_{number % responses:032x}_in_0") for number in range(count)]
 
 
 async def resolved(shelf: Shelf, given: list[Any], most: int = 10_000) -> list[dict[str, Any]]:
@@ -124,9 +120,7 @@ async def resolved(shelf: Shelf, given: list[Any], most: int = 10_000) -> list[d
 async def test_each_use_of_an_item_is_counted() -> None:
     found = await resolved(Shelf("a" * 400), references(8))
     assert [item["id"] for item in found] == [f"msg_{0:032x}_in_0"] * 8
-    with pytest.raises(
-        PayloadTooLarge, match=r"limit history_bytes: 10,000 bytes, RYZANSTEIN_HISTORY_BYTES"
-    ) as caught:
+    with pytest.raises(PayloadTooLarge, match=r"limit history_bytes: 10,000 bytes, RYZANSTEIN_HISTORY_BYTES") as caught:
         await resolved(Shelf("a" * 400), references(12))
     assert caught.value.param == "input"
 
@@ -189,9 +183,7 @@ async def test_no_more_is_inflated_than_was_ever_kept() -> None:
         await inflated(zlib.compress(bytes(limits.RESPONSE_BYTES.value + 1)))
 
 
-async def test_little_that_becomes_much_is_inflated_beside_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_little_that_becomes_much_is_inflated_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     inflating = zlib.decompressobj
     threads: dict[int, int] = {}
 

@@ -19,12 +19,7 @@ ITEMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("context", "seen"),
-    [
-        (None, ["old", "new"]),
-        ("auto", ["old", "new"]),
-        ("all_turns", ["old", "new"]),
-        ("current_turn", ["new"]),
-    ],
+    [(None, ["old", "new"]), ("auto", ["old", "new"]), ("all_turns", ["old", "new"]), ("current_turn", ["new"])],
 )
 def test_reasoning_is_shown_again(
     context: Literal["auto", "current_turn", "all_turns"] | None, seen: list[str]

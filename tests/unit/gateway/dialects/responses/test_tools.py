@@ -69,10 +69,7 @@ def test_a_tool_of_a_namespace_is_chosen() -> None:
         ([{"type": "namespace", "name": "c r m", "tools": []}], "tools[0].name"),
         ([SEARCH, {**CRM, "tools": [{"type": "mcp"}]}], "tools[1].tools[0].type"),
         ([SEARCH, {**CRM, "tools": [GET, {**GET, "surprise": 1}]}], "tools[1].tools[1].surprise"),
-        (
-            [SEARCH, {**CRM, "tools": [{**GET, "parameters": {"type": "array"}}]}],
-            "tools[1].tools[0].parameters",
-        ),
+        ([SEARCH, {**CRM, "tools": [{**GET, "parameters": {"type": "array"}}]}], "tools[1].tools[0].parameters"),
     ],
 )
 def test_what_is_wrong_is_told_where_it_stands(tools: list[Any], param: str) -> None:

@@ -106,14 +106,10 @@ def test_what_the_chat_does_not_take_is_an_error_of_the_request() -> None:
 KINDS = ["message", "function_call", "function_call_output", "reasoning", "item_reference", 5]
 FIELDS = ["text", "tools", "tool_choice", "reasoning", "include", "metadata", "truncation", "top_logprobs"]
 WORDS = st.sampled_from(["", "x", "user", "function", "auto", "text", "json_schema", "\u2603", *KINDS[:2]])
-NAMES = st.sampled_from(
-    ["type", "role", "content", "text", "id", "name", "format", "schema", "tools", "mode"]
-)
+NAMES = st.sampled_from(["type", "role", "content", "text", "id", "name", "format", "schema", "tools", "mode"])
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-5, 2**70), st.floats(allow_nan=False), WORDS)
 JSON: Any = st.recursive(
-    PLAIN,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=4)),
-    max_leaves=6,
+    PLAIN, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=4)), max_leaves=6
 )
 PARTS = st.fixed_dictionaries(
     {"type": st.sampled_from(["input_text", "refusal", "x"])}, optional={"text": JSON, "refusal": JSON}
@@ -132,8 +128,7 @@ ITEMS = st.fixed_dictionaries(
     },
 )
 BODIES = st.fixed_dictionaries(
-    {"model": st.just("m"), "input": st.one_of(JSON, st.lists(ITEMS, max_size=3))},
-    optional=dict.fromkeys(FIELDS, JSON),
+    {"model": st.just("m"), "input": st.one_of(JSON, st.lists(ITEMS, max_size=3))}, optional=dict.fromkeys(FIELDS, JSON)
 )
 CARD = ModelCard("m", 100, 100, [], "", 0)
 

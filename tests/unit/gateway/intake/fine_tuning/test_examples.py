@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.fine_tuning.examples import (
-    ChatText,
-    check_pair,
-    conversation_of,
-    text_of_line,
-    texts_of,
-)
+from services.gateway.intake.fine_tuning.examples import ChatText, check_pair, conversation_of, text_of_line, texts_of
 from services.gateway.intake.fine_tuning.schemas import TextLine
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tokenizer.turns import TextSegment, TrainedText
@@ -54,9 +48,7 @@ def test_every_assistant_message_is_trained_but_those_of_weight_0() -> None:
     later = [HELLO, {**ANSWER, "content": "Yes?"}]
     assert trained({"messages": [HELLO, ANSWER, *later]}) == ["Good day.", "Yes?"]
     assert trained({"messages": [HELLO, {**ANSWER, "weight": 0}, *later]}) == ["Yes?"]
-    assert trained({"messages": [HELLO, {**ANSWER, "weight": 1}, HELLO, {**ANSWER, "weight": 0}]}) == [
-        "Good day."
-    ]
+    assert trained({"messages": [HELLO, {**ANSWER, "weight": 1}, HELLO, {**ANSWER, "weight": 0}]}) == ["Good day."]
 
 
 def test_what_the_model_refuses_is_learned_as_text() -> None:
@@ -116,26 +108,11 @@ WRONG: list[tuple[Any, str, str | None, str]] = [
     ({"messages": [HELLO, {**ANSWER, "weight": 0}]}, "no_trained_message", "messages", "weight 0"),
     ({"messages": [HELLO, {**ANSWER, "weight": 2}]}, "invalid_value", "messages[1].weight", "'0', '1'"),
     ({"messages": [HELLO, {**ANSWER, "weight": 0.5}]}, "invalid_type", "messages[1].weight", "integer"),
-    (
-        {"messages": [{**HELLO, "weight": 1}, ANSWER]},
-        "unsupported_parameter",
-        "messages[0].weight",
-        "only messages",
-    ),
+    ({"messages": [{**HELLO, "weight": 1}, ANSWER]}, "unsupported_parameter", "messages[0].weight", "only messages"),
     ({"messages": [ANSWER]}, "invalid_value", "messages[0]", "answers nothing"),
     ({"messages": [{"role": "robot", "content": ""}]}, "invalid_value", "messages[0].role", "assistant"),
-    (
-        {"messages": [HELLO, {"role": "assistant"}]},
-        "missing_required_parameter",
-        "messages[1].content",
-        "content",
-    ),
-    (
-        {"messages": [HELLO, {**ANSWER, "tool_calls": [CALL]}, HELLO, ANSWER]},
-        "invalid_value",
-        "messages[1]",
-        "call_1",
-    ),
+    ({"messages": [HELLO, {"role": "assistant"}]}, "missing_required_parameter", "messages[1].content", "content"),
+    ({"messages": [HELLO, {**ANSWER, "tool_calls": [CALL]}, HELLO, ANSWER]}, "invalid_value", "messages[1]", "call_1"),
     (
         {"messages": [{"role": "tool", "tool_call_id": "x", "content": "1"}, ANSWER]},
         "invalid_value",
@@ -179,12 +156,7 @@ WRONG_PAIRS: list[tuple[Any, str, str, str]] = [
     ({**PAIR, "preferred_output": []}, "empty_array", "preferred_output", "minimum length 1"),
     ({**PAIR, "preferred_output": [HELLO]}, "invalid_value", "preferred_output", "role 'assistant'"),
     ({**PAIR, "non_preferred_output": [ANSWER] * 2}, "invalid_value", "non_preferred_output", "one message"),
-    (
-        {**PAIR, "non_preferred_output": [ANSWER]},
-        "invalid_value",
-        "non_preferred_output",
-        "nothing to prefer",
-    ),
+    ({**PAIR, "non_preferred_output": [ANSWER]}, "invalid_value", "non_preferred_output", "nothing to prefer"),
     (
         {**PAIR, "input": {"messages": [HELLO, {**ANSWER, "weight": 1}, HELLO]}},
         "unsupported_parameter",

@@ -123,9 +123,7 @@ def framed(message: bytes) -> bytes:
 
 
 @given(st.binary(max_size=40_000), st.lists(st.binary(max_size=40_000), max_size=4), st.integers(1, 30_000))
-def test_a_request_and_its_answer_however_they_are_cut(
-    request: bytes, messages: list[bytes], size: int
-) -> None:
+def test_a_request_and_its_answer_however_they_are_cut(request: bytes, messages: list[bytes], size: int) -> None:
     def cut(data: bytes) -> list[bytes]:
         return [data[at : at + size] for at in range(0, len(data), size)]
 
@@ -199,9 +197,7 @@ def test_more_streams_than_allowed_are_refused_and_may_be_tried_again() -> None:
         pair.client.send_headers(number, REQUEST)
     pair.exchange()
     resets = [event for event in pair.events if isinstance(event, h2.events.StreamReset)]
-    assert [(event.stream_id, event.error_code) for event in resets] == [
-        (3, h2.errors.ErrorCodes.REFUSED_STREAM)
-    ]
+    assert [(event.stream_id, event.error_code) for event in resets] == [(3, h2.errors.ErrorCodes.REFUSED_STREAM)]
     assert pair.recorder.requests.keys() == {1}
 
 
@@ -254,19 +250,13 @@ def test_padding_priorities_continuations_and_unknown_frames_are_read() -> None:
     pair.exchange()
     block = pair.client.encoder.encode(REQUEST)
     said = http2_frame(0xAA, 0, 0, b"?") + http2_frame(http2.PRIORITY, 0, 5, b"\0\0\0\0\1")
-    said += http2_frame(
-        http2.HEADERS, http2.PADDED | http2.PRIORITY_FLAG, 1, b"\2\0\0\0\0\1" + block[:4] + b"\0\0"
-    )
+    said += http2_frame(http2.HEADERS, http2.PADDED | http2.PRIORITY_FLAG, 1, b"\2\0\0\0\0\1" + block[:4] + b"\0\0")
     said += http2_frame(http2.CONTINUATION, 0, 1, block[4:9])
     said += http2_frame(http2.CONTINUATION, http2.END_HEADERS, 1, block[9:])
     said += http2_frame(http2.DATA, http2.PADDED | http2.END_STREAM, 1, b"\3data\0\0\0")
     pair.server.receive(said)
     assert not pair.server.failed
-    assert (pair.recorder.requests[1][1].path, pair.recorder.data[1], pair.recorder.ended) == (
-        "/a/b",
-        b"data",
-        {1},
-    )
+    assert (pair.recorder.requests[1][1].path, pair.recorder.data[1], pair.recorder.ended) == ("/a/b", b"data", {1})
 
 
 def http2_frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
@@ -289,10 +279,7 @@ FAULTS = {
     "headers on stream 0": (http2_frame(http2.HEADERS, 4, 0, b""), http2.PROTOCOL_ERROR),
     "headers on an even stream": (http2_frame(http2.HEADERS, 4, 2, b""), http2.PROTOCOL_ERROR),
     "headers that are no HPACK": (http2_frame(http2.HEADERS, 4, 1, b"\xff" * 9), http2.COMPRESSION_ERROR),
-    "headers shorter than their priority": (
-        http2_frame(http2.HEADERS, 0x24, 1, b"12"),
-        http2.FRAME_SIZE_ERROR,
-    ),
+    "headers shorter than their priority": (http2_frame(http2.HEADERS, 0x24, 1, b"12"), http2.FRAME_SIZE_ERROR),
     "more padding than frame": (http2_frame(http2.HEADERS, 0xC, 1, b"\x05123"), http2.PROTOCOL_ERROR),
     "headers cut off": (
         http2_frame(http2.HEADERS, 0, 1, b"") + http2_frame(http2.PING, 0, 0, b"12345678"),
@@ -307,10 +294,7 @@ FAULTS = {
         http2_frame(http2.HEADERS, 0, 1, b"") + http2_frame(http2.CONTINUATION, 0, 1, b"") * 100,
         http2.ENHANCE_YOUR_CALM,
     ),
-    "headers of too many bytes": (
-        http2_frame(http2.HEADERS, 4, 1, literal(b"a", b"") * 2000),
-        http2.ENHANCE_YOUR_CALM,
-    ),
+    "headers of too many bytes": (http2_frame(http2.HEADERS, 4, 1, literal(b"a", b"") * 2000), http2.ENHANCE_YOUR_CALM),
     "a push": (http2_frame(http2.PUSH_PROMISE, 4, 1, b"\0\0\0\2"), http2.PROTOCOL_ERROR),
     "a reset of nothing": (http2_frame(http2.RST_STREAM, 0, 1, b"\0\0\0\0"), http2.PROTOCOL_ERROR),
     "a short reset": (http2_frame(http2.RST_STREAM, 0, 1, b"\0"), http2.FRAME_SIZE_ERROR),
@@ -323,16 +307,11 @@ FAULTS = {
     "a tiny frame size": (http2_frame(http2.SETTINGS, 0, 0, b"\0\5\0\0\0\1"), http2.PROTOCOL_ERROR),
     "a short window update": (http2_frame(http2.WINDOW_UPDATE, 0, 0, b"1"), http2.FRAME_SIZE_ERROR),
     "a window update of 0": (http2_frame(http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\0"), http2.PROTOCOL_ERROR),
-    "a window too large": (
-        http2_frame(http2.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"),
-        http2.FLOW_CONTROL_ERROR,
-    ),
+    "a window too large": (http2_frame(http2.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"), http2.FLOW_CONTROL_ERROR),
     "a window for nothing": (http2_frame(http2.WINDOW_UPDATE, 0, 1, b"\0\0\0\1"), http2.PROTOCOL_ERROR),
 }
 # Of stream 1.
-OPENED = http2_frame(
-    http2.HEADERS, 4, 1, b"".join(literal(name.encode(), value.encode()) for name, value in REQUEST)
-)
+OPENED = http2_frame(http2.HEADERS, 4, 1, b"".join(literal(name.encode(), value.encode()) for name, value in REQUEST))
 ENDED = OPENED + http2_frame(http2.DATA, 1, 1, b"")
 FLOODS = {
     "pings": http2_frame(http2.PING, 0, 0, b"12345678"),
@@ -522,12 +501,8 @@ def test_a_lost_connection_resets_every_stream() -> None:
     assert pair.recorder.reset == [1, 3]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=40)))
-)
-def test_no_frames_at_all_make_it_fail_in_another_way_than_it_should(
-    frames: list[tuple[int, int, int, bytes]],
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=40))))
+def test_no_frames_at_all_make_it_fail_in_another_way_than_it_should(frames: list[tuple[int, int, int, bytes]]) -> None:
     server = Http2Connection(Recorder(), FrameLimits())
     server.receive(GREETING)
     for frame in frames:

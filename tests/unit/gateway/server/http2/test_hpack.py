@@ -18,9 +18,7 @@ BASE = [(":method", "POST"), (":path", "/a/b"), ("content-type", "application/gr
 
 
 @given(st.lists(st.tuples(st.dictionaries(NAMES, VALUES), st.booleans()), min_size=1, max_size=12))
-def test_remembered_blocks_mean_what_they_would_without_memory(
-    requests: list[tuple[dict[str, str], bool]],
-) -> None:
+def test_remembered_blocks_mean_what_they_would_without_memory(requests: list[tuple[dict[str, str], bool]]) -> None:
     encoder, decoder = Encoder(), HeaderDecoder(1 << 16)
     for metadata, huffman in requests:
         for _ in range(3):  # the first changes the table, the third is remembered
@@ -63,8 +61,7 @@ def test_how_every_answer_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
-    [("5S", 5.0), ("100m", 0.1), ("7u", 7e-6), ("2M", 120.0), ("1H", 3600.0), ("9n", 9e-9)],
+    ("given", "seconds"), [("5S", 5.0), ("100m", 0.1), ("7u", 7e-6), ("2M", 120.0), ("1H", 3600.0), ("9n", 9e-9)]
 )
 def test_time_outs(given: str, seconds: float) -> None:
     assert Headers("", "", "", {"grpc-timeout": given}).timeout == pytest.approx(seconds)

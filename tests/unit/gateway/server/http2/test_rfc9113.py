@@ -67,16 +67,8 @@ class Case(NamedTuple):
 ENDS_THE_CONNECTION = {
     PROTOCOL_ERROR: [
         Case("3.4", "the preface is not followed by SETTINGS", b""),
-        Case(
-            "4.3",
-            "another frame between HEADERS and CONTINUATION",
-            headers(flags=0) + frame(PING, 0, 0, bytes(8)),
-        ),
-        Case(
-            "4.3",
-            "a CONTINUATION of another stream",
-            headers(flags=0) + frame(CONTINUATION, END_HEADERS, 3, b""),
-        ),
+        Case("4.3", "another frame between HEADERS and CONTINUATION", headers(flags=0) + frame(PING, 0, 0, bytes(8))),
+        Case("4.3", "a CONTINUATION of another stream", headers(flags=0) + frame(CONTINUATION, END_HEADERS, 3, b"")),
         Case("5.1", "DATA on an idle stream", frame(DATA, 0, 1, b"x")),
         Case("5.1", "RST_STREAM on an idle stream", RESET),
         Case("5.1", "WINDOW_UPDATE on an idle stream", frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\1")),
@@ -97,9 +89,7 @@ ENDS_THE_CONNECTION = {
         Case("6.7", "PING on a stream", OPEN + frame(PING, 0, 1, bytes(8))),
         Case("6.8", "GOAWAY on a stream", OPEN + frame(GOAWAY, 0, 1, bytes(8))),
         Case("6.9", "a WINDOW_UPDATE of 0 for the connection", frame(WINDOW_UPDATE, 0, 0, bytes(4))),
-        Case(
-            "6.10", "CONTINUATION behind the end of headers", OPEN + frame(CONTINUATION, END_HEADERS, 1, b"")
-        ),
+        Case("6.10", "CONTINUATION behind the end of headers", OPEN + frame(CONTINUATION, END_HEADERS, 1, b"")),
         Case("6.10", "CONTINUATION on stream 0", headers(flags=0) + frame(CONTINUATION, END_HEADERS, 0, b"")),
     ],
     FRAME_SIZE_ERROR: [
@@ -113,20 +103,14 @@ ENDS_THE_CONNECTION = {
     ],
     FLOW_CONTROL_ERROR: [
         Case("6.5.2", "an initial window above the largest", setting(4, 1 << 31)),
-        Case(
-            "6.9.1",
-            "a connection's window above the largest",
-            frame(WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"),
-        ),
+        Case("6.9.1", "a connection's window above the largest", frame(WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff")),
         Case(
             "6.9.2",
             "an initial window that makes a stream's too large",
             OPEN + frame(WINDOW_UPDATE, 0, 1, b"\x7f\xff\0\0") + setting(4, (1 << 31) - 1),
         ),
     ],
-    COMPRESSION_ERROR: [
-        Case("4.3", "headers that cannot be decoded", frame(HEADERS, END_HEADERS, 1, b"\xff" * 9))
-    ],
+    COMPRESSION_ERROR: [Case("4.3", "headers that cannot be decoded", frame(HEADERS, END_HEADERS, 1, b"\xff" * 9))],
 }
 ENDS_THE_STREAM = {
     STREAM_CLOSED: [
@@ -134,22 +118,14 @@ ENDS_THE_STREAM = {
         Case("5.1", "HEADERS behind the end of the request", HALF_CLOSED + headers(flags=ENDED)),
     ],
     FLOW_CONTROL_ERROR: [
-        Case(
-            "6.9.1",
-            "a stream's window above the largest",
-            OPEN + frame(WINDOW_UPDATE, 0, 1, b"\x7f\xff\xff\xff"),
-        )
+        Case("6.9.1", "a stream's window above the largest", OPEN + frame(WINDOW_UPDATE, 0, 1, b"\x7f\xff\xff\xff"))
     ],
-    FRAME_SIZE_ERROR: [
-        Case("6.3", "PRIORITY of another size than 5", OPEN + frame(PRIORITY, 0, 1, bytes(4)))
-    ],
+    FRAME_SIZE_ERROR: [Case("6.3", "PRIORITY of another size than 5", OPEN + frame(PRIORITY, 0, 1, bytes(4)))],
     PROTOCOL_ERROR: [
         Case("6.9", "a WINDOW_UPDATE of 0", OPEN + frame(WINDOW_UPDATE, 0, 1, bytes(4))),
         Case("8.1", "a second head that does not end the request", OPEN + headers([(b"a", b"b")])),
         Case("8.1", "trailers with a pseudo-header", OPEN + headers([(b":method", b"POST")], flags=ENDED)),
-        Case(
-            "8.1.1", "less content than its length", headers([*CALL, (b"content-length", b"2")], flags=ENDED)
-        ),
+        Case("8.1.1", "less content than its length", headers([*CALL, (b"content-length", b"2")], flags=ENDED)),
         Case(
             "8.1.1",
             "more content than its length",
@@ -181,26 +157,14 @@ IS_TAKEN = [
     Case("4.1", "flags that mean nothing", frame(PING, 0xFE, 0, bytes(8))),
     Case("4.1", "the reserved bit of a stream's number", frame(WINDOW_UPDATE, 0, 1 << 31, b"\0\0\0\1")),
     Case("5.1", "PRIORITY on an idle stream", frame(PRIORITY, 0, 9, bytes(5))),
-    Case(
-        "5.1",
-        "WINDOW_UPDATE behind the end of the request",
-        HALF_CLOSED + frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\1"),
-    ),
+    Case("5.1", "WINDOW_UPDATE behind the end of the request", HALF_CLOSED + frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\1")),
     Case("5.1", "RST_STREAM behind the end of the request", HALF_CLOSED + RESET),
     Case("5.1", "frames on a closed stream", OPEN + RESET + frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\1") + RESET),
     Case("5.1", "PRIORITY on a closed stream", OPEN + RESET + frame(PRIORITY, 0, 1, bytes(5))),
     Case("6.5.2", "an unknown setting", setting(0xFF, 1)),
-    Case(
-        "6.5.3",
-        "of a setting that comes twice the last",
-        frame(SETTINGS, 0, 0, b"\0\4\xff\xff\xff\xff\0\4\0\0\0\1"),
-    ),
+    Case("6.5.3", "of a setting that comes twice the last", frame(SETTINGS, 0, 0, b"\0\4\xff\xff\xff\xff\0\4\0\0\0\1")),
     Case("8.1", "trailers", OPEN + headers([(b"x", b"y")], flags=ENDED)),
-    Case(
-        "8.1.1",
-        "content of its length",
-        headers([*CALL, (b"content-length", b"1")]) + frame(DATA, 1, 1, b"x"),
-    ),
+    Case("8.1.1", "content of its length", headers([*CALL, (b"content-length", b"1")]) + frame(DATA, 1, 1, b"x")),
     Case("8.2.1", "spaces around a value, which gRPC strips", headers([*CALL, (b"x-id", b" 1 ")])),
     Case("8.3.1", "no :authority", headers(without(b":authority"))),
 ]
@@ -219,11 +183,7 @@ def answered(sent: bytes, *, greeted: bool = True) -> tuple[Http2Connection, lis
 
 
 def by_code(cases: dict[int, list[Case]]) -> list[object]:
-    return [
-        pytest.param(case, code, id=f"{case.section} {case.what}")
-        for code, rows in cases.items()
-        for case in rows
-    ]
+    return [pytest.param(case, code, id=f"{case.section} {case.what}") for code, rows in cases.items() for case in rows]
 
 
 @pytest.mark.parametrize(("case", "code"), by_code(ENDS_THE_CONNECTION))
