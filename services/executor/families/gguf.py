@@ -27,7 +27,8 @@ class GgufArchitecture:
     names_of: str = ""  # the architecture whose table in the package `gguf` names the tensors; empty: its own
     # Tensors that the table does not name: the file's name, `{}` for the layer, and the model's
     names: Mapping[str, str] = field(default_factory=dict)
-    # How names of parameters end that are several tensors of the file side by side, and how theirs would
+    # How names of parameters end that are several tensors of the file, one below the other, and how theirs would. Of
+    # experts' each expert has its rows side by side.
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
     # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
@@ -42,6 +43,9 @@ class GgufArchitecture:
     defaults: Mapping[str, str | None] = field(default_factory=dict)
     # Settings that all models of the architecture have
     constants: Mapping[str, Any] = field(default_factory=dict)
+    # Functions of `loading/gguf_settings.py`, by name, for settings that follow from several keys, from a list by layer
+    # or from which tensors there are
+    computed: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # other keys without which the model cannot be built
     # Its byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which.
     splits_by_name: bool = False

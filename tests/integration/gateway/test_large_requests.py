@@ -25,9 +25,9 @@ async def test_nothing_is_asked_between_its_turn_and_its_decoding(
         seen.append("key")
         return await get(self, name, print_)
 
-    def decode(self: CompletionEndpoint, *given: Any) -> Any:
+    def decode(self: CompletionEndpoint, *given: Any, **named: Any) -> Any:
         seen.append("decoded")
-        return decoded(self, *given)
+        return decoded(self, *given, **named)
 
     monkeypatch.setattr(LargeRequests, "turn", turn)
     monkeypatch.setattr(IdempotencyKeys, "get", asked)

@@ -273,9 +273,7 @@ def _as_gguf_has_it(
     transform = transform_of(architecture, name)
     if transform is None:
         return tensor
-    heads = {"num_attention_heads": config["num_attention_heads"]}
-    heads["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
-    return tensor.mapped(lambda rows: transform.write(rows, name, heads))
+    return tensor.mapped(lambda rows: transform.write(rows, name, config))
 
 
 def _gguf_tensor(tensor: SourceTensor, kind: Type) -> WrittenTensor:

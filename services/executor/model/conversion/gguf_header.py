@@ -38,7 +38,7 @@ def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
     found = written.get(kind)
     if found is None:
         raise ModelLoadError(
-            f"Models of type {kind!r} are not written as GGUF, but {', '.join(written)} are; convert to "
+            f"Models of type {kind!r} are not written as GGUF, but {', '.join(sorted(written))} are; convert to "
             "safetensors, or use llama.cpp's own converter."
         )
     for differs in (_biases, _windows, _rotary, _scores, _activation):

@@ -18,6 +18,7 @@ from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import GGUF, gguf_architecture
 from services.executor.model.catalogue import check_sizes
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
+from services.executor.model.loading.gguf_settings import COMPUTED
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
 from shared.model_store.locks import claimed
@@ -306,7 +307,7 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
     tensors = {tensor.name: tensor for file in files for tensor in file.header.tensors}
     if (embedding := tensors.get("token_embd.weight")) is None:
         raise ModelLoadError(f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model.")
-    heads = said["attention.head_count"]
+    heads = said.get("attention.head_count", 0)
     rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
     tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
     return {
@@ -322,7 +323,21 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
         **{f"{name}_token_id": number for name, number in tokens.items()},
         **{name: None for name, like in row.defaults.items() if like is None},
         **_said_beside(header, row),
+        **_computed(header, row, {name: tensor.shape for name, tensor in tensors.items()}),
     }
+
+
+def _computed(
+    header: "Mapping[str, Value]", row: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    said = {key.removeprefix(f"{row.name}."): value for key, value in header.items() if not isinstance(value, str)}
+    try:
+        return {name: value for one in row.computed for name, value in COMPUTED[one](said, shapes).items()}
+    except KeyError as error:
+        raise ModelLoadError(
+            f"The file does not say {row.name}.{error.args[0]}, without which the model cannot be built; fetch it "
+            "again, or choose another."
+        ) from None
 
 
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}

@@ -6,6 +6,7 @@ added, which is undone as rows are read: a row of codes is as good as a row of n
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,24 +67,52 @@ class GgufWeights:
     def sources(self, model: Any) -> CheckpointSources:
         """Which tensor each parameter is, of a model as transformers builds it."""
         name_in_file = self._architecture.tensor_names(model.config.num_hidden_layers)
-        shapes = self.shapes
         parameters = {}
-        for name in model.state_dict():
+        for name, parameter in model.state_dict().items():
             found = name_in_file(name)
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
             if joined is not None:
                 ends = self._architecture.joined[joined]
                 sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
-                parameters[name] = _of_experts([f"{side}.weight" for side in sides], shapes)
-            elif found is not None and found in shapes and self._is_served(found):
-                parameters[name] = Composition.whole(found, shapes[found])
+                parameters[name] = self._joined(sides, joined, parameter.dim())
+            elif found is not None and found in self._tensors and self._is_served(found, parameter):
+                parameters[name] = self._whole(found, parameter.shape)
         used = {part.source for composition in parameters.values() for part in composition.parts}
-        return CheckpointSources(parameters, frozenset(shapes.keys() - used - _NO_PARAMETERS))
+        rest = self._tensors.keys() - used - _NO_PARAMETERS
+        return CheckpointSources(parameters, frozenset(name for name in rest if not self._follows(name)))
 
-    def _is_served(self, name: str) -> bool:
-        """Vectors of numbers, and matrices; others belong to no model of these architectures."""
+    def _follows(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._architecture.follow)
+
+    def _is_served(self, name: str, parameter: Tensor) -> bool:
+        """Vectors of numbers, matrices, and what the model has so but for dimensions of size 1."""
         tensor = self._tensors[name][1]
-        return len(tensor.shape) == 2 or (len(tensor.shape) == 1 and tensor.kind.name in _NUMBERS)
+        if len(tensor.shape) == 1 and tensor.kind.name not in _NUMBERS:
+            return False
+        return len(tensor.shape) <= 2 or _squeezed(tensor.shape) == _squeezed(parameter.shape)
+
+    def _whole(self, name: str, shape: Sequence[int]) -> Composition:
+        """The tensor as a parameter of `shape`: files leave dimensions of size 1 out, or have some of their own."""
+        file, tensor = self._tensors[name]
+        if len(tensor.shape) == len(shape) or _squeezed(tensor.shape) != _squeezed(shape):
+            return Composition.whole(name, tensor.shape)
+        held = _squeezed(shape) or (1,)
+        self._tensors[name] = (file, replace(tensor, shape=held))
+        composed = Composition.whole(name, held)
+        if len(held) < len(shape):
+            for dim, size in enumerate(shape):
+                composed = composed.unsqueezed(dim) if size == 1 else composed
+        return composed
+
+    def _joined(self, sides: Sequence[str | None], end: str, dimensions: int) -> Composition:
+        names = [f"{side}.weight" if dimensions > 1 or "experts" in end else str(side) for side in sides]
+        if dimensions == 3:
+            return _of_experts(names, self.shapes)
+        if missing := [name for name in names if name not in self._tensors]:
+            raise ModelLoadError(
+                f"The file has no tensor {missing[0]}, which its architecture calls for; fetch it again."
+            )
+        return concatenated([Composition.whole(name, self._tensors[name][1].shape) for name in names], 0)
 
     def rotary_factors(self) -> Tensor | None:
         """float32 [frequencies]: what each is divided by, where the file has factors (Llama 3.1)."""
@@ -187,10 +216,9 @@ class GgufWeights:
             place, transform = part.place(made), self._transform(part.source)
             for first, raw in self._slabs(part, config):
                 numbers = self._taken(partial(values, dtype=read.dtype), part, raw)
-                if len(part.size) == 1:
-                    numbers = numbers.squeeze(1)
-                else:
-                    numbers = numbers[:, part.origin[1] : part.origin[1] + part.size[1]]
+                if len(part.size) > 1:
+                    numbers = numbers[:, part.origin[-1] : part.origin[-1] + part.size[-1]]
+                numbers = numbers.reshape(-1, *part.size[1:])
                 if transform is not None and transform.numbers is not None:
                     numbers = transform.numbers(numbers)
                 place[first : first + len(numbers)].copy_(numbers)
@@ -216,9 +244,8 @@ class GgufWeights:
         transform = self._transform(tensor.name)
         if transform is None or transform.order is None:
             return torch.arange(_rows_of(tensor))
-        heads = {name: int(getattr(config, name)) for name in ("num_attention_heads", "num_key_value_heads")}
         try:
-            return transform.order(_rows_of(tensor), tensor.name, heads)
+            return transform.order(_rows_of(tensor), tensor.name, config.to_dict())
         except ValueError as error:
             raise ModelLoadError(f"The tensor {tensor.name} {error}; the file is damaged, fetch it again.") from error
 
@@ -244,6 +271,10 @@ def _as_matrix(tensor: GgufTensor) -> GgufTensor:
     """The gate of a shared expert has one row, which some programs write as a vector."""
     vector = len(tensor.shape) == 1 and tensor.name.endswith("ffn_gate_inp_shexp.weight")
     return replace(tensor, shape=(1, *tensor.shape)) if vector else tensor
+
+
+def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _rows_of(tensor: GgufTensor) -> int:

@@ -219,7 +219,7 @@ def test_packing_fills_the_last_word() -> None:
     [
         ("llama", {}, "gguf", "q9_z", r"not written as q9_z, but as f32, f16"),
         ("llama", {}, "safetensors", "int4-g128", r"inputs, not a whole number of groups of 128; use int8\."),
-        ("ministral", {}, "gguf", "bf16", r"type 'ministral' are not written as GGUF, but llama"),
+        ("ministral", {}, "gguf", "bf16", r"type 'ministral' are not written as GGUF, but gemma, gemma2"),
         ("gemma3_text", {}, "gguf", "bf16", r"no place for sliding windows as this model has them"),
         ("gemma2", {}, "gguf", "bf16", r"a query_pre_attn_scalar other than 16, and config.json has 256"),
         (
