@@ -186,7 +186,11 @@ def test_the_scaler_asks_for_metrics_that_there_are() -> None:
     assert "ryzanstein_models_unplaced{" in query
     sources = "".join(
         (manifests.ROOT / path).read_text()
-        for path in ("services/scheduler/metrics.py", "services/executor/supervisor/host/metrics.py")
+        for path in (
+            "services/scheduler/metrics.py",
+            "services/executor/supervisor/metrics.py",
+            "services/executor/supervisor/host/metrics.py",
+        )
     )
     metrics = re.findall(r"ryzanstein_(?:scheduler|executor)_(\w+)", query)
     assert len(metrics) == 4
