@@ -12,15 +12,10 @@ from typing import Any
 
 import gguf
 
-from services.executor.model.loading.checkpoints import SEED_CODER
+from services.executor.model.loading.gguf_tokenizer import WHOLE
+from services.executor.model.loading.pre_tokenizers import split_name
 from shared.errors import ModelLoadError, reason_of
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# GGUF's names for the expressions by which tokenizers split text.
-_PATTERNS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2", SEED_CODER: "seed-coder"}
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -51,6 +46,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_string(WHOLE, json.dumps(tokenizer, ensure_ascii=False))  # other readers have what is above
     generation = directory / "generation_config.json"
     settings = {**config, **(read_json(generation) if generation.is_file() else {})}
     stops = settings.get("eos_token_id")
@@ -140,17 +136,9 @@ def space_prefix(tokenizer: Mapping[str, Any]) -> bool:
 def pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
     """GGUF's name for how tokenizer.json splits text before merging. Raises `ModelLoadError` for others."""
     splitter = tokenizer.get("pre_tokenizer") or {}
-    parts = splitter.get("pretokenizers", [splitter])
-    kinds = [part.get("type") for part in parts]
-    if kinds[-1:] == ["ByteLevel"] and not parts[-1].get("add_prefix_space"):
-        if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and parts[1].get("use_regex"):
-            return "smollm"
-        if kinds == ["ByteLevel"] and parts[0].get("use_regex"):
-            return "gpt-2"
-        if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex"):
-            pattern = (parts[0].get("pattern") or {}).get("Regex")
-            if pattern in _PATTERNS and parts[0].get("behavior") == "Isolated":
-                return _PATTERNS[pattern]
+    if name := split_name(splitter):
+        return name
+    kinds = [part.get("type") for part in splitter.get("pretokenizers", [splitter])]
     raise ModelLoadError(
         f"The tokenizer splits text by {', '.join(map(str, kinds))} in a way that has no name in GGUF here; convert to "
         "safetensors, or use llama.cpp's own converter."

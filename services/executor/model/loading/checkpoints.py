@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.executor.families.gguf import GgufArchitecture
-from services.executor.families.gguf_architectures import GGUF, gguf_architecture
+from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.catalogue import check_sizes
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
 from services.executor.model.loading.gguf_settings import COMPUTED
+from services.executor.model.loading.gguf_tokenizer import chat_templates, tokenizer_json, tokenizer_settings
+from services.executor.model.tokenizer_files import CONFIG, TOKENIZER
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
 from shared.model_store.locks import claimed
@@ -33,26 +35,6 @@ if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does witho
 log = structlog.get_logger(__name__)
 
 ConversionProgress = Callable[[str, int, int], None]  # called with (stage, stages done, stages in all)
-
-# How Seed-OSS' tokenizer splits text.
-SEED_CODER = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
-    r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_DIGITS_ALONE: dict[str, Any] = {
-    "type": "Sequence",
-    "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**_BYTES, "use_regex": True}],
-}
-_SEED: dict[str, Any] = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": SEED_CODER}, "behavior": "Isolated", "invert": False},
-        {**_BYTES, "use_regex": False},
-    ],
-}
-# What transformers' GGUF reader leaves out, by `tokenizer.ggml.pre`, in the format of tokenizer.json.
-_PRE_TOKENIZERS = {**dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS_ALONE), "seed-coder": _SEED}
 
 
 def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress, revision: str = "") -> Path:
@@ -153,8 +135,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     stage("header")
     file, header = files[0].path, files[0].header.metadata
     check_described(file, files[0].header)
-    with read_once(files[0]):
-        ends = end_tokens(file, header)
+    ends = end_tokens(files[0])
     row = gguf_architecture(header)
     if unpack and _rope_scaling(files) and not row.scales_unpacked:
         raise ModelLoadError(
@@ -178,20 +159,14 @@ def _describe(
 ) -> None:
     """Writes all but the weights, and them too where they are those of a `model` that was unpacked. `ends`: tokens that
     end an answer."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     file, header = files[0].path, files[0].header.metadata
-    row = GGUF.get(str(header.get("general.architecture")))
     config = model.config if model is not None else _config(files, named)
     for name, word in _TOKENS.items():
         if f"tokenizer.ggml.{word}_token_id" not in header:
             setattr(config, f"{name}_token_id", None)  # else it is what transformers takes by default
     config.eos_token_id = ends[0]
     stage("tokenizer")
-    reader = AutoTokenizer if row is None or row.settings is None else PreTrainedTokenizerFast
-    tokenizer = reader.from_pretrained(**named)
-    if tokenizer.eos_token_id != ends[0]:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    texts = _tokenizer_files(files[0], ends[0], int(config.max_position_embeddings))
     stage("write")
     if model is not None:
         model.save_pretrained(str(made))
@@ -202,8 +177,9 @@ def _describe(
         link_gguf(made, file)
     _write_generation(made, config, ends)
     recommend(made, sampling_of(header))
-    tokenizer.save_pretrained(str(made))
-    _mend_tokenizer(made, header, int(config.max_position_embeddings))
+    for name, text in texts.items():
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).write_text(text, encoding="utf-8")
 
 
 def _alone(file: Path, directory: Path) -> dict[str, Any]:
@@ -389,29 +365,11 @@ def _write_generation(made: Path, config: Any, ends: list[int]) -> None:
     generation.save_pretrained(str(made))
 
 
-def _mend_tokenizer(directory: Path, header: "Mapping[str, Value]", context_length: int) -> None:
-    tokenizer = directory / "tokenizer.json"
-    content = json.loads(tokenizer.read_text(encoding="utf-8"))
-    splitter: dict[str, Any] = content.get("pre_tokenizer") or {}
-    changes: dict[str, Any] = {}
-    if (pre := str(header.get("tokenizer.ggml.pre"))) in _PRE_TOKENIZERS:
-        changes["pre_tokenizer"] = _PRE_TOKENIZERS[pre]
-    elif splitter.get("type") == "Metaspace" and header.get("tokenizer.ggml.add_space_prefix") is False:
-        changes["pre_tokenizer"] = {**splitter, "prepend_scheme": "never"}
-        steps = [step for step in content["decoder"].get("decoders", ()) if step["type"] != "Strip"]
-        changes["decoder"] = {**content["decoder"], "decoders": steps}
-    added = content.get("added_tokens") or []
-    own = [token for token in added if token["id"] < len(content["model"]["vocab"])]
-    if len(own) < len(added):
-        changes["added_tokens"] = own  # the others are such as transformers gives to every tokenizer of the kind
-    if changes:
-        tokenizer.write_text(json.dumps({**content, **changes}, ensure_ascii=False), encoding="utf-8")
-    settings = directory / "tokenizer_config.json"
-    content = json.loads(settings.read_text(encoding="utf-8"))
-    for name in ("is_local", "local_files_only"):
-        content.pop(name, None)
-    content["model_max_length"] = context_length
-    settings.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+def _tokenizer_files(file: "GgufFile", end: int, context_length: int) -> dict[str, str]:
+    """Texts by the names of their files. `end`: the token that ends a text. Raises `ModelLoadError`."""
+    contents = {TOKENIZER: tokenizer_json(file), CONFIG: tokenizer_settings(file, end, context_length)}
+    texts = {name: json.dumps(content, ensure_ascii=False) for name, content in contents.items()}
+    return {**texts, **chat_templates(file)}
 
 
 def _publish(made: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from services.executor.families.gguf_architectures import gguf_architecture
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # with torch
-    from services.executor.model.loading.gguf_file import GgufHeader, Value
+    from services.executor.model.loading.gguf_file import GgufFile, GgufHeader, Value
 
 
 _SIZES = ("context_length", "embedding_length", "block_count", "attention.head_count")
@@ -66,25 +66,24 @@ def check_described(file: Path, header: "GgufHeader") -> None:
 
 
 _TOKENIZER = "tokenizer.ggml.model"
+CONTROL = 3  # of `tokenizer.ggml.token_type`
 
 
-def end_tokens(file: Path, header: "Mapping[str, Value]") -> list[int]:
+def end_tokens(file: "GgufFile") -> list[int]:
     """Tokens that end an answer, the text's own first: as `file` says, or where it says none by their names, as
     llama.cpp knows them. Raises `ModelLoadError` where there is none."""
-    end, turn = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    said = file.header.metadata
+    end, turn = (said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     ends = [end] if isinstance(end, int) else _ends_by_name(file)
     if not ends:
-        raise unsaid(file, "tokenizer.ggml.eos_token_id")
+        raise unsaid(file.path, "tokenizer.ggml.eos_token_id")
     return list(dict.fromkeys([*ends, turn] if isinstance(turn, int) else ends))
 
 
-def _ends_by_name(file: Path) -> list[int]:
-    import gguf
-
-    fields = gguf.GGUFReader(file).fields
-    tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+def _ends_by_name(file: "GgufFile") -> list[int]:
+    tokens, kinds = (file.array(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     ids = {token: number for number, token in enumerate(tokens)}
-    return [ids[name] for name in _ENDS if name in ids and kinds[ids[name]] == gguf.TokenType.CONTROL]
+    return [ids[name] for name in _ENDS if name in ids and kinds[ids[name]] == CONTROL]
 
 
 def unsaid(file: Path, key: str) -> ModelLoadError:

@@ -166,7 +166,7 @@ def test_an_interrupted_conversion_leaves_nothing(file: Path, tmp_path: Path, mo
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "_mend_tokenizer", interrupted)
+    monkeypatch.setattr(checkpoints, "_tokenizer_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_gguf(file, tmp_path / "out", ignore)
     assert list(tmp_path.iterdir()) == []
