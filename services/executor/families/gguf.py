@@ -35,9 +35,9 @@ class GgufArchitecture:
     follow: tuple[str, ...] = ()  # tensors that follow from the configuration
 
     # Keys behind the architecture's name that files must have beside the common ones, and config.json's words, empty
-    # for none; None: transformers reads the configuration
-    settings: Mapping[str, str] | None = None
-    # Those that they may have; transformers' reader passes over them.
+    # for none
+    settings: Mapping[str, str] = field(default_factory=dict)
+    # Those that they may have
     optional: Mapping[str, str] = field(default_factory=dict)
     # Settings of which a file says nothing, and the setting whose value they have; None: none
     defaults: Mapping[str, str | None] = field(default_factory=dict)

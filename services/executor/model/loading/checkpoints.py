@@ -102,17 +102,16 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
             f"The model of {file} is in {len(files)} files, and one of the architecture {row.name!r} is only read "
             "from one; join them with llama-gguf-split --merge, or use a safetensors directory."
         )
-    from services.executor.model.loading.config_file import load_config  # with transformers, which takes seconds
-
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         try:
             _convert(files, made, progress, unpack)
-            load_config(made)
             if unpack:
+                from services.executor.model.loading.config_file import load_config  # with transformers: seconds
                 from services.executor.model.loading.weight_files import WeightFiles
 
+                load_config(made)
                 WeightFiles(made).close()
         except ModelLoadError:
             raise
@@ -126,9 +125,6 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
 
 
 def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress, unpack: bool) -> None:
-    from services.executor.model.loading.gguf_fields import read_once
-    from services.executor.model.loading.gguf_unpacking import unpacked_model
-
     def stage(name: str) -> None:
         progress(name, CONVERSION.index(name), len(CONVERSION) - 1)
 
@@ -142,44 +138,13 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
             f"The file {file} scales rotary positions ({row.name}.rope.scaling, or a tensor of factors), and such "
             "a model of its architecture is not unpacked; use a safetensors directory."
         )
-    named = _alone(file, made.with_name("file"))
     stage("weights")
-    model = unpacked_model(files[0], named) if unpack else None
-    with read_once(files[0]):
-        _describe(files, made, named, model, ends, stage)
+    model = None
+    if unpack:
+        from services.executor.model.loading.gguf_unpacking import unpacked_model
 
-
-def _describe(
-    files: "Sequence[GgufFile]",
-    made: Path,
-    named: dict[str, Any],
-    model: Any | None,
-    ends: list[int],
-    stage: Callable[[str], None],
-) -> None:
-    """Writes all but the weights, and them too where they are those of a `model` that was unpacked. `ends`: tokens that
-    end an answer."""
-    file, header = files[0].path, files[0].header.metadata
-    config = model.config if model is not None else _config(files, named)
-    for name, word in _TOKENS.items():
-        if f"tokenizer.ggml.{word}_token_id" not in header:
-            setattr(config, f"{name}_token_id", None)  # else it is what transformers takes by default
-    config.eos_token_id = ends[0]
-    stage("tokenizer")
-    texts = _tokenizer_files(files[0], ends[0], int(config.max_position_embeddings))
-    stage("write")
-    if model is not None:
-        model.save_pretrained(str(made))
-        for weights in made.glob("*.safetensors"):
-            weights.chmod(0o644)  # safetensors writes them for their owner alone
-    else:
-        config.save_pretrained(str(made))
-        link_gguf(made, file)
-    _write_generation(made, config, ends)
-    recommend(made, sampling_of(header))
-    for name, text in texts.items():
-        (made / name).parent.mkdir(exist_ok=True)
-        (made / name).write_text(text, encoding="utf-8")
+        model = unpacked_model(files[0], _alone(file, made.with_name("file")))
+    _describe(files, made, model, ends, stage)
 
 
 def _alone(file: Path, directory: Path) -> dict[str, Any]:
@@ -190,48 +155,55 @@ def _alone(file: Path, directory: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(directory), "gguf_file": file.name, "local_files_only": True}
 
 
-def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
-    """The configuration as transformers reads it, or by our own table, and what it leaves out."""
-    import torch
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    row = gguf_architecture(files[0].header.metadata)
-    if row.settings is not None:
-        config = AutoConfig.for_model(**_own_settings(files, row, row.settings))
-    else:
-        config = AutoConfig.from_pretrained(**named)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.dtype = torch.bfloat16
+def _describe(
+    files: "Sequence[GgufFile]", made: Path, model: Any | None, ends: list[int], stage: Callable[[str], None]
+) -> None:
+    """Writes all but the weights, and them too where they are those of a `model` that was unpacked. `ends`: tokens that
+    end an answer."""
     header = files[0].header.metadata
-    if f"{row.name}.attention.head_count_kv" not in header:
-        config.num_key_value_heads = config.num_attention_heads
-    if width := header.get(f"{row.name}.attention.key_length"):
-        config.head_dim = width
+    settings = _settings(files) if model is None else {}
+    tokens = {f"{name}_token_id": header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
+    settings |= {**tokens, "eos_token_id": ends[0]}  # else one has what transformers takes by default
+    stage("tokenizer")
+    length = settings["max_position_embeddings"] if model is None else model.config.max_position_embeddings
+    texts = _tokenizer_files(files[0], ends[0], int(length))
+    stage("write")
+    if model is not None:
+        for name, token in tokens.items():
+            setattr(model.config, name, ends[0] if name == "eos_token_id" else token)
+        model.save_pretrained(str(made))
+        for weights in made.glob("*.safetensors"):
+            weights.chmod(0o644)  # safetensors writes them for their owner alone
+    else:
+        made.mkdir()
+        texts["config.json"] = json.dumps(settings, indent=2, sort_keys=True)
+        link_gguf(made, files[0].path)
+    generation: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
+    generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    texts["generation_config.json"] = json.dumps(generation, indent=2, sort_keys=True)
+    for name, text in texts.items():
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).write_text(text, encoding="utf-8")
+    recommend(made, sampling_of(header))
+
+
+def _settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
+    """config.json, by the row of the architecture. What is not in it has transformers' default."""
+    header = files[0].header.metadata
+    row = gguf_architecture(header)
+    settings = _own_settings(files, row, row.settings)
+    settings["dtype"] = "bfloat16"
     if width := header.get(f"{row.name}.expert_feed_forward_length"):
-        config.moe_intermediate_size = width
-    config.tie_word_embeddings = "output.weight" not in {
-        tensor.name for file in files for tensor in file.header.tensors
-    }
-    for name, value in _left_out(config, header, row).items():
-        setattr(config, name, value)
-    _set_rotary(config, header, row, _rope_scaling(files))
-    return config
-
-
-def _left_out(config: Any, header: "Mapping[str, Value]", row: GgufArchitecture) -> dict[str, Any]:
-    """What a file says of an architecture, or llama.cpp takes for granted, and transformers' reader passes over.
-
-    Raises `ModelLoadError`.
-    """
-    settings = {
-        **{name: like and getattr(config, like) for name, like in row.defaults.items()},
-        **_said_beside(header, row),
-    }
+        settings["moe_intermediate_size"] = width
+    names = {tensor.name for file in files for tensor in file.header.tensors}
+    settings["tie_word_embeddings"] = "output.weight" not in names
+    for name, like in row.defaults.items():
+        settings.setdefault(name, like and settings[like])
     if row.largest:
-        widest = config.num_hidden_layers == row.largest
-        width = config.hidden_size // config.num_attention_heads if widest else config.head_dim
+        widest = settings["num_hidden_layers"] == row.largest
+        width = settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
         settings["query_pre_attn_scalar"] = width
+    _set_rotary(settings, header, row, _rope_scaling(files))
     return settings
 
 
@@ -247,18 +219,19 @@ def _said_beside(header: "Mapping[str, Value]", row: GgufArchitecture) -> dict[s
 _NONE_BY_ZERO = ("attention.sliding_window",)
 
 
-def _set_rotary(config: Any, header: "Mapping[str, Value]", row: GgufArchitecture, scaling: dict[str, Any]) -> None:
+def _set_rotary(
+    settings: dict[str, Any], header: "Mapping[str, Value]", row: GgufArchitecture, scaling: dict[str, Any]
+) -> None:
     if row.rotates_in_part:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = settings["head_dim"]
         if rotated := positive(header, f"{row.name}.rope.dimension_count", head_dim):
             scaling = {**scaling, "partial_rotary_factor": rotated / head_dim}
-    if f"{row.name}.rope.freq_base" not in header:
-        scaling = {"rope_theta": _THETA, **scaling}
-    held = config.rope_parameters or {}
+    held = settings.get("rope_parameters") or {}
     if "full_attention" in held:  # windows have positions of their own, which are not scaled
-        config.rope_parameters = {**held, "full_attention": {**held["full_attention"], **scaling}}
-    elif scaling:
-        config.rope_parameters = {**held, **scaling}
+        held["full_attention"] |= scaling
+    else:
+        held |= scaling
+    settings["rope_parameters"] = held
 
 
 _THETA = 10_000.0  # the base of rotary positions where a file says none. Source: llama.cpp
@@ -285,7 +258,6 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
         raise ModelLoadError(f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model.")
     heads = said.get("attention.head_count", 0)
     rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
-    tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
     return {
         "model_type": row.config_type(),
         **{name: said[key] for key, name in wanted.items()},
@@ -296,8 +268,6 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        **{f"{name}_token_id": number for name, number in tokens.items()},
-        **{name: None for name, like in row.defaults.items() if like is None},
         **_said_beside(header, row),
         **_computed(header, row, {name: tensor.shape for name, tensor in tensors.items()}),
     }
@@ -354,15 +324,6 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
 
 def _without(tensor: str) -> ModelLoadError:
     return ModelLoadError(f"The file has no tensor {tensor}, by which its rotary positions are scaled; fetch it again.")
-
-
-def _write_generation(made: Path, config: Any, ends: list[int]) -> None:
-    """`ends`: tokens that end an answer."""
-    from transformers import GenerationConfig
-
-    generation = GenerationConfig.from_model_config(config)
-    generation.eos_token_id = ends[0] if len(ends) == 1 else ends
-    generation.save_pretrained(str(made))
 
 
 def _tokenizer_files(file: "GgufFile", end: int, context_length: int) -> dict[str, str]:

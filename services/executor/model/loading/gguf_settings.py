@@ -15,4 +15,11 @@ def _first_dense(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"first_k_dense_replace": int(said.get("leading_dense_block_count", 0))}
 
 
-COMPUTED: dict[str, Compute] = {"first_dense": _first_dense}
+def _gemma3_rotations(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Windows turn positions by a base of their own, 10,000 where a file says none."""
+    bases = {"full_attention": "rope.freq_base", "sliding_attention": "rope.freq_base_swa"}
+    rope = {kind: {"rope_type": "default", "rope_theta": float(said.get(key, 10_000.0))} for kind, key in bases.items()}
+    return {"rope_parameters": rope}
+
+
+COMPUTED: dict[str, Compute] = {"first_dense": _first_dense, "gemma3_rotations": _gemma3_rotations}
