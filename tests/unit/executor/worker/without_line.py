@@ -4,6 +4,7 @@
 `CATALOG`, and `PACKAGE`, where it has its code, cannot be imported. Writes what computed, and how many tokens came.
 """
 
+import re
 import sys
 import tempfile
 from importlib.util import find_spec, module_from_spec
@@ -16,11 +17,13 @@ def leave_out(catalog: str, name: str, package: str) -> None:
     spec = find_spec(catalog)
     assert spec is not None
     assert spec.origin is not None
-    lines = Path(spec.origin).read_text().splitlines()
-    left = [line for line in lines if name not in line]
-    assert len(left) == len(lines) - 2, "its import and its line"
+    source = Path(spec.origin).read_text()
+    left, imports = re.subn(rf"^from .* import {name}\n", "", source, flags=re.MULTILINE)
+    left, entries = re.subn(rf"(?<=\(){name}\(\), (\w+\(\))(?=\)$)", r"\1,", left, flags=re.MULTILINE)
+    left, last = re.subn(rf", {name}\(\)(?=\)$)", ",", left, flags=re.MULTILINE)
+    assert (imports, entries + last) == (1, 1), "its import and its entry"
     module = module_from_spec(spec)
-    exec(compile("\n".join(left), spec.origin, "exec"), module.__dict__)
+    exec(compile(left, spec.origin, "exec"), module.__dict__)
     sys.modules[catalog] = module
     sys.modules[package] = None  # type: ignore[assignment]  # importing it fails
 
