@@ -15,6 +15,16 @@ _MAY_BE_WIDE = {"feed_forward_length": "intermediate_size"}  # of dense layers, 
 _QWEN_EXPERTS = {"feed_forward_length": "", "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 # fmt: off
+# Of the gated delta rule
+_DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads"}
+_DELTA_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias"}
+_DELTA_NORMS = {"output_norm.weight": "plus_one", "*.att*norm.weight": "plus_one",
+    "*.post_attention_norm.weight": "plus_one"}
+_TILED_HEADS = {**_DELTA_NORMS, **dict.fromkeys(("*.attn_gate.weight", "*.ssm_alpha.weight", "*.ssm_beta.weight",
+    "*.ssm_dt.bias"), "value_heads"), **dict.fromkeys(("*.attn_qkv.weight", "*.ssm_conv1d.weight"),
+    "value_heads_behind_keys"), "*.ssm_a": "value_heads_minus_exp", "*.ssm_out.weight": "value_columns"}
+
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
         variants={"expert_count": GgufArchitecture("llama", "mixtral", transforms=_PAIRS, splits_by_name=True,
@@ -57,6 +67,9 @@ _ROWS = (
     *(GgufArchitecture(name, weights="refused") for name in (
         "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
         "nomic-bert-moe", "t5encoder")),
+
+    GgufArchitecture("qwen35", "qwen3_5_text", names=_DELTA_NAMES, transforms=_TILED_HEADS, splits_by_name=True,
+        settings=_DELTA, computed=("gated_delta",), needs=("rope.dimension_count",), rotates_in_part=True),
 )
 # fmt: on
 

@@ -112,6 +112,22 @@ class QuantizedRows:
         finer = self.regrouped(group)
         return _cut_groups(finer, first // group, end // group)
 
+    def rearranged(self, order: Tensor, width: int) -> "QuantizedRows":
+        """Blocks of `width` inputs, which divide them, in another order: int64 [blocks]. Raises `ValueError` where
+        groups of fewer than 16 inputs would be needed."""
+        group = math.gcd(self.group, width)
+        if group < _SMALLEST_GROUP or self.permutation is not None:
+            raise ValueError(f"a weight quantized in groups of {self.group} inputs cannot be put in blocks of {width}")
+        finer = self.regrouped(group)
+        per = math.gcd(finer.per, width // group)
+        parts = {}
+        for name in _ROW_PARTS:
+            if (part := getattr(finer, name)) is not None:
+                shared = finer.per // per if "super" in name else 1
+                blocks = part.repeat_interleave(shared, dim=1).unflatten(1, (len(order), -1))
+                parts[name] = blocks[:, order].flatten(1)
+        return replace(finer, per=per, **parts)
+
     def copy_from(self, other: "QuantizedRows") -> None:
         """Takes over the rows of `other`, as many and of the same format, into the memory of this one."""
         for name in _ROW_PARTS:

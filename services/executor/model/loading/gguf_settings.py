@@ -22,4 +22,23 @@ def _gemma3_rotations(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-COMPUTED: dict[str, Compute] = {"first_dense": _first_dense, "gemma3_rotations": _gemma3_rotations}
+def _gated_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers of a gated delta rule, between which each fourth has attention where a file says nothing else; behind
+    them may be heads that predict several tokens, which `block_count` counts."""
+    layers = int(said["block_count"]) - int(said.get("nextn_predict_layers", 0))
+    every = max(1, int(said.get("full_attention_interval", 4)))
+    recurrent = said.get("attention.recurrent_layers")
+    if not isinstance(recurrent, list | tuple):
+        recurrent = [(layer + 1) % every for layer in range(layers)]
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:layers]],
+        "linear_value_head_dim": int(said["ssm.inner_size"]) // max(1, int(said["ssm.time_step_rank"])),
+    }
+
+
+COMPUTED: dict[str, Compute] = {
+    "first_dense": _first_dense,
+    "gemma3_rotations": _gemma3_rotations,
+    "gated_delta": _gated_delta,
+}

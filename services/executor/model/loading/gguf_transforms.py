@@ -1,8 +1,8 @@
-"""What GGUF files have done to the rows or numbers of a tensor, by the names that rows of
+"""What GGUF files have done to the rows, columns or numbers of a tensor, by the names that rows of
 `families/gguf_architectures.py` use, there and back.
 
-A transform that orders rows leaves codes as they are; one that changes numbers is of tensors that hold numbers. One may
-do both.
+A transform that orders rows or blocks of columns leaves codes as they are; one that changes numbers is of tensors that
+hold numbers. One may do both.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +28,8 @@ class Transform:
     # `ValueError` where they do not fit.
     order: Callable[[int, str, Settings], Tensor] | None = None
     numbers: Callable[[Tensor], Tensor] | None = None  # the file's numbers to the model's
+    # As `order`, of columns: (int64 [blocks], the block of the file for each of the model's; columns of a block)
+    columns: Callable[[int, str, Settings], tuple[Tensor, int]] | None = None
 
 
 def transform_of(architecture: GgufArchitecture, name: str) -> Transform | None:
@@ -58,8 +60,51 @@ def _heads_of(name: str, settings: Settings) -> int:
     return queries if ".attn_q." in name else settings.get("num_key_value_heads") or queries
 
 
+def _value_heads(count: int, name: str, settings: Settings) -> Tensor:
+    """Of the gated delta rule: the model has those of a key head side by side, files the first of each key head, then
+    the second of each."""
+    keys, values = (int(settings[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
+    if not keys or values % keys or not values or count % values:
+        raise ValueError(f"has {count} rows or columns, which are not {values} heads of values for {keys} of keys")
+    return torch.arange(count).view(values // keys, keys, -1).transpose(0, 1).reshape(-1)
+
+
+def _behind_keys(count: int, name: str, settings: Settings) -> Tensor:
+    """As `_value_heads`, behind the rows of queries and keys."""
+    before = 2 * int(settings["linear_num_key_heads"]) * int(settings["linear_key_head_dim"])
+    if count <= before:
+        raise ValueError(f"has {count} rows, of which {before} are of queries and keys")
+    return torch.cat([torch.arange(before), before + _value_heads(count - before, name, settings)])
+
+
+def _value_columns(count: int, name: str, settings: Settings) -> tuple[Tensor, int]:
+    heads = int(settings["linear_num_value_heads"])
+    _value_heads(count, name, settings)
+    return _value_heads(heads, name, settings), count // heads
+
+
+def _written_in(order: Callable[[int, str, Settings], Tensor]) -> Callable[[Tensor, str, Settings], Tensor]:
+    return lambda rows, name, settings: rows[order(rows.shape[0], name, settings).argsort()]
+
+
+def _write_value_columns(rows: Tensor, name: str, settings: Settings) -> Tensor:
+    return _written_in(_value_heads)(rows.T, name, settings).T
+
+
+def _minus_exp(values: Tensor) -> Tensor:
+    return -values.float().exp()
+
+
 TRANSFORMS = {
     "pairs": Transform(write=lambda rows, name, settings: interleaved(rows, _heads_of(name, settings)), order=_pairs),
     "plus_one": Transform(write=lambda rows, *_: rows.float() + 1, numbers=lambda values: values.float() - 1),
-    "minus_exp": Transform(write=lambda rows, *_: -rows.float().exp(), numbers=lambda values: (-values.float()).log()),
+    "minus_exp": Transform(write=lambda rows, *_: _minus_exp(rows), numbers=lambda values: (-values.float()).log()),
+    "value_heads": Transform(write=_written_in(_value_heads), order=_value_heads),
+    "value_heads_behind_keys": Transform(write=_written_in(_behind_keys), order=_behind_keys),
+    "value_heads_minus_exp": Transform(
+        write=lambda rows, *of: _minus_exp(_written_in(_value_heads)(rows, *of)),
+        order=_value_heads,
+        numbers=lambda values: (-values.float()).log(),
+    ),
+    "value_columns": Transform(write=_write_value_columns, columns=_value_columns),
 }

@@ -20,7 +20,7 @@ from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
-from services.executor.model.loading.gguf_transforms import Transform, transform_of
+from services.executor.model.loading.gguf_transforms import Settings, Transform, transform_of
 from services.executor.model.loading.reading import Progress, Read, ReadMeter
 from services.executor.model.loading.sources import CheckpointSources
 from services.executor.model.quantized import DeferredRows, QuantizedRows
@@ -79,10 +79,17 @@ class GgufWeights:
                 parameters[name] = self._whole(found, parameter.shape)
         used = {part.source for composition in parameters.values() for part in composition.parts}
         rest = self._tensors.keys() - used - _NO_PARAMETERS
-        return CheckpointSources(parameters, frozenset(name for name in rest if not self._follows(name)))
+        heads = self._heads_behind(model.config.num_hidden_layers)
+        unused = (name for name in rest if not self._follows(name) and not name.startswith(heads))
+        return CheckpointSources(parameters, frozenset(unused))
 
     def _follows(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._architecture.follow)
+
+    def _heads_behind(self, layers: int) -> tuple[str, ...]:
+        """How names of tensors begin that are of heads for multi-token prediction, which are no part of the model."""
+        count = self._files[0].header.metadata.get(f"{self._architecture.name}.nextn_predict_layers", 0)
+        return tuple(f"blk.{layers + head}." for head in range(count if isinstance(count, int) else 0))
 
     def _is_served(self, name: str, parameter: Tensor) -> bool:
         """Vectors of numbers, matrices, and what the model has so but for dimensions of size 1."""
@@ -196,6 +203,8 @@ class GgufWeights:
             for first, raw in self._slabs(part, config):
                 codes = self._taken(quantized, part, raw)
                 try:
+                    if (blocks := self._columns(part.source, config)) is not None:
+                        codes = codes.rearranged(*blocks)
                     codes = codes.columns(part.origin[1], part.origin[1] + inputs)
                 except ValueError as reason:
                     log.info("codes_not_cut", tensor=part.source, reason=str(reason))
@@ -216,6 +225,8 @@ class GgufWeights:
             place, transform = part.place(made), self._transform(part.source)
             for first, raw in self._slabs(part, config):
                 numbers = self._taken(partial(values, dtype=read.dtype), part, raw)
+                if (blocks := self._columns(part.source, config)) is not None:
+                    numbers = numbers.view(len(numbers), -1, blocks[1])[:, blocks[0]].flatten(1)
                 if len(part.size) > 1:
                     numbers = numbers[:, part.origin[-1] : part.origin[-1] + part.size[-1]]
                 numbers = numbers.reshape(-1, *part.size[1:])
@@ -244,10 +255,14 @@ class GgufWeights:
         transform = self._transform(tensor.name)
         if transform is None or transform.order is None:
             return torch.arange(_rows_of(tensor))
-        try:
-            return transform.order(_rows_of(tensor), tensor.name, config.to_dict())
-        except ValueError as error:
-            raise ModelLoadError(f"The tensor {tensor.name} {error}; the file is damaged, fetch it again.") from error
+        return _fitting(transform.order, _rows_of(tensor), tensor.name, config)
+
+    def _columns(self, name: str, config: Any) -> tuple[Tensor, int] | None:
+        """(int64 [blocks]: the block of the file for each of the model's, columns of a block); None: as they are."""
+        transform = self._transform(name)
+        if transform is None or transform.columns is None:
+            return None
+        return _fitting(transform.columns, self._tensors[name][1].shape[-1], name, config)
 
     def _transform(self, name: str) -> Transform | None:
         return transform_of(self._architecture, name)
@@ -265,6 +280,13 @@ class GgufWeights:
     def _read_bytes(self, read: Read) -> int:
         tensors = [(part, self._tensors[part.source][1]) for part in read.content.parts]
         return sum(tensor.nbytes // _rows_of(tensor) * part.size[0] for part, tensor in tensors)
+
+
+def _fitting(find: Callable[[int, str, Settings], _T], count: int, name: str, config: Any) -> _T:
+    try:
+        return find(count, name, config.to_dict())
+    except ValueError as error:
+        raise ModelLoadError(f"The tensor {name} {error}; the file is damaged, fetch it again.") from error
 
 
 def _as_matrix(tensor: GgufTensor) -> GgufTensor:
