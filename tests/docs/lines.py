@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 131_700,  # to come: 112,000
     ("benchmarks",): 13_300,  # to come: 13,000
-    ("tests",): 139_600,  # to come: 120,000
+    ("tests",): 139_850,  # to come: 120,000
 }
 
 
