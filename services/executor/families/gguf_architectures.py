@@ -18,6 +18,7 @@ _QWEN_EXPERTS = {"feed_forward_length": "", "expert_count": "num_experts", "expe
 # Of the gated delta rule
 _DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads"}
+_SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _DELTA_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias"}
 _DELTA_NORMS = {"output_norm.weight": "plus_one", "*.att*norm.weight": "plus_one",
     "*.post_attention_norm.weight": "plus_one"}
@@ -70,6 +71,9 @@ _ROWS = (
 
     GgufArchitecture("qwen35", "qwen3_5_text", names=_DELTA_NAMES, transforms=_TILED_HEADS, splits_by_name=True,
         settings=_DELTA, computed=("gated_delta",), needs=("rope.dimension_count",), rotates_in_part=True),
+    GgufArchitecture("qwen35moe", "qwen3_5_moe_text", names=_DELTA_NAMES, transforms=_TILED_HEADS, splits_by_name=True,
+        settings={**_DELTA, **_QWEN_EXPERTS, **_SHARED_EXPERT}, computed=("gated_delta",),
+        needs=("rope.dimension_count", "expert_feed_forward_length"), rotates_in_part=True),
 )
 # fmt: on
 

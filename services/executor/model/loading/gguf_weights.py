@@ -71,7 +71,9 @@ class GgufWeights:
         for name, parameter in model.state_dict().items():
             found = name_in_file(name)
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
-            if joined is not None:
+            if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
+                parameters[name] = _of_experts([f"{found}.weight"], self.shapes)
+            elif joined is not None:
                 ends = self._architecture.joined[joined]
                 sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
                 parameters[name] = self._joined(sides, joined, parameter.dim())
