@@ -30,6 +30,9 @@ class GgufArchitecture:
     # How names of parameters end that are several tensors of the file, one below the other, and how theirs would. Of
     # experts' each expert has its rows side by side.
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
+    # How names of parameters end that are mixed of several tensors where the file has none of their own: a function of
+    # `loading/gguf_compositions.py`
+    composed: Mapping[str, str] = field(default_factory=dict)
     # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
     follow: tuple[str, ...] = ()  # tensors that follow from the configuration

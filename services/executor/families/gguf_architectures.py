@@ -74,6 +74,11 @@ _ROWS = (
     GgufArchitecture("qwen35moe", "qwen3_5_moe_text", names=_DELTA_NAMES, transforms=_TILED_HEADS, splits_by_name=True,
         settings={**_DELTA, **_QWEN_EXPERTS, **_SHARED_EXPERT}, computed=("gated_delta",),
         needs=("rope.dimension_count", "expert_feed_forward_length"), rotates_in_part=True),
+    GgufArchitecture("qwen3next", "qwen3_next", names=_DELTA_NAMES, splits_by_name=True,
+        transforms={**_DELTA_NORMS, "*.ssm_a": "minus_exp"},
+        composed={"in_proj_qkvz.weight": "queries_keys_values_gates"},
+        settings={**_DELTA, **_QWEN_EXPERTS, **_SHARED_EXPERT}, optional=_MAY_BE_WIDE, computed=("gated_delta",),
+        needs=("rope.dimension_count", "expert_feed_forward_length"), rotates_in_part=True),
 )
 # fmt: on
 

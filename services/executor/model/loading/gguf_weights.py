@@ -19,6 +19,7 @@ from services.executor.core.sharding import ShardRange
 from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
+from services.executor.model.loading.gguf_compositions import COMPOSED
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
 from services.executor.model.loading.gguf_transforms import Settings, Transform, transform_of
 from services.executor.model.loading.reading import Progress, Read, ReadMeter
@@ -71,12 +72,16 @@ class GgufWeights:
         for name, parameter in model.state_dict().items():
             found = name_in_file(name)
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
+            composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
             if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
                 parameters[name] = _of_experts([f"{found}.weight"], self.shapes)
             elif joined is not None:
                 ends = self._architecture.joined[joined]
                 sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
                 parameters[name] = self._joined(sides, joined, parameter.dim())
+            elif composed is not None and found is not None and found not in self._tensors:
+                block = ".".join(found.split(".")[:2])
+                parameters[name] = COMPOSED[composed](block, self.shapes, model.config.to_dict())
             elif found is not None and found in self._tensors and self._is_served(found, parameter):
                 parameters[name] = self._whole(found, parameter.shape)
         used = {part.source for composition in parameters.values() for part in composition.parts}

@@ -1,5 +1,6 @@
 """GGUF files of models with delta rules: written from transformers' models in llama.cpp's layout, held against them."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -114,15 +115,41 @@ def of_qwen35(model: Any, config: Any, fused: bool) -> Tensors:
         yield stored, -tensor.exp() if "A_log" in name else tensor.flatten() if "gate_inp_shexp" in stored else tensor
 
 
+def of_qwen3_next(model: Any, config: Any, older: bool) -> Tensors:
+    """`older`: as the first programs wrote them, queries, keys, values and gates together."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3NEXT, config.num_hidden_layers)
+    keys, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    value_dim = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    for name, tensor in apart(model.state_dict()):
+        stored = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if "in_proj_qkvz" in name and not older:
+            by_head = tensor.view(keys, -1, tensor.shape[-1]).split([key_dim, key_dim, value_dim, value_dim], dim=1)
+            *mixed, gates = (part.reshape(-1, tensor.shape[-1]) for part in by_head)
+            yield stored.replace("ssm_in", "attn_qkv"), torch.cat(mixed)
+            yield stored.replace("ssm_in", "attn_gate"), gates
+            continue
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            tensor = tensor + 1
+        tensor = -tensor.exp() if "A_log" in name else tensor.squeeze() if "conv1d" in name else tensor
+        yield stored, tensor.flatten() if "gate_inp_shexp" in stored else tensor
+
+
 def qwen35(
-    source: Path, path: Path, kind: str, heads: int = 0, fused: bool = False, leave_out: tuple[str, ...] = ()
+    source: Path,
+    path: Path,
+    kind: str,
+    heads: int = 0,
+    fused: bool = False,
+    older: bool = False,
+    leave_out: tuple[str, ...] = (),
 ) -> Path:
     config = load_config(source)
     model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    rope = config.rope_parameters
-    mixture = "moe" in config.model_type
+    rope, next_ = config.rope_parameters, config.model_type == "qwen3_next"
+    mixture = hasattr(config, "num_experts")
     keys = {
-        **{key: getattr(config, name, None) for key, name in DELTA.items()},
+        **{key: value for key, name in DELTA.items() if (value := getattr(config, name, None)) is not None},
         "block_count": config.num_hidden_layers + heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
         "full_attention_interval": config.layer_types.index("full_attention") + 1,
@@ -136,13 +163,14 @@ def qwen35(
         keys |= experts_of(config)
 
     def tensors() -> Tensors:
-        yield from of_qwen35(model, config, fused)
+        yield from of_qwen3_next(model, config, older) if next_ else of_qwen35(model, config, fused)
         for head in range(heads):
             layer = config.num_hidden_layers + head
             yield f"blk.{layer}.attn_q.weight", torch.ones(64, 64)
             yield f"blk.{layer}.nextn.enorm.weight", torch.ones(64)
 
-    return written(path, "qwen35moe" if mixture else "qwen35", keys, tensors(), kind, leave_out)
+    architecture = "qwen3next" if next_ else "qwen35moe" if mixture else "qwen35"
+    return written(path, architecture, keys, tensors(), kind, leave_out)
 
 
 def experts_of(config: Any) -> dict[str, Any]:
@@ -154,11 +182,12 @@ def experts_of(config: Any) -> dict[str, Any]:
     }
 
 
-WRITE: dict[str, Callable[..., Path]] = {"qwen3_5_text": qwen35, "qwen3_5_moe_text": qwen35}
+WRITE: dict[str, Callable[..., Path]] = {"qwen3_5_text": qwen35, "qwen3_5_moe_text": qwen35, "qwen3_next": qwen35}
 INTERVALS: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "num_hidden_layers": 3,
     "moe_intermediate_size": 32,
+    "mlp_only_layers": [],
 }
 
 
@@ -276,6 +305,22 @@ def test_experts_may_have_gate_and_up_together(tmp_path: Path) -> None:
         close(values_of(models[0]), values_of(models[1]), within=0)
         for one in (file, apart):
             shutil.rmtree(one.with_name("linked"))
+
+
+@pytest.mark.slow
+def test_older_files_of_qwen3_next_are_served(tmp_path: Path) -> None:
+    source, file = make(tmp_path, "qwen3_next", "F32", older=True)
+    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    close(values_of(load(converted(file), torch.float32)), plain.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["blk.0.attn_gate.weight", "blk.1.attn_qkv.weight"])
+def test_parts_that_are_not_there_are_named(tmp_path: Path, missing: str) -> None:
+    _, file = make(tmp_path, "qwen3_next", "F32", leave_out=(missing,))
+    made = converted(file)
+    with pytest.raises(ModelLoadError, match=f"has no tensor {re.escape(missing)}"):
+        load(made, torch.float32)
 
 
 @pytest.mark.parametrize("missing", ["ssm.inner_size", "ssm.group_count", "rope.dimension_count"])
