@@ -33,6 +33,8 @@ class GgufArchitecture:
     # How names of parameters end that are mixed of several tensors where the file has none of their own: a function of
     # `loading/gguf_compositions.py`
     composed: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of three dimensions whose matrices are parameters: the file's name, and the model's, `{}` for the number
+    stacked: Mapping[str, str] = field(default_factory=dict)
     # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
     follow: tuple[str, ...] = ()  # tensors that follow from the configuration
@@ -75,6 +77,15 @@ class GgufArchitecture:
     def config_type(self) -> str:
         """transformers' `model_type`."""
         return self.model_type or self.name
+
+    def stack_of(self, name: str) -> tuple[str, int] | None:
+        """(the file's tensor of which the parameter is a matrix, its number); None: it is none."""
+        for stack, pattern in self.stacked.items():
+            before, _, behind = pattern.partition("{}")
+            number = name.removeprefix(before).removesuffix(behind)
+            if number.isdigit() and name == f"{before}{number}{behind}":
+                return stack, int(number)
+        return None
 
     def tensor_names(self, layers: int) -> Callable[[str], str | None]:
         """What files with so many layers call a parameter; None: nothing."""

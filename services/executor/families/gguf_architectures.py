@@ -11,6 +11,9 @@ _GELU = ("gelu_pytorch_tanh",)
 _CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _WINDOW = ("attention.sliding_window",)
 _MAY_SLIDE = {"attention.sliding_window": "sliding_window"}
+_FINAL_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_CONVOLUTIONS = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+_MERGED_EXPERTS = {end: (end,) for end in ("experts.gate_up_proj", "experts.down_proj")}
 _MAY_BE_WIDE = {"feed_forward_length": "intermediate_size"}  # of dense layers, where there are some
 _QWEN_EXPERTS = {"feed_forward_length": "", "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
@@ -61,7 +64,6 @@ _ROWS = (
     GgufArchitecture("olmo2", splits_by_name=True,
         variants={"attention.sliding_window": GgufArchitecture("olmo2", "olmo3", splits_by_name=True,
         settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
-    GgufArchitecture("gemma4", weights="unpacked", follow=("rope_freqs.weight",)),
     GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
     GgufArchitecture("gpt2", weights="unpacked", names={"output.weight": "lm_head.weight"}),
     GgufArchitecture("minimax-m2", weights="unpacked", needs=_EXPERTS),
@@ -79,6 +81,29 @@ _ROWS = (
         composed={"in_proj_qkvz.weight": "queries_keys_values_gates"},
         settings={**_DELTA, **_QWEN_EXPERTS, **_SHARED_EXPERT}, optional=_MAY_BE_WIDE, computed=("gated_delta",),
         needs=("rope.dimension_count", "expert_feed_forward_length"), rotates_in_part=True),
+
+    # The factors of its rotary positions say which of them turn at all.
+    GgufArchitecture("gemma4", "gemma4_text", follow=("rope_freqs.weight",),
+        names={"blk.{}.layer_output_scale.weight": "model.layers.{}.layer_scalar",
+        "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",
+        "blk.{}.ffn_down_exps.scale": "model.layers.{}.router.per_expert_scale"}, joined=_MERGED_EXPERTS,
+        settings={"feed_forward_length": "", **_MAY_SLIDE}, optional=_FINAL_CAP, computed=("gemma4",)),
+    GgufArchitecture("lfm2", settings=_CONVOLUTIONS, constants={"block_auto_adjust_ff_dim": False},
+        computed=("short_convolutions",), splits_by_name=True),
+    GgufArchitecture("lfm2moe", "lfm2_moe",
+        names={"blk.{}.exp_probs_b.bias": "model.layers.{}.feed_forward.expert_bias"},
+        settings={**_CONVOLUTIONS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "num_dense_layers"},
+        computed=("short_convolutions",), splits_by_name=True),
+    # Readers cap its logits at 30 where a file does not say it.
+    GgufArchitecture("gemma3n", "gemma3n_text",
+        names={"blk.{}.altup_correct_scale.weight": "model.layers.{}.altup.correct_output_scale"},
+        stacked={"altup_proj.weight": "model.altup_projections.{}.weight",
+        "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight"},
+        settings={"feed_forward_length": "", "altup.active_idx": "altup_active_idx",
+        "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input", **_MAY_SLIDE}, optional=_FINAL_CAP,
+        constants={"final_logit_softcapping": 30.0}, computed=("gemma3_rotations", "gemma3n")),
 )
 # fmt: on
 

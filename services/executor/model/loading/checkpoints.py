@@ -203,7 +203,7 @@ def _settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
         widest = settings["num_hidden_layers"] == row.largest
         width = settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
         settings["query_pre_attn_scalar"] = width
-    _set_rotary(settings, header, row, _rope_scaling(files))
+    _set_rotary(settings, header, row, {**_rope_scaling(files), **_rotated_part(files, row, settings)})
     return settings
 
 
@@ -320,6 +320,32 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
         f"The file {files[0].path} says {prefix}type {kind!r:.40}, a rotary scaling that is not supported; choose "
         "another."
     )
+
+
+def _rotated_part(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What part of a head turns, of architectures whose files say it by a factor for each frequency: 1, or one that
+    leaves nothing of it. Raises `ModelLoadError`."""
+    if _ROTARY_FACTORS not in row.follow:
+        return {}
+    tensors = ((file, tensor) for file in files for tensor in file.header.tensors if tensor.name == _ROTARY_FACTORS)
+    if (found := next(tensors, None)) is None:
+        raise _without(_ROTARY_FACTORS)
+    factors = found[0].numbers(found[1]).tolist()
+    turned = factors.count(1.0)
+    if (
+        2 * len(factors) != settings["global_head_dim"]
+        or factors[:turned] != [1.0] * turned
+        or min(factors[turned:], default=_NOTHING) < _NOTHING
+    ):
+        raise ModelLoadError(
+            f"The file's {_ROTARY_FACTORS} says other than which frequencies of a head of "
+            f"{settings['global_head_dim']} values turn; fetch it again."
+        )
+    return {"partial_rotary_factor": turned / len(factors)}
+
+
+_ROTARY_FACTORS = "rope_freqs.weight"
+_NOTHING = 1e20  # by which a frequency is divided that is to be none
 
 
 def _without(tensor: str) -> ModelLoadError:

@@ -3,7 +3,10 @@ the names that rows of `families/gguf_architectures.py` have for them. Pure.
 """
 
 from collections.abc import Callable, Mapping
+from math import erf, sqrt
 from typing import Any
+
+from shared.errors import ModelLoadError
 
 Said = Mapping[str, Any]  # the file's keys behind the architecture's name, numbers and lists of numbers
 Shapes = Mapping[str, tuple[int, ...]]  # of the file's tensors, rows first
@@ -37,8 +40,82 @@ def _gated_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _by_layer(said: Said, key: str) -> list[Any]:
+    """The value for each layer, of which files say one for all, or each. Raises `ModelLoadError`."""
+    value, layers = said[key], int(said["block_count"])
+    if not isinstance(value, list | tuple):
+        return [value] * layers
+    if len(value) != layers:
+        raise ModelLoadError(f"The file has {len(value)} values of {key} for {layers} layers; fetch it again.")
+    return list(value)
+
+
+def _windows(said: Said) -> list[str]:
+    sliding = _by_layer(said, "attention.sliding_window_pattern")
+    return ["sliding_attention" if one else "full_attention" for one in sliding]
+
+
+def _gemma4(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers with a window have heads of another width and number than those without, and rotary positions of their
+    own. Where these have no values, the keys are the values. Layers that read others' keys may be twice as wide."""
+    kinds, heads, widths = _windows(said), _by_layer(said, "attention.head_count_kv"), _by_layer(said, _WIDTH)
+    if (full := kinds.index(_FULL) if _FULL in kinds else -1) < 0:
+        raise ModelLoadError("The file has windows in all layers (attention.sliding_window_pattern); fetch it again.")
+    rotations = _gemma3_rotations(said, shapes)["rope_parameters"]
+    experts = int(said.get("expert_count", 0))
+    settings = {
+        "layer_types": kinds,
+        "head_dim": said["attention.key_length_swa"],
+        "global_head_dim": said["attention.key_length"],
+        "num_key_value_heads": next(
+            (count for count, kind in zip(heads, kinds, strict=True) if kind != _FULL), heads[0]
+        ),
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in shapes,
+        "num_kv_shared_layers": int(said.get("attention.shared_kv_layers", 0)),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "hidden_size_per_layer_input": said["embedding_length_per_layer_input"],
+        "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", shapes["token_embd.weight"])[0],
+        "rope_parameters": {**rotations, _FULL: {**rotations[_FULL], "rope_type": "proportional"}},
+    }
+    if experts:
+        settings |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": said["expert_used_count"]}
+    return settings
+
+
+_FULL, _WIDTH = "full_attention", "feed_forward_length"
+
+
+def _gemma3n(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Of activations a file says how many standard deviations above the mean what stays begins, config.json what part
+    of a normal distribution lies below."""
+    scales = _by_layer(said, "activation_sparsity_scale")
+    return {
+        "layer_types": _windows(said),
+        "intermediate_size": _by_layer(said, _WIDTH),
+        "activation_sparsity_pattern": [round((1 + erf(scale / sqrt(2))) / 2, 6) for scale in scales],
+        "laurel_rank": shapes.get("blk.0.laurel_l.weight", (1,))[0],
+        "vocab_size_per_layer_input": shapes.get("per_layer_token_embd.weight", shapes["token_embd.weight"])[0],
+    }
+
+
+def _short_convolutions(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers without heads for keys are convolutions."""
+    heads = _by_layer(said, "attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "num_key_value_heads": max(heads),
+        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in shapes),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in shapes),
+    }
+
+
 COMPUTED: dict[str, Compute] = {
     "first_dense": _first_dense,
     "gemma3_rotations": _gemma3_rotations,
     "gated_delta": _gated_delta,
+    "gemma4": _gemma4,
+    "gemma3n": _gemma3n,
+    "short_convolutions": _short_convolutions,
 }

@@ -4,6 +4,7 @@ Names are translated by gguf's table. The files keep a few architectures' tensor
 added, which is undone as rows are read: a row of codes is as good as a row of numbers.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -37,6 +38,7 @@ _SLAB = 4 << 20
 _NAMED = 8  # tensors that a line of the log names, at most
 _NUMBERS = ("F32", "F16", "BF16")
 _ROTARY_FACTORS = "rope_freqs.weight"
+_OF_KEYS = re.compile(r"blk\.(\d+)\.attn_(k|v|k_norm|v_norm)\.weight")
 _NO_PARAMETERS = frozenset({_ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
 
 
@@ -73,7 +75,10 @@ class GgufWeights:
             found = name_in_file(name)
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
             composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
-            if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
+            stack = self._architecture.stack_of(name)
+            if stack is not None:
+                parameters[name] = self._of_stack(*stack)
+            elif joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
                 parameters[name] = _of_experts([f"{found}.weight"], self.shapes)
             elif joined is not None:
                 ends = self._architecture.joined[joined]
@@ -91,7 +96,16 @@ class GgufWeights:
         return CheckpointSources(parameters, frozenset(unused))
 
     def _follows(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._architecture.follow)
+        return any(fnmatchcase(name, pattern) for pattern in self._architecture.follow) or self._is_idle(name)
+
+    def _is_idle(self, name: str) -> bool:
+        """Whether the tensor makes keys or values of a layer that reads another's."""
+        said, prefix = self._files[0].header.metadata, self._architecture.name
+        layers, shared = said.get(f"{prefix}.block_count"), said.get(f"{prefix}.attention.shared_kv_layers")
+        found = _OF_KEYS.fullmatch(name)
+        if found is None or not isinstance(layers, int) or not isinstance(shared, int):
+            return False
+        return layers - shared <= int(found.group(1)) < layers
 
     def _heads_behind(self, layers: int) -> tuple[str, ...]:
         """How names of tensors begin that are of heads for multi-token prediction, which are no part of the model."""
@@ -128,9 +142,20 @@ class GgufWeights:
             )
         return concatenated([Composition.whole(name, self._tensors[name][1].shape) for name in names], 0)
 
+    def _of_stack(self, name: str, number: int) -> Composition:
+        shape = self.shapes.get(name, ())
+        if len(shape) != 3 or number >= shape[0]:
+            raise ModelLoadError(
+                f"The file has no tensor {name} of three dimensions with a matrix {number}, which its architecture "
+                "calls for; fetch it again."
+            )
+        rows, columns = shape[1:]
+        return Composition((rows, columns), (TensorBox(name, (0, 1), (number * rows, 0), (0, 0), (rows, columns)),))
+
     def rotary_factors(self) -> Tensor | None:
-        """float32 [frequencies]: what each is divided by, where the file has factors (Llama 3.1)."""
-        if _ROTARY_FACTORS not in self._tensors:
+        """float32 [frequencies]: what each is divided by, where the file has factors (Llama 3.1) and the configuration
+        does not say as much."""
+        if _ROTARY_FACTORS not in self._tensors or self._follows(_ROTARY_FACTORS):
             return None
         file, tensor = self._tensors[_ROTARY_FACTORS]
         return file.numbers(tensor).float()

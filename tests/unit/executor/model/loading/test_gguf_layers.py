@@ -1,0 +1,316 @@
+"""GGUF files of models whose layers differ, written from transformers' models in llama.cpp's layout, against these."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.executor.model.loading.loader import load_config
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import why_not
+from shared.errors import ModelLoadError
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
+from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
+from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, make_model, reference_logits
+
+Keys = dict[str, Any]
+Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+
+SIZES: Keys = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 192}
+SHARED: Keys = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 131,
+    "hidden_size_per_layer_input": 32,
+    "final_logit_softcapping": 4.0,
+}
+CONVOLUTIONS: Keys = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
+    "gemma4": ("gemma4_text", "gemma4", {"hidden_size_per_layer_input": 32}),
+    # All experts for each token: of few, rounded activations would choose others.
+    "gemma4/experts": ("gemma4_text", "gemma4", {**GEMMA4_EXPERTS, "moe_intermediate_size": 64, "top_k_experts": 6}),
+    "lfm2": ("lfm2", "lfm2", {**CONVOLUTIONS, "block_multiple_of": 32, "intermediate_size": 192}),
+    "lfm2/biases": ("lfm2", "lfm2", {**CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        "lfm2moe",
+        {
+            **CONVOLUTIONS,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_dense_layers": 1,
+        },
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        "gemma3n",
+        {
+            **SHARED,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.95, 0.0, 0.0, 0.0],
+            "laurel_rank": 32,
+            "intermediate_size": [96] * 6,
+        },
+    ),
+}
+
+
+def keys_of(config: Any) -> Keys:
+    heads = config.num_key_value_heads
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": heads,
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
+    }
+
+
+def of_windows(config: Any) -> Keys:
+    rope = config.rope_parameters
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+    }
+
+
+def of_gemma4(config: Any) -> Keys:
+    layers = range(config.num_hidden_layers)
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    per_layer = [config.per_layer_config[layer] for layer in layers]
+    keys = {
+        "attention.key_length": max(layer.head_dim for layer in per_layer),
+        "attention.key_length_swa": config.head_dim,
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in per_layer],
+    }
+    if config.use_double_wide_mlp:
+        keys["feed_forward_length"] = [config.intermediate_size * (1 + (layer >= first)) for layer in layers]
+    if config.enable_moe_block:
+        keys |= experts_of(config, config.top_k_experts)
+    return {**of_windows(config), **keys}
+
+
+def experts_of(config: Any, used: int) -> Keys:
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": used,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+
+
+def of_lfm2(config: Any) -> Keys:
+    keys = {
+        "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
+        "shortconv.l_cache": config.conv_L_cache,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    if config.model_type == "lfm2_moe":
+        keys |= {**experts_of(config, config.num_experts_per_tok), "leading_dense_block_count": config.num_dense_layers}
+    elif config.block_auto_adjust_ff_dim:
+        width = 2 * config.intermediate_size // 3
+        keys["feed_forward_length"] = -(-width // config.block_multiple_of) * config.block_multiple_of
+    return keys
+
+
+def of_gemma3n(config: Any) -> Keys:
+    parts = config.activation_sparsity_pattern
+    return {
+        **of_windows(config),
+        "altup.active_idx": config.altup_active_idx,
+        "altup.num_inputs": config.altup_num_inputs,
+        "activation_sparsity_scale": [NormalDist().inv_cdf(part) if part else -math.inf for part in parts],
+    }
+
+
+OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
+    "gemma4": of_gemma4,
+    "gemma3n": of_gemma3n,
+    "lfm2": of_lfm2,
+    "lfm2moe": of_lfm2,
+}
+# Tensors that end otherwise than the model's.
+SUFFIXES = {"expert_bias": ".bias", "_proj": ".weight", "layer_scalar": ".weight", "correct_output_scale": ".weight"}
+
+
+def tensors_of(model: Any, architecture: str) -> Tensors:
+    config, state = model.config, model.state_dict()
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    parts = state.items() if architecture == "gemma4" else apart(state)
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in parts:
+        if name == "lm_head.weight":
+            continue
+        layer = name.split(".")[2]
+        if name.startswith("model.altup_"):
+            stacks.setdefault("altup_unembd_proj" if "unembed" in name else "altup_proj", []).append(tensor)
+        elif name.endswith("router.scale"):
+            yield f"blk.{layer}.ffn_gate_inp.scale", tensor
+        elif name.endswith("per_expert_scale"):
+            yield f"blk.{layer}.ffn_down_exps.scale", tensor
+        else:
+            stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, name
+            behind = next((suffix for end, suffix in SUFFIXES.items() if name.endswith(end)), "")
+            yield stored + behind, tensor.squeeze(1) if "conv.conv.weight" in name else tensor
+    for name, matrices in stacks.items():
+        yield f"{name}.weight", torch.stack(matrices)
+    for layer in range(config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0), config.num_hidden_layers):
+        yield f"blk.{layer}.attn_k.weight", torch.ones(32, config.hidden_size)  # which nothing reads
+        yield f"blk.{layer}.attn_k_norm.weight", torch.ones(32)
+    if architecture == "gemma4":
+        half = config.per_layer_config["full_attention"].head_dim // 2
+        yield "rope_freqs.weight", torch.tensor([1.0] * (half // 4) + [1e30] * (half - half // 4))
+
+
+def write(
+    source: Path,
+    path: Path,
+    architecture: str,
+    kind: str,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor | None] | None = None,
+) -> Path:
+    """The model of `source` as the file `path`, matrices of type `kind`; what is None in `keys` or `tensors` is left
+    out."""
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    config = model.config
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's, of layers with a window
+    writer = gguf.GGUFWriter(str(path), architecture)
+    said = {**keys_of(config), **OWN_KEYS[architecture](config), **(keys or {})}
+    for key, value in said.items():
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        elif value is not None:
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+    add_tokens(writer, config.vocab_size)
+    held = {**dict(tensors_of(model, architecture)), **(tensors or {})}
+    for name, tensor in held.items():
+        if tensor is None:
+            continue
+        plain = tensor.dim() < 2 or tensor.shape[-1] % 32 or any(word in name for word in ("gate_inp.", "altup_"))
+        type_ = gguf.GGMLQuantizationType["F32" if plain else kind]
+        writer.add_tensor(name, stored_as(tensor.contiguous().numpy(), type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make(tmp_path: Path, name: str, kind: str, **how: Any) -> tuple[Path, Path]:
+    """(transformers' model, the file)"""
+    model_type, architecture, changes = MODELS[name]
+    source = make_model(tmp_path / "plain", model_type, **{**SIZES, **changes})
+    return source, write(source, tmp_path / "model.gguf", architecture, kind, **how)
+
+
+native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+FAST = ["gemma4", "gemma3n", "lfm2"]  # lists by layer and keys that others read, stacks, convolutions
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    in_lanes([*((name, 1) for name in MODELS), ("gemma4", 3), ("lfm2", 3)], [(name, 1) for name in FAST]),
+)
+def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
+    source, file = make(tmp_path, name, "F32")
+    made = converted(file)
+    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    found, expected = values_of(load(made, torch.float32)), dict(plain.state_dict())
+    assert found.keys() == expected.keys() - {key for key in expected if key.endswith(BUFFERS)}
+    for key, value in found.items():
+        assert torch.equal(value, expected[key]), key
+    before, after = load_config(source).to_dict(), load_config(made).to_dict()
+    for key in before.keys() - NOT_OF_THE_FILE.get(name, set()) - NEVER_OF_THE_FILE:
+        wanted = before[key]
+        assert after[key] == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), key
+    script, steps = decode_script()
+    truths = reference_logits(source, script.sequences)
+    assert truths[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+
+    def work(member: Any) -> list[Any]:
+        runner = make_runner(made, member)
+        return [runner.forward(plan) for plan, _ in steps]
+
+    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
+        for row, (sequence, position) in zip(rows, sampled, strict=True):
+            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+
+
+BUFFERS = ("layer_scalar", "expert_bias")
+NEVER_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
+    f"{name}_token_id" for name in ("bos", "eos", "pad")
+}
+NOT_OF_THE_FILE = {
+    # Which Gemma 4 calls by other names.
+    "gemma4/experts": {"num_experts_per_tok", "n_routed_experts", "num_local_experts"},
+    "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim", "block_multiple_of"},  # one width follows from them
+    "lfm2/biases": {"block_multiple_of"},
+}
+
+
+@native
+@pytest.mark.parametrize("name", in_lanes(MODELS, ["gemma4"]))
+def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
+    _, file = make(tmp_path, name, "Q8_0")
+    made = converted(file)
+    held = [one for one in load(made, torch.float32, keep_codes=True).modules() if isinstance(one, WeightShard)]
+    assert all(isinstance(one.stored, QuantizedRows) for one in held)
+    unpacked = converted(file, unpacked=True)
+    expected = truth(unpacked, mixed_script()[0].sequences)
+    spread = torch.stack([row.std() for row in expected]).mean()
+    plain = errors(runner_of(unpacked, native=True), expected)
+    # What int8 activations add is as much as int8 weights do.
+    assert errors(runner_of(made, native=True), expected).mean() < plain.mean() + 0.05 * spread
+
+
+WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+    ("gemma4", {"attention.key_length_swa": None}, {}, r"does not say gemma4\.attention\.key_length_swa"),
+    ("gemma4", {"attention.sliding_window": None}, {}, r"does not say gemma4\.attention\.sliding_window"),
+    ("gemma4", {"attention.head_count_kv": [3, 3]}, {}, r"2 values of attention\.head_count_kv for 6 layers"),
+    ("gemma4", {"attention.sliding_window_pattern": [True] * 6}, {}, r"windows in all layers"),
+    ("gemma4", {}, {"rope_freqs.weight": None}, r"no tensor rope_freqs\.weight"),
+    ("gemma4", {}, {"rope_freqs.weight": torch.full((32,), 2.0)}, r"rope_freqs\.weight says other than which"),
+    ("gemma4", {}, {"blk.3.layer_output_scale.weight": None}, r"no tensor model\.layers\.3\.layer_scalar"),
+    ("gemma4", {}, {"blk.3.attn_q.weight": torch.ones(96, 192)}, r"layers\.3\.self_attn\.q_proj\.weight has the shape"),
+    ("gemma4", {}, {"blk.3.attn_k.weight": None}, r"no tensor .*layers\.3\.self_attn\.k_proj"),
+    ("gemma3n", {}, {"altup_proj.weight": torch.ones(2, 192, 192)}, r"no tensor altup_proj\.weight .* a matrix 2"),
+    ("gemma3n", {"attention.shared_kv_layers": None}, {}, r"does not say gemma3n\.attention\.shared_kv_layers"),
+    ("gemma3n", {"activation_sparsity_scale": None}, {}, r"does not say gemma3n\.activation_sparsity_scale"),
+    ("lfm2", {"shortconv.l_cache": None}, {}, r"does not say lfm2\.shortconv\.l_cache"),
+    ("lfm2", {}, {"blk.0.shortconv.conv.weight": torch.ones(192, 3)}, r"layers\.0\.conv\.conv\.weight has the shape"),
+    ("lfm2_moe", {"leading_dense_block_count": None}, {}, r"does not say lfm2moe\.leading_dense_block_count"),
+    ("lfm2_moe", {}, {"blk.1.ffn_up_exps.weight": None}, r"no tensor blk\.1\.ffn_up_exps\.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(
+    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
+) -> None:
+    _, file = make(tmp_path, name, "F32", keys=keys, tensors=tensors)
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        load(converted(file), torch.float32)
+    assert "\n" not in str(raised.value)
