@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from services.executor.families.gguf import GgufArchitecture
+from services.executor.families.gguf import EXPERTS, GgufArchitecture
 
 _PAIRS = {"blk.*.attn_q.*": "pairs", "blk.*.attn_k.*": "pairs"}
 _NORMS = {"*norm.weight": "plus_one"}
@@ -23,6 +23,10 @@ _DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads"}
 _SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _DELTA_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias"}
+_KIMI = "model.layers.{}.self_attn.forget_gate."
+_KIMI_NAMES = {"blk.{}.ssm_a": _KIMI + "A_log", "blk.{}.ssm_dt.bias": _KIMI + "dt_bias",
+    "blk.{}.ssm_f_a.weight": _KIMI + "f_a_proj.weight", "blk.{}.ssm_f_b.weight": _KIMI + "f_b_proj.weight",
+    "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
 _DELTA_NORMS = {"output_norm.weight": "plus_one", "*.att*norm.weight": "plus_one",
     "*.post_attention_norm.weight": "plus_one"}
 _TILED_HEADS = {**_DELTA_NORMS, **dict.fromkeys(("*.attn_gate.weight", "*.ssm_alpha.weight", "*.ssm_beta.weight",
@@ -104,6 +108,18 @@ _ROWS = (
         "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
         "embedding_length_per_layer_input": "hidden_size_per_layer_input", **_MAY_SLIDE}, optional=_FINAL_CAP,
         constants={"final_logit_softcapping": 30.0}, computed=("gemma3_rotations", "gemma3n")),
+
+    GgufArchitecture("kimi-linear", "kimi_linear", names=_KIMI_NAMES, transforms={"*.ssm_a": "minus_exp"},
+        joined={**EXPERTS, "conv1d.weight": ("q_conv1d", "k_conv1d", "v_conv1d")},
+        composed={"kv_b_proj.weight": "keys_values"}, splits_by_name=True,
+        settings={"kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
+        "rope.dimension_count": "qk_rope_head_dim", "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_token", "expert_shared_count": "num_shared_experts"},
+        optional={"attention.q_lora_rank": "q_lora_rank", "expert_weights_scale": "routed_scaling_factor",
+        "expert_group_count": "num_expert_group", "expert_group_used_count": "topk_group"},
+        constants={"q_lora_rank": None, "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1,
+        "moe_renormalize": True}, computed=("kimi_delta",), needs=("expert_feed_forward_length",)),
 )
 # fmt: on
 

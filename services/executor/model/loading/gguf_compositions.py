@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.executor.core.sharding import ShardRange
-from services.executor.model.loading.composition import Composition, concatenated
+from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from shared.errors import ModelLoadError
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the file's tensors, rows first
@@ -19,8 +19,13 @@ def _queries_keys_values_gates(block: str, shapes: Shapes, settings: Mapping[str
     next one's; files [all q | all k | all values] and the gates."""
     keys, key_dim = int(settings["linear_num_key_heads"]), int(settings["linear_key_head_dim"])
     value_dim = int(settings["linear_num_value_heads"]) * int(settings["linear_value_head_dim"]) // keys
-    mixed = _whole(f"{block}.attn_qkv.weight", shapes, keys * (2 * key_dim + value_dim))
-    gates = _whole(f"{block}.attn_gate.weight", shapes, keys * value_dim)
+    mixed, gates = (
+        Composition.whole(name, _checked(name, shapes, (keys * rows, None)))
+        for name, rows in (
+            (f"{block}.attn_qkv.weight", 2 * key_dim + value_dim),
+            (f"{block}.attn_gate.weight", value_dim),
+        )
+    )
     pieces = []
     for head in range(keys):
         spans = [_span(0, head, key_dim), _span(keys * key_dim, head, key_dim)]
@@ -29,19 +34,37 @@ def _queries_keys_values_gates(block: str, shapes: Shapes, settings: Mapping[str
     return _below(pieces, block)
 
 
+def _keys_values(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
+    """Of latent attention: the model has [keys | values] of a head, then the next one's, by the latent's columns; files
+    the keys, transposed, and the values, each by heads."""
+    heads, latent = int(settings["num_attention_heads"]), int(settings["kv_lora_rank"])
+    key_dim, value_dim = int(settings["qk_nope_head_dim"]), int(settings["v_head_dim"])
+    keys, values = f"{block}.attn_k_b.weight", f"{block}.attn_v_b.weight"
+    _checked(keys, shapes, (heads, latent, key_dim))
+    _checked(values, shapes, (heads, value_dim, latent))
+    parts, width = [], key_dim + value_dim
+    for head in range(heads):
+        at = head * width
+        parts.append(TensorBox(keys, (1, 0), (0, head * latent), (at, 0), (key_dim, latent)))
+        parts.append(TensorBox(values, (0, 1), (head * value_dim, 0), (at + key_dim, 0), (value_dim, latent)))
+    return Composition((heads * width, latent), tuple(parts))
+
+
 def _span(before: int, index: int, width: int) -> ShardRange:
     return ShardRange(before + index * width, before + (index + 1) * width)
 
 
-def _whole(name: str, shapes: Shapes, rows: int) -> Composition:
-    if name not in shapes:
+def _checked(name: str, shapes: Shapes, expected: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The shape of the tensor; None in what is `expected` stands for any size."""
+    shape = shapes.get(name)
+    if shape is None:
         raise ModelLoadError(f"The file has no tensor {name}, which its architecture calls for; fetch it again.")
-    if len(shapes[name]) != 2 or shapes[name][0] != rows:
+    if len(shape) != len(expected) or any(size not in (None, own) for own, size in zip(shape, expected, strict=True)):
+        sizes = ["any" if size is None else size for size in expected]
         raise ModelLoadError(
-            f"The tensor {name} has the shape {list(shapes[name])}, and {rows} rows are called for; fetch the file "
-            "again."
+            f"The tensor {name} has the shape {list(shape)} where {sizes} is called for; fetch the file again."
         )
-    return Composition.whole(name, shapes[name])
+    return shape
 
 
 def _below(pieces: Sequence[Composition], block: str) -> Composition:
@@ -51,4 +74,4 @@ def _below(pieces: Sequence[Composition], block: str) -> Composition:
         raise ModelLoadError(f"The file's tensors of {block} do not fit ({error}); fetch it again.") from error
 
 
-COMPOSED: dict[str, Compose] = {"queries_keys_values_gates": _queries_keys_values_gates}
+COMPOSED: dict[str, Compose] = {"keys_values": _keys_values, "queries_keys_values_gates": _queries_keys_values_gates}

@@ -12,6 +12,8 @@ Said = Mapping[str, Any]  # the file's keys behind the architecture's name, numb
 Shapes = Mapping[str, tuple[int, ...]]  # of the file's tensors, rows first
 Compute = Callable[[Said, Shapes], dict[str, Any]]
 
+_SIGMOID = 2  # of `expert_gating_func`
+
 
 def _first_dense(said: Said, shapes: Shapes) -> dict[str, Any]:
     """How many layers are dense before those of experts."""
@@ -111,6 +113,26 @@ def _short_convolutions(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _kimi_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Kimi's delta attention in layers without key and value heads, between which there is latent attention."""
+    layers, heads, dense = int(said["block_count"]), said["attention.head_count"], said.get("leading_dense_block_count")
+    if said["expert_gating_func"] != _SIGMOID:
+        raise ModelLoadError(
+            f"The file says expert_gating_func {said['expert_gating_func']}, and experts of its architecture are "
+            f"chosen by a sigmoid, {_SIGMOID}; fetch it again, or choose another."
+        )
+    return {
+        "layer_types": [
+            "full_attention" if count else "linear_attention" for count in _by_layer(said, "attention.head_count_kv")
+        ],
+        "mlp_layer_types": ["dense" if layer < int(dense or 0) else "sparse" for layer in range(layers)],
+        "linear_num_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": said["rope.dimension_count"],
+        "qk_nope_head_dim": said["attention.key_length_mla"] - said["rope.dimension_count"],
+    }
+
+
 COMPUTED: dict[str, Compute] = {
     "first_dense": _first_dense,
     "gemma3_rotations": _gemma3_rotations,
@@ -118,4 +140,5 @@ COMPUTED: dict[str, Compute] = {
     "gemma4": _gemma4,
     "gemma3n": _gemma3n,
     "short_convolutions": _short_convolutions,
+    "kimi_delta": _kimi_delta,
 }

@@ -83,7 +83,7 @@ class GgufWeights:
             elif joined is not None:
                 ends = self._architecture.joined[joined]
                 sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
-                parameters[name] = self._joined(sides, joined, parameter.dim())
+                parameters[name] = self._joined(sides, joined, parameter.shape)
             elif composed is not None and found is not None and found not in self._tensors:
                 block = ".".join(found.split(".")[:2])
                 parameters[name] = COMPOSED[composed](block, self.shapes, model.config.to_dict())
@@ -122,7 +122,8 @@ class GgufWeights:
     def _whole(self, name: str, shape: Sequence[int]) -> Composition:
         """The tensor as a parameter of `shape`: files leave dimensions of size 1 out, or have some of their own."""
         file, tensor = self._tensors[name]
-        if len(tensor.shape) == len(shape) or _squeezed(tensor.shape) != _squeezed(shape):
+        plain = len(tensor.shape) == len(shape) <= 2
+        if plain or _squeezed(tensor.shape) != _squeezed(shape):
             return Composition.whole(name, tensor.shape)
         held = _squeezed(shape) or (1,)
         self._tensors[name] = (file, replace(tensor, shape=held))
@@ -132,15 +133,21 @@ class GgufWeights:
                 composed = composed.unsqueezed(dim) if size == 1 else composed
         return composed
 
-    def _joined(self, sides: Sequence[str | None], end: str, dimensions: int) -> Composition:
-        names = [f"{side}.weight" if dimensions > 1 or "experts" in end else str(side) for side in sides]
-        if dimensions == 3:
+    def _joined(self, sides: Sequence[str | None], end: str, shape: Sequence[int]) -> Composition:
+        names = [f"{side}.weight" if len(shape) > 1 or "experts" in end else str(side) for side in sides]
+        if "experts" in end and len(shape) > 2:
             return _of_experts(names, self.shapes)
         if missing := [name for name in names if name not in self._tensors]:
             raise ModelLoadError(
                 f"The file has no tensor {missing[0]}, which its architecture calls for; fetch it again."
             )
-        return concatenated([Composition.whole(name, self._tensors[name][1].shape) for name in names], 0)
+        rows = [(_squeezed(self._tensors[name][1].shape) or (1,))[0] for name in names]
+        try:
+            return concatenated(
+                [self._whole(name, (count, *shape[1:])) for name, count in zip(names, rows, strict=True)], 0
+            )
+        except ValueError as error:
+            raise ModelLoadError(f"The file's {', '.join(names)} do not fit ({error}); fetch it again.") from error
 
     def _of_stack(self, name: str, number: int) -> Composition:
         shape = self.shapes.get(name, ())
@@ -225,7 +232,7 @@ class GgufWeights:
     def _codes(self, read: Read, config: Any, meter: ReadMeter) -> QuantizedRows | None:
         """None where the parts have no codes, or none that are cut as is asked for."""
         kinds = {self._tensors[part.source][1].kind for part in read.content.parts}
-        if len(kinds) != 1 or not has_codes(*kinds):
+        if len(kinds) != 1 or not has_codes(*kinds) or any(part.axes != (0, 1) for part in read.content.parts):
             return None
         room: QuantizedRows | None = None
         outputs, inputs = read.content.shape
@@ -253,8 +260,9 @@ class GgufWeights:
 
     def _plain(self, read: Read, config: Any, device: torch.device, meter: ReadMeter) -> Weight:
         made = torch.empty(read.content.shape, dtype=read.dtype, device=device)
-        for part in read.content.parts:
-            place, transform = part.place(made), self._transform(part.source)
+        for placed in read.content.parts:
+            part, place = _by_file(placed), _in_order_of_file(placed, placed.place(made))
+            transform = self._transform(part.source)
             for first, raw in self._slabs(part, config):
                 numbers = self._taken(partial(values, dtype=read.dtype), part, raw)
                 if (blocks := self._columns(part.source, config)) is not None:
@@ -310,7 +318,7 @@ class GgufWeights:
             ) from error
 
     def _read_bytes(self, read: Read) -> int:
-        tensors = [(part, self._tensors[part.source][1]) for part in read.content.parts]
+        tensors = [(_by_file(part), self._tensors[part.source][1]) for part in read.content.parts]
         return sum(tensor.nbytes // _rows_of(tensor) * part.size[0] for part, tensor in tensors)
 
 
@@ -325,6 +333,25 @@ def _as_matrix(tensor: GgufTensor) -> GgufTensor:
     """The gate of a shared expert has one row, which some programs write as a vector."""
     vector = len(tensor.shape) == 1 and tensor.name.endswith("ffn_gate_inp_shexp.weight")
     return replace(tensor, shape=(1, *tensor.shape)) if vector else tensor
+
+
+def _file_dims(part: TensorBox) -> list[int]:
+    """The dimension of the composed tensor for each of the file's."""
+    return sorted((dim for dim, axis in enumerate(part.axes) if axis is not None), key=lambda dim: part.axes[dim] or 0)
+
+
+def _by_file(part: TensorBox) -> TensorBox:
+    """The same box, described by dimensions of the file's tensor."""
+    dims = _file_dims(part)
+    origin, at, size = (tuple(values[dim] for dim in dims) for values in (part.origin, part.at, part.size))
+    return TensorBox(part.source, tuple(range(len(dims))), origin, at, size, part.matrix)
+
+
+def _in_order_of_file(part: TensorBox, place: Tensor) -> Tensor:
+    """`place` by dimensions of the file's tensor. Shares its memory."""
+    dims = _file_dims(part)
+    new = [dim for dim in range(place.dim()) if dim not in dims]
+    return place.permute(*dims, *new).flatten(len(dims)).squeeze(-1) if new else place.permute(*dims)
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
