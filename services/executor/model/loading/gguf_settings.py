@@ -108,7 +108,6 @@ def _short_convolutions(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "num_key_value_heads": max(heads),
-        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in shapes),
         "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in shapes),
     }
 

@@ -43,7 +43,6 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     # All experts for each token: of few, rounded activations would choose others.
     "gemma4/experts": ("gemma4_text", "gemma4", {**GEMMA4_EXPERTS, "moe_intermediate_size": 64, "top_k_experts": 6}),
     "lfm2": ("lfm2", "lfm2", {**CONVOLUTIONS, "block_multiple_of": 32, "intermediate_size": 192}),
-    "lfm2/biases": ("lfm2", "lfm2", {**CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": (
         "lfm2_moe",
         "lfm2moe",
@@ -78,6 +77,8 @@ def keys_of(config: Any) -> Keys:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": heads,
         "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
     }
 
@@ -102,12 +103,15 @@ def of_gemma4(config: Any) -> Keys:
     keys = {
         "attention.key_length": max(layer.head_dim for layer in per_layer),
         "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
         "attention.head_count_kv": [layer.num_key_value_heads for layer in per_layer],
     }
     if config.use_double_wide_mlp:
         keys["feed_forward_length"] = [config.intermediate_size * (1 + (layer >= first)) for layer in layers]
     if config.enable_moe_block:
         keys |= experts_of(config, config.top_k_experts)
+    keys["attention.value_length"] = keys["rope.dimension_count"] = keys["attention.key_length"]
     return {**of_windows(config), **keys}
 
 
@@ -126,7 +130,8 @@ def of_lfm2(config: Any) -> Keys:
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
     if config.model_type == "lfm2_moe":
-        keys |= {**experts_of(config, config.num_experts_per_tok), "leading_dense_block_count": config.num_dense_layers}
+        keys |= experts_of(config, config.num_experts_per_tok)
+        keys |= {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
     elif config.block_auto_adjust_ff_dim:
         width = 2 * config.intermediate_size // 3
         keys["feed_forward_length"] = -(-width // config.block_multiple_of) * config.block_multiple_of
@@ -176,9 +181,11 @@ def tensors_of(model: Any, architecture: str) -> Tensors:
             yield stored + behind, tensor.squeeze(1) if "conv.conv.weight" in name else tensor
     for name, matrices in stacks.items():
         yield f"{name}.weight", torch.stack(matrices)
-    for layer in range(config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0), config.num_hidden_layers):
-        yield f"blk.{layer}.attn_k.weight", torch.ones(32, config.hidden_size)  # which nothing reads
-        yield f"blk.{layer}.attn_k_norm.weight", torch.ones(32)
+    first = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    for layer in range(first, config.num_hidden_layers):  # what nothing reads
+        like = f"model.layers.{config.layer_types.index(config.layer_types[layer])}.self_attn"
+        for of, stored in (("k_proj", "attn_k"), ("v_proj", "attn_v"), ("k_norm", "attn_k_norm")):
+            yield f"blk.{layer}.{stored}.weight", torch.ones_like(state[f"{like}.{of}.weight"])
     if architecture == "gemma4":
         half = config.per_layer_config["full_attention"].head_dim // 2
         yield "rope_freqs.weight", torch.tensor([1.0] * (half // 4) + [1e30] * (half - half // 4))
@@ -267,7 +274,6 @@ NOT_OF_THE_FILE = {
     # Which Gemma 4 calls by other names.
     "gemma4/experts": {"num_experts_per_tok", "n_routed_experts", "num_local_experts"},
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim", "block_multiple_of"},  # one width follows from them
-    "lfm2/biases": {"block_multiple_of"},
 }
 
 
