@@ -33,6 +33,8 @@ _TILED_HEADS = {**_DELTA_NORMS, **dict.fromkeys(("*.attn_gate.weight", "*.ssm_al
     "*.ssm_dt.bias"), "value_heads"), **dict.fromkeys(("*.attn_qkv.weight", "*.ssm_conv1d.weight"),
     "value_heads_behind_keys"), "*.ssm_a": "value_heads_minus_exp", "*.ssm_out.weight": "value_columns"}
 
+_CHOICE = {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
+
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
         variants={"expert_count": GgufArchitecture("llama", "mixtral", transforms=_PAIRS, splits_by_name=True,
@@ -111,7 +113,7 @@ _ROWS = (
 
     GgufArchitecture("kimi-linear", "kimi_linear", names=_KIMI_NAMES, transforms={"*.ssm_a": "minus_exp"},
         joined={**EXPERTS, "conv1d.weight": ("q_conv1d", "k_conv1d", "v_conv1d")},
-        composed={"kv_b_proj.weight": "keys_values"}, splits_by_name=True,
+        composed={"kv_b_proj.weight": "keys_values_of_latents"}, splits_by_name=True,
         settings={"kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim",
         "attention.kv_lora_rank": "kv_lora_rank", "attention.value_length_mla": "v_head_dim",
         "rope.dimension_count": "qk_rope_head_dim", "expert_count": "num_experts",
@@ -120,6 +122,8 @@ _ROWS = (
         "expert_group_count": "num_expert_group", "expert_group_used_count": "topk_group"},
         constants={"q_lora_rank": None, "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1,
         "moe_renormalize": True}, computed=("kimi_delta",), needs=("expert_feed_forward_length",)),
+    GgufArchitecture("deepseek2", "deepseek_v3", names=_CHOICE, composed={"kv_b_proj.weight": "keys_values_of_latents"},
+        computed=("deepseek",), splits_by_name=True),
 )
 # fmt: on
 

@@ -289,6 +289,9 @@ def _computed(
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
+_BETAS = ("beta_fast", "beta_slow")  # turns between which YaRN scales frequencies in part
+
+
 def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
     """What the metadata say of scaled rotary positions, in the words of config.json; empty where they are not."""
     header = files[0].header.metadata
@@ -313,7 +316,8 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
     if kind in (None, "none") and factor in (None, 0.0, 1.0):
         return {}
     if kind in ("linear", "yarn") and positive(header, f"{prefix}factor"):
-        return {"rope_type": kind, "factor": factor, **(known if kind == "yarn" else {})}
+        betas = {name: header[f"{prefix}yarn_{name}"] for name in _BETAS if f"{prefix}yarn_{name}" in header}
+        return {"rope_type": kind, "factor": factor, **({**known, **betas} if kind == "yarn" else {})}
     if kind in (None, "linear", "yarn"):
         raise unsaid(files[0].path, f"{prefix}{'factor' if kind else 'type'}")
     raise ModelLoadError(

@@ -34,20 +34,31 @@ def _queries_keys_values_gates(block: str, shapes: Shapes, settings: Mapping[str
     return _below(pieces, block)
 
 
-def _keys_values(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
-    """Of latent attention: the model has [keys | values] of a head, then the next one's, by the latent's columns; files
-    the keys, transposed, and the values, each by heads."""
-    heads, latent = int(settings["num_attention_heads"]), int(settings["kv_lora_rank"])
-    key_dim, value_dim = int(settings["qk_nope_head_dim"]), int(settings["v_head_dim"])
+def _keys_values_of_latents(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
+    """Of latent attention: the model makes [keys without position | values] of a head, then the next one's; files have
+    the values' matrices, and those of the keys transposed."""
+    heads = int(settings["num_attention_heads"])
+    width, latent = int(settings["qk_nope_head_dim"]), int(settings["kv_lora_rank"])
     keys, values = f"{block}.attn_k_b.weight", f"{block}.attn_v_b.weight"
-    _checked(keys, shapes, (heads, latent, key_dim))
-    _checked(values, shapes, (heads, value_dim, latent))
-    parts, width = [], key_dim + value_dim
+    _checked(keys, shapes, (heads, latent, width))
+    _checked(values, shapes, (heads, int(settings["v_head_dim"]), latent))
+    pieces = []
     for head in range(heads):
-        at = head * width
-        parts.append(TensorBox(keys, (1, 0), (0, head * latent), (at, 0), (key_dim, latent)))
-        parts.append(TensorBox(values, (0, 1), (head * value_dim, 0), (at + key_dim, 0), (value_dim, latent)))
-    return Composition((heads * width, latent), tuple(parts))
+        pieces += [matrix_of(keys, head, shapes).transposed(0, 1), matrix_of(values, head, shapes)]
+    return _below(pieces, block)
+
+
+def matrix_of(name: str, number: int, shapes: Shapes) -> Composition:
+    """A matrix of the tensor `name` of three dimensions, whose rows the file has one after the other. Raises
+    `ModelLoadError`."""
+    shape = shapes.get(name, ())
+    if len(shape) != 3 or number >= shape[0]:
+        raise ModelLoadError(
+            f"The file has no tensor {name} of three dimensions with a matrix {number}, which its architecture calls "
+            "for; fetch it again."
+        )
+    rows, columns = shape[1:]
+    return Composition((rows, columns), (TensorBox(name, (0, 1), (number * rows, 0), (0, 0), (rows, columns)),))
 
 
 def _span(before: int, index: int, width: int) -> ShardRange:
@@ -74,4 +85,7 @@ def _below(pieces: Sequence[Composition], block: str) -> Composition:
         raise ModelLoadError(f"The file's tensors of {block} do not fit ({error}); fetch it again.") from error
 
 
-COMPOSED: dict[str, Compose] = {"keys_values": _keys_values, "queries_keys_values_gates": _queries_keys_values_gates}
+COMPOSED: dict[str, Compose] = {
+    "queries_keys_values_gates": _queries_keys_values_gates,
+    "keys_values_of_latents": _keys_values_of_latents,
+}

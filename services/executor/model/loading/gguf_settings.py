@@ -132,6 +132,74 @@ def _kimi_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _latent(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Newer files say the width of latents as that of a key, and those of a head's keys and values beside it. With no
+    experts all layers are dense."""
+    rotated, layers = int(said["rope.dimension_count"]), int(said["block_count"])
+    whole = int(said.get("attention.key_length_mla") or said["attention.key_length"])
+    experts = int(said.get("expert_count", 0))
+    settings = {
+        "num_key_value_heads": said["attention.head_count"],
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": max(0, whole - rotated),
+        "v_head_dim": int(said.get("attention.value_length_mla") or said["attention.value_length"]),
+        "kv_lora_rank": said["attention.kv_lora_rank"],
+        "q_lora_rank": said.get("attention.q_lora_rank"),
+        "rope_parameters": _one_magnitude(said),
+        "first_k_dense_replace": int(said.get("leading_dense_block_count", 0)) if experts else layers,
+    }
+    return {**settings, **(_grouped_experts(said) if experts else {})}
+
+
+def _one_magnitude(said: Said) -> dict[str, Any]:
+    """Rotary positions of DeepSeek's, which scale by one magnitude where YaRN may have two."""
+    rope = {"rope_type": "default", "rope_theta": float(said.get("rope.freq_base", 10_000.0))}
+    if magnitude := said.get("rope.scaling.yarn_log_multiplier"):
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * magnitude, 6))
+    return rope
+
+
+def _grouped_experts(said: Said) -> dict[str, Any]:
+    """Of experts, a part of whose groups a token may choose from."""
+    experts = int(said["expert_count"])
+    groups, used = (int(said.get(f"expert_group_{key}", 0)) for key in ("count", "used_count"))
+    if not groups or not used:
+        groups, used = _GROUPS.get(experts, (1, 1))
+    return {
+        "n_routed_experts": experts,
+        "n_shared_experts": int(said.get("expert_shared_count", 0)),
+        "num_experts_per_tok": said["expert_used_count"],
+        "moe_intermediate_size": said["expert_feed_forward_length"],
+        "routed_scaling_factor": float(said.get("expert_weights_scale") or 1.0),
+        "norm_topk_prob": bool(said.get("expert_weights_norm", False)),
+        "n_group": groups,
+        "topk_group": used,
+    }
+
+
+# By experts, of DeepSeek V2 and V3: (groups, those a token chooses from), which files did not say at first.
+_GROUPS = {160: (8, 3), 256: (8, 4)}
+_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`; where a file does not say it, the first
+
+
+def _deepseek(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """V2 makes scores of experts by a softmax, V3 and what follows by a sigmoid."""
+    settings, gate = _latent(said, shapes), said.get("expert_gating_func") or _SOFTMAX
+    if said.get("attention.temperature_scale"):
+        raise ModelLoadError(
+            "The file's model scales queries by their position (attention.temperature_scale), as no model of its "
+            "architecture does that can be served; choose another."
+        )
+    if not said.get("expert_count") or gate == _SIGMOID:
+        return settings
+    if gate != _SOFTMAX or settings["norm_topk_prob"]:
+        what = "expert_weights_norm with a softmax" if gate == _SOFTMAX else f"expert_gating_func {gate!r:.40}"
+        raise ModelLoadError(f"The file says {what}, by which no model that can be served chooses; choose another.")
+    method = "greedy" if settings["n_group"] == 1 else "group_limited_greedy"
+    return {**settings, "model_type": "deepseek_v2", "topk_method": method}
+
+
 COMPUTED: dict[str, Compute] = {
     "first_dense": _first_dense,
     "gemma3_rotations": _gemma3_rotations,
@@ -140,4 +208,5 @@ COMPUTED: dict[str, Compute] = {
     "gemma3n": _gemma3n,
     "short_convolutions": _short_convolutions,
     "kimi_delta": _kimi_delta,
+    "deepseek": _deepseek,
 }

@@ -20,7 +20,7 @@ from services.executor.core.sharding import ShardRange
 from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.loading.composition import Composition, TensorBox, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
-from services.executor.model.loading.gguf_compositions import COMPOSED
+from services.executor.model.loading.gguf_compositions import COMPOSED, matrix_of
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
 from services.executor.model.loading.gguf_transforms import Settings, Transform, transform_of
 from services.executor.model.loading.reading import Progress, Read, ReadMeter
@@ -77,7 +77,7 @@ class GgufWeights:
             composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
             stack = self._architecture.stack_of(name)
             if stack is not None:
-                parameters[name] = self._of_stack(*stack)
+                parameters[name] = matrix_of(*stack, self.shapes)
             elif joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
                 parameters[name] = _of_experts([f"{found}.weight"], self.shapes)
             elif joined is not None:
@@ -148,16 +148,6 @@ class GgufWeights:
             )
         except ValueError as error:
             raise ModelLoadError(f"The file's {', '.join(names)} do not fit ({error}); fetch it again.") from error
-
-    def _of_stack(self, name: str, number: int) -> Composition:
-        shape = self.shapes.get(name, ())
-        if len(shape) != 3 or number >= shape[0]:
-            raise ModelLoadError(
-                f"The file has no tensor {name} of three dimensions with a matrix {number}, which its architecture "
-                "calls for; fetch it again."
-            )
-        rows, columns = shape[1:]
-        return Composition((rows, columns), (TensorBox(name, (0, 1), (number * rows, 0), (0, 0), (rows, columns)),))
 
     def rotary_factors(self) -> Tensor | None:
         """float32 [frequencies]: what each is divided by, where the file has factors (Llama 3.1) and the configuration

@@ -65,7 +65,9 @@ def written(
         if isinstance(value, list):
             writer.add_array(f"{architecture}.{key}", value)
         else:
-            add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[
+                type(value)
+            ]
             add(f"{architecture}.{key}", value)
     for name, tensor in tensors:
         if name in leave_out:

@@ -1,0 +1,223 @@
+"""GGUF files of mixtures of experts and of latent attention: written from transformers' models in llama.cpp's layout,
+held against them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.executor.model.loading.loader import load_config
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import why_not
+from shared.errors import ModelLoadError
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.gguf_models import apart
+from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
+from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
+from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.tiny import ALL_EXPERTS, YARN, make_model, reference_logits
+
+Keys = dict[str, Any]
+Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+
+ONE_MAGNITUDE: Keys = {"rope_parameters": {**YARN, "mscale": 0.9}}
+V2: Keys = {**ONE_MAGNITUDE, "norm_topk_prob": False}
+LITE: Keys = {**V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+# Rounded activations would choose others of few experts: all of them for each token.
+V3: Keys = {"attention_bias": False, "head_dim": 32, **ALL_EXPERTS}
+MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
+    "deepseek_v2": ("deepseek_v2", "deepseek2", {**V2, **ALL_EXPERTS}),
+    "deepseek_v2/lite": ("deepseek_v2", "deepseek2", LITE),
+    "deepseek_v2/older": ("deepseek_v2", "deepseek2", LITE),  # keys and values of latents in one tensor
+    "deepseek_v3": ("deepseek_v3", "deepseek2", {**V3, **ONE_MAGNITUDE}),
+    "deepseek_v3/unscaled": (
+        "deepseek_v3",
+        "deepseek2",
+        {**V3, "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": {"rope_theta": 5e4}},
+    ),
+}
+WIDE: Keys = {"moe_intermediate_size": 64, "tie_word_embeddings": False}
+
+
+def rotations_of(config: Any) -> Keys:
+    rope = config.rope_parameters
+    keys = {"rope.freq_base": float(rope["rope_theta"])}
+    if rope["rope_type"] != "yarn":
+        return keys
+    said = {name: rope[name] for name in ("factor", "beta_fast", "beta_slow")}
+    keys |= {f"rope.scaling.{'' if name == 'factor' else 'yarn_'}{name}": float(said[name]) for name in said}
+    original = rope["original_max_position_embeddings"]
+    return {**keys, "rope.scaling.type": "yarn", "rope.scaling.original_context_length": original}
+
+
+def experts_of(config: Any) -> Keys:
+    keys = {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": bool(config.norm_topk_prob),
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+    if (config.n_group or 1) > 1:
+        keys |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    return keys
+
+
+def of_deepseek(config: Any, older: bool) -> Keys:
+    rope, latent = config.qk_rope_head_dim, config.kv_lora_rank
+    keys: Keys = {**experts_of(config), "rope.dimension_count": rope, "attention.kv_lora_rank": latent}
+    if config.q_lora_rank:
+        keys["attention.q_lora_rank"] = config.q_lora_rank
+    if config.model_type == "deepseek_v2":
+        keys.pop("expert_weights_norm")
+    else:
+        keys["expert_gating_func"] = int(gguf.ExpertGatingFuncType.SIGMOID)
+    widths = {"key_length": config.qk_nope_head_dim + rope, "value_length": config.v_head_dim}
+    if older:
+        keys |= {f"attention.{name}": width for name, width in widths.items()}
+    else:
+        keys |= {f"attention.{name}_mla": width for name, width in widths.items()}
+        keys |= {"attention.key_length": latent + rope, "attention.value_length": latent, "attention.head_count_kv": 1}
+    if magnitude := config.rope_parameters.get("mscale_all_dim"):
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * magnitude
+    return keys
+
+
+OWN_KEYS: Mapping[str, Callable[[Any, bool], Keys]] = {"deepseek2": of_deepseek}
+
+
+def keys_of(name: str, config: Any) -> Keys:
+    said = {key: getattr(config, word) for key, word in KEYS.items()}
+    own = OWN_KEYS[MODELS[name][1]](config, name.endswith("/older"))
+    return {key: value for key, value in {**said, **rotations_of(config), **own}.items() if value is not None}
+
+
+def tensors_of(name: str, model: Any) -> Tensors:
+    architecture, config = MODELS[name][1], model.config
+    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for own, tensor in apart(model.state_dict()):
+        if own.endswith("kv_b_proj.weight") and not name.endswith("/older"):
+            layer = own.split(".")[2]
+            heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            yield f"blk.{layer}.attn_k_b.weight", keys.transpose(1, 2)
+            yield f"blk.{layer}.attn_v_b.weight", values
+            continue
+        stored = names.get_name(own.replace("correction_bias", "correction.bias"), (".weight", ".bias"))
+        assert stored is not None, own
+        yield stored, tensor
+
+
+def make(
+    tmp_path: Path,
+    name: str,
+    kind: str,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor | None] | None = None,
+) -> tuple[Path, Path]:
+    """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
+    model_type, architecture, changes = MODELS[name]
+    source = make_model(tmp_path / "plain", model_type, **{**WIDE, **changes})
+    model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    said = {**keys_of(name, model.config), **(keys or {})}
+    held = {**dict(tensors_of(name, model)), **(tensors or {})}
+    given = iter([(key, value) for key, value in held.items() if value is not None])
+    said = {key: value for key, value in said.items() if value is not None}
+    return source, written(tmp_path / "model.gguf", architecture, said, given, kind)
+
+
+native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+FAST = ["deepseek_v3"]  # transposed parts
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    in_lanes([*((name, 1) for name in MODELS), ("deepseek_v2", 2), ("deepseek_v3", 3)], [(name, 1) for name in FAST]),
+)
+def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
+    source, file = make(tmp_path, name, "F32")
+    made = converted(file)
+    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    learned = {key: value for key, value in plain.state_dict().items() if not key.endswith("correction_bias")}
+    close(values_of(load(made, torch.float32)), learned, within=0)
+    before, after = load_config(source).to_dict(), load_config(made).to_dict()
+    known = type(load_config(source))().to_dict().keys()
+    for key in (before.keys() & known) - NOT_OF_THE_FILE:
+        expected = before[key]
+        assert after[key] == (pytest.approx(expected) if isinstance(expected, float | dict) else expected), key
+    script, steps = decode_script()
+    truths = reference_logits(source, script.sequences)
+    assert truths[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+
+    def work(member: Any) -> list[Any]:
+        runner = make_runner(made, member)
+        return [runner.forward(plan) for plan, _ in steps]
+
+    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
+        for row, (sequence, position) in zip(rows, sampled, strict=True):
+            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+
+
+NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
+    f"{token}_token_id" for token in ("bos", "eos", "pad")
+}
+# Whose codes are not those of the rows: latents' keys, which are transposed.
+UNPACKED = ("kv_b_proj",)
+
+
+@native
+@pytest.mark.parametrize("name", in_lanes(MODELS, FAST))
+def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
+    _, file = make(tmp_path, name, "Q8_0")
+    made = converted(file)
+    model = load(made, torch.float32, keep_codes=True)
+    for key, module in model.named_modules():
+        if isinstance(module, WeightShard):
+            kept = name.endswith("/older") or not key.endswith(UNPACKED)
+            assert isinstance(module.stored, QuantizedRows) == kept, key
+    plain = load(made, torch.float32)
+    close(values_of(model), values_of(plain))
+    close(values_of(load(made, torch.float32, keep_codes=True, defer_codes=True)), values_of(model), within=0)
+    unpacked = tmp_path / "unpacked"
+    whole = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float32)
+    whole.load_state_dict({**whole.state_dict(), **values_of(plain), **dict(plain.named_buffers())}, strict=False)
+    whole.save_pretrained(str(unpacked))
+    expected = truth(unpacked, mixed_script()[0].sequences)
+    runner = runner_of(made, native=True)
+    assert runner.is_native
+    ours = runner_of(unpacked, native=True, weights="q8_0")
+    assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+
+
+WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+    ("deepseek_v3", {"attention.kv_lora_rank": None}, {}, r"does not say deepseek2\.attention\.kv_lora_rank"),
+    ("deepseek_v3", {"expert_used_count": None}, {}, r"does not say deepseek2\.expert_used_count"),
+    ("deepseek_v3", {"attention.temperature_scale": 0.1}, {}, r"attention\.temperature_scale"),
+    ("deepseek_v3", {"expert_gating_func": 3}, {}, r"says expert_gating_func 3"),
+    ("deepseek_v2", {"expert_weights_norm": True}, {}, r"says expert_weights_norm with a softmax"),
+    ("deepseek_v3", {"rope.dimension_count": 16}, {}, r"attn_k_b\.weight has the shape \[5, 96, 32\]"),
+    ("deepseek_v3", {}, {"blk.1.attn_k_b.weight": None}, r"no tensor blk\.1\.attn_k_b\.weight"),
+    ("deepseek_v3", {}, {"blk.1.attn_v_b.weight": torch.ones(5, 96, 64)}, r"blk\.1\.attn_v_b\.weight has the shape"),
+    ("deepseek_v3", {}, {"blk.1.attn_kv_b.weight": torch.ones(480, 96)}, r"hold a tensor blk\.1\.attn_[kv]_b\.weight"),
+    ("deepseek_v3", {}, {"blk.1.exp_probs_b.bias": None}, r"no tensor .*layers\.1\.mlp\.gate\.e_score_correction_bias"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(
+    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
+) -> None:
+    _, file = make(tmp_path, name, "F32", keys, tensors)
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        load(converted(file), torch.float32)
+    assert "\n" not in str(raised.value)
