@@ -72,7 +72,6 @@ _ROWS = (
         settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
     GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
     GgufArchitecture("gpt2", weights="unpacked", names={"output.weight": "lm_head.weight"}),
-    GgufArchitecture("minimax-m2", weights="unpacked", needs=_EXPERTS),
     *(GgufArchitecture(name, weights="refused") for name in (
         "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
         "nomic-bert-moe", "t5encoder")),
@@ -124,6 +123,17 @@ _ROWS = (
         "moe_renormalize": True}, computed=("kimi_delta",), needs=("expert_feed_forward_length",)),
     GgufArchitecture("deepseek2", "deepseek_v3", names=_CHOICE, composed={"kv_b_proj.weight": "keys_values_of_latents"},
         computed=("deepseek",), splits_by_name=True),
+    GgufArchitecture("minimax-m2", "minimax_m2",
+        names={"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.e_score_correction_bias"},
+        settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        computed=("by_sigmoid",), needs=("rope.dimension_count",), rotates_in_part=True, splits_by_name=True),
+    GgufArchitecture("dots1", names=_CHOICE, constants={"sliding_window": None},
+        computed=("by_sigmoid", "first_dense", "grouped_experts"), splits_by_name=True),
+    GgufArchitecture("ernie4_5-moe", "ernie4_5_moe",
+        names={"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.moe_statics.e_score_correction_bias"},
+        settings={"expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+        "expert_feed_forward_length": "moe_intermediate_size", "interleave_moe_layer_step": "moe_layer_interval",
+        "leading_dense_block_count": "moe_layer_start_index"}, computed=("ernie_experts",)),
 )
 # fmt: on
 

@@ -180,12 +180,14 @@ def _grouped_experts(said: Said) -> dict[str, Any]:
 
 # By experts, of DeepSeek V2 and V3: (groups, those a token chooses from), which files did not say at first.
 _GROUPS = {160: (8, 3), 256: (8, 4)}
-_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`; where a file does not say it, the first
+_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
 
 
 def _deepseek(said: Said, shapes: Shapes) -> dict[str, Any]:
-    """V2 makes scores of experts by a softmax, V3 and what follows by a sigmoid."""
-    settings, gate = _latent(said, shapes), said.get("expert_gating_func") or _SOFTMAX
+    """V2 makes scores of experts by a softmax, V3 and what follows by a sigmoid, to which something is added before a
+    choice is made; files did not say which at first."""
+    is_added = any(name.endswith(".exp_probs_b.bias") for name in shapes)
+    settings, gate = _latent(said, shapes), said.get("expert_gating_func") or (_SIGMOID if is_added else _SOFTMAX)
     if said.get("attention.temperature_scale"):
         raise ModelLoadError(
             "The file's model scales queries by their position (attention.temperature_scale), as no model of its "
@@ -200,6 +202,20 @@ def _deepseek(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {**settings, "model_type": "deepseek_v2", "topk_method": method}
 
 
+def _by_sigmoid(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Nothing, where scores of experts are made by a sigmoid, as all models of the architecture make them."""
+    if (gate := said.get("expert_gating_func", _SIGMOID)) != _SIGMOID:
+        raise ModelLoadError(
+            f"The file says expert_gating_func {gate!r:.40}, by which no model that can be served chooses; choose "
+            "another."
+        )
+    return {}
+
+
+def _ernie_experts(said: Said, shapes: Shapes) -> dict[str, Any]:
+    return {"moe_num_shared_experts": int(said.get("expert_shared_count", 0))}
+
+
 COMPUTED: dict[str, Compute] = {
     "first_dense": _first_dense,
     "gemma3_rotations": _gemma3_rotations,
@@ -209,4 +225,7 @@ COMPUTED: dict[str, Compute] = {
     "short_convolutions": _short_convolutions,
     "kimi_delta": _kimi_delta,
     "deepseek": _deepseek,
+    "grouped_experts": lambda said, shapes: _grouped_experts(said),
+    "by_sigmoid": _by_sigmoid,
+    "ernie_experts": _ernie_experts,
 }

@@ -126,11 +126,12 @@ class GgufWeights:
         if plain or _squeezed(tensor.shape) != _squeezed(shape):
             return Composition.whole(name, tensor.shape)
         held = _squeezed(shape) or (1,)
+        held = (1, *held) if shape[0] == 1 and len(held) < len(shape) else held  # one row
         self._tensors[name] = (file, replace(tensor, shape=held))
         composed = Composition.whole(name, held)
         if len(held) < len(shape):
             for dim, size in enumerate(shape):
-                composed = composed.unsqueezed(dim) if size == 1 else composed
+                composed = composed.unsqueezed(dim) if size == 1 and (dim or held[0] > 1) else composed
         return composed
 
     def _joined(self, sides: Sequence[str | None], end: str, shape: Sequence[int]) -> Composition:

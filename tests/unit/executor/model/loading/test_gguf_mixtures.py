@@ -31,6 +31,7 @@ ONE_MAGNITUDE: Keys = {"rope_parameters": {**YARN, "mscale": 0.9}}
 V2: Keys = {**ONE_MAGNITUDE, "norm_topk_prob": False}
 LITE: Keys = {**V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
 # Rounded activations would choose others of few experts: all of them for each token.
+EVEN_HEADS: Keys = {"num_attention_heads": 6, "head_dim": 32}
 V3: Keys = {"attention_bias": False, "head_dim": 32, **ALL_EXPERTS}
 MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
     "deepseek_v2": ("deepseek_v2", "deepseek2", {**V2, **ALL_EXPERTS}),
@@ -42,6 +43,15 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
         "deepseek2",
         {**V3, "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": {"rope_theta": 5e4}},
     ),
+    # A token chooses five of six.
+    "minimax_m2": ("minimax_m2", "minimax-m2", {"head_dim": 32, "num_attention_heads": 6, "intermediate_size": 64}),
+    "dots1": ("dots1", "dots1", {**EVEN_HEADS, **ALL_EXPERTS, "sliding_window": None, "n_group": 1, "topk_group": 1}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        "ernie4_5-moe",
+        {**EVEN_HEADS, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 2, "moe_k": 6},
+    ),
+    "ernie4_5_moe/alone": ("ernie4_5_moe", "ernie4_5-moe", {**EVEN_HEADS, "moe_num_shared_experts": 0, "moe_k": 6}),
 }
 WIDE: Keys = {"moe_intermediate_size": 64, "tie_word_embeddings": False}
 
@@ -92,11 +102,43 @@ def of_deepseek(config: Any, older: bool) -> Keys:
     return keys
 
 
-OWN_KEYS: Mapping[str, Callable[[Any, bool], Keys]] = {"deepseek2": of_deepseek}
+def of_minimax(config: Any, older: bool) -> Keys:
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+    }
+
+
+def of_dots1(config: Any, older: bool) -> Keys:
+    return {**experts_of(config), "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID)}
+
+
+def of_ernie(config: Any, older: bool) -> Keys:
+    return {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.moe_num_shared_experts or None,
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts * config.moe_intermediate_size or None,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+        "leading_dense_block_count": config.moe_layer_start_index,
+    }
+
+
+OWN_KEYS: Mapping[str, Callable[[Any, bool], Keys]] = {
+    "deepseek2": of_deepseek,
+    "minimax-m2": of_minimax,
+    "dots1": of_dots1,
+    "ernie4_5-moe": of_ernie,
+}
 
 
 def keys_of(name: str, config: Any) -> Keys:
     said = {key: getattr(config, word) for key, word in KEYS.items()}
+    said["attention.value_length"] = config.head_dim
     own = OWN_KEYS[MODELS[name][1]](config, name.endswith("/older"))
     return {key: value for key, value in {**said, **rotations_of(config), **own}.items() if value is not None}
 
@@ -113,7 +155,10 @@ def tensors_of(name: str, model: Any) -> Tensors:
             yield f"blk.{layer}.attn_k_b.weight", keys.transpose(1, 2)
             yield f"blk.{layer}.attn_v_b.weight", values
             continue
-        stored = names.get_name(own.replace("correction_bias", "correction.bias"), (".weight", ".bias"))
+        if own.endswith("correction_bias"):
+            yield f"blk.{own.split('.')[2]}.exp_probs_b.bias", tensor.flatten()
+            continue
+        stored = names.get_name(own, (".weight", ".bias"))
         assert stored is not None, own
         yield stored, tensor
 
@@ -148,8 +193,7 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     source, file = make(tmp_path, name, "F32")
     made = converted(file)
     plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
-    learned = {key: value for key, value in plain.state_dict().items() if not key.endswith("correction_bias")}
-    close(values_of(load(made, torch.float32)), learned, within=0)
+    close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)), within=0)
     before, after = load_config(source).to_dict(), load_config(made).to_dict()
     known = type(load_config(source))().to_dict().keys()
     for key in (before.keys() & known) - NOT_OF_THE_FILE:
@@ -209,6 +253,12 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("deepseek_v3", {}, {"blk.1.attn_k_b.weight": None}, r"no tensor blk\.1\.attn_k_b\.weight"),
     ("deepseek_v3", {}, {"blk.1.attn_v_b.weight": torch.ones(5, 96, 64)}, r"blk\.1\.attn_v_b\.weight has the shape"),
     ("deepseek_v3", {}, {"blk.1.attn_kv_b.weight": torch.ones(480, 96)}, r"hold a tensor blk\.1\.attn_[kv]_b\.weight"),
+    ("minimax_m2", {"expert_count": None}, {}, r"does not say minimax-m2\.expert_count"),
+    ("minimax_m2", {"rope.dimension_count": None}, {}, r"does not say minimax-m2\.rope\.dimension_count"),
+    ("minimax_m2", {"expert_gating_func": 1}, {}, r"says expert_gating_func 1"),
+    ("minimax_m2", {}, {"blk.1.attn_k_norm.weight": None}, r"no tensor .*layers\.1\.self_attn\.k_norm"),
+    ("ernie4_5_moe", {"interleave_moe_layer_step": None}, {}, r"does not say ernie4_5-moe\.interleave_moe_layer_step"),
+    ("dots1", {"expert_feed_forward_length": None}, {}, r"does not say dots1\.expert_feed_forward_length"),
     ("deepseek_v3", {}, {"blk.1.exp_probs_b.bias": None}, r"no tensor .*layers\.1\.mlp\.gate\.e_score_correction_bias"),
 ]
 
