@@ -134,6 +134,10 @@ _ROWS = (
         settings={"expert_count": "moe_num_experts", "expert_used_count": "moe_k",
         "expert_feed_forward_length": "moe_intermediate_size", "interleave_moe_layer_step": "moe_layer_interval",
         "leading_dense_block_count": "moe_layer_start_index"}, computed=("ernie_experts",)),
+    GgufArchitecture("mistral3", "ministral3", transforms=_PAIRS, constants={"sliding_window": None},
+        computed=("mistral3",), splits_by_name=True),
+    GgufArchitecture("mistral4", composed={"kv_b_proj.weight": "keys_values_of_latents"}, computed=("mistral4",),
+        splits_by_name=True),
 )
 # fmt: on
 

@@ -146,17 +146,19 @@ def _latent(said: Said, shapes: Shapes) -> dict[str, Any]:
         "v_head_dim": int(said.get("attention.value_length_mla") or said["attention.value_length"]),
         "kv_lora_rank": said["attention.kv_lora_rank"],
         "q_lora_rank": said.get("attention.q_lora_rank"),
-        "rope_parameters": _one_magnitude(said),
+        "rope_parameters": _magnitudes(said, 10.0),
         "first_k_dense_replace": int(said.get("leading_dense_block_count", 0)) if experts else layers,
     }
     return {**settings, **(_grouped_experts(said) if experts else {})}
 
 
-def _one_magnitude(said: Said) -> dict[str, Any]:
-    """Rotary positions of DeepSeek's, which scale by one magnitude where YaRN may have two."""
+def _magnitudes(said: Said, times: float, of_turned: float | None = None) -> dict[str, Any]:
+    """Rotary positions. YaRN has a magnitude of scores, as files say it but for a factor, and one of what is turned:
+    `of_turned`; None: the same."""
     rope = {"rope_type": "default", "rope_theta": float(said.get("rope.freq_base", 10_000.0))}
     if magnitude := said.get("rope.scaling.yarn_log_multiplier"):
-        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * magnitude, 6))
+        of_scores = round(times * magnitude, 6)
+        rope |= {"mscale": of_scores if of_turned is None else of_turned, "mscale_all_dim": of_scores}
     return rope
 
 
@@ -202,14 +204,48 @@ def _deepseek(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {**settings, "model_type": "deepseek_v2", "topk_method": method}
 
 
+def _check_gate(said: Said, expected: int) -> None:
+    if (gate := said.get("expert_gating_func", expected)) != expected:
+        raise ModelLoadError(
+            f"The file says expert_gating_func {gate!r:.40}, by which no model of its architecture that can be served "
+            "chooses; choose another."
+        )
+
+
 def _by_sigmoid(said: Said, shapes: Shapes) -> dict[str, Any]:
     """Nothing, where scores of experts are made by a sigmoid, as all models of the architecture make them."""
-    if (gate := said.get("expert_gating_func", _SIGMOID)) != _SIGMOID:
-        raise ModelLoadError(
-            f"The file says expert_gating_func {gate!r:.40}, by which no model that can be served chooses; choose "
-            "another."
-        )
+    _check_gate(said, _SIGMOID)
     return {}
+
+
+def _mistral3(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Models that scale queries by their position are Ministral 3's, others Mistral's."""
+    rope = _magnitudes(said, 1.0, of_turned=1.0)
+    if not (scale := said.get("attention.temperature_scale")):
+        return {"model_type": "mistral", "rope_parameters": rope}
+    return {"rope_parameters": {**rope, **_scaled_queries(said, scale)}}
+
+
+def _scaled_queries(said: Said, scale: float) -> dict[str, Any]:
+    original = said["rope.scaling.original_context_length"]
+    if (length := said.get("attention.temperature_length", original)) != original:
+        raise ModelLoadError(
+            f"The file scales queries each {length} positions (attention.temperature_length) and has an original "
+            f"context of {original}, which no model of its architecture that can be served does; choose another."
+        )
+    return {"llama_4_scaling_beta": round(scale, 6), "original_max_position_embeddings": original}
+
+
+def _mistral4(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Latent attention and experts chosen by a softmax. Files made of transformers' checkpoints do not say by how much
+    queries are scaled: all models have a tenth."""
+    settings = _latent(said, shapes)
+    _check_gate(said, _SOFTMAX)
+    scaled = _scaled_queries(said, said.get("attention.temperature_scale") or 0.1)
+    width = settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
+    rope = {**_magnitudes(said, 10.0, of_turned=1.0), **scaled}
+    rope["partial_rotary_factor"] = settings["qk_rope_head_dim"] / max(1, width)
+    return {**settings, "head_dim": width, "rope_parameters": rope}
 
 
 def _ernie_experts(said: Said, shapes: Shapes) -> dict[str, Any]:
@@ -228,4 +264,6 @@ COMPUTED: dict[str, Compute] = {
     "grouped_experts": lambda said, shapes: _grouped_experts(said),
     "by_sigmoid": _by_sigmoid,
     "ernie_experts": _ernie_experts,
+    "mistral3": _mistral3,
+    "mistral4": _mistral4,
 }
