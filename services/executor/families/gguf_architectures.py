@@ -34,6 +34,8 @@ _TILED_HEADS = {**_DELTA_NORMS, **dict.fromkeys(("*.attn_gate.weight", "*.ssm_al
     "value_heads_behind_keys"), "*.ssm_a": "value_heads_minus_exp", "*.ssm_out.weight": "value_columns"}
 
 _CHOICE = {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
+_QKV_NAMES = {f"blk.{{}}.attn_{of}.weight": f"model.layers.{{}}.self_attn.{of}_proj.weight" for of in "qkv"}
+_QKV_PARTS = {"q_proj.weight": "queries_of_all", "k_proj.weight": "keys_of_all", "v_proj.weight": "values_of_all"}
 
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
@@ -136,6 +138,13 @@ _ROWS = (
         "leading_dense_block_count": "moe_layer_start_index"}, computed=("ernie_experts",)),
     GgufArchitecture("mistral3", "ministral3", transforms=_PAIRS, constants={"sliding_window": None},
         computed=("mistral3",), splits_by_name=True),
+    GgufArchitecture("mimo2", "mimo_v2_flash",
+        names={**_CHOICE, "blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks"},
+        computed=("by_sigmoid", "mimo2"), splits_by_name=True),
+    # What transformers has of GLM 4.5 computes the same.
+    GgufArchitecture("bailingmoe2", "glm4_moe", names={**_CHOICE, **_QKV_NAMES}, composed=_QKV_PARTS,
+        constants={"use_qk_norm": True}, computed=("by_sigmoid", "first_dense", "grouped_experts",
+        "without_heads_behind"), needs=("rope.dimension_count",), rotates_in_part=True, splits_by_name=True),
     GgufArchitecture("mistral4", composed={"kv_b_proj.weight": "keys_values_of_latents"}, computed=("mistral4",),
         splits_by_name=True),
 )

@@ -1,5 +1,5 @@
-"""Parameters of which files have the parts in several tensors, mixed otherwise than one below the other, by the names
-that rows of `families/gguf_architectures.py` have for them. Pure.
+"""Parameters that are part of a file's tensor, or of which files have the parts in several, mixed otherwise than one
+below the other, by the names that rows of `families/gguf_architectures.py` have for them. Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +48,17 @@ def _keys_values_of_latents(block: str, shapes: Shapes, settings: Mapping[str, A
     return _below(pieces, block)
 
 
+def _part_of_all(part: int) -> Compose:
+    """Queries, keys or values, of files that have [all q | all k | all v]."""
+
+    def compose(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
+        width = int(settings["head_dim"])
+        queries, keys = (width * int(settings[f"num_{of}_heads"]) for of in ("attention", "key_value"))
+        return _whole(f"{block}.attn_qkv.weight", shapes, queries + 2 * keys).split([queries, keys, keys], 0)[part]
+
+    return compose
+
+
 def matrix_of(name: str, number: int, shapes: Shapes) -> Composition:
     """A matrix of the tensor `name` of three dimensions, whose rows the file has one after the other. Raises
     `ModelLoadError`."""
@@ -88,4 +99,7 @@ def _below(pieces: Sequence[Composition], block: str) -> Composition:
 COMPOSED: dict[str, Compose] = {
     "queries_keys_values_gates": _queries_keys_values_gates,
     "keys_values_of_latents": _keys_values_of_latents,
+    "queries_of_all": _part_of_all(0),
+    "keys_of_all": _part_of_all(1),
+    "values_of_all": _part_of_all(2),
 }

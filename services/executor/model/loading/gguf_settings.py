@@ -248,6 +248,40 @@ def _mistral4(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {**settings, "head_dim": width, "rope_parameters": rope}
 
 
+def _without_heads_behind(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers but for those that predict several tokens, which `block_count` counts."""
+    return {"num_hidden_layers": int(said["block_count"]) - int(said.get("nextn_predict_layers", 0))}
+
+
+def _mimo2(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers with a window have twice the heads of keys, and rotary positions of their own. A token sees as many before
+    it as the file says the window is. Layers with a router have experts."""
+    layers = _without_heads_behind(said, shapes)["num_hidden_layers"]
+    kinds, heads = _windows(said)[:layers], _by_layer(said, "attention.head_count_kv")
+    full = next((count for count, kind in zip(heads, kinds, strict=False) if kind == _FULL), 0)
+    if any(count != full * (1 + (kind != _FULL)) for count, kind in zip(heads, kinds, strict=False)):
+        raise ModelLoadError(
+            "The file's layers with a window have other than twice the heads of keys that those without have "
+            "(attention.head_count_kv), which no model of its architecture that can be served has; choose another."
+        )
+    part = int(said["rope.dimension_count"]) / int(said["attention.key_length"])
+    rotations = _gemma3_rotations(said, shapes)["rope_parameters"]
+    scale = said.get("attention.value_scale")
+    return {
+        **_grouped_experts(said),
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in shapes else "dense" for layer in range(layers)
+        ],
+        "num_key_value_heads": full,
+        "v_head_dim": said["attention.value_length"],
+        "sliding_window": int(said["attention.sliding_window"]) + 1,
+        "rope_parameters": {kind: {**rope, "partial_rotary_factor": part} for kind, rope in rotations.items()},
+        **({} if scale is None else {"attention_value_scale": round(scale, 6)}),
+    }
+
+
 def _ernie_experts(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"moe_num_shared_experts": int(said.get("expert_shared_count", 0))}
 
@@ -264,6 +298,8 @@ COMPUTED: dict[str, Compute] = {
     "grouped_experts": lambda said, shapes: _grouped_experts(said),
     "by_sigmoid": _by_sigmoid,
     "ernie_experts": _ernie_experts,
+    "without_heads_behind": _without_heads_behind,
+    "mimo2": _mimo2,
     "mistral3": _mistral3,
     "mistral4": _mistral4,
 }
