@@ -54,7 +54,9 @@ def _part_of_all(part: int) -> Compose:
     def compose(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
         width = int(settings["head_dim"])
         queries, keys = (width * int(settings[f"num_{of}_heads"]) for of in ("attention", "key_value"))
-        return _whole(f"{block}.attn_qkv.weight", shapes, queries + 2 * keys).split([queries, keys, keys], 0)[part]
+        name = f"{block}.attn_qkv.weight"
+        whole = Composition.whole(name, _checked(name, shapes, (queries + 2 * keys, None)))
+        return whole.split([queries, keys, keys], 0)[part]
 
     return compose
 

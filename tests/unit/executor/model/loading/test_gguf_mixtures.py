@@ -198,7 +198,9 @@ def of_mimo2(config: Any, older: bool) -> Keys:
     sliding = [kind == "sliding_attention" for kind in config.layer_types] + [True]
     rope = config.rope_parameters
     return {
-        **{key: value for key, value in of_dots1(config, older).items() if "shared" not in key and "leading" not in key},
+        **{
+            key: value for key, value in of_dots1(config, older).items() if "shared" not in key and "leading" not in key
+        },
         "block_count": config.num_hidden_layers + 1,
         "nextn_predict_layers": 1,
         "attention.head_count_kv": [config.num_key_value_heads * (1 + one) for one in sliding],
