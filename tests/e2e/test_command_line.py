@@ -21,6 +21,7 @@ from tests.e2e.stack import CLI, Stack, run_cli
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_up_leaves_nothing_behind(tmp_path: Path) -> None:
     with Stack(tmp_path, "--engine", "stub", "--no-smoke-test", "--served-model-name", "mine") as stack:
         served = json.loads(run_cli("models", "list", "--json", "--data-dir", str(tmp_path)).stdout)

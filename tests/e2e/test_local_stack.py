@@ -35,6 +35,7 @@ def ask_until_answered(stack: Stack) -> httpx.Response:
     return reply
 
 
+@pytest.mark.slow
 def test_a_killed_nats_comes_back_and_requests_are_answered(tmp_path: Path) -> None:
     with Stack(tmp_path, *STUB) as stack:
         assert ask(stack).status_code == 200
@@ -58,6 +59,7 @@ def list_models(stack: Stack) -> list[str]:
         return [model.id for model in call(b"", timeout=20, wait_for_ready=True).models]
 
 
+@pytest.mark.slow
 def test_a_killed_gateway_comes_back_where_it_was(tmp_path: Path) -> None:
     with Stack(tmp_path, *STUB) as stack:
         url = stack.url
@@ -123,7 +125,8 @@ async def test_two_stacks_on_one_nats_leave_each_other_alone(tmp_path: Path, nat
         assert password not in stack.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_download_that_hangs(tmp_path: Path, number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as index:
         environment = {
@@ -150,6 +153,7 @@ def test_a_signal_ends_a_download_that_hangs(tmp_path: Path, number: signal.Sign
     assert left == []
 
 
+@pytest.mark.slow
 def test_a_machine_with_too_few_gpus_says_so_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: Some GPU (UUID: GPU-1)'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -42,6 +42,7 @@ def without(directory: Path, packages: set[str]) -> dict[str, str]:
     return {"PYTHONPATH": f"{directory}:{Path.cwd()}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "health-monitor"])
 async def test_a_service_starts_without_the_packages_of_others(
     service: str, tmp_path: Path, bus: Bus, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +73,7 @@ def test_the_command_line_without_its_packages_says_what_to_install(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_up_says_what_installs_the_whole_stack(tmp_path: Path) -> None:
     for package, needs in (("typer", "The command line"), ("torch", "The executor"), ("starlette", "The gateway")):
         result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path), **without(tmp_path / package, {package}))

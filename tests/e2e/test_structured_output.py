@@ -87,6 +87,7 @@ def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
 # --- the stub ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_official_client_parses_into_pydantic_models(client: Client) -> None:
     for seed in range(4):
         reply = client.openai.chat.completions.parse(**client.body(max_tokens=2000, seed=seed), response_format=Person)
@@ -131,6 +132,7 @@ def test_a_cut_text_ends_with_length_and_a_stop_string_still_stops(client: Clien
     assert stopped == whole[: whole.index(whole[30:33])]
 
 
+@pytest.mark.slow
 def test_streams_sockets_repeats_and_resumed_streams_say_the_same(client: Client) -> None:
     fields = {"seed": 11, "guided_regex": LONG}
     whole = client.text(**fields)

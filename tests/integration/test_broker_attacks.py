@@ -207,7 +207,9 @@ async def listening(server: LocalNats, attacker: User) -> tuple[list[Client], di
 @pytest.mark.parametrize(
     "before", [pytest.param(False, id="streams there"), pytest.param(True, id="no streams yet", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("user", ATTACKERS)
+@pytest.mark.parametrize(
+    "user", [pytest.param(user, marks=() if user == "batch" else pytest.mark.slow) for user in ATTACKERS]
+)
 async def test_who_takes_a_service_over_makes_no_key_and_says_nothing_that_it_may_not(
     server: LocalNats, user: User, before: bool
 ) -> None:

@@ -18,6 +18,7 @@ from tests.chaos.broker import Broker, SmallDisk
 LARGE = CancelRequest(["x" * (64 << 10)])
 
 
+@pytest.mark.slow
 async def test_the_store_is_started_again_when_there_is_room(tmp_path: Path) -> None:
     disk = SmallDisk(tmp_path / "nats")
     if not disk.mount():

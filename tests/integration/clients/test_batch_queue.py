@@ -82,6 +82,7 @@ async def test_what_is_wrong_with_a_file(
         assert caught.value.status == 400
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_comes_late(
     nats_settings: CommonSettings, served: openai.AsyncOpenAI, gateway: RunningGateway, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ async def test_refusals_are_told_at_once(gateway: RunningGateway, ring: FakeRing
     assert not ring.requests
 
 
+@pytest.mark.slow
 async def test_nobody_is_there(gateway: RunningGateway, ring: FakeRing, way: Cutting) -> None:
     """One that is away costs nothing where another one is there; with none there it gives up."""
     nowhere = "http://127.0.0.1:9"

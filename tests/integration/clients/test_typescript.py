@@ -49,6 +49,7 @@ async def test_its_own_tests_and_the_types_of_its_examples() -> None:
     await asyncio.to_thread(run_npm, directory, "run", "check")
 
 
+@pytest.mark.slow
 async def test_all_javascript_is_linted() -> None:
     """The client's, the examples', the console's and the tests'."""
     command = await asyncio.to_thread(linter)
@@ -196,6 +197,7 @@ async def test_streams_of_the_readme(
     assert len(ring.requests) == 1
 
 
+@pytest.mark.slow
 async def test_the_rest_of_the_readme(
     gateway: RunningGateway, served: openai.AsyncOpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ async def give_work(bus: Bus, reader: Reader) -> None:
     await reader.some()
 
 
+@pytest.mark.slow
 async def test_a_ring_that_is_well_shows_all_there_is_to_see(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
@@ -216,6 +217,7 @@ async def test_a_stopped_leader_does_not_keep_its_ring_from_being_looked_into(
         await dump_when(nats_settings, lambda dump: "no rank is behind" in dump.verdict)
 
 
+@pytest.mark.slow
 async def test_a_ring_that_is_starting_and_one_that_is_not_there_are_told(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

@@ -291,6 +291,7 @@ async def test_a_lost_rank_takes_the_ring_down_and_up_again(
         assert (await reader.finish("b"))[0] == expected(5, 0, 8)
 
 
+@pytest.mark.slow
 async def test_ranks_do_not_outlive_a_killed_orchestrator(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
@@ -398,6 +399,7 @@ async def test_a_name_that_another_model_has_is_refused(
         assert last.startswith("error: The group other serves another model under the name stub;")
 
 
+@pytest.mark.slow
 async def test_no_token_is_lost_when_the_broker_is_killed(tmp_path: Path) -> None:
     """Frames that were on their way to the broker are published again; the journal has every token."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -227,6 +227,7 @@ async def test_while_it_is_made_ready_it_is_ended_at_once(host: Host) -> None:
     assert (await host.job("paused")).status == "paused"
 
 
+@pytest.mark.slow
 async def test_after_a_crash_it_goes_on_with_what_is_there_and_removes_what_was_left(host: Host) -> None:
     await host.submit("calm")
     assert (await host.begin("calm")).ok
@@ -263,6 +264,7 @@ async def test_after_a_crash_it_goes_on_with_what_is_there_and_removes_what_was_
     assert families["ryzanstein_executor_training_yield_seconds"].samples[0].value > 0
 
 
+@pytest.mark.slow
 async def test_paused_and_resumed_it_makes_the_same(host: Host) -> None:
     eight_steps = Hyperparameters(epochs=4, batch_size=STEPS // 2, rank=4)  # a state after every other one
     chosen: dict[str, Any] = {"hyperparameters": eight_steps, "base": ModelSpec("base", "org/base")}
@@ -377,6 +379,7 @@ async def stand_still(host: Host, helper: Host) -> None:
     await host.until("job", "yielding")
 
 
+@pytest.mark.slow
 async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper: Host) -> None:
     host.ask(1)
     await host.submit("job", **PARTED)
@@ -406,6 +409,7 @@ async def test_where_a_replica_dies_the_attempt_ends_for_both(host: Host, helper
     assert dies == "further" or "signal SIGKILL" in job.waiting_for
 
 
+@pytest.mark.slow
 async def test_where_only_the_connection_breaks_the_first_one_writes_it(
     host: Host, helper: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +426,7 @@ async def test_where_only_the_connection_breaks_the_first_one_writes_it(
     assert "Another replica of the job is gone." in job.waiting_for
 
 
+@pytest.mark.slow
 async def test_a_further_replica_gives_its_part_back_without_a_fault(host: Host, helper: Host) -> None:
     await stand_still(host, helper)
     await helper.trainings.evict([tenant_key("t", "job")])

@@ -21,6 +21,7 @@ async def dispatch(bus: Bus, name: str, max_tokens: int) -> None:
     assert reply.accepted == [name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "reason"),
     [

@@ -38,6 +38,7 @@ def done(job: TrainingJob) -> bool:
     return job.result is not None
 
 
+@pytest.mark.slow
 async def test_a_job_is_trained_told_of_and_stored(cluster: Cluster) -> None:
     await cluster.submit("job", examples=20)
     job = await cluster.until("job", done)
@@ -94,6 +95,7 @@ async def test_a_trainer_that_dies_is_started_again_and_not_for_ever(cluster: Cl
     assert f"{MOST_CRASHES} times after step 0. The job's examples are gone" in failed.error.message
 
 
+@pytest.mark.slow
 async def test_interactive_requests_go_first(cluster: Cluster) -> None:
     await cluster.submit("job", examples=400)
     await cluster.trains("one", "job")

@@ -37,6 +37,7 @@ async def listening(*gateways: RunningGateway) -> AsyncIterator[list[str]]:
         yield [server.address for server in servers]
 
 
+@pytest.mark.slow
 async def test_clients_of_every_kind_are_answered(
     gateway: RunningGateway, other: RunningGateway, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

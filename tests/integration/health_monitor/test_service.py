@@ -162,6 +162,7 @@ async def test_hosts_are_written_and_forgotten_as_services_are(bus: Bus, nats_se
         assert list(dict.fromkeys(seen)) == ["ready", "gone", "forgotten"]
 
 
+@pytest.mark.slow
 async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
     bus: Bus, nats_settings: CommonSettings, seen: Seen, executor: Executor
 ) -> None:

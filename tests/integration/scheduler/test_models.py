@@ -273,6 +273,7 @@ async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_
         assert len(house.entries) == 2
 
 
+@pytest.mark.slow
 async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nobody(house: House, yard: Yard) -> None:
     host = await yard.host()
     host.loads.clear()

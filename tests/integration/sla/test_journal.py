@@ -39,6 +39,7 @@ def test_a_server_without_a_journal_is_told(nats_settings: CommonSettings) -> No
     assert "has no journal" in done.stderr
 
 
+@pytest.mark.slow
 async def test_targets_decide_the_exit_code(bus: Bus, nats_settings: CommonSettings) -> None:
     empty = sla(nats_settings, "--last", "1h", "--check")
     assert empty.returncode == 2, "nothing was shown"

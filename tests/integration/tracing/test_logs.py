@@ -197,6 +197,7 @@ def levels(output: str) -> dict[str, str]:
     return {row[1]: row[2] for row in rows}
 
 
+@pytest.mark.slow
 async def test_the_level_of_a_group_is_changed_and_shown_while_it_runs(house: House, nats: LocalNats) -> None:
     everything = dict.fromkeys(("executor-0", "gateway-0", "monitor-0", "scheduler-0"), "debug")
     code, shown = await command(nats)
@@ -227,6 +228,7 @@ async def test_the_level_of_a_group_is_changed_and_shown_while_it_runs(house: Ho
     await settled(lambda: "accepted" in events(house, "heard"))
 
 
+@pytest.mark.slow
 async def test_it_comes_back_by_itself(house: House, nats: LocalNats) -> None:
     code, shown = await command(nats, "scheduler-0", "error", "--for", "1s")
     assert (code, levels(shown)) == (0, {"scheduler-0": "error"}), shown

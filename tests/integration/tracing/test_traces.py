@@ -128,6 +128,7 @@ async def test_what_is_not_sampled_leaves_nothing(house: House, received: Collec
     assert received.of(unsampled) == []
 
 
+@pytest.mark.slow
 async def test_a_lost_ring_gives_a_second_attempt_in_the_same_trace(house: House, received: Collector) -> None:
     trace_id = new_trace()
     asked = asyncio.create_task(ask(house, f"00-{trace_id}-{CLIENT}-01", max_tokens=400))
@@ -240,6 +241,7 @@ def same_generation(one: str, other: str) -> bool:
     return first == second
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_takes_over_goes_on_in_the_same_trace(house: House, received: Collector) -> None:
     await house.start("gateway-1", "services.gateway", "--port", "0")
     await until_answered(house.url("gateway-1"))
@@ -272,6 +274,7 @@ async def test_a_gateway_that_takes_over_goes_on_in_the_same_trace(house: House,
     assert resumed.attributes["gen_ai.response.finish_reasons"] == ["cancelled"]
 
 
+@pytest.mark.slow
 async def test_a_collector_that_stands_still_slows_nobody(house: House, received: Collector) -> None:
     """Requests are answered meanwhile, and a service ends within its time."""
     await house.start("gateway-2", "services.gateway", "--port", "0")

@@ -105,6 +105,7 @@ def test_every_base_is_an_argument_with_an_exact_tag() -> None:
         assert re.search(r":\d+\.\d+\.\d+", FILE.arguments[name]), name
 
 
+@pytest.mark.slow
 def test_an_image_is_the_same_wherever_it_is_named() -> None:
     """And named in no other file than those which `make pin-images` changes."""
     digests: dict[str, set[str]] = {}

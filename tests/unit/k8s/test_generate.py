@@ -42,6 +42,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_rules_become_a_rule_of_the_operator_and_dashboards_config_maps(tree: Path) -> None:
     assert generate.stale(tree) == []
     overlay = tree / "k8s/overlays/watched"

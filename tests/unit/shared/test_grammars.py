@@ -31,6 +31,7 @@ def intersection(count: int) -> Grammar:
     return Grammar("json_schema", json.dumps({"allOf": patterns}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", [chain(12_000), intersection(24)], ids=["stack", "time and memory"])
 def test_what_kills_the_compiler_is_refused_and_the_next_one_is_answered(check: GrammarCheck, grammar: Grammar) -> None:
     assert check.check(grammar).problem == TOO_COMPLEX

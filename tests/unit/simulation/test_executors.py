@@ -18,6 +18,7 @@ def ran(name: str, seed: int = 1) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_right_whatever_becomes_of_ranks_and_supervisors() -> None:
     found = ran("disturbed")
     assert found["right"] == {"killed": True, "stopped": True, "supervisor": True}

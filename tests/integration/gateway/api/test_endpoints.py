@@ -103,6 +103,7 @@ def lasting(answer: httpx.Response) -> Any:
     return {name: given for name, given in answer.json().items() if not name.endswith("_duration")}
 
 
+@pytest.mark.slow
 async def test_a_repeat_is_paid_once_and_names_its_generation(
     gateway: RunningGateway, other: RunningGateway, ring: FakeRing
 ) -> None:

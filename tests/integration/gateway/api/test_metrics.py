@@ -60,6 +60,7 @@ class Asgi:
         return int(sent[0]["status"])
 
 
+@pytest.mark.slow
 async def test_what_clients_make_up_makes_no_series(gateway: RunningGateway, http: httpx.AsyncClient) -> None:
     assert (await http.post(COMPLETIONS, json=body(model="made-up"))).status_code == 404
     assert (await http.post("/v1/made-up")).status_code == 404

@@ -29,6 +29,7 @@ async def submitted(http: httpx.AsyncClient, headers: dict[str, str], lines: int
     return await http.post("/v1/batches", headers=headers, json=body)
 
 
+@pytest.mark.slow
 async def test_one_tenants_batches_make_room_for_anothers(
     nats_settings: CommonSettings, ring: FakeRing, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ async def begun(bus: Bus, nats: CommonSettings, directory: Path, ring: FakeRing)
         yield doomed, batch.id
 
 
+@pytest.mark.slow
 async def test_the_gateway_is_killed(bus: Bus, nats_settings: CommonSettings, ring: FakeRing, tmp_path: Path) -> None:
     async with begun(bus, nats_settings, tmp_path, ring) as (doomed, batch):
         await doomed.kill()
@@ -127,6 +128,7 @@ async def test_the_gateway_sleeps_through_the_loss_of_its_batch(
             await check(client, batch, ring)
 
 
+@pytest.mark.slow
 async def test_the_ring_is_killed(served: openai.AsyncOpenAI, ring: FakeRing) -> None:
     lost = 0
 
@@ -151,6 +153,7 @@ async def test_the_ring_is_killed(served: openai.AsyncOpenAI, ring: FakeRing) ->
     assert len({request.generation_id for request in ring.requests}) == COUNT
 
 
+@pytest.mark.slow
 async def test_nats_is_started_again(tmp_path: Path) -> None:
     server = LocalNats(tmp_path / "nats")
     await server.start()

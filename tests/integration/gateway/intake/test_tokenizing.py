@@ -91,6 +91,7 @@ async def test_bad_requests_are_refused(http: httpx.AsyncClient) -> None:
         assert (await http.post(path, json={"model": "nobody", "prompt": "x", "tokens": []})).status_code in (400, 404)
 
 
+@pytest.mark.slow
 async def test_a_template_without_end_takes_its_own_model_down_and_no_other(
     http: httpx.AsyncClient, ring: FakeRing, bus: Bus, tiny: str
 ) -> None:

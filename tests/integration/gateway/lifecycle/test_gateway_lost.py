@@ -152,6 +152,7 @@ async def test_the_ring_is_lost_while_its_owner_is_dead(doomed: Lost, gateway: R
     assert len(second.generated) == 12
 
 
+@pytest.mark.slow
 async def test_two_claim_and_one_wins(
     doomed: Lost, gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, bus: Bus
 ) -> None:
@@ -284,6 +285,7 @@ async def test_a_gateway_that_begins_anew_under_its_name(
         assert text_of(events) + text_of(await reading) == TEXT.decode("latin-1")
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_was_only_asleep_yields(
     doomed: Lost, gateway: RunningGateway, ring: FakeRing, bus: Bus
 ) -> None:

@@ -155,6 +155,7 @@ async def test_a_failed_request_frees_its_key(nats_settings: CommonSettings, rin
         assert answer.status_code == 200  # another body: the key was freed
 
 
+@pytest.mark.slow
 async def test_a_key_whose_gateway_died_before_it_wrote_the_record(gateway: RunningGateway, ring: FakeRing) -> None:
     from services.gateway.lifecycle.idempotency import entry_name, fingerprint
     from services.gateway.lifecycle.request_state import new_identity

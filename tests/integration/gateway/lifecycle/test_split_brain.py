@@ -43,6 +43,7 @@ def owned(gateway: RunningGateway) -> int:
     return sum(answer.owned and not answer.ended for answer in answers.all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["silence", "broken connection"])
 async def test_a_gateway_that_was_cut_off_ends_nothing_that_another_one_owns(
     remote: RunningGateway, gateway: RunningGateway, link: Forwarder, ring: FakeRing, how: str
@@ -88,6 +89,7 @@ async def test_a_request_that_a_broken_connection_has_lost_is_handed_in_again(
     assert [request.attempt for request in ring.requests] == [1]
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_was_stopped_ends_nothing_that_another_one_owns(
     bus: Bus,
     nats_settings: CommonSettings,

@@ -146,6 +146,7 @@ async def small(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[
         yield one
 
 
+@pytest.mark.slow
 async def test_the_bounds_and_the_deadline_are_named(small: RunningGateway, hosts: FakeHosts) -> None:
     for name in ("cold", "other"):
         await hosts.register(name)

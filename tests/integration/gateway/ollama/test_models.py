@@ -154,6 +154,7 @@ async def test_a_model_that_cannot_be_loaded_says_why(
         await loading
 
 
+@pytest.mark.slow
 async def test_a_model_that_takes_too_long_is_not_waited_for(nats_settings: CommonSettings, hosts: FakeHosts) -> None:
     await hosts.register(MODEL)
     async with (

@@ -54,6 +54,7 @@ def identity_of(events: list[Event]) -> str:
     return str(json.loads(events[0][0])["response"]["id"])
 
 
+@pytest.mark.slow
 async def test_streams_go_on_at_any_event(
     bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
 ) -> None:

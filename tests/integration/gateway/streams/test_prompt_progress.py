@@ -267,6 +267,7 @@ async def test_whoever_asks_for_it_reads_it_in_a_header_at_any_gateway(
         assert PROGRESS not in ended.headers
 
 
+@pytest.mark.slow
 async def test_a_ring_that_computes_a_prompt_has_not_failed(nats_settings: CommonSettings, ring: FakeRing) -> None:
     """A prompt that takes longer than a token may."""
 

@@ -26,6 +26,7 @@ async def fine_tune(gateway: RunningGateway, *arguments: str, code: int = 0) -> 
     return shown.decode()
 
 
+@pytest.mark.slow
 async def test_a_job_from_the_command_line(
     gateway: RunningGateway, ring: FakeRing, trainer: FakeTrainer, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ async def test_the_client_of_the_command_line_reads_what_a_gateway_says(
             await jobs.act(job, "pause")
 
 
+@pytest.mark.slow
 async def test_what_is_wrong_with_a_file_is_told_with_its_line(
     gateway: RunningGateway, ring: FakeRing, tmp_path: Path
 ) -> None:

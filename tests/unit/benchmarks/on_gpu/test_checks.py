@@ -147,6 +147,7 @@ def test_a_bf16_model_is_judged_by_transformers_own(bench: Bench, noise: float, 
     assert [row.ok for row in read_rows(bench.rows)] == verdicts
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def part(name: str, *, fails: bool = True) -> None:
         def run(bench: Bench) -> None:

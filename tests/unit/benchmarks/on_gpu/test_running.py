@@ -66,6 +66,7 @@ def test_a_section_that_fails_leaves_its_rows_and_why(name: str, status: str, er
     assert second.status == "done"
 
 
+@pytest.mark.slow
 def test_a_section_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     report, _ = run(["hangs", "fine"], tmp_path / "r.json", most=2.0)
     first, second = report.sections

@@ -52,6 +52,7 @@ def gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", ["obedient", "deaf"])
 def test_nothing_is_left_of_a_server(tmp_path: Path, manner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.peers.servers._GRACE_SECONDS", 0.2)
@@ -66,6 +67,7 @@ def test_nothing_is_left_of_a_server(tmp_path: Path, manner: str, monkeypatch: p
     assert all(gone(each) for each in everyone)
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_either(tmp_path: Path) -> None:
     log = tmp_path / "log"
     children: list[psutil.Process] = []

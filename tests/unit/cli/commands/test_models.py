@@ -36,6 +36,7 @@ def test_a_converted_model_is_inspected(tmp_path: Path) -> None:
         run("convert", str(tmp_path / "model"), str(tmp_path / "half"), "--to", "safetensors")
 
 
+@pytest.mark.slow
 def test_what_is_inspected_is_listed(tmp_path: Path) -> None:
     lines = run("inspect", str(make_model(tmp_path / "model", "llama"))).splitlines()
     assert lines[0].split() == ["tensor", "format", "shape", "bytes", "bits", "computed", "by"]

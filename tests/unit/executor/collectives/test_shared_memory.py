@@ -42,6 +42,7 @@ def test_thousands_of_operations_have_the_same_bits_on_every_rank(world_size: in
     assert run_ranks(shm_ranks.everything, world_size) == [0] * world_size
 
 
+@pytest.mark.slow
 def test_the_others_notice_a_killed_rank() -> None:
     assert run_ranks(shm_ranks.last_one_dies, 3) == [0, 0, -signal.SIGKILL]
 

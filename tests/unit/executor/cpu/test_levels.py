@@ -123,6 +123,7 @@ def compare(found: list[list[str]], plainest: list[list[str]]) -> None:
             np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimization", in_lanes("23", "2"))
 @pytest.mark.parametrize("compiler", compilers())
 def test_every_compiler_makes_the_same_of_tiles(compiler: str, optimization: str) -> None:

@@ -83,6 +83,7 @@ def test_rows_of_a_step_use_their_own_adapters(tmp_path: Path, model_type: str, 
     assert max(on_gpu_ring(ranks, model.furthest)) < 1e-4
 
 
+@pytest.mark.slow
 def test_graphs_of_steps_with_adapters_are_made_as_they_come(tmp_path: Path) -> None:
     model = Adapted(tmp_path, "llama")
     assert model.furthest(SingleRank(), StepLimits(4, 16, 32, 1 << 30)) < 1e-4

@@ -52,6 +52,7 @@ def test_sums_are_taken_in_the_ranks_order() -> None:
     assert found == [0.0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "layers"),
     [

@@ -89,6 +89,7 @@ def run_steps(directory: Path, codec: Codec | None, host: Host | None, collectiv
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "codec", "ranks"),
     [

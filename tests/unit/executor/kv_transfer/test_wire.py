@@ -163,6 +163,7 @@ def test_a_damaged_block_is_sent_again(line: Line) -> None:
     assert len(flipped) == 3
 
 
+@pytest.mark.slow
 def test_a_line_that_damages_everything_is_given_up(line: Line) -> None:
     damage = Damage(
         line.address, lambda number, position, data: data[:-1] + bytes([data[-1] ^ 1]) if position else data

@@ -266,6 +266,7 @@ def test_a_head_that_knows_the_text_is_always_right(tmp_path: Path, successions:
         assert sequence.accepted == sequence.proposed > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [

@@ -28,6 +28,7 @@ def said_without(tmp_path: Path, model: Path, **shape: object) -> tuple[list[Tex
         return generate(ring.engine, ring.spec, 0).turns, ring.spec.numerics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tp"),
     [

@@ -30,6 +30,7 @@ def request(number: int) -> bytes:
     return json.dumps({"custom_id": f"c{number}", "method": "POST", "url": URL, "body": body}).encode()
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_lines_take_little_memory() -> None:
     """200 MB of input; what is kept of it is a hash of each custom_id."""
     checker, splitter = Checker(URL, model_of, 200_000), LineSplitter(1 << 20)

@@ -88,7 +88,7 @@ async def probed(source: str, made: list[TemplateProcess]) -> TemplateProcess:
         ("{{ (['a' * 100000] * 100000) | join }}", MEMORY),
         (DOUBLING, MEMORY),
         (LOOPS, TIME),
-        (NESTED, TIME),
+        pytest.param(NESTED, TIME, marks=pytest.mark.slow),
     ],
     ids=["product", "center", "ljust", "width", "join", "doubling", "loops", "comparison"],
 )
@@ -130,6 +130,7 @@ async def test_recursion_is_the_templates_refusal(made: list[TemplateProcess]) -
         await process.render(CHAT, None, PLAIN)
 
 
+@pytest.mark.slow
 async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProcess]) -> None:
     """What one conversation makes a template do is no reason to refuse others."""
     source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE
@@ -194,6 +195,7 @@ async def test_refusals_of_the_template_are_told_as_they_are(made: list[Template
         await broken.probe()
 
 
+@pytest.mark.slow
 async def test_what_training_learns_of_a_conversation_is_one_rendering_under_the_limits(
     made: list[TemplateProcess],
 ) -> None:

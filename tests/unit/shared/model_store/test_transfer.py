@@ -212,6 +212,7 @@ def preparing() -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_killed_is_continued_where_it_was(served: Hub, store: Store) -> None:
     """SIGKILL in the middle; the second process fetches what the first has not, and a third waits for it."""
     gate = served.faults.gate = threading.Event()
@@ -238,6 +239,7 @@ async def test_a_process_that_is_killed_is_continued_where_it_was(served: Hub, s
     assert held >= len(CONTENT) // 2
 
 
+@pytest.mark.slow
 async def test_a_download_is_cancelled_and_continued(served: Hub, store: Store) -> None:
     gate = served.faults.gate = threading.Event()
     half = Half()

@@ -44,6 +44,7 @@ def test_names_of_clients_and_of_their_plans_are_the_simulations_own() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_split_brain_is_found_only_where_it_is_put_back() -> None:
     """That it is found there, tests of all schedules that were found say."""
     schedule = msgspec.structs.replace(load(FOUND / "split-brain.yaml"), bugs=[])

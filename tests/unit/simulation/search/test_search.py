@@ -18,7 +18,7 @@ from tests.simulation.search.seeds import one, outcomes
 
 COUNTER = scenarios.load("counter")
 BUG = "counter_forgets_ids"
-QUICK = ("counter-6", "keys", "split-brain")  # schedules that are run with the fast tests
+QUICK = ("counter-6", "keys")  # schedules that are run with the fast tests
 
 
 def test_a_seed_is_one_run_and_another_seed_another() -> None:

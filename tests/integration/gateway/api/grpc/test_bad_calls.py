@@ -145,6 +145,7 @@ async def still_answers(client: Client) -> None:
     assert [model.id for model in (await client.ListModels(pb.ListModelsRequest())).models] == [MODEL]
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=150)
 @given(call=calls)
 async def test_messages_of_any_kind(client: Client, ring: FakeRing, call: tuple[str, list[bytes]]) -> None:

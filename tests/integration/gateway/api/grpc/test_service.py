@@ -23,6 +23,7 @@ SERVICE = "ryzanstein.v1.InferenceService"
 Response = health_pb2.HealthCheckResponse
 
 
+@pytest.mark.slow
 async def test_health_says_what_ready_says_until_the_end(gateway: RunningGateway, client: Client) -> None:
     stub = health_pb2_grpc.HealthStub(client.channel)
     for name in ("", SERVICE):
@@ -41,6 +42,7 @@ async def test_health_says_what_ready_says_until_the_end(gateway: RunningGateway
     await gateway.task
 
 
+@pytest.mark.slow
 async def test_a_drain_is_seen_by_health_and_ends_every_answer(nats_settings: CommonSettings, ring: FakeRing) -> None:
     held = ring.behave = Held()
     alone = ("grpc.use_local_subchannel_pool", 1)  # a connection of its own

@@ -30,7 +30,7 @@ def compiled(family: str) -> dict[str, Any]:
     return {one["name"]: one for one in map(json.loads, found.stdout.splitlines())}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
     found = compiled("attention")
     decode, prefill = (found["decode fp8 d128 group4 splits8"], found["prefill512 writable d128 group4 splits1"])
