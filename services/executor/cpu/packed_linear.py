@@ -262,7 +262,8 @@ def _pack_quantized(
     like = servable(weight.like if isinstance(weight, DeferredRows) else _coded(weight))
     outputs = sum(piece.rows for piece in pieces)
     form = format_of(like)
-    packed = pack_rows(library, partial(_block, pieces), form, outputs, pool, threads, into)
+    placed = [(piece.weight, piece.places()) for piece in pieces]
+    packed = pack_rows(library, partial(_block, placed), form, outputs, pool, threads, into)
     bias = _joined_bias(pieces, outputs)
     return PackedLinear(packed, bias, outputs, like.inputs, form, like.permutation, sources=_sources_of(pieces))
 
@@ -275,18 +276,18 @@ def _sources_of(pieces: list[PackedSegment]) -> list[SourceRows]:
     ]
 
 
-def _block(pieces: list[PackedSegment], first: int, end: int) -> QuantizedRows:
-    """The outputs [first, end) of all `pieces`; those of weights in files are read."""
+def _block(placed: Sequence[tuple[Weight, Tensor]], first: int, end: int) -> QuantizedRows:
+    """The outputs [first, end) of all pieces, each a weight with the places of its rows; those of weights in files are
+    read."""
     held, places = [], []
-    for piece in pieces:
-        there = piece.places()
+    for weight, there in placed:
         low, high = torch.searchsorted(there, torch.tensor([first, end])).tolist()
         if low < high:
-            held.append(_coded(rows_between(piece.weight, low, high)))
+            held.append(_coded(rows_between(weight, low, high)))
             places.append(there[low:high] - first)
-    weight = held[0] if len(held) == 1 else QuantizedRows.joined(held)
+    joined = held[0] if len(held) == 1 else QuantizedRows.joined(held)
     order = torch.cat(places)
-    return weight if torch.equal(order, torch.arange(len(order))) else weight.picked(order.argsort())
+    return joined if torch.equal(order, torch.arange(len(order))) else joined.picked(order.argsort())
 
 
 def _coded(weight: Weight) -> QuantizedRows:

@@ -101,6 +101,8 @@ class QuantizedRows:
             raise ValueError(f"a weight of {self.inputs} inputs has no inputs {first} to {end}")
         if self.permutation is not None:
             return self._permuted_columns(first, end)
+        if end - first == self.inputs:
+            return self
         if self.groups == 1:
             return replace(self, codes=self.codes[:, first:end], group=end - first)
         group = math.gcd(self.group, first, end)

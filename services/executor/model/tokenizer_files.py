@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from shared.errors import ModelLoadError
 from shared.messages import TokenizerBundle
-from shared.nats.bus import encode
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -55,7 +56,7 @@ def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
     added = list(_added_tokens(directory, config))
     if not checked:
         _check_tokenizer(directory / TOKENIZER, special, added, sources or inner)
-    return encode(TokenizerBundle(files))
+    return msgspec.msgpack.encode(TokenizerBundle(files))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -139,10 +140,10 @@ def _check_tokenizer(path: Path, special: Mapping[str, str], added: Iterable[Add
         raise ModelLoadError(
             f"The file {path} does not say {missing!r}, without which texts become other tokens; fetch the model again."
         )
-    from transformers import PreTrainedTokenizerFast  # takes seconds
+    from tokenizers import Tokenizer
 
     try:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path)).backend_tokenizer
+        tokenizer = Tokenizer.from_file(str(path))
         own = [Added(path, str(one["content"]), int(one["id"])) for one in said["added_tokens"]]
     except Exception as error:  # the library raises bare exceptions
         raise ModelLoadError(f"The file {path} cannot be used ({error}); fetch the model again.") from None

@@ -6,8 +6,11 @@ Prints JSON lines: `{"stage": ..., "done": n, "total": m}` as it goes, and one a
 are imported, which takes seconds.
 """
 
+import shared.lean_imports  # noqa: F401  # isort: skip  # before all others
+
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +29,13 @@ _SECONDS_BETWEEN = 0.1  # reports; those of whole stages come always
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # it may never be imported
     # Standard output is for our lines alone.
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
-        for path in (getattr(options, name, None) for name in ("path", "file", "source")):
+        for path in (getattr(options, name, None) for name in ("path", "source")):
             if path is not None and path.suffix == ".gguf" and not path.is_dir():
                 open_parts(path)
-        _quieten()
         result: object = options.run(options)
     except RyzansteinError as error:
         _print({"error": str(error)})
@@ -43,13 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     _print({"result": result})
     return 0
-
-
-def _quieten() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.executor.core.torch_imports import import_torch
+from services.executor.core.torch_imports import import_rest, import_torch
+from services.executor.core.transformers_imports import import_transformers
 from shared.process import VERSION, die_with_parent
 
 MODULE = "services.executor.supervisor.ranks.fork_server"
@@ -89,6 +90,13 @@ def prepare() -> None:
     _load(MODULES)
 
 
+def prepare_to_build(modules: Iterable[str]) -> None:
+    """The imports of ranks that make models of files, `modules` among them."""
+    import_transformers()
+    _load(modules)
+    import_rest()
+
+
 def _load(modules: Iterable[str]) -> None:
     gc.disable()  # what imports make stays: looking for garbage takes a seventh of their time
     try:
@@ -120,7 +128,7 @@ class ForkServer:
             match _requests.decode(message):
                 case ImportModules(modules):
                     with contextlib.suppress(ImportError):  # ranks say what they miss
-                        _load([name for name in modules if name.startswith(_IMPORTABLE)])
+                        prepare_to_build([name for name in modules if name.startswith(_IMPORTABLE)])
                 case Fork(variables, own):
                     self._say(self._fork({**variables, **os.environ, **own}, *fds))
                     for fd in fds:
