@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 132_330,  # to come: 112,000
     ("benchmarks",): 13_300,  # to come: 13,000
-    ("tests",): 140_880,  # to come: 120,000
+    ("tests",): 141_020,  # to come: 120,000
 }
 
 
