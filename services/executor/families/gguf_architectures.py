@@ -37,6 +37,12 @@ _CHOICE = {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correcti
 _QKV_NAMES = {f"blk.{{}}.attn_{of}.weight": f"model.layers.{{}}.self_attn.{of}_proj.weight" for of in "qkv"}
 _QKV_PARTS = {"q_proj.weight": "queries_of_all", "k_proj.weight": "keys_of_all", "v_proj.weight": "values_of_all"}
 
+_LAYER_NORM = {"attention.layer_norm_rms_epsilon": ""}  # of models without RMS norms
+_LAYER_NORM_EPS = {**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_eps"}
+_TURNED = ("rope.dimension_count",)
+# Factors of a longer context, which they may have, turn what is beyond the model's own.
+_LONG_BY_DEFAULT = {"original_max_position_embeddings": "max_position_embeddings"}
+
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
         variants={"expert_count": GgufArchitecture("llama", "mixtral", transforms=_PAIRS, splits_by_name=True,
@@ -147,6 +153,35 @@ _ROWS = (
         "without_heads_behind"), needs=("rope.dimension_count",), rotates_in_part=True, splits_by_name=True),
     GgufArchitecture("mistral4", composed={"kv_b_proj.weight": "keys_values_of_latents"}, computed=("mistral4",),
         splits_by_name=True),
+
+    # Each fourth layer sees all of the text, and turns nothing.
+    GgufArchitecture("cohere2", settings={**_LAYER_NORM_EPS, "logit_scale": "logit_scale",
+        "attention.sliding_window": "sliding_window"}, splits_by_name=True),
+    GgufArchitecture("olmoe", settings={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        constants={"norm_topk_prob": False}, splits_by_name=True),
+    GgufArchitecture("phi2", "phi", settings=_LAYER_NORM_EPS, needs=_TURNED, rotates_in_part=True,
+        splits_by_name=True),
+    GgufArchitecture("phimoe", settings={"expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok"}, optional=_MAY_SLIDE, computed=("phimoe",)),
+    # Files do not say the window, which all StarCoder2 have.
+    GgufArchitecture("starcoder2", settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "norm_epsilon"},
+        optional=_MAY_SLIDE, constants={"sliding_window": 4096}, splits_by_name=True),
+    GgufArchitecture("command-r", "cohere", settings={**_LAYER_NORM_EPS, "logit_scale": "logit_scale"},
+        computed=("command_r",), splits_by_name=True),
+    # Llama computes what these do.
+    GgufArchitecture("exaone", "llama", splits_by_name=True),
+    GgufArchitecture("internlm2", "llama", transforms=_PAIRS, splits_by_name=True),
+    GgufArchitecture("xverse", "llama", transforms=_PAIRS, splits_by_name=True),
+    GgufArchitecture("olmo", transforms=_PAIRS, settings=_LAYER_NORM, optional={"attention.clamp_kqv": "clip_qkv"},
+        splits_by_name=True),
+    GgufArchitecture("minicpm", "granite", transforms=_PAIRS, defaults=_LONG_BY_DEFAULT, computed=("minicpm",),
+        splits_by_name=True),
+    GgufArchitecture("minicpm3", settings={"attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim"}, optional={"attention.q_lora_rank": "q_lora_rank"},
+        constants={"q_lora_rank": None, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+        defaults=_LONG_BY_DEFAULT, computed=("minicpm3",), splits_by_name=True),
+    GgufArchitecture("nemotron", transforms=_NORMS, settings={**_LAYER_NORM,
+        "attention.layer_norm_epsilon": "norm_eps"}, needs=_TURNED, rotates_in_part=True, splits_by_name=True),
 )
 # fmt: on
 

@@ -16,7 +16,7 @@ import structlog
 
 from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import gguf_architecture
-from services.executor.model.catalogue import check_sizes
+from services.executor.model.catalogue import ORIGINAL_LENGTH, check_sizes
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
 from services.executor.model.loading.gguf_settings import COMPUTED
 from services.executor.model.loading.gguf_tokenizer import chat_templates, tokenizer_json, tokenizer_settings
@@ -298,6 +298,8 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
     prefix = f"{header['general.architecture']}.rope.scaling."
     kind, factor = header.get(f"{prefix}type"), header.get(f"{prefix}factor")
     original = header.get(f"{prefix}original_context_length")
+    if original is None and ORIGINAL_LENGTH in gguf_architecture(header).defaults:
+        original = header.get(f"{header['general.architecture']}.context_length")
     factors = {
         length: file.numbers(tensor).tolist()
         for file in files

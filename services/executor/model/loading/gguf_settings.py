@@ -286,7 +286,34 @@ def _ernie_experts(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"moe_num_shared_experts": int(said.get("expert_shared_count", 0))}
 
 
+def _phimoe(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Files with factors of rotary positions do not say by how much what is turned is scaled: the one model that has
+    some, Phi 3.5 MoE, has a scale of its own."""
+    rope = {"rope_type": "default", "rope_theta": float(said.get("rope.freq_base", 10_000.0))}
+    if "rope_factors_long.weight" in shapes:
+        rope |= dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122)
+    return {"lm_head_bias": "output.bias" in shapes, "rope_parameters": rope}
+
+
+def _minicpm(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Granite's scales, as readers take them where older files say none: those of MiniCPM 2B."""
+    width, layers = int(said["embedding_length"]), int(said["block_count"])
+    head = int(said.get("attention.key_length") or width // max(1, int(said["attention.head_count"])))
+    return {
+        "attention_multiplier": max(1, head) ** -0.5,
+        "embedding_multiplier": said.get("embedding_scale", 12.0),
+        "residual_multiplier": said.get("residual_scale", 1.4 / sqrt(max(1, layers))),
+        "logits_scaling": said.get("logit_scale", width / 256),
+    }
+
+
 COMPUTED: dict[str, Compute] = {
+    "command_r": lambda said, shapes: {"use_qk_norm": "blk.0.attn_q_norm.weight" in shapes},
+    "phimoe": _phimoe,
+    "minicpm": _minicpm,
+    "minicpm3": lambda said, shapes: {
+        "qk_nope_head_dim": max(0, said["attention.key_length"] - said["rope.dimension_count"])
+    },
     "first_dense": _first_dense,
     "gemma3_rotations": _gemma3_rotations,
     "gated_delta": _gated_delta,

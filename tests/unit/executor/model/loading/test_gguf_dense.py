@@ -1,0 +1,273 @@
+"""GGUF files of dense models beside Llama and Gemma, written from transformers' models in llama.cpp's layout, held
+against them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from services.executor.model.loading.gguf_transforms import interleaved
+from services.executor.model.loading.loader import load_config
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import why_not
+from shared.errors import ModelLoadError
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.architectures import OWN_NAMES
+from tests.unit.executor.model.common_settings import GROUPED
+from tests.unit.executor.model.gguf_models import apart
+from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.loading.test_gguf_delta_rules import close, written
+from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
+from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.tiny import BASE, LATENT, build, logits_of
+
+Keys = dict[str, Any]
+Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+
+SIZES: Keys = {
+    **BASE,
+    "hidden_size": 192,
+    "intermediate_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "pad_token_id": None,
+}
+UNTIED: Keys = {"tie_word_embeddings": False}
+EXPERTS: Keys = {"num_experts_per_tok": 2, "num_experts": 6, "num_local_experts": 6, **UNTIED}
+HALF: Keys = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}}
+LONG: Keys = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + at / 8 for at in range(16)],
+    "long_factor": [2.0 + at / 8 for at in range(16)],
+    "original_max_position_embeddings": 128,
+}
+MSCALES = dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122)
+MINICPM: Keys = {
+    "attention_multiplier": 32**-0.5,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+OLDER_MINICPM = {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / sqrt(3), "logits_scaling": 192 / 256}
+MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
+    "cohere2": ("cohere2", "cohere2", {"num_hidden_layers": 5, "sliding_window": 9, "logit_scale": 0.7}),
+    "olmoe": ("olmoe", "olmoe", EXPERTS),
+    "phi2": ("phi", "phi2", {**HALF, **UNTIED}),
+    "phimoe": ("phimoe", "phimoe", {**EXPERTS, "sliding_window": 9, "lm_head_bias": True, "attention_bias": True}),
+    "phimoe/long": ("phimoe", "phimoe", {**EXPERTS, "rope_parameters": {**LONG, **MSCALES}}),
+    "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": 9}),
+    "starcoder2/unsaid": ("starcoder2", "starcoder2", {"sliding_window": 4096, **UNTIED}),
+    "command-r": ("cohere", "command-r", {"logit_scale": 0.7, "use_qk_norm": True}),
+    "command-r/plain": ("cohere", "command-r", {"logit_scale": 0.7}),
+    "exaone": ("llama", "exaone", UNTIED),
+    "internlm2": ("llama", "internlm2", UNTIED),
+    "xverse": ("llama", "xverse", UNTIED),
+    "olmo": ("olmo", "olmo", {"clip_qkv": 0.4}),
+    "minicpm": ("granite", "minicpm", MINICPM),
+    "minicpm/long": ("granite", "minicpm", {**MINICPM, "rope_parameters": LONG}),
+    "minicpm/older": ("granite", "minicpm", {**MINICPM, **OLDER_MINICPM}),
+    "minicpm3": ("minicpm3", "minicpm3", {**LATENT, "v_head_dim": 32}),
+    "nemotron": ("nemotron", "nemotron", {**HALF, **UNTIED}),
+}
+EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size")
+# Queries and keys of them turn channels side by side.
+PAIRED = ("internlm2", "xverse", "olmo", "minicpm")
+
+
+def keys_of(name: str, config: Any) -> Keys:
+    epsilon = next((value for one in EPSILONS if (value := getattr(config, one, None))), 1e-5)
+    has_rms = getattr(config, "rms_norm_eps", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    width = next((value for one in WIDTHS if (value := getattr(config, one, None))), 4 * config.hidden_size)
+    keys: Keys = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": width,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
+        f"attention.layer_norm_{'rms_' * bool(has_rms)}epsilon": has_rms or epsilon,
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.dimension_count": int(config.hidden_size // config.num_attention_heads * rope.get(PARTIAL, 1)),
+    }
+    own = OWN_KEYS.get(name) or OWN_KEYS.get(MODELS[name][1])
+    return {**keys, **(own(config) if own else {})}
+
+
+PARTIAL = "partial_rotary_factor"
+
+
+def of_cohere(config: Any) -> Keys:
+    return {"logit_scale": config.logit_scale, "attention.sliding_window": getattr(config, "sliding_window", None)}
+
+
+def of_phimoe(config: Any) -> Keys:
+    rope = config.rope_parameters
+    return {
+        "attention.sliding_window": config.sliding_window or 0,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+    }
+
+
+def of_minicpm(config: Any) -> Keys:
+    words = {"embedding_scale": "embedding", "residual_scale": "residual", "logit_scale": "logits"}
+    ends = {"logits": "_scaling"}
+    return {key: getattr(config, f"{word}{ends.get(word, '_multiplier')}") for key, word in words.items()}
+
+
+def of_minicpm3(config: Any) -> Keys:
+    return {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+
+
+OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
+    "cohere2": of_cohere,
+    "command-r": of_cohere,
+    "olmoe": lambda config: {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok},
+    "phimoe": of_phimoe,
+    "starcoder2": lambda config: {"attention.sliding_window": config.sliding_window},
+    "starcoder2/unsaid": lambda config: {},
+    "olmo": lambda config: {"attention.clamp_kqv": config.clip_qkv},
+    "minicpm": of_minicpm,
+    "minicpm/older": lambda config: {},
+    "minicpm3": of_minicpm3,
+}
+
+
+def tensors_of(name: str, model: Any) -> Tensors:
+    architecture, config = MODELS[name][1], model.config
+    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for own, tensor in apart(model.state_dict()):
+        if own == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = names.get_name(own, (".weight", ".bias"))
+        assert stored is not None, own
+        if architecture in PAIRED and (".attn_q." in stored or ".attn_k." in stored):
+            tensor = interleaved(tensor, tensor.shape[0] // config.head_dim)
+        if architecture == "nemotron" and stored.endswith("norm.weight"):
+            tensor = tensor + 1
+        yield stored, tensor
+    for length in ("long", "short"):
+        if factors := (getattr(config, "rope_parameters", None) or {}).get(f"{length}_factor"):
+            yield f"rope_factors_{length}.weight", torch.tensor(factors)
+
+
+def make(
+    tmp_path: Path,
+    name: str,
+    kind: str,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor | None] | None = None,
+) -> tuple[Any, Path]:
+    """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
+    model_type, architecture, changes = MODELS[name]
+    sizes = {key: value for key, value in SIZES.items() if model_type not in OWN_NAMES or key not in GROUPED}
+    model = build(model_type, {**sizes, **changes})
+    said = {key: value for key, value in {**keys_of(name, model.config), **(keys or {})}.items() if value is not None}
+    held = {**dict(tensors_of(name, model)), **(tensors or {})}
+    given = iter([(key, value) for key, value in held.items() if value is not None])
+    return model, written(tmp_path / "model.gguf", architecture, said, given, kind)
+
+
+native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+FAST = ["command-r", "phimoe/long", "nemotron"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), in_lanes([*((name, 1) for name in MODELS), ("olmo", 3)], [(name, 1) for name in FAST])
+)
+def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
+    plain, file = make(tmp_path, name, "F32")
+    made = converted(file)
+    close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)))
+    before, after = plain.config.to_dict(), load_config(made).to_dict()
+    for key in (before.keys() & type(plain.config)().to_dict().keys()) - NOT_OF_THE_FILE:
+        expected = before[key]
+        rounded = isinstance(expected, float)
+        assert after[key] == (pytest.approx(expected) if rounded else expected), key
+    script, steps = decode_script()
+    truths = logits_of(plain, script.sequences)
+    assert truths[0].std() > 0.05, "logits too flat for the comparison to mean anything"
+
+    def work(member: Any) -> list[Any]:
+        runner = make_runner(made, member)
+        return [runner.forward(plan) for plan, _ in steps]
+
+    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
+        for row, (sequence, position) in zip(rows, sampled, strict=True):
+            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+
+
+NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
+    f"{token}_token_id" for token in ("bos", "eos", "pad")
+}
+
+
+@native
+@pytest.mark.parametrize("name", in_lanes([name for name in MODELS if "/" not in name], []))
+def test_the_codes_are_the_models(tmp_path: Path, name: str) -> None:
+    """Kept as they are, and computed with where the kernels know the model."""
+    _, file = make(tmp_path, name, "Q8_0")
+    made = converted(file)
+    model, plain = load(made, torch.float32, keep_codes=True), load(made, torch.float32)
+    for key, module in model.named_modules():
+        if isinstance(module, WeightShard):
+            assert isinstance(module.stored, QuantizedRows), key
+    close(values_of(model), values_of(plain))
+    close(values_of(load(made, torch.float32, keep_codes=True, defer_codes=True)), values_of(model), within=0)
+    if MODELS[name][0] not in LOWERED:
+        return
+    unpacked = tmp_path / "unpacked"
+    whole = build(plain.config.model_type, plain.config.to_dict())
+    whole.load_state_dict({**whole.state_dict(), **values_of(plain)})
+    whole.save_pretrained(str(unpacked))
+    expected = truth(unpacked, mixed_script()[0].sequences)
+    runner = runner_of(made, native=True)
+    assert runner.is_native
+    ours = runner_of(unpacked, native=True, weights="q8_0")
+    assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+
+
+WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+    ("cohere2", {"attention.sliding_window": None}, {}, r"does not say cohere2\.attention\.sliding_window"),
+    ("cohere2", {"attention.layer_norm_epsilon": None}, {}, r"does not say cohere2\.attention\.layer_norm"),
+    ("command-r", {"logit_scale": None}, {}, r"does not say command-r\.logit_scale"),
+    ("command-r", {}, {"blk.1.attn_k_norm.weight": None}, r"no tensor .*layers\.1\.self_attn\.k_norm"),
+    ("olmoe", {"expert_used_count": None}, {}, r"does not say olmoe\.expert_used_count"),
+    ("olmoe", {}, {"blk.1.ffn_gate_exps.weight": None}, r"no tensor blk\.1\.ffn_gate_exps\.weight"),
+    ("phi2", {"rope.dimension_count": None}, {}, r"does not say phi2\.rope\.dimension_count"),
+    ("phi2", {}, {"output.bias": None}, r"no tensor lm_head\.bias"),
+    ("phimoe/long", {}, {"rope_factors_long.weight": None}, r"no tensor rope_factors_long\.weight"),
+    ("minicpm3", {"attention.kv_lora_rank": None}, {}, r"does not say minicpm3\.attention\.kv_lora_rank"),
+    ("minicpm3", {"attention.key_length": None}, {}, r"does not say minicpm3\.attention\.key_length"),
+    ("nemotron", {}, {"blk.1.attn_norm.bias": torch.ones(191)}, r"input_layernorm\.bias has the shape \[191\]"),
+    ("olmo", {}, {"output_norm.weight": torch.ones(192)}, r"hold a tensor output_norm\.weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(
+    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
+) -> None:
+    _, file = make(tmp_path, name, "F32", keys, tensors)
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        load(converted(file), torch.float32)
+    assert "\n" not in str(raised.value)
