@@ -34,8 +34,11 @@ _TILED_HEADS = {**_DELTA_NORMS, **dict.fromkeys(("*.attn_gate.weight", "*.ssm_al
     "value_heads_behind_keys"), "*.ssm_a": "value_heads_minus_exp", "*.ssm_out.weight": "value_columns"}
 
 _CHOICE = {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
-_QKV_NAMES = {f"blk.{{}}.attn_{of}.weight": f"model.layers.{{}}.self_attn.{of}_proj.weight" for of in "qkv"}
-_QKV_PARTS = {"q_proj.weight": "queries_of_all", "k_proj.weight": "keys_of_all", "v_proj.weight": "values_of_all"}
+_QKV_NAMES = {f"blk.{{}}.attn_{of}.{end}": f"model.layers.{{}}.self_attn.{of}_proj.{end}" for of in "qkv"
+    for end in ("weight", "bias")}
+_QKV_PARTS = {f"{of[0]}_proj.{end}": f"{of}_of_all.{end}" for of in ("queries", "keys", "values")
+    for end in ("weight", "bias")}
+_GROUPS = {"*.attn_qkv.*": "groups"}  # of heads, behind each other
 
 _LAYER_NORM = {"attention.layer_norm_rms_epsilon": ""}  # of models without RMS norms
 _LAYER_NORM_EPS = {**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_eps"}
@@ -159,7 +162,7 @@ _ROWS = (
         "attention.sliding_window": "sliding_window"}, splits_by_name=True),
     GgufArchitecture("olmoe", settings={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
         constants={"norm_topk_prob": False}, splits_by_name=True),
-    GgufArchitecture("phi2", "phi", settings=_LAYER_NORM_EPS, needs=_TURNED, rotates_in_part=True,
+    GgufArchitecture("phi2", "phi", composed=_QKV_PARTS, settings=_LAYER_NORM_EPS, needs=_TURNED, rotates_in_part=True,
         splits_by_name=True),
     GgufArchitecture("phimoe", settings={"expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok"}, optional=_MAY_SLIDE, computed=("phimoe",)),
@@ -182,6 +185,24 @@ _ROWS = (
         defaults=_LONG_BY_DEFAULT, computed=("minicpm3",), splits_by_name=True),
     GgufArchitecture("nemotron", transforms=_NORMS, settings={**_LAYER_NORM,
         "attention.layer_norm_epsilon": "norm_eps"}, needs=_TURNED, rotates_in_part=True, splits_by_name=True),
+
+    GgufArchitecture("gptneox", "gpt_neox", transforms=_GROUPS, settings={**_LAYER_NORM_EPS,
+        "use_parallel_residual": "use_parallel_residual"}, constants={"attention_bias": True}, needs=_TURNED,
+        rotates_in_part=True, splits_by_name=True),
+    GgufArchitecture("falcon", transforms=_GROUPS, settings={**_LAYER_NORM, "attention.layer_norm_epsilon":
+        "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads",
+        "attention.key_length": ""}, computed=("falcon",), splits_by_name=True),
+    # What transformers has of Qwen 2 and StarCoder2 computes the same.
+    GgufArchitecture("qwen", "qwen2", names=_QKV_NAMES, composed=_QKV_PARTS, settings={"feed_forward_length": ""},
+        computed=("qwen",), splits_by_name=True),
+    GgufArchitecture("codeshell", "starcoder2", names=_QKV_NAMES, composed=_QKV_PARTS, settings={**_LAYER_NORM,
+        "attention.layer_norm_epsilon": "norm_epsilon"}, constants={"sliding_window": None}, splits_by_name=True),
+    GgufArchitecture("bloom", names={"token_embd_norm.weight": "transformer.word_embeddings_layernorm.weight",
+        "token_embd_norm.bias": "transformer.word_embeddings_layernorm.bias",
+        "blk.{}.ffn_norm.weight": "transformer.h.{}.post_attention_layernorm.weight",
+        "blk.{}.ffn_norm.bias": "transformer.h.{}.post_attention_layernorm.bias"}, transforms=_GROUPS,
+        settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": ""},
+        splits_by_name=True),
 )
 # fmt: on
 

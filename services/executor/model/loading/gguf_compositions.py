@@ -48,14 +48,14 @@ def _keys_values_of_latents(block: str, shapes: Shapes, settings: Mapping[str, A
     return _below(pieces, block)
 
 
-def _part_of_all(part: int) -> Compose:
-    """Queries, keys or values, of files that have [all q | all k | all v]."""
+def _part_of_all(part: int, end: str) -> Compose:
+    """Queries, keys or values, their weights or biases, of files that have [all q | all k | all v]."""
 
     def compose(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
         width = int(settings["head_dim"])
         queries, keys = (width * int(settings[f"num_{of}_heads"]) for of in ("attention", "key_value"))
-        name = f"{block}.attn_qkv.weight"
-        whole = Composition.whole(name, _checked(name, shapes, (queries + 2 * keys, None)))
+        name, rows = f"{block}.attn_qkv.{end}", queries + 2 * keys
+        whole = Composition.whole(name, _checked(name, shapes, (rows, None) if end == "weight" else (rows,)))
         return whole.split([queries, keys, keys], 0)[part]
 
     return compose
@@ -101,7 +101,9 @@ def _below(pieces: Sequence[Composition], block: str) -> Composition:
 COMPOSED: dict[str, Compose] = {
     "queries_keys_values_gates": _queries_keys_values_gates,
     "keys_values_of_latents": _keys_values_of_latents,
-    "queries_of_all": _part_of_all(0),
-    "keys_of_all": _part_of_all(1),
-    "values_of_all": _part_of_all(2),
+    **{
+        f"{of}_of_all.{end}": _part_of_all(part, end)
+        for part, of in enumerate(("queries", "keys", "values"))
+        for end in ("weight", "bias")
+    },
 }

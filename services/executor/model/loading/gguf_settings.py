@@ -307,7 +307,17 @@ def _minicpm(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _falcon(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Models with one head of keys are of the first architecture, others of the second, most with two norms."""
+    norms = 1 + ("blk.0.attn_norm_2.weight" in shapes)
+    keys = said["attention.head_count_kv"]
+    return {"multi_query": keys == 1, "new_decoder_architecture": keys != 1, "num_ln_in_parallel_attn": norms}
+
+
 COMPUTED: dict[str, Compute] = {
+    "falcon": _falcon,
+    # `feed_forward_length` counts gate and up.
+    "qwen": lambda said, shapes: {"intermediate_size": said["feed_forward_length"] // 2},
     "command_r": lambda said, shapes: {"use_qk_norm": "blk.0.attn_q_norm.weight" in shapes},
     "phimoe": _phimoe,
     "minicpm": _minicpm,

@@ -60,6 +60,19 @@ def _heads_of(name: str, settings: Settings) -> int:
     return queries if ".attn_q." in name else settings.get("num_key_value_heads") or queries
 
 
+def _groups(count: int, name: str, settings: Settings) -> Tensor:
+    """The model has the queries, the key and the value of a group of heads behind each other, then the next group's;
+    files have all queries, all keys, all values."""
+    queries = settings.get("num_attention_heads") or settings["n_head"]
+    groups = settings.get("num_kv_heads") or queries
+    width, rest = divmod(count, queries + 2 * groups)
+    if rest or queries % groups:
+        raise ValueError(f"has {count} rows, which are not {queries} heads of queries and {groups} of keys and values")
+    heads = torch.arange(count).view(-1, width)
+    own, keys, values = heads.split([queries, groups, groups])
+    return torch.cat([part.view(groups, -1) for part in (own, keys, values)], dim=1).reshape(-1)
+
+
 def _value_heads(count: int, name: str, settings: Settings) -> Tensor:
     """Of the gated delta rule: the model has those of a key head side by side, files the first of each key head, then
     the second of each."""
@@ -97,6 +110,7 @@ def _minus_exp(values: Tensor) -> Tensor:
 
 TRANSFORMS = {
     "pairs": Transform(write=lambda rows, name, settings: interleaved(rows, _heads_of(name, settings)), order=_pairs),
+    "groups": Transform(write=_written_in(_groups), order=_groups),
     "plus_one": Transform(write=lambda rows, *_: rows.float() + 1, numbers=lambda values: values.float() - 1),
     "minus_exp": Transform(write=lambda rows, *_: _minus_exp(rows), numbers=lambda values: (-values.float()).log()),
     "value_heads": Transform(write=_written_in(_value_heads), order=_value_heads),

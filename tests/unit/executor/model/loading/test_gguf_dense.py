@@ -1,6 +1,7 @@
 """GGUF files of dense models beside Llama and Gemma, written from transformers' models in llama.cpp's layout, held
 against them."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from math import sqrt
 from pathlib import Path
@@ -58,6 +59,8 @@ MINICPM: Keys = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+SIX: Keys = {"num_attention_heads": 6}
+NEW_FALCON: Keys = {"new_decoder_architecture": True, "multi_query": False, "num_kv_heads": 3}
 OLDER_MINICPM = {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / sqrt(3), "logits_scaling": 192 / 256}
 MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
     "cohere2": ("cohere2", "cohere2", {"num_hidden_layers": 5, "sliding_window": 9, "logit_scale": 0.7}),
@@ -78,8 +81,18 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     "minicpm/older": ("granite", "minicpm", {**MINICPM, **OLDER_MINICPM}),
     "minicpm3": ("minicpm3", "minicpm3", {**LATENT, "v_head_dim": 32}),
     "nemotron": ("nemotron", "nemotron", {**HALF, **UNTIED}),
+    "gptneox": ("gpt_neox", "gptneox", {**HALF, **UNTIED, "num_key_value_heads": 6}),
+    "gptneox/sequential": ("gpt_neox", "gptneox", {**HALF, "use_parallel_residual": False, "num_key_value_heads": 6}),
+    "falcon": ("falcon", "falcon", {**SIX, "multi_query": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 1}),
+    "falcon/new": ("falcon", "falcon", {**SIX, **NEW_FALCON}),
+    "falcon/one_norm": ("falcon", "falcon", {**SIX, **NEW_FALCON, "num_ln_in_parallel_attn": 1}),
+    "qwen": ("qwen2", "qwen", {**UNTIED, "num_key_value_heads": 6}),
+    "codeshell": ("starcoder2", "codeshell", {**UNTIED, "sliding_window": None}),
+    "bloom": ("bloom", "bloom", {"n_head": 6}),
+    "phi2/older": ("phi", "phi2", {**HALF, **UNTIED, "num_key_value_heads": 6}),
 }
 EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+UNKNOWN = {*GROUPED, "intermediate_size"}  # to older types
 WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size")
 # Queries and keys of them turn channels side by side.
 PAIRED = ("internlm2", "xverse", "olmo", "minicpm")
@@ -137,6 +150,10 @@ def of_minicpm3(config: Any) -> Keys:
     }
 
 
+def of_falcon(config: Any) -> Keys:
+    return {"attention.head_count_kv": config.num_kv_heads, "rope.dimension_count": None}
+
+
 OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
     "cohere2": of_cohere,
     "command-r": of_cohere,
@@ -148,23 +165,46 @@ OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
     "minicpm": of_minicpm,
     "minicpm/older": lambda config: {},
     "minicpm3": of_minicpm3,
+    "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
+    "falcon": of_falcon,
+    "qwen": lambda config: {"feed_forward_length": 2 * config.intermediate_size, "attention.head_count_kv": None},
 }
+
+
+# Of the models of Qwen and CodeShell transformers has others', whose parts are tensors of their own.
+JOINED = ("qwen", "codeshell", "phi2/older")
+
+
+def ungrouped(tensor: Tensor, config: Any) -> Tensor:
+    """All queries, all keys, all values."""
+    groups = getattr(config, "num_kv_heads", None) or config.num_attention_heads
+    heads = tensor.unflatten(0, (groups, config.num_attention_heads // groups + 2, -1))
+    return torch.cat([heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)])
 
 
 def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
     number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    joined: dict[str, list[Tensor]] = {}
     for own, tensor in apart(model.state_dict()):
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = names.get_name(own, (".weight", ".bias"))
+        if name in JOINED and (found := re.search(r"layers\.(\d+)\.self_attn\.[qkv]_proj\.(.*)", own)):
+            parts = joined.setdefault("blk.{}.attn_qkv.{}".format(*found.groups()), [])
+            parts.append(tensor)
+            continue
+        stored = names.get_name(own.removeprefix("transformer." * (architecture == "bloom")), (".weight", ".bias"))
         assert stored is not None, own
         if architecture in PAIRED and (".attn_q." in stored or ".attn_k." in stored):
             tensor = interleaved(tensor, tensor.shape[0] // config.head_dim)
         if architecture == "nemotron" and stored.endswith("norm.weight"):
             tensor = tensor + 1
+        if "query_key_value" in own:
+            tensor = ungrouped(tensor, config)
         yield stored, tensor
+    for stored, parts in joined.items():
+        yield stored, torch.cat(parts)
     for length in ("long", "short"):
         if factors := (getattr(config, "rope_parameters", None) or {}).get(f"{length}_factor"):
             yield f"rope_factors_{length}.weight", torch.tensor(factors)
@@ -179,7 +219,7 @@ def make(
 ) -> tuple[Any, Path]:
     """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
     model_type, architecture, changes = MODELS[name]
-    sizes = {key: value for key, value in SIZES.items() if model_type not in OWN_NAMES or key not in GROUPED}
+    sizes = {key: value for key, value in SIZES.items() if model_type not in OWN_NAMES or key not in UNKNOWN}
     model = build(model_type, {**sizes, **changes})
     said = {key: value for key, value in {**keys_of(name, model.config), **(keys or {})}.items() if value is not None}
     held = {**dict(tensors_of(name, model)), **(tensors or {})}
@@ -188,11 +228,14 @@ def make(
 
 
 native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-FAST = ["command-r", "phimoe/long", "nemotron"]
+FAST = ["command-r", "phimoe/long", "nemotron", "falcon/new", "qwen"]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), in_lanes([*((name, 1) for name in MODELS), ("olmo", 3)], [(name, 1) for name in FAST])
+    ("name", "ranks"),
+    in_lanes(
+        [*((name, 1) for name in MODELS), ("olmo", 3), ("falcon/new", 3), ("qwen", 2)], [(name, 1) for name in FAST]
+    ),
 )
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     plain, file = make(tmp_path, name, "F32")
@@ -259,6 +302,14 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("minicpm3", {"attention.kv_lora_rank": None}, {}, r"does not say minicpm3\.attention\.kv_lora_rank"),
     ("minicpm3", {"attention.key_length": None}, {}, r"does not say minicpm3\.attention\.key_length"),
     ("nemotron", {}, {"blk.1.attn_norm.bias": torch.ones(191)}, r"input_layernorm\.bias has the shape \[191\]"),
+    ("gptneox", {"use_parallel_residual": None}, {}, r"does not say gptneox\.use_parallel_residual"),
+    ("gptneox", {}, {"blk.1.attn_qkv.bias": torch.ones(575)}, r"query_key_value\.bias has the shape \[575\]"),
+    ("falcon/new", {"attention.head_count_kv": None}, {}, r"does not say falcon\.attention\.head_count_kv"),
+    ("falcon/new", {"attention.head_count_kv": 2}, {}, r"query_key_value\.weight has the shape \[384, 192\] where"),
+    ("falcon/new", {}, {"blk.1.attn_norm_2.bias": None}, r"no tensor .*h\.1\.ln_attn\.bias"),
+    ("qwen", {}, {"blk.1.attn_qkv.bias": None}, r"no tensor blk\.1\.attn_qkv\.bias"),
+    ("qwen", {}, {"blk.1.attn_qkv.weight": torch.ones(575, 192)}, r"blk\.1\.attn_qkv\.weight has the shape \[575"),
+    ("bloom", {}, {"token_embd_norm.bias": None}, r"no tensor transformer\.word_embeddings_layernorm\.bias"),
     ("olmo", {}, {"output_norm.weight": torch.ones(192)}, r"hold a tensor output_norm\.weight"),
 ]
 
