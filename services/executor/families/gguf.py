@@ -5,6 +5,7 @@ config.json's words for them. Its transforms are named; `loading/gguf_transforms
 `gguf_architectures.py`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,8 +34,11 @@ class GgufArchitecture:
     # How names of parameters end that are mixed of several tensors where the file has none of their own: a function of
     # `loading/gguf_compositions.py`
     composed: Mapping[str, str] = field(default_factory=dict)
-    # Tensors of three dimensions whose matrices are parameters: the file's name, and the model's, `{}` for the number
+    # Tensors whose matrices, or matrices whose rows, are parameters: the file's name, and the model's, `{}` for the
+    # layer, if there is one, and for the number
     stacked: Mapping[str, str] = field(default_factory=dict)
+    # How names of parameters end that are [in, out] where the file has [out, in]
+    transposed: tuple[str, ...] = ()
     # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
     follow: tuple[str, ...] = ()  # tensors that follow from the configuration
@@ -79,12 +83,11 @@ class GgufArchitecture:
         return self.model_type or self.name
 
     def stack_of(self, name: str) -> tuple[str, int] | None:
-        """(the file's tensor of which the parameter is a matrix, its number); None: it is none."""
+        """(the file's tensor of which the parameter is a matrix or a row, its number); None: it is none."""
         for stack, pattern in self.stacked.items():
-            before, _, behind = pattern.partition("{}")
-            number = name.removeprefix(before).removesuffix(behind)
-            if number.isdigit() and name == f"{before}{number}{behind}":
-                return stack, int(number)
+            if found := re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), name):
+                *layer, number = map(int, found.groups())
+                return stack.format(*layer), number
         return None
 
     def tensor_names(self, layers: int) -> Callable[[str], str | None]:

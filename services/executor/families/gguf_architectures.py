@@ -42,6 +42,7 @@ _GROUPS = {"*.attn_qkv.*": "groups"}  # of heads, behind each other
 
 _LAYER_NORM = {"attention.layer_norm_rms_epsilon": ""}  # of models without RMS norms
 _LAYER_NORM_EPS = {**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_eps"}
+_LAYER_NORM_EPSILON = {**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 _TURNED = ("rope.dimension_count",)
 # Factors of a longer context, which they may have, turn what is beyond the model's own.
 _LONG_BY_DEFAULT = {"original_max_position_embeddings": "max_position_embeddings"}
@@ -82,7 +83,6 @@ _ROWS = (
         variants={"attention.sliding_window": GgufArchitecture("olmo2", "olmo3", splits_by_name=True,
         settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
     GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
-    GgufArchitecture("gpt2", weights="unpacked", names={"output.weight": "lm_head.weight"}),
     *(GgufArchitecture(name, weights="refused") for name in (
         "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
         "nomic-bert-moe", "t5encoder")),
@@ -189,8 +189,8 @@ _ROWS = (
     GgufArchitecture("gptneox", "gpt_neox", transforms=_GROUPS, settings={**_LAYER_NORM_EPS,
         "use_parallel_residual": "use_parallel_residual"}, constants={"attention_bias": True}, needs=_TURNED,
         rotates_in_part=True, splits_by_name=True),
-    GgufArchitecture("falcon", transforms=_GROUPS, settings={**_LAYER_NORM, "attention.layer_norm_epsilon":
-        "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads",
+    GgufArchitecture("falcon", transforms=_GROUPS, settings={**_LAYER_NORM_EPSILON,
+        "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads",
         "attention.key_length": ""}, computed=("falcon",), splits_by_name=True),
     # What transformers has of Qwen 2 and StarCoder2 computes the same.
     GgufArchitecture("qwen", "qwen2", names=_QKV_NAMES, composed=_QKV_PARTS, settings={"feed_forward_length": ""},
@@ -201,8 +201,17 @@ _ROWS = (
         "token_embd_norm.bias": "transformer.word_embeddings_layernorm.bias",
         "blk.{}.ffn_norm.weight": "transformer.h.{}.post_attention_layernorm.weight",
         "blk.{}.ffn_norm.bias": "transformer.h.{}.post_attention_layernorm.bias"}, transforms=_GROUPS,
-        settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": ""},
-        splits_by_name=True),
+        settings={**_LAYER_NORM_EPSILON, "feed_forward_length": ""}, splits_by_name=True),
+
+    GgufArchitecture("gpt2", settings={**_LAYER_NORM_EPSILON, "feed_forward_length": "n_inner"},
+        transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight")),
+    GgufArchitecture("starcoder", "gpt_bigcode", settings={**_LAYER_NORM_EPSILON, "feed_forward_length": "n_inner"},
+        constants={"multi_query": True}, splits_by_name=True),
+    GgufArchitecture("mpt", settings={**_LAYER_NORM_EPSILON, "feed_forward_length": "",
+        "attention.max_alibi_bias": ""}, computed=("mpt",), splits_by_name=True),
+    GgufArchitecture("stablelm", stacked={f"blk.{{}}.attn_{of}_norm.weight":
+        f"model.layers.{{}}.self_attn.{of}_layernorm.norms.{{}}.weight" for of in "qk"}, settings=_LAYER_NORM_EPS,
+        computed=("stablelm",), needs=_TURNED, rotates_in_part=True, splits_by_name=True),
 )
 # fmt: on
 

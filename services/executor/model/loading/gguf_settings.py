@@ -314,7 +314,34 @@ def _falcon(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"multi_query": keys == 1, "new_decoder_architecture": keys != 1, "num_ln_in_parallel_attn": norms}
 
 
+def _mpt(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Models with ALiBi, and as many heads of keys as of queries."""
+    heads = said["attention.head_count"]
+    if (keys := said.get("attention.head_count_kv", heads)) != heads:
+        raise ModelLoadError(
+            f"The file has {keys} heads of keys for {heads} of queries, which no model of its architecture that can be "
+            "served has; choose another."
+        )
+    if not (bias := said["attention.max_alibi_bias"]):
+        raise ModelLoadError(
+            "The file's model has no ALiBi (attention.max_alibi_bias), as all models of its architecture that can be "
+            "served have; choose another."
+        )
+    attention = {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": said.get("attention.clamp_kqv")}
+    return {"max_seq_len": said["context_length"], "attn_config": attention}
+
+
+def _stablelm(said: Said, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": "blk.0.attn_q.bias" in shapes,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in shapes,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in shapes,
+    }
+
+
 COMPUTED: dict[str, Compute] = {
+    "mpt": _mpt,
+    "stablelm": _stablelm,
     "falcon": _falcon,
     # `feed_forward_length` counts gate and up.
     "qwen": lambda said, shapes: {"intermediate_size": said["feed_forward_length"] // 2},

@@ -69,8 +69,8 @@ def _groups(count: int, name: str, settings: Settings) -> Tensor:
     if rest or queries % groups:
         raise ValueError(f"has {count} rows, which are not {queries} heads of queries and {groups} of keys and values")
     heads = torch.arange(count).view(-1, width)
-    own, keys, values = heads.split([queries, groups, groups])
-    return torch.cat([part.view(groups, -1) for part in (own, keys, values)], dim=1).reshape(-1)
+    parts = (heads[:queries], heads[queries : queries + groups], heads[queries + groups :])
+    return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
 
 def _value_heads(count: int, name: str, settings: Settings) -> Tensor:

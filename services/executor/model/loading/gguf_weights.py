@@ -5,6 +5,7 @@ added, which is undone as rows are read: a row of codes is as good as a row of n
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -70,15 +71,15 @@ class GgufWeights:
     def sources(self, model: Any) -> CheckpointSources:
         """Which tensor each parameter is, of a model as transformers builds it."""
         name_in_file = self._architecture.tensor_names(model.config.num_hidden_layers)
-        parameters = {}
-        for name, parameter in model.state_dict().items():
+        state = model.state_dict()
+        parameters = self._of_stacks(state)
+        for name, parameter in state.items():
+            if name in parameters:
+                continue
             found = name_in_file(name)
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
             composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
-            stack = self._architecture.stack_of(name)
-            if stack is not None:
-                parameters[name] = matrix_of(*stack, self.shapes)
-            elif joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
+            if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
                 parameters[name] = _of_experts([f"{found}.weight"], self.shapes)
             elif joined is not None:
                 ends = self._architecture.joined[joined]
@@ -88,12 +89,40 @@ class GgufWeights:
                 block = ".".join(found.split(".")[:2])
                 parameters[name] = COMPOSED[composed](block, self.shapes, model.config.to_dict())
             elif found is not None and found in self._tensors and self._is_served(found, parameter):
-                parameters[name] = self._whole(found, parameter.shape)
+                whole = self._whole(found, parameter.shape)
+                is_turned = name.endswith(self._architecture.transposed)
+                parameters[name] = whole.transposed(0, 1) if is_turned else whole
         used = {part.source for composition in parameters.values() for part in composition.parts}
         rest = self._tensors.keys() - used - _NO_PARAMETERS
         heads = self._heads_behind(model.config.num_hidden_layers)
         unused = (name for name in rest if not self._follows(name) and not name.startswith(heads))
         return CheckpointSources(parameters, frozenset(unused))
+
+    def _of_stacks(self, state: Mapping[str, Tensor]) -> dict[str, Composition]:
+        """Parameters that are matrices of a tensor, or rows of a matrix."""
+        stacks = {name: stack for name in state if (stack := self._architecture.stack_of(name))}
+        rows = Counter(stack for stack, _ in stacks.values())
+        return {
+            name: self._rows(stack, rows[stack], len(state[name]))[number]
+            if state[name].dim() == 1
+            else matrix_of(stack, number, self.shapes)
+            for name, (stack, number) in stacks.items()
+        }
+
+    def _rows(self, name: str, rows: int, width: int) -> list[Composition]:
+        """Of a matrix of numbers, which is read as a vector from here on."""
+        if name not in self._tensors or self._tensors[name][1].kind.name not in _NUMBERS:
+            raise ModelLoadError(
+                f"The file has no tensor {name} of numbers, which its architecture calls for; fetch it again."
+            )
+        file, tensor = self._tensors[name]
+        if tensor.shape not in ((rows, width), (rows * width,)):
+            raise ModelLoadError(
+                f"The tensor {name} has the shape {list(tensor.shape)} where {[rows, width]} is called for; fetch the "
+                "file again."
+            )
+        self._tensors[name] = (file, replace(tensor, shape=(rows * width,)))
+        return Composition.whole(name, (rows * width,)).split([width] * rows, 0)
 
     def _follows(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._architecture.follow) or self._is_idle(name)

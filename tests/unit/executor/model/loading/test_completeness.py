@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.executor.core.engine import EngineSpec
+from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import GGUF
 from services.executor.model.card import read_card
 from services.executor.model.conversion.convert import convert
@@ -207,8 +208,10 @@ def write_gpt2(path: Path) -> Path:
     return path
 
 
-def test_unpacked_weights_are_never_made_up(tmp_path: Path) -> None:
-    """Of an architecture that is not served from its file: GPT-2's."""
+def test_unpacked_weights_are_never_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an architecture that is not served from its file, as if GPT-2's were none."""
+    row = GgufArchitecture("gpt2", weights="unpacked", names={"output.weight": "lm_head.weight"})
+    monkeypatch.setitem(GGUF, "gpt2", row)
     file = write_gpt2(tmp_path / "model.gguf")
     keys, tensors = parts_of(file)
     convert_gguf(file, tmp_path / "whole", ignore)

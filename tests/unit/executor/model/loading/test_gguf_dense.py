@@ -88,6 +88,13 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     "falcon/one_norm": ("falcon", "falcon", {**SIX, **NEW_FALCON, "num_ln_in_parallel_attn": 1}),
     "qwen": ("qwen2", "qwen", {**UNTIED, "num_key_value_heads": 6}),
     "codeshell": ("starcoder2", "codeshell", {**UNTIED, "sliding_window": None}),
+    "gpt2": ("gpt2", "gpt2", {"n_head": 6, "n_inner": 768}),
+    "gpt2/untied": ("gpt2", "gpt2", {"n_head": 6, "n_inner": 96, **UNTIED}),
+    "starcoder": ("gpt_bigcode", "starcoder", {"n_head": 6, "n_inner": 768}),
+    "mpt": ("mpt", "mpt", {"n_heads": 6, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.9}}),
+    "mpt/unclipped": ("mpt", "mpt", {"n_heads": 6, "max_seq_len": 128, "attn_config": {"alibi_bias_max": 4}}),
+    "stablelm": ("stablelm", "stablelm", {**HALF, **UNTIED, "use_qkv_bias": True}),
+    "stablelm/12b": ("stablelm", "stablelm", {**HALF, **UNTIED, "qk_layernorm": True, "use_parallel_residual": True}),
     "bloom": ("bloom", "bloom", {"n_head": 6}),
     "phi2/older": ("phi", "phi2", {**HALF, **UNTIED, "num_key_value_heads": 6}),
 }
@@ -165,6 +172,11 @@ OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
     "minicpm": of_minicpm,
     "minicpm/older": lambda config: {},
     "minicpm3": of_minicpm3,
+    "starcoder": lambda config: {"attention.head_count_kv": 1},
+    "mpt": lambda config: {
+        "attention.clamp_kqv": config.attn_config.clip_qkv,
+        "attention.max_alibi_bias": float(config.attn_config.alibi_bias_max),
+    },
     "gptneox": lambda config: {"use_parallel_residual": config.use_parallel_residual},
     "falcon": of_falcon,
     "qwen": lambda config: {"feed_forward_length": 2 * config.intermediate_size, "attention.head_count_kv": None},
@@ -182,29 +194,45 @@ def ungrouped(tensor: Tensor, config: Any) -> Tensor:
     return torch.cat([heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)])
 
 
+TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # [in, out] in GPT-2, [out, in] in files and in layers
+
+
+def changed(tensor: Tensor, own: str, stored: str, architecture: str, config: Any) -> Tensor:
+    """As the file has it; `own` and `stored` are the model's name and the file's."""
+    if architecture in PAIRED and (".attn_q." in stored or ".attn_k." in stored):
+        return interleaved(tensor, tensor.shape[0] // config.head_dim)
+    if architecture == "nemotron" and stored.endswith("norm.weight"):
+        return tensor + 1
+    if architecture == "gpt2" and own.endswith(TURNED):
+        return tensor.T
+    return ungrouped(tensor, config) if "query_key_value" in own else tensor
+
+
+def whole_of(name: str, own: str) -> str | None:
+    """The tensor of the file of which the model's parameter is a part."""
+    patterns = {r"layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms": "blk.{}.attn_{}_norm.weight"}
+    if name in JOINED:
+        patterns[r"layers\.(\d+)\.self_attn\.[qkv]_proj\.(.*)"] = "blk.{}.attn_qkv.{}"
+    found = ((re.search(pattern, own), whole) for pattern, whole in patterns.items())
+    return next((whole.format(*match.groups()) for match, whole in found if match), None)
+
+
 def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
     number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    joined: dict[str, list[Tensor]] = {}
+    several: dict[str, list[Tensor]] = {}
     for own, tensor in apart(model.state_dict()):
         if own == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name in JOINED and (found := re.search(r"layers\.(\d+)\.self_attn\.[qkv]_proj\.(.*)", own)):
-            parts = joined.setdefault("blk.{}.attn_qkv.{}".format(*found.groups()), [])
-            parts.append(tensor)
+        if whole := whole_of(name, own):
+            several.setdefault(whole, []).append(tensor)
             continue
         stored = names.get_name(own.removeprefix("transformer." * (architecture == "bloom")), (".weight", ".bias"))
         assert stored is not None, own
-        if architecture in PAIRED and (".attn_q." in stored or ".attn_k." in stored):
-            tensor = interleaved(tensor, tensor.shape[0] // config.head_dim)
-        if architecture == "nemotron" and stored.endswith("norm.weight"):
-            tensor = tensor + 1
-        if "query_key_value" in own:
-            tensor = ungrouped(tensor, config)
-        yield stored, tensor
-    for stored, parts in joined.items():
-        yield stored, torch.cat(parts)
+        yield stored, changed(tensor, own, stored, architecture, config)
+    for stored, parts in several.items():
+        yield stored, torch.stack(parts) if "norm" in stored else torch.cat(parts)
     for length in ("long", "short"):
         if factors := (getattr(config, "rope_parameters", None) or {}).get(f"{length}_factor"):
             yield f"rope_factors_{length}.weight", torch.tensor(factors)
@@ -228,19 +256,20 @@ def make(
 
 
 native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-FAST = ["command-r", "phimoe/long", "nemotron", "falcon/new", "qwen"]
+FAST = ["command-r", "phimoe/long", "nemotron", "falcon/new", "qwen", "gpt2", "stablelm/12b"]
+RINGS = [("olmo", 3), ("falcon/new", 3), ("qwen", 2), ("gpt2", 2), ("stablelm/12b", 3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    in_lanes(
-        [*((name, 1) for name in MODELS), ("olmo", 3), ("falcon/new", 3), ("qwen", 2)], [(name, 1) for name in FAST]
-    ),
+    ("name", "ranks"), in_lanes([*((name, 1) for name in MODELS), *RINGS], [(name, 1) for name in FAST])
 )
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     plain, file = make(tmp_path, name, "F32")
     made = converted(file)
-    close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)))
+    held = dict(plain.named_parameters(remove_duplicate=False))
+    if name.startswith("gpt2"):
+        held |= {key: value.T for key, value in held.items() if key.endswith(TURNED)}
+    close(values_of(load(made, torch.float32)), held)
     before, after = plain.config.to_dict(), load_config(made).to_dict()
     for key in (before.keys() & type(plain.config)().to_dict().keys()) - NOT_OF_THE_FILE:
         expected = before[key]
@@ -259,7 +288,7 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
             assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
 
 
-NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
+NOT_OF_THE_FILE = {"_name_or_path", "architectures", "attn_config", "dtype", "transformers_version"} | {
     f"{token}_token_id" for token in ("bos", "eos", "pad")
 }
 
@@ -309,6 +338,19 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("falcon/new", {}, {"blk.1.attn_norm_2.bias": None}, r"no tensor .*h\.1\.ln_attn\.bias"),
     ("qwen", {}, {"blk.1.attn_qkv.bias": None}, r"no tensor blk\.1\.attn_qkv\.bias"),
     ("qwen", {}, {"blk.1.attn_qkv.weight": torch.ones(575, 192)}, r"blk\.1\.attn_qkv\.weight has the shape \[575"),
+    ("gpt2", {}, {"blk.1.attn_qkv.weight": torch.ones(192, 576)}, r"c_attn\.weight has the shape \[192, 576\] where"),
+    ("gpt2", {}, {"position_embd.weight": None}, r"no tensor transformer\.wpe\.weight"),
+    ("mpt", {"attention.max_alibi_bias": None}, {}, r"does not say mpt\.attention\.max_alibi_bias"),
+    ("mpt", {"attention.max_alibi_bias": 0.0}, {}, r"has no ALiBi"),
+    ("mpt", {"attention.head_count_kv": 3}, {}, r"has 3 heads of keys for 6 of queries"),
+    (
+        "stablelm/12b",
+        {},
+        {"blk.1.attn_q_norm.weight": torch.ones(7, 32)},
+        r"attn_q_norm\.weight has the shape \[7, 32\]",
+    ),
+    ("stablelm/12b", {}, {"blk.1.attn_k_norm.weight": None}, r"no tensor blk\.1\.attn_k_norm\.weight"),
+    ("stablelm", {}, {"blk.1.ffn_norm.bias": None}, r"no tensor .*layers\.1\.post_attention_layernorm\.bias"),
     ("bloom", {}, {"token_embd_norm.bias": None}, r"no tensor transformer\.word_embeddings_layernorm\.bias"),
     ("olmo", {}, {"output_norm.weight": torch.ones(192)}, r"hold a tensor output_norm\.weight"),
 ]
