@@ -315,20 +315,21 @@ def _falcon(said: Said, shapes: Shapes) -> dict[str, Any]:
 
 
 def _mpt(said: Said, shapes: Shapes) -> dict[str, Any]:
-    """Models with ALiBi, and as many heads of keys as of queries."""
     heads = said["attention.head_count"]
     if (keys := said.get("attention.head_count_kv", heads)) != heads:
         raise ModelLoadError(
             f"The file has {keys} heads of keys for {heads} of queries, which no model of its architecture that can be "
             "served has; choose another."
         )
-    if not (bias := said["attention.max_alibi_bias"]):
+    if (bias := said["attention.max_alibi_bias"]) != _ALIBI:
         raise ModelLoadError(
-            "The file's model has no ALiBi (attention.max_alibi_bias), as all models of its architecture that can be "
-            "served have; choose another."
+            f"The file says attention.max_alibi_bias {bias:g}, and models of its architecture that can be served have "
+            f"{_ALIBI}; choose another."
         )
-    attention = {"alibi": True, "alibi_bias_max": int(bias), "clip_qkv": said.get("attention.clamp_kqv")}
-    return {"max_seq_len": said["context_length"], "attn_config": attention}
+    return {"max_seq_len": said["context_length"], "attn_config": {"clip_qkv": said.get("attention.clamp_kqv")}}
+
+
+_ALIBI = 8  # by which transformers computes, whatever is said; 0: without
 
 
 def _stablelm(said: Said, shapes: Shapes) -> dict[str, Any]:

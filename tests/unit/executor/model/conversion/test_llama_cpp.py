@@ -24,6 +24,7 @@ from services.executor.model.conversion.gguf_types import DTYPES
 from services.executor.native.library import why_not
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
 from tests.unit.executor.model.conversion.test_convert import GEMMA3_LAYERS, GEMMA3_ROPE
+from tests.unit.executor.model.loading import test_gguf_dense as dense
 from tests.unit.executor.model.loading.test_gguf_layers import make
 
 PROGRAM = shutil.which(
@@ -148,3 +149,18 @@ def test_files_that_we_only_read_are_as_it_has_them(tmp_path: Path, monkeypatch:
     with torch.inference_mode():
         exact = later(by_transformers(model)(tokens))
     assert divergence(exact, theirs) < 1e-3  # of experts that nearly tie it may choose others
+
+
+# What it computes otherwise than the models were made to: Phi MoE's choice of experts, StarCoder2's window, the scale
+# of MiniCPM's logits where a file says none. Of Command R's it reads norms of heads where there are 64 layers.
+OTHERWISE = {"phimoe", "phimoe/long", "starcoder2", "minicpm/older", "command-r"}
+
+
+@pytest.mark.parametrize("name", [name for name in dense.MODELS if name not in OTHERWISE])
+def test_files_of_dense_models_are_as_it_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(f"{__name__}.TEXT", TEXT.replace(" ", ""))
+    model, file = dense.make(tmp_path, name, "F32")
+    tokens, theirs = read(file, tmp_path)
+    with torch.inference_mode():
+        exact = later(model(tokens, use_cache=False).logits)
+    assert divergence(exact, theirs) < 1e-3

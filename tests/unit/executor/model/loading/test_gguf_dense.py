@@ -42,14 +42,16 @@ SIZES: Keys = {
 }
 UNTIED: Keys = {"tie_word_embeddings": False}
 EXPERTS: Keys = {"num_experts_per_tok": 2, "num_experts": 6, "num_local_experts": 6, **UNTIED}
+PHIMOE: Keys = {**EXPERTS, "lm_head_bias": True, "attention_bias": True}
 HALF: Keys = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}}
-LONG: Keys = {
+LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "short_factor": [1.0 + at / 8 for at in range(16)],
     "long_factor": [2.0 + at / 8 for at in range(16)],
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 256,
 }
+LONG: Keys = {"max_position_embeddings": 256, "rope_parameters": LONGROPE}
 MSCALES = dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122)
 MINICPM: Keys = {
     "attention_multiplier": 32**-0.5,
@@ -59,15 +61,18 @@ MINICPM: Keys = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+NEOX: Keys = {**HALF, **UNTIED, "num_key_value_heads": 6}
 SIX: Keys = {"num_attention_heads": 6}
 NEW_FALCON: Keys = {"new_decoder_architecture": True, "multi_query": False, "num_kv_heads": 3}
 OLDER_MINICPM = {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / sqrt(3), "logits_scaling": 192 / 256}
 MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
     "cohere2": ("cohere2", "cohere2", {"num_hidden_layers": 5, "sliding_window": 9, "logit_scale": 0.7}),
-    "olmoe": ("olmoe", "olmoe", EXPERTS),
+    # Of few experts, rounded activations would choose others.
+    "olmoe": ("olmoe", "olmoe", {**EXPERTS, "num_key_value_heads": 6, "num_experts_per_tok": 6}),
+    "olmoe/few": ("olmoe", "olmoe", {**EXPERTS, "num_key_value_heads": 6}),
     "phi2": ("phi", "phi2", {**HALF, **UNTIED}),
-    "phimoe": ("phimoe", "phimoe", {**EXPERTS, "sliding_window": 9, "lm_head_bias": True, "attention_bias": True}),
-    "phimoe/long": ("phimoe", "phimoe", {**EXPERTS, "rope_parameters": {**LONG, **MSCALES}}),
+    "phimoe": ("phimoe", "phimoe", {**PHIMOE, "sliding_window": 9}),
+    "phimoe/long": ("phimoe", "phimoe", {**PHIMOE, **LONG, "rope_parameters": {**LONGROPE, **MSCALES}}),
     "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": 9}),
     "starcoder2/unsaid": ("starcoder2", "starcoder2", {"sliding_window": 4096, **UNTIED}),
     "command-r": ("cohere", "command-r", {"logit_scale": 0.7, "use_qk_norm": True}),
@@ -77,12 +82,13 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     "xverse": ("llama", "xverse", UNTIED),
     "olmo": ("olmo", "olmo", {"clip_qkv": 0.4}),
     "minicpm": ("granite", "minicpm", MINICPM),
-    "minicpm/long": ("granite", "minicpm", {**MINICPM, "rope_parameters": LONG}),
+    "minicpm/long": ("granite", "minicpm", {**MINICPM, **LONG}),
     "minicpm/older": ("granite", "minicpm", {**MINICPM, **OLDER_MINICPM}),
     "minicpm3": ("minicpm3", "minicpm3", {**LATENT, "v_head_dim": 32}),
+    "minicpm3/long": ("minicpm3", "minicpm3", {**LATENT, "v_head_dim": 32, **LONG}),
     "nemotron": ("nemotron", "nemotron", {**HALF, **UNTIED}),
-    "gptneox": ("gpt_neox", "gptneox", {**HALF, **UNTIED, "num_key_value_heads": 6}),
-    "gptneox/sequential": ("gpt_neox", "gptneox", {**HALF, "use_parallel_residual": False, "num_key_value_heads": 6}),
+    "gptneox": ("gpt_neox", "gptneox", NEOX),
+    "gptneox/sequential": ("gpt_neox", "gptneox", {**NEOX, "use_parallel_residual": False}),
     "falcon": ("falcon", "falcon", {**SIX, "multi_query": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 1}),
     "falcon/new": ("falcon", "falcon", {**SIX, **NEW_FALCON}),
     "falcon/one_norm": ("falcon", "falcon", {**SIX, **NEW_FALCON, "num_ln_in_parallel_attn": 1}),
@@ -92,7 +98,7 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     "gpt2/untied": ("gpt2", "gpt2", {"n_head": 6, "n_inner": 96, **UNTIED}),
     "starcoder": ("gpt_bigcode", "starcoder", {"n_head": 6, "n_inner": 768}),
     "mpt": ("mpt", "mpt", {"n_heads": 6, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.9}}),
-    "mpt/unclipped": ("mpt", "mpt", {"n_heads": 6, "max_seq_len": 128, "attn_config": {"alibi_bias_max": 4}}),
+    "mpt/unclipped": ("mpt", "mpt", {"n_heads": 6, "max_seq_len": 128, "attn_config": {}}),
     "stablelm": ("stablelm", "stablelm", {**HALF, **UNTIED, "use_qkv_bias": True}),
     "stablelm/12b": ("stablelm", "stablelm", {**HALF, **UNTIED, "qk_layernorm": True, "use_parallel_residual": True}),
     "bloom": ("bloom", "bloom", {"n_head": 6}),
@@ -170,6 +176,7 @@ OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
     "starcoder2/unsaid": lambda config: {},
     "olmo": lambda config: {"attention.clamp_kqv": config.clip_qkv},
     "minicpm": of_minicpm,
+    "minicpm/long": lambda config: {**of_minicpm(config), "rope.scaling.type": "longrope"},
     "minicpm/older": lambda config: {},
     "minicpm3": of_minicpm3,
     "starcoder": lambda config: {"attention.head_count_kv": 1},
@@ -341,7 +348,7 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("gpt2", {}, {"blk.1.attn_qkv.weight": torch.ones(192, 576)}, r"c_attn\.weight has the shape \[192, 576\] where"),
     ("gpt2", {}, {"position_embd.weight": None}, r"no tensor transformer\.wpe\.weight"),
     ("mpt", {"attention.max_alibi_bias": None}, {}, r"does not say mpt\.attention\.max_alibi_bias"),
-    ("mpt", {"attention.max_alibi_bias": 0.0}, {}, r"has no ALiBi"),
+    ("mpt", {"attention.max_alibi_bias": 0.0}, {}, r"says attention\.max_alibi_bias 0, and"),
     ("mpt", {"attention.head_count_kv": 3}, {}, r"has 3 heads of keys for 6 of queries"),
     (
         "stablelm/12b",
