@@ -323,8 +323,8 @@ def _mpt(said: Said, shapes: Shapes) -> dict[str, Any]:
         )
     if (bias := said["attention.max_alibi_bias"]) != _ALIBI:
         raise ModelLoadError(
-            f"The file says attention.max_alibi_bias {bias:g}, and models of its architecture that can be served have "
-            f"{_ALIBI}; choose another."
+            f"The file says attention.max_alibi_bias {bias!r:.40}, and models of its architecture that can be served "
+            f"have {_ALIBI}; choose another."
         )
     return {"max_seq_len": said["context_length"], "attn_config": {"clip_qkv": said.get("attention.clamp_kqv")}}
 

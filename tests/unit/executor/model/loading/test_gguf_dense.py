@@ -263,7 +263,8 @@ def make(
 
 
 native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-FAST = ["command-r", "phimoe/long", "nemotron", "falcon/new", "qwen", "gpt2", "stablelm/12b"]
+# Factors of a longer context; rows by group; parts with biases; transposed; rows of a matrix
+FAST = ["phimoe/long", "falcon/new", "qwen", "gpt2", "stablelm/12b"]
 RINGS = [("olmo", 3), ("falcon/new", 3), ("qwen", 2), ("gpt2", 2), ("stablelm/12b", 3)]
 
 
@@ -348,7 +349,7 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("gpt2", {}, {"blk.1.attn_qkv.weight": torch.ones(192, 576)}, r"c_attn\.weight has the shape \[192, 576\] where"),
     ("gpt2", {}, {"position_embd.weight": None}, r"no tensor transformer\.wpe\.weight"),
     ("mpt", {"attention.max_alibi_bias": None}, {}, r"does not say mpt\.attention\.max_alibi_bias"),
-    ("mpt", {"attention.max_alibi_bias": 0.0}, {}, r"says attention\.max_alibi_bias 0, and"),
+    ("mpt", {"attention.max_alibi_bias": 0.0}, {}, r"says attention\.max_alibi_bias 0\.0, and"),
     ("mpt", {"attention.head_count_kv": 3}, {}, r"has 3 heads of keys for 6 of queries"),
     (
         "stablelm/12b",
