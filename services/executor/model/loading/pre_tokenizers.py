@@ -91,19 +91,21 @@ class SplitRule:
     begins: bool = False  # whether texts begin with the BOS token where the file does not say
     # Whether accents are composed with their letters first (NFC) where the file does not say
     composes: bool = False
+    behind: tuple[dict[str, Any], ...] = ()  # steps behind the bytes
 
     def pre_tokenizer(self) -> dict[str, Any]:
         """In the words of tokenizer.json."""
         bytes_ = {**BYTE_LEVEL, "use_regex": self.words}
-        return {"type": "Sequence", "pretokenizers": [*self.steps, bytes_]} if self.steps else bytes_
+        steps = [*self.steps, bytes_, *self.behind]
+        return {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else bytes_
 
 
-def _by(*expressions: str, behavior: str = "Isolated", **fields: bool) -> SplitRule:
-    steps = tuple(
-        {"type": "Split", "pattern": {"Regex": expression}, "behavior": behavior, "invert": False}
-        for expression in expressions
-    )
-    return SplitRule(steps, **fields)
+def _split(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+def _by(*expressions: str, **fields: Any) -> SplitRule:
+    return SplitRule(tuple(map(_split, expressions)), **fields)
 
 
 _RULES: tuple[tuple[SplitRule, str], ...] = (
@@ -111,6 +113,14 @@ _RULES: tuple[tuple[SplitRule, str], ...] = (
         SplitRule((), words=True),
         "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling roberta-bpe "
         "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code",
+    ),
+    (
+        SplitRule(
+            ({"type": "Punctuation", "behavior": "Contiguous"},),
+            words=True,
+            behind=({"type": "Digits", "individual_digits": False}, _split("[0-9][0-9][0-9]")),
+        ),
+        "falcon",
     ),
     (SplitRule((_DIGITS,), words=True), "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2"),
     (

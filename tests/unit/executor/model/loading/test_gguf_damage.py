@@ -18,15 +18,17 @@ from shared.errors import RyzansteinError
 from tests.unit.executor.model.gguf_models import ALL
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading import test_gguf_delta_rules as delta_rules
+from tests.unit.executor.model.loading import test_gguf_dense as dense
 from tests.unit.executor.model.loading import test_gguf_layers as layers
 from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
 from tests.unit.executor.model.loading import test_gguf_weights as weights
 
+TABLES: tuple[Any, ...] = (layers, mixtures, dense)  # modules that have one of models
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{name: lambda at, name=name: weights.make(at, name, "Q8_0") for name in ALL},  # type: ignore[misc]
     **{
         name: lambda at, name=name, module=module: module.make(at, name, "F32")[1]  # type: ignore[misc]
-        for module, names in ((delta_rules, delta_rules.WRITE), (layers, layers.MODELS), (mixtures, mixtures.MODELS))
+        for module, names in ((delta_rules, delta_rules.WRITE), *((one, one.MODELS) for one in TABLES))
         for name in names
     },
 }
@@ -140,5 +142,5 @@ def skipped(what: str) -> bool:
 
 def test_every_architecture_is_damaged() -> None:
     types = {*ALL, *delta_rules.WRITE}
-    types |= {name for module in (layers, mixtures) for name, *_ in module.MODELS.values()}
+    types |= {name for module in TABLES for name, *_ in module.MODELS.values()}
     assert {row.config_type() for row in GGUF.values() if row.kept} <= types
