@@ -41,7 +41,8 @@ class GgufArchitecture:
     transposed: tuple[str, ...] = ()
     # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
-    follow: tuple[str, ...] = ()  # tensors that follow from the configuration
+    # Tensors that follow from the configuration, or are read apart from the model's parameters
+    follow: tuple[str, ...] = ()
 
     # Keys behind the architecture's name that files must have beside the common ones, and config.json's words, empty
     # for none

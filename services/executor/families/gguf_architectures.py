@@ -17,6 +17,16 @@ _MERGED_EXPERTS = {end: (end,) for end in ("experts.gate_up_proj", "experts.down
 _MAY_BE_WIDE = {"feed_forward_length": "intermediate_size"}  # of dense layers, where there are some
 _QWEN_EXPERTS = {"feed_forward_length": "", "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
+
+def _class_names(before: str) -> dict[str, str]:
+    """`before`: the layer in front of an encoder's classes."""
+    return {
+        f"{file}.{end}": f"{model}.{end}"
+        for end in ("weight", "bias")
+        for file, model in (("cls", before), ("cls.output", "classifier"))
+    }
+
+
 # fmt: off
 # Of the gated delta rule
 _DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
@@ -46,6 +56,11 @@ _LAYER_NORM_EPSILON = {**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_nor
 _TURNED = ("rope.dimension_count",)
 # Factors of a longer context, which they may have, turn what is beyond the model's own.
 _LONG_BY_DEFAULT = {"original_max_position_embeddings": "max_position_embeddings"}
+_NORMS_BEHIND = {f"blk.{{}}.{file}.{end}": f"layers.{{}}.{model}.{end}" for end in ("weight", "bias")
+    for file, model in (("attn_output_norm", "post_attention_layernorm"), ("layer_output_norm", "post_mlp_layernorm"),
+    ("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"), ("attn_v", "self_attn.v_proj"))}
+_DENSE = ("dense_*.weight",)  # of encoders: layers behind the pooling, which are read apart
+_CLASSES = ("cls.output.weight",)  # of decoders: read apart as well
 
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
@@ -54,7 +69,7 @@ _ROWS = (
     GgufArchitecture("mistral", names_of="llama", transforms=_PAIRS,
         optional=_MAY_SLIDE, defaults={"sliding_window": None}),
     GgufArchitecture("qwen2", written=("qwen2",)),
-    GgufArchitecture("qwen3", written=("qwen3",)),
+    GgufArchitecture("qwen3", follow=_CLASSES, written=("qwen3",)),
     GgufArchitecture("granite", transforms=_PAIRS, splits_by_name=True,
         settings={"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}, written=("granite",)),
@@ -84,8 +99,7 @@ _ROWS = (
         settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
     GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
     *(GgufArchitecture(name, weights="refused") for name in (
-        "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
-        "nomic-bert-moe", "t5encoder")),
+        "jina-bert-v2", "neo-bert", "nomic-bert-moe", "t5encoder")),
 
     GgufArchitecture("qwen35", "qwen3_5_text", names=_DELTA_NAMES, transforms=_TILED_HEADS, splits_by_name=True,
         settings=_DELTA, computed=("gated_delta",), needs=("rope.dimension_count",), rotates_in_part=True),
@@ -212,6 +226,22 @@ _ROWS = (
     GgufArchitecture("stablelm", stacked={f"blk.{{}}.attn_{of}_norm.weight":
         f"model.layers.{{}}.self_attn.{of}_layernorm.norms.{{}}.weight" for of in "qk"}, settings=_LAYER_NORM_EPS,
         computed=("stablelm",), needs=_TURNED, rotates_in_part=True, splits_by_name=True),
+
+    GgufArchitecture("gemma-embedding", "gemma3_text", transforms=_NORMS, needs=_WINDOW, follow=_DENSE,
+        optional=_MAY_SLIDE, constants={"use_bidirectional_attention": True},
+        defaults={"query_pre_attn_scalar": "head_dim"}, computed=("gemma3_rotations", "windows_in_turn")),
+    GgufArchitecture("bert", settings=_LAYER_NORM_EPS, computed=("learned_positions",),
+        names=_class_names("pooler.dense")),
+    GgufArchitecture("nomic-bert", "nomic_bert", names=_NORMS_BEHIND, composed=_QKV_PARTS, settings=_LAYER_NORM_EPS,
+        computed=("segments",)),
+    GgufArchitecture("modern-bert", "modernbert", computed=("modern_bert",), splits_by_name=True,
+        names=_class_names("head.dense"), settings={**_LAYER_NORM_EPS, "attention.layer_norm_epsilon": "norm_eps"},
+        optional={"attention.sliding_window": "local_attention"}),
+    GgufArchitecture("eurobert", splits_by_name=True),
+    # Without the adapters for its tasks, which are files of their own
+    GgufArchitecture("jina-bert-v3", "jina_embeddings_v3", settings=_LAYER_NORM_EPS, computed=("segments",),
+        composed=_QKV_PARTS, names={**_NORMS_BEHIND, **{f"blk.{{}}.ffn_{file}.{end}": f"layers.{{}}.mlp.{model}.{end}"
+        for end in ("weight", "bias") for file, model in (("up", "fc1"), ("down", "fc2"))}}),
 )
 # fmt: on
 

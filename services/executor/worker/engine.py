@@ -439,9 +439,12 @@ def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[s
     """What the decoder in `directory` does beside generating, or in its place: its classification head, and fields of
     an `EngineSpec`. Raises `ModelLoadError`."""
     described = read_json(directory / "config.json")
-    embeds = (directory / "modules.json").is_file() and not linked_gguf(directory)
+    embeds, in_gguf = (directory / "modules.json").is_file(), bool(linked_gguf(directory))
     generates, head = True, None
-    if embeds or is_classifier(described):
+    if in_gguf:
+        # A file without a head may be of a model that has one in the embedding, or none: where it embeds, the latter.
+        generates = not embeds or not described.get("tie_word_embeddings")
+    if is_classifier(described) or (embeds and not in_gguf):
         # With transformers, which takes seconds.
         from services.executor.model.loading.config_file import load_config
         from services.executor.model.loading.output_heads import has_output_layer, read_class_head
@@ -449,8 +452,9 @@ def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[s
 
         config = load_config(directory)
         head = read_class_head(directory, config)
-        with WeightFiles(directory) as files:
-            generates = has_output_layer(directory, config, files.shapes)
+        if head is None:
+            with WeightFiles(directory) as files:
+                generates = has_output_layer(directory, config, files.shapes)
     if head is not None:
         classes = {"labels": head.labels, "activation": head.activation}
         return head, {"pooling": "last", "generates": False, **classes}

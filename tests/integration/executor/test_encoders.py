@@ -14,6 +14,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.executor.rings import MODEL, VOCABULARY, rings
 from tests.unit.executor.model.encoders.tiny import make_encoder
+from tests.unit.executor.model.loading.test_gguf_encoders import make
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 PROMPTS = {f"e{at}": [4 + (at * 31 + i * 7) % (VOCABULARY - 4) for i in range(3 + 11 * at)] for at in range(6)}
@@ -61,3 +62,27 @@ async def test_vectors_and_classes(bus: Bus, nats_settings: CommonSettings, tmp_
                 found = np.frombuffer(last.vector, "<f4")
                 assert found.tolist() == pytest.approx(truth.tolist(), abs=1e-4)
         assert await ring.leave("vectors")
+
+
+@pytest.mark.slow
+async def test_vectors_of_a_gguf_file(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> None:
+    """Given by its path; what it is follows from the file."""
+    import torch
+
+    source, file = make(tmp_path / "made", "bert", "F32", vocab_size=VOCABULARY)
+    async with rings(bus, nats_settings, tmp_path) as ring:
+        await ring.begin("vectors", file, "--context-length", "0")
+        await ring.ready("vectors")
+        cards = await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)
+        card = next(card for card in (await cards.items()).values() if card.model == MODEL)
+        assert (card.tasks, card.pooling, card.bidirectional) == (["embed"], "cls", True)
+        assert (card.context_length, card.embedding_size, card.weights) == (70, 64, "GGUF")
+        await ring.hand_in("vectors", [ask(name, prompt, embed=True) for name, prompt in PROMPTS.items()])
+        model = AutoModel.from_pretrained(str(source)).eval()
+        for name, prompt in PROMPTS.items():
+            with torch.inference_mode():
+                first = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+            _, last = await ring.reader.finish(name)
+            assert last.finish == "stop", last.error
+            found = np.frombuffer(last.vector, "<f4")
+            assert found.tolist() == pytest.approx((first / first.norm()).tolist(), abs=1e-4)

@@ -98,16 +98,16 @@ def open_model(source: Path) -> Iterator[SourceModel]:
             raise ModelLoadError(
                 f"{source} is neither a model directory nor a .gguf file; give one that holds config.json, or a file."
             )
-        if linked_gguf(directory):
-            with GgufWeights(directory) as weights:
-                yield gguf_model(directory, weights)
-            return
         config = load_config(directory)
         if is_encoder(config.to_dict()) or is_classifier(config.to_dict()):
             raise ModelLoadError(
                 f"The model in {directory} embeds or classifies ({config.model_type!r}) and is not converted; "
                 "it is served as it is."
             )
+        if linked_gguf(directory):
+            with GgufWeights(directory) as weights:
+                yield gguf_model(directory, weights)
+            return
         if whole := whole_of(config):
             raise ModelLoadError(
                 f"The model in {directory} takes more than text ({whole!r}) and is not converted; "

@@ -1,7 +1,7 @@
 """What the weights of a model are: each tensor's format, shape and bytes, and what would compute with it. Headers alone
 are read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import msgspec
 
 from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.families.registry import family_of
-from services.executor.model.catalogue import check_supported
+from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
@@ -96,6 +96,7 @@ def inspect(path: Path) -> ModelFacts:
 
 def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
     quantization = getattr(config, "quantization_config", None) or {}
+    described = config.to_dict()
     with WeightFiles(path, scheme_of(config)) as files:
         for name, shape in sorted(files.shapes.items()):
             coded = files.coded.get(name)
@@ -107,7 +108,7 @@ def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
             else:
                 form = type(coded).__name__.lower()
             kept = coded is not None and coded.has_products
-            served = _computed_by(shape, config.model_type, form in _PLAIN, kept)
+            served = _computed_by(shape, described, form in _PLAIN, kept)
             yield TensorFacts(name, form, shape, files.stored_bytes(name), served)
 
 
@@ -115,10 +116,11 @@ def _of_gguf(path: Path) -> tuple[str, list[TensorFacts]]:
     files = open_parts(path)
     architecture = str(files[0].header.metadata.get("general.architecture", "unknown"))
     row, tensors = gguf_architecture(files[0].header.metadata), []
+    described = {**row.constants, "model_type": row.config_type()}
     for file in files:
         for one in file.header.tensors:
             kept = has_codes(one.kind) and row.kept
-            served = _computed_by(one.shape, row.model_type or architecture, one.kind.name in _PLAIN, kept)
+            served = _computed_by(one.shape, described, one.kind.name in _PLAIN, kept)
             tensors.append(TensorFacts(one.name, one.kind.name, one.shape, one.nbytes, served))
     return architecture, sorted(tensors, key=lambda tensor: tensor.name)
 
@@ -130,15 +132,16 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _computed_by(shape: tuple[int, ...], model_type: str, plain: bool, kept: bool) -> str:
+def _computed_by(shape: tuple[int, ...], described: Mapping[str, Any], plain: bool, kept: bool) -> str:
     """What multiplies by the tensor on this machine's CPU, as codes where they are `kept`."""
     if len(shape) < 2:
         return "-"
     library = load_library()
     if library is None:
         return f"PyTorch ({why_not().split(';')[0]})"
-    if family_of(model_type).lowered is None:
-        return f"PyTorch (models of type {model_type})"
+    model_type = described["model_type"]
+    if family_of(model_type).lowered is None or is_encoder(described):
+        return f"PyTorch (models of type {model_type}{', both ways' if is_encoder(described) else ''})"
     if kept:
         return f"kernel for codes, {library.level}"
     return f"bf16 kernel, {library.level}" + ("" if plain else ", unpacked when it is loaded")

@@ -22,10 +22,20 @@ from services.executor.collectives.base import Collectives
 from services.executor.model.encoders.attention import ATTENTION_NAME, register_text_attention
 from services.executor.model.encoders.families import family_of
 from services.executor.model.encoders.splitting import split_encoder
-from services.executor.model.loading.loader import LOADING, build_empty, parameters_of, place, plan_reads
-from services.executor.model.loading.reading import Progress, read_all
+from services.executor.model.loading.gguf_pooling import dense_name
+from services.executor.model.loading.gguf_weights import GgufWeights
+from services.executor.model.loading.loader import (
+    LOADING,
+    build_empty,
+    is_gguf,
+    open_weights,
+    parameters_of,
+    place,
+    plan_reads,
+    read_weights,
+)
+from services.executor.model.loading.reading import Progress
 from services.executor.model.loading.sources import find_sources
-from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.pooling import Dense
 from shared.errors import ModelLoadError
 
@@ -57,15 +67,19 @@ def load_encoder(
             f"The encoder in {directory} is quantized, which is not served; choose the model's unquantized weights."
         )
     register_text_attention()
-    with LOADING, WeightFiles(directory) as files:
+    with LOADING, open_weights(directory) as files:
         model, ties = build_empty(config, dtype, partial(_build, classifies=classifies))
-        sources = find_sources(model, files.shapes)
+        if isinstance(files, GgufWeights):
+            sources = files.sources(model)
+            files.scale_frequencies(model)
+        else:
+            sources = find_sources(model, files.shapes)
         base = model.base_model
         split_encoder(base, config, collectives)
         plan = plan_reads(parameters_of(model, ties), sources)
         _check_unused(sources.unused, directory)
         reads = [read for _, read in plan]
-        for (parameter, _), tensor in zip(plan, read_all(reads, files, device, progress), strict=True):
+        for (parameter, _), tensor in zip(plan, read_weights(reads, files, config, device, progress), strict=True):
             place(parameter, tensor)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -73,7 +87,7 @@ def load_encoder(
     return Encoder(model.eval(), base)
 
 
-_OF_LAYERS = re.compile(r"(^|\.)\w*layers?\.\d+\.")
+_OF_LAYERS = re.compile(r"(^|\.)(\w*layers?|blk)\.\d+\.")
 
 
 def _check_unused(names: Collection[str], directory: Path) -> None:
@@ -109,15 +123,16 @@ def load_dense(layers: tuple[Dense, ...], size: int, dtype: torch.dtype, device:
             )
         size = layer.outputs
         linear = nn.Linear(layer.inputs, layer.outputs, layer.bias, dtype=dtype, device="meta")
-        with WeightFiles(layer.directory) as files:
+        in_gguf = is_gguf(layer.directory.parent)
+        with open_weights(layer.directory.parent if in_gguf else layer.directory) as files:
             for name, shape in linear.state_dict().items():
-                stored = files.shapes.get(f"linear.{name}")
-                if stored != tuple(shape.shape):
+                stored = dense_name(layer.directory.name) if in_gguf else f"linear.{name}"
+                if files.shapes.get(stored) != tuple(shape.shape):
                     raise ModelLoadError(
-                        f"The weights in {layer.directory} have no linear.{name} of the shape {list(shape.shape)}, "
+                        f"The weights in {layer.directory} have no {stored} of the shape {list(shape.shape)}, "
                         "which its config.json calls for; fetch the model again."
                     )
-                value: Tensor = files.tensor(f"linear.{name}").to(device, dtype, copy=True)
+                value: Tensor = files.tensor(stored).to(device, dtype, copy=True)
                 setattr(linear, name, nn.Parameter(value, requires_grad=False))
         modules += [linear, getattr(nn, layer.activation)()]
     return nn.Sequential(*modules).eval() if modules else None

@@ -18,6 +18,7 @@ from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.catalogue import ORIGINAL_LENGTH, check_sizes
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
+from services.executor.model.loading.gguf_pooling import class_settings, encoder_settings, pooling_files
 from services.executor.model.loading.gguf_settings import COMPUTED
 from services.executor.model.loading.gguf_tokenizer import chat_templates, tokenizer_json, tokenizer_settings
 from services.executor.model.tokenizer_files import CONFIG, TOKENIZER
@@ -93,8 +94,8 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
     row = gguf_architecture(files[0].header.metadata)
     if row.weights == "refused":
         raise ModelLoadError(
-            f"The model of {file} is an encoder ({row.name!r}), and encoders are not served from GGUF; use its "
-            "safetensors directory, or its name on the hub."
+            f"The model of {file} is an encoder of the architecture {row.name!r}, which is not served from GGUF; use "
+            "its safetensors directory, or choose another model."
         )
     unpack = not row.kept
     if unpack and len(files) > 1:
@@ -177,6 +178,7 @@ def _describe(
     else:
         made.mkdir()
         texts["config.json"] = json.dumps(settings, indent=2, sort_keys=True)
+        texts |= pooling_files(files, gguf_architecture(header), settings)
         link_gguf(made, files[0].path)
     generation: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
     generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
@@ -203,6 +205,7 @@ def _settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
         widest = settings["num_hidden_layers"] == row.largest
         width = settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
         settings["query_pre_attn_scalar"] = width
+    settings |= encoder_settings(files, row, settings) | class_settings(files, row, settings)
     _set_rotary(settings, header, row, {**_rope_scaling(files), **_rotated_part(files, row, settings)})
     return settings
 

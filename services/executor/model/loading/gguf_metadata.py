@@ -73,8 +73,10 @@ def end_tokens(file: "GgufFile") -> list[int]:
     """Tokens that end an answer, the text's own first: as `file` says, or where it says none by their names, as
     llama.cpp knows them. Raises `ModelLoadError` where there is none."""
     said = file.header.metadata
-    end, turn = (said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    end, turn, last = (said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "seperator"))
     ends = [end] if isinstance(end, int) else _ends_by_name(file)
+    if not ends and said.get(_TOKENIZER) == "bert" and isinstance(last, int):
+        ends = [last]
     if not ends:
         raise unsaid(file.path, "tokenizer.ggml.eos_token_id")
     return list(dict.fromkeys([*ends, turn] if isinstance(turn, int) else ends))

@@ -174,7 +174,10 @@ class _Vocabulary:
         last = end if end is not None and self.flag("add_eos_token", ends) else None
         if first is None and last is None:
             return None
-        return _template(self.tokens, first, last, classes)
+        between = [] if classes or first is None else [first]
+        if last is not None and last == self.number("seperator"):  # RoBERTa's stands twice between two texts
+            between = [last] if self.tokens[last] == "</s>" else []
+        return _template(self.tokens, first, last, between)
 
     def split_rule(self) -> SplitRule:
         """Raises `ModelLoadError` for a name that is not known."""
@@ -195,7 +198,7 @@ class _Vocabulary:
         return ModelLoadError(f"The file {self.file.path} cannot be used: its {key} {why}; fetch it again.")
 
 
-def _template(tokens: Sequence[str], first: int | None, last: int | None, classes: bool) -> dict[str, Any]:
+def _template(tokens: Sequence[str], first: int | None, last: int | None, between: Sequence[int]) -> dict[str, Any]:
     def special(number: int | None, type_id: int) -> list[dict[str, Any]]:
         return [] if number is None else [{"SpecialToken": {"id": tokens[number], "type_id": type_id}}]
 
@@ -205,7 +208,7 @@ def _template(tokens: Sequence[str], first: int | None, last: int | None, classe
     return {
         "type": "TemplateProcessing",
         "single": head,
-        "pair": [*head, *([] if classes else special(first, 1)), other, *special(last, 1)],
+        "pair": [*head, *(one for number in between for one in special(number, 1)), other, *special(last, 1)],
         "special_tokens": {
             tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]} for number in used
         },

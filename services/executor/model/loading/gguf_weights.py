@@ -68,15 +68,21 @@ class GgufWeights:
         """The shape of each tensor, by the file's name."""
         return {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
 
+    def tensor(self, name: str) -> Tensor:
+        """float32, on the CPU: the numbers of the tensor `name`."""
+        file, tensor = self._tensors[name]
+        return file.numbers(tensor).float().view(tensor.shape)
+
     def sources(self, model: Any) -> CheckpointSources:
         """Which tensor each parameter is, of a model as transformers builds it."""
         name_in_file = self._architecture.tensor_names(model.config.num_hidden_layers)
         state = model.state_dict()
         parameters = self._of_stacks(state)
+        within = f"{model.base_model_prefix}."  # tables leave that out of the names of encoders' parameters
         for name, parameter in state.items():
             if name in parameters:
                 continue
-            found = name_in_file(name)
+            found = name_in_file(name) or name_in_file(name.removeprefix(within))
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
             composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
             if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer

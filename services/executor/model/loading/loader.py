@@ -105,7 +105,7 @@ def load_model(
             f"The model in {directory} is quantized already, and --weight-dtype would quantize it to {codec.name} "
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
-    with LOADING, _open(directory, find) as files:
+    with LOADING, open_weights(directory, find) as files:
         kernels = platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
         with_experts = dtype is torch.bfloat16 and kernels
         model, plan = _planned(
@@ -113,10 +113,7 @@ def load_model(
         )
         reads = [read for _, read in plan]
         before_reading(sum(read.least_bytes for read in reads))
-        if isinstance(files, GgufWeights):
-            tensors = files.read_all(reads, config, device, progress)
-        else:
-            tensors = read_all(reads, files, device, progress)
+        tensors = read_weights(reads, files, config, device, progress)
         for parameter, _ in plan:
             # Taken off the list, so that packing a weight can free it.
             place(parameter, tensors.pop(0))
@@ -140,7 +137,7 @@ def load_frozen(directory: Path, dtype: torch.dtype, collectives: Collectives, *
     """
     config = load_config(directory)
     check_supported(config)
-    with LOADING, _open(directory, scheme_of(config)) as files:
+    with LOADING, open_weights(directory, scheme_of(config)) as files:
         layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
         model, plan = _planned(directory, config, dtype, layout, collectives, files)
         rest = []
@@ -154,10 +151,7 @@ def load_frozen(directory: Path, dtype: torch.dtype, collectives: Collectives, *
                 else:
                     place(parameter, stored)
         reads = [read for _, read in rest]
-        if isinstance(files, GgufWeights):
-            tensors = files.read_all(reads, config, _CPU, lambda done, total: None)
-        else:
-            tensors = read_all(reads, files, _CPU, lambda done, total: None)
+        tensors = read_weights(reads, files, config, _CPU, lambda done, total: None)
         for (parameter, _), tensor in zip(rest, tensors, strict=True):
             place(parameter, tensor)
     frozen: nn.Module = model.eval()
@@ -229,8 +223,17 @@ def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collective
     return split
 
 
-def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
+def open_weights(directory: Path, find: Find | None = None) -> WeightFiles | GgufWeights:
     return GgufWeights(directory) if is_gguf(directory) else WeightFiles(directory, find)
+
+
+def read_weights(
+    reads: list[Read], files: WeightFiles | GgufWeights, config: Any, device: torch.device, progress: Progress
+) -> list[Weight]:
+    """`read_all` of either kind of files."""
+    if isinstance(files, GgufWeights):
+        return files.read_all(reads, config, device, progress)
+    return read_all(reads, files, device, progress)
 
 
 def is_gguf(directory: Path) -> bool:

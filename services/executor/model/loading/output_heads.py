@@ -2,6 +2,7 @@
 nothing, where it was trained to embed.
 
     score.weight [labels, hidden]     of the last token: transformers' XxxForSequenceClassification
+    cls.output.weight                 the same in a GGUF file; or the rows of "yes" and "no"
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.core.prompt_results import Floats
+from services.executor.model.loading.gguf_pooling import CLASSES
+from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.pooling import activation_of, is_classifier, labels_of
 from shared.errors import ModelLoadError
+from shared.models import linked_gguf
 
 SCORE = "score.weight"
 
@@ -36,6 +40,12 @@ def read_class_head(directory: Path, config: Any) -> ClassHead | None:
     if not is_classifier(config.to_dict()):
         return None
     labels = labels_of(config)
+    if linked_gguf(directory):
+        with GgufWeights(directory) as held:
+            rows = held.tensor(CLASSES).view(-1, config.hidden_size)
+        # "yes" against "no" is one class: the sigmoid of what is between them.
+        weight = (rows[:1] - rows[1:] if len(rows) == 1 + len(labels) else rows).numpy()
+        return ClassHead(weight, labels, activation_of(config))
     with WeightFiles(directory) as files:
         if files.shapes.get(SCORE) != (len(labels), config.hidden_size):
             raise ModelLoadError(

@@ -84,6 +84,8 @@ def packed_files(settings: ExecutorSettings, directory: Path) -> list[Path]:
 
 def _factor(settings: ExecutorSettings, config: Mapping[str, Any], *, gguf: bool) -> float:
     """Bytes in memory for each byte of the checkpoint."""
+    if gguf and is_encoder(config):  # its codes are unpacked
+        return 16.0 / _CODE_BITS if config.get("dtype") == "bfloat16" else 1.0
     if gguf or isinstance(config.get("quantization_config"), dict):
         asked = config.get(WEIGHT_DTYPE) if settings.weight_dtype == "auto" else settings.weight_dtype
         return 16.0 / _CODE_BITS if asked == "bf16" else 1.0  # its codes are kept

@@ -245,19 +245,19 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         on_ring(1, lambda ring: load(directory, ring))
 
 
-def test_encoders_are_not_converted_adapted_or_read_from_gguf(tmp_path: Path) -> None:
+def test_encoders_are_not_converted_or_adapted_and_some_not_read_from_gguf(tmp_path: Path) -> None:
     directory = make_encoder(tmp_path / "bert", "bert")
     with pytest.raises(ModelLoadError, match="take no LoRA adapters; merge the adapter"):
         inspect_adapter(tmp_path, encoder_config(directory))
     with pytest.raises(ModelLoadError, match="is not converted"), open_model(directory):
         pass
-    writer = GGUFWriter(tmp_path / "bert.gguf", "nomic-bert")
+    writer = GGUFWriter(tmp_path / "bert.gguf", "nomic-bert-moe")
     writer.add_context_length(512)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match=r"an encoder \('nomic-bert'\)"):
+    with pytest.raises(ModelLoadError, match=r"an encoder of the architecture 'nomic-bert-moe'"):
         convert_gguf(tmp_path / "bert.gguf", tmp_path / "made", lambda *stage: None)
 
 

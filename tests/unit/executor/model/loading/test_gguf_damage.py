@@ -14,16 +14,18 @@ import pytest
 import torch
 
 from services.executor.families.gguf_architectures import GGUF
+from services.executor.model.card import encoder_config
 from shared.errors import RyzansteinError
 from tests.unit.executor.model.gguf_models import ALL
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading import test_gguf_delta_rules as delta_rules
 from tests.unit.executor.model.loading import test_gguf_dense as dense
+from tests.unit.executor.model.loading import test_gguf_encoders as encoders
 from tests.unit.executor.model.loading import test_gguf_layers as layers
 from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
 from tests.unit.executor.model.loading import test_gguf_weights as weights
 
-TABLES: tuple[Any, ...] = (layers, mixtures, dense)  # modules that have one of models
+TABLES: tuple[Any, ...] = (layers, mixtures, dense, encoders)  # modules that have one of models
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{name: lambda at, name=name: weights.make(at, name, "Q8_0") for name in ALL},  # type: ignore[misc]
     **{
@@ -111,8 +113,11 @@ def other_tensors(data: np.ndarray[Any, Any]) -> Iterator[tuple[str, Any]]:
 def served_or_refused(file: Path) -> str:
     """Why it is refused; empty where it is served."""
     try:
-        model = weights.load(weights.converted(file), torch.float32, keep_codes=True)
-        weights.values_of(model)
+        made = weights.converted(file)
+        if encoder_config(made) is not None:
+            encoders.theirs(made)
+        else:
+            weights.values_of(weights.load(made, torch.float32, keep_codes=True))
     except RyzansteinError as error:
         return str(error)
     return ""

@@ -54,7 +54,13 @@ Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
 
 
 def written(
-    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Tensors, kind: str, leave_out: tuple[str, ...] = ()
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Tensors,
+    kind: str,
+    leave_out: tuple[str, ...] = (),
+    tokenizer: Callable[[gguf.GGUFWriter, int], None] = add_tokens,
 ) -> Path:
     """The file `path`: `keys` behind the architecture's name, matrices of type `kind`."""
     path.parent.mkdir(exist_ok=True)
@@ -73,7 +79,7 @@ def written(
         if name in leave_out:
             continue
         if name == "token_embd.weight":
-            add_tokens(writer, tensor.shape[0])
+            tokenizer(writer, tensor.shape[0])
         is_matrix = tensor.dim() > 1 and not any(word in name for word in ("conv1d", "ffn_gate_inp"))
         type_ = gguf.GGMLQuantizationType[kind if is_matrix and tensor.shape[-1] % 32 == 0 else "F32"]
         writer.add_tensor(name, stored_as(tensor.float().contiguous().numpy(), type_), raw_dtype=type_)

@@ -203,6 +203,8 @@ def test_unigrams_make_the_same_tokens(tmp_path: Path) -> None:
     found = read(written(tmp_path / "model.gguf", "t5", tokens, types, **fields))
     for text in ("the cat", "that  the", "a cat z"):
         assert found.encode(text).ids == [1, *own.encode(text).ids, 2]
+    found = read(written(tmp_path / "roberta.gguf", "t5", tokens, types, **fields, seperator_token_id=2))
+    assert found.encode("a", "a").tokens == ["<s>", f"{SPACE}", "a", "</s>", "</s>", f"{SPACE}", "a", "</s>"]
 
 
 def test_word_pieces_are_spelled_as_bert_has_them(tmp_path: Path) -> None:
