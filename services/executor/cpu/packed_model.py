@@ -50,6 +50,8 @@ from services.executor.model.lowering import (
     vocabulary,
     weights_of,
 )
+from services.executor.model.parallel.layers import takes_turns
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.native import library as structures
 from services.executor.native.library import HEADS, RzExperts, RzInputs, RzRecurrent
 
@@ -167,9 +169,13 @@ def router_pieces(routing: Routing) -> list[PackedSegment]:
 
 def expert_parts(routing: Routing, leaf: str, parts: int) -> list[Weights]:
     """`leaf` of all experts, end to end, in equally many rows."""
-    bias = expert_bias(routing, leaf)
+    bias, weight = expert_bias(routing, leaf), expert_weights(routing, leaf)
     biases = [None] * parts if bias is None else bias.chunk(parts)
-    return list(zip(split_evenly(expert_weights(routing, leaf), parts), biases, strict=True))
+    weights = split_evenly(weight, parts)
+    if isinstance(weight, QuantizedRows | DeferredRows) and takes_turns(routing.experts, leaf):
+        each = [cast("QuantizedRows | DeferredRows", one) for one in split_evenly(weight, parts // 2)]
+        weights = [expert.every(first, 2) for expert in each for first in (0, 1)]
+    return list(zip(weights, biases, strict=True))
 
 
 def _check_widths(config: Any, world_size: int) -> None:

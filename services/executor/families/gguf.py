@@ -64,7 +64,6 @@ class GgufArchitecture:
     rotates_in_part: bool = False  # `rope.dimension_count` may be a part of a head
     # Types of layers that have rotary positions of their own, which a file says once
     rotations: tuple[str, ...] = ()
-    scales_unpacked: bool = False  # transformers reads scaled positions where it unpacks the file
     # By a key: the row of files that have it, which hold models of another type
     variants: "Mapping[str, GgufArchitecture]" = field(default_factory=dict)
 

@@ -61,6 +61,9 @@ _NORMS_BEHIND = {f"blk.{{}}.{file}.{end}": f"layers.{{}}.{model}.{end}" for end 
     ("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"), ("attn_v", "self_attn.v_proj"))}
 _DENSE = ("dense_*.weight",)  # of encoders: layers behind the pooling, which are read apart
 _CLASSES = ("cls.output.weight",)  # of decoders: read apart as well
+_OSS = "model.layers.{}.mlp.experts."
+_OSS_NAMES = {"blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks",
+    **{f"blk.{{}}.ffn_{side}_exps.bias": f"{_OSS}{side}_proj_bias" for side in ("gate", "up", "down")}}
 
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
@@ -97,7 +100,6 @@ _ROWS = (
     GgufArchitecture("olmo2", splits_by_name=True,
         variants={"attention.sliding_window": GgufArchitecture("olmo2", "olmo3", splits_by_name=True,
         settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
-    GgufArchitecture("gpt-oss", weights="unpacked", needs=_EXPERTS, scales_unpacked=True),
     *(GgufArchitecture(name, weights="refused") for name in (
         "jina-bert-v2", "neo-bert", "nomic-bert-moe", "t5encoder")),
 
@@ -242,6 +244,16 @@ _ROWS = (
     GgufArchitecture("jina-bert-v3", "jina_embeddings_v3", settings=_LAYER_NORM_EPS, computed=("segments",),
         composed=_QKV_PARTS, names={**_NORMS_BEHIND, **{f"blk.{{}}.ffn_{file}.{end}": f"layers.{{}}.mlp.{model}.{end}"
         for end in ("weight", "bias") for file, model in (("up", "fc1"), ("down", "fc2"))}}),
+
+    GgufArchitecture("gpt-oss", "gpt_oss", names=_OSS_NAMES,
+        joined={**EXPERTS, "experts.gate_up_proj_bias": ("experts.gate_proj_bias", "experts.up_proj_bias")},
+        settings={"feed_forward_length": "", "expert_feed_forward_length": "intermediate_size",
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", **_MAY_SLIDE},
+        computed=("gpt_oss",), splits_by_name=True),
+    GgufArchitecture("llama4", "llama4_text", settings={"feed_forward_length": "intermediate_size_mlp",
+        "expert_feed_forward_length": "intermediate_size", "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok", "interleave_moe_layer_step": "interleave_moe_layer_step"},
+        computed=("llama4",), splits_by_name=True),
 )
 # fmt: on
 

@@ -52,7 +52,7 @@ FAMILIES = (
         lowered=LayerStyle(post_norms=True, norms_values=True), states="shared_keys"),
     ModelFamily("glm4_moe | GLM-4 MoE | GLM-4.5, 4.6 | MoE, shared expert, q/k norms, biases",
         lowered=LayerStyle(scores="sigmoid")),
-    ModelFamily("gpt_oss | GPT-OSS | gpt-oss (weights in bf16) | MoE, attention sinks, sliding window, YaRN",
+    ModelFamily("gpt_oss | GPT-OSS | gpt-oss | MoE, attention sinks, sliding window, YaRN",
         plan=plan(MOE, SINKS), lowered=LayerStyle()),
     ModelFamily("granitemoe | Granite MoE | Granite 3 1B-A400M | MoE, scaled scores",
         plan=GRANITE_MOE, lowered=LayerStyle(scaled=True)),

@@ -45,7 +45,8 @@ class Routing:
 
 
 def expert_weights(routing: Routing, leaf: str) -> Weight:
-    """`gate_up_proj` (gate, then up) or `down_proj` of all experts, one after the other: [experts * out, in]."""
+    """`gate_up_proj` (gate, then up) or `down_proj` of all experts, one after the other: [experts * out, in]. Quantised
+    ones are in the order that they are kept in (`takes_turns`)."""
     experts: Any = routing.experts
     weight = expert_weight_of(experts, leaf)
     if not isinstance(weight, Tensor):

@@ -26,6 +26,17 @@ _E4M3_ABOVE_ZERO = [math.ldexp(*((8 + m, e - 10) if e else (m, -9))) for e in ra
 # What codes of fp8 stand for: Micikevicius et al., https://arxiv.org/abs/2209.05433, section 3. Two of them are
 # NaN, which readers of files refuse and products take for 480.
 E4M3 = (*_E4M3_ABOVE_ZERO, *(-value for value in _E4M3_ABOVE_ZERO))
+# Twice what codes of e2m1 stand for, which are halves: OCP Microscaling Formats 1.0, section 5.3.3
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def half_powers(exponents: Tensor) -> Tensor:
+    """bf16: half of 2 ** (e - 127) for each of uint8 `exponents` (e8m0), of which 255 is NaN."""
+    wide = exponents.short()
+    # By the bits of a bf16: below 2 ** -126 there is no exponent.
+    bits = torch.where(wide < 2, 0x20 << wide.clamp(max=1), (wide - 1) << 7)
+    bits[wide == 255] = 0x7FC0
+    return bits.short().view(torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +150,10 @@ class QuantizedRows:
     def picked(self, outputs: Tensor) -> "QuantizedRows":
         """The outputs of those numbers, int64 [n], in that order. A copy."""
         return self._of_each_row(lambda part: part.index_select(0, outputs))
+
+    def every(self, first: int, step: int) -> "QuantizedRows":
+        """The outputs first, first + step, ..."""
+        return self._of_each_row(lambda part: part[first::step])
 
     def same_format(self, other: "QuantizedRows") -> bool:
         """Whether rows of the two can be one weight's."""
@@ -365,6 +380,14 @@ class DeferredRows:
     def rows(self, first: int, end: int) -> "DeferredRows":
         """The outputs [first, end)."""
         return replace(self, first=self.first + first, end=self.first + end)
+
+    def every(self, first: int, step: int) -> "DeferredRows":
+        """The outputs first, first + step, ..., of a multiple of `step`."""
+
+        def reader(start: int, stop: int) -> QuantizedRows:
+            return self.rows(start * step, stop * step).read().every(first, step)
+
+        return DeferredRows(self.like, 0, (self.end - self.first) // step, reader)
 
     def read(self) -> QuantizedRows:
         """Reads them, each time anew."""

@@ -45,8 +45,6 @@ class Platform(Protocol):
     collectives: tuple[str, ...]
     # Whether kernels take weights of groups whose codes are floats (`QuantizedRows.floats`).
     multiplies_float_codes: bool
-    # Whether kernels take quantized experts of every model; else of those in `lowering.FAMILIES` alone.
-    multiplies_all_experts: bool
     # Whether compressed KV blocks are read fast, too, where page layers differ in shape.
     compresses_uneven_layers: bool
 

@@ -17,7 +17,6 @@ class Cpu(Platform):
     is_host = True
     collectives = ("shm", "gloo")
     multiplies_float_codes = True
-    multiplies_all_experts = False  # PyTorch computes others', and multiplies by plain weights alone
     compresses_uneven_layers = True
 
     def is_available(self) -> bool:

@@ -32,7 +32,6 @@ class Cuda(Platform):
     is_host = False
     collectives = ("nccl", "gloo")
     multiplies_float_codes = False
-    multiplies_all_experts = True
     compresses_uneven_layers = False  # Triton's kernels read page layers of one shape
 
     def is_available(self) -> bool:

@@ -25,7 +25,8 @@ from torch.nn import functional
 from services.executor.core.step_plan import StepPlan
 from services.executor.model.adapters.files import LowRank, read_adapter
 from services.executor.model.adapters.holder import AdapterHolder, Int64Array, grouped_rows, slots_of_rows
-from services.executor.model.adapters.targets import AdapterTarget, expert_leaves
+from services.executor.model.adapters.targets import AdapterTarget
+from services.executor.model.parallel.experts import expert_by_expert, expert_leaves
 from services.executor.model.parallel.layers import LatentWeight, LinearShard
 from services.executor.model.step_context import StepContext
 
@@ -199,9 +200,14 @@ def _attach_experts(experts: Any, deltas: Mapping[str, _Delta], current: Callabl
             added = [partial(_add_of_pairs, delta, rows.slots) for delta in (entry, out)]
             made = plain.with_adapters(*chosen, *added)
             return made
-        return _expert_by_expert(experts, *chosen, entry, out, rows.slots)
+        of_experts = [partial(_add_of_expert, delta, rows.slots) for delta in (entry, out)]
+        return expert_by_expert(experts, *chosen, *of_experts)
 
     experts.forward = forward
+
+
+def _add_of_expert(delta: _Delta, slots: Tensor, expert: int, rows: Tensor, x: Tensor, made: Tensor) -> None:
+    delta.add_of_expert(expert, x, slots[rows], made)
 
 
 def _add_of_pairs(delta: _Delta, slots: Tensor, x: Tensor, chosen: Tensor, made: Tensor) -> None:
@@ -215,29 +221,3 @@ def _add_of_pairs(delta: _Delta, slots: Tensor, x: Tensor, chosen: Tensor, made:
         part = made[at]
         delta.add_of_expert(expert, inputs[at], of_pairs[at], part)
         made[at] = part
-
-
-def _expert_by_expert(
-    experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, entry: _Delta, out: _Delta, slots: Tensor
-) -> Tensor:
-    """What transformers' own forward of `experts` computes: `hidden` [T, width], `chosen` and `weights` [T, K]."""
-    into, back = expert_leaves(experts)
-    total = torch.zeros_like(hidden)
-    for expert in sorted(set(chosen.flatten().tolist())):
-        if expert >= experts.num_experts:
-            continue  # of another rank or of none
-        rows, place = (chosen == expert).nonzero(as_tuple=True)
-        x = hidden[rows]
-        made = _product(experts, into, expert, x)
-        entry.add_of_expert(expert, x, slots[rows], made)
-        inner = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)  # noqa: SLF001
-        made = _product(experts, back, expert, inner)
-        out.add_of_expert(expert, inner, slots[rows], made)
-        total.index_add_(0, rows, (made * weights[rows, place, None]).to(total.dtype))
-    return total
-
-
-def _product(experts: Any, leaf: str, expert: int, x: Tensor) -> Tensor:
-    weight = getattr(experts, leaf)[expert]
-    bias = getattr(experts, f"{leaf}_bias")[expert] if experts.has_bias else None
-    return functional.linear(x, weight.T if experts.is_transposed else weight, bias)

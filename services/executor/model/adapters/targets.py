@@ -17,6 +17,7 @@ from torch import nn
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.catalogue import is_encoder
+from services.executor.model.parallel.experts import expert_leaves
 from services.executor.model.parallel.layers import (
     ColumnParallelLinear,
     LatentWeight,
@@ -79,11 +80,6 @@ def whole_targets(config: Any) -> list[AdapterTarget]:
     # PyTorch's own default type: another would be that of what a step in another thread makes meanwhile, too.
     model = build_split(config, torch.float32, ShardLayout.from_config(config, 1, 0), SingleRank())
     return targets_of(model)
-
-
-def expert_leaves(experts: Any) -> tuple[str, str]:
-    """What leads into `experts` and out of them."""
-    return "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj", "down_proj"
 
 
 def takes_adapters(module: Any) -> bool:

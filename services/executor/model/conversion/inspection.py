@@ -136,12 +136,13 @@ def _computed_by(shape: tuple[int, ...], described: Mapping[str, Any], plain: bo
     """What multiplies by the tensor on this machine's CPU, as codes where they are `kept`."""
     if len(shape) < 2:
         return "-"
-    library = load_library()
+    library, model_type = load_library(), described["model_type"]
     if library is None:
         return f"PyTorch ({why_not().split(';')[0]})"
-    model_type = described["model_type"]
-    if family_of(model_type).lowered is None or is_encoder(described):
-        return f"PyTorch (models of type {model_type}{', both ways' if is_encoder(described) else ''})"
+    if is_encoder(described):
+        return f"PyTorch (models of type {model_type}, both ways)"
     if kept:
         return f"kernel for codes, {library.level}"
+    if family_of(model_type).lowered is None:
+        return f"PyTorch (models of type {model_type})"
     return f"bf16 kernel, {library.level}" + ("" if plain else ", unpacked when it is loaded")

@@ -134,7 +134,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     check_described(file, files[0].header)
     ends = end_tokens(files[0])
     row = gguf_architecture(header)
-    if unpack and _rope_scaling(files) and not row.scales_unpacked:
+    if unpack and _rope_scaling(files):
         raise ModelLoadError(
             f"The file {file} scales rotary positions ({row.name}.rope.scaling, or a tensor of factors), and such "
             "a model of its architecture is not unpacked; use a safetensors directory."

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.model.loading import gguf_grids
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import E2M1, QuantizedRows, half_powers
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.native.library import load_library
 
 Bytes = NDArray[np.uint8]
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, which are halves
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -164,11 +163,7 @@ def _iq4_nl(blocks: Tensor) -> QuantizedRows:
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedRows:
-    exponent = blocks[..., 0].short()
-    # Half of 2 ** (exponent - 127), by the bits of a bf16: below 2 ** -126 there is no exponent.
-    bits = torch.where(exponent < 2, 0x20 << exponent.clamp(max=1), (exponent - 1) << 7)
-    bits[exponent == 255] = 0x7FC0  # no number
-    return QuantizedRows(_rows(_nibbles(blocks, 1)), 4, 32, bits.short().view(torch.bfloat16), table=_E2M1)
+    return QuantizedRows(_rows(_nibbles(blocks, 1)), 4, 32, half_powers(blocks[..., 0]), table=E2M1)
 
 
 def _q2_k(blocks: Tensor) -> QuantizedRows:

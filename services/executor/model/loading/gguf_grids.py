@@ -13,7 +13,7 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import E2M1, QuantizedRows
 
 _EIGHTH, _QUARTER = 0.125, 0.25
 _TWO_BITS = (8, 25, 43, 0, -8, -25, -43, 0)
@@ -21,7 +21,6 @@ _THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
 _ODD = (1, 3, 5, 7, 9, 11, 13, 15)
 # Eight times -1, 0 and 1, each an eighth less, then each an eighth more
 _NEAR_ONE = (-9, -1, 7, 0, -7, 1, 9, 0)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def iq2_xxs(blocks: Tensor) -> QuantizedRows:
@@ -104,7 +103,7 @@ def nvfp4(blocks: Tensor) -> QuantizedRows:
     scales[small == 0x7F] = 0  # as ggml has it
     data = blocks[..., 4:].reshape(*blocks.shape[:2], 4, 1, 8)
     codes = data >> torch.tensor([0, 4], dtype=torch.uint8).view(-1, 1) & 15
-    return QuantizedRows(_flat(codes), 4, 16, scales.flatten(1).bfloat16(), table=_E2M1)
+    return QuantizedRows(_flat(codes), 4, 16, scales.flatten(1).bfloat16(), table=E2M1)
 
 
 def _signed(

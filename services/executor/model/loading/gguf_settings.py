@@ -385,6 +385,29 @@ def _rows(shapes: Shapes, tensor: str) -> int:
     return shapes[tensor][0] if len(shapes[tensor]) > 1 else 1  # one row may be written as a vector
 
 
+def _gpt_oss(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Where positions are scaled, the frequencies between which that is done in part are not rounded."""
+    rope = {"rope_type": "default", "rope_theta": float(said.get("rope.freq_base", 10_000.0))}
+    return {"rope_parameters": {**rope, "truncate": False} if "rope.scaling.factor" in said else rope}
+
+
+def _llama4(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Of chunks, and of layers without positions between them, files say nothing, unless there are none: all models
+    have the same. That of 128 experts does without norms of queries and keys."""
+    layers, every = int(said["block_count"]), int(said["interleave_moe_layer_step"])
+    settings: dict[str, Any] = {
+        "use_qk_norm": said["expert_count"] != _MAVERICK,
+        "moe_layers": [layer for layer in range(layers) if every and (layer + 1) % every == 0],
+    }
+    if said.get("attention.sliding_window") != 0:
+        return settings
+    of_layers = {"layer_types": ["full_attention"] * layers, "no_rope_layers": [1] * layers}
+    return {**settings, **of_layers, "attn_temperature_tuning": False}
+
+
+_MAVERICK = 128  # experts
+
+
 COMPUTED: dict[str, Compute] = {
     "mpt": _mpt,
     "stablelm": _stablelm,
@@ -416,4 +439,6 @@ COMPUTED: dict[str, Compute] = {
     "modern_bert": _modern_bert,
     "segments": _segments,
     "windows_in_turn": _windows_in_turn,
+    "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
 }

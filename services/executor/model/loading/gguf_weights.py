@@ -77,7 +77,7 @@ class GgufWeights:
         """Which tensor each parameter is, of a model as transformers builds it."""
         name_in_file = self._architecture.tensor_names(model.config.num_hidden_layers)
         state = model.state_dict()
-        parameters = self._of_stacks(state)
+        parameters, experts = self._of_stacks(state), set()
         within = f"{model.base_model_prefix}."  # tables leave that out of the names of encoders' parameters
         for name, parameter in state.items():
             if name in parameters:
@@ -87,9 +87,11 @@ class GgufWeights:
             composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
             if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
                 parameters[name] = _of_experts([f"{found}.weight"], self.shapes)
+                experts.add(name)
             elif joined is not None:
                 ends = self._architecture.joined[joined]
                 sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
+                experts |= {name} if "experts" in joined else set()
                 parameters[name] = self._joined(sides, joined, parameter.shape)
             elif composed is not None and found is not None and found not in self._tensors:
                 block = ".".join(found.split(".")[:2])
@@ -102,7 +104,7 @@ class GgufWeights:
         rest = self._tensors.keys() - used - _NO_PARAMETERS
         heads = self._heads_behind(model.config.num_hidden_layers)
         unused = (name for name in rest if not self._follows(name) and not name.startswith(heads))
-        return CheckpointSources(parameters, frozenset(unused))
+        return CheckpointSources(parameters, frozenset(unused), dict.fromkeys(experts, True))
 
     def _of_stacks(self, state: Mapping[str, Tensor]) -> dict[str, Composition]:
         """Parameters that are matrices of a tensor, or rows of a matrix."""
@@ -170,15 +172,19 @@ class GgufWeights:
         return composed
 
     def _joined(self, sides: Sequence[str | None], end: str, shape: Sequence[int]) -> Composition:
-        names = [f"{side}.weight" if len(shape) > 1 or "experts" in end else str(side) for side in sides]
+        whole = [str(side).endswith(".bias") or len(shape) == 1 for side in sides]
+        names = [str(side) if one else f"{side}.weight" for side, one in zip(sides, whole, strict=True)]
         if "experts" in end and len(shape) > 2:
             return _of_experts(names, self.shapes)
         if missing := [name for name in names if name not in self._tensors]:
             raise ModelLoadError(
                 f"The file has no tensor {missing[0]}, which its architecture calls for; fetch it again."
             )
-        rows = [(_squeezed(self._tensors[name][1].shape) or (1,))[0] for name in names]
+        stored = [self._tensors[name][1].shape for name in names]
         try:
+            if "experts" in end:  # their biases, side by side
+                return concatenated([Composition.whole(*one) for one in zip(names, stored, strict=True)], 1)
+            rows = [(_squeezed(one) or (1,))[0] for one in stored]
             return concatenated(
                 [self._whole(name, (count, *shape[1:])) for name, count in zip(names, rows, strict=True)], 0
             )

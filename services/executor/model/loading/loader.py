@@ -11,7 +11,7 @@ garbage without a word.
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.parallel.latent import register_latent_attention
 from services.executor.model.parallel.layers import (
     LinearShard,
+    StoredExperts,
     TensorSlice,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -57,6 +58,7 @@ from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.rotary import fix_frequencies
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
+from services.executor.native.library import why_not
 from services.executor.platforms.catalog import platform_of
 from shared.errors import ModelLoadError, reason_of
 from shared.models import WEIGHT_DTYPE, linked_gguf
@@ -106,8 +108,12 @@ def load_model(
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
     with LOADING, open_weights(directory, find) as files:
-        kernels = platform_of(device).multiplies_all_experts or family_of(config.model_type).lowered is not None
-        with_experts = dtype is torch.bfloat16 and kernels
+        of_host = family_of(config.model_type).lowered is not None or not why_not()
+
+        def with_experts(parameter: _Parameter) -> bool:
+            kernels = of_host if platform_of(device).is_host else parameter.stored is None
+            return dtype is torch.bfloat16 and kernels
+
         model, plan = _planned(
             directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts, context
         )
@@ -189,7 +195,7 @@ def _planned(
     codec: WeightCodec | None = None,
     keep_codes: bool = False,
     defer_codes: bool = False,
-    with_experts: bool = False,
+    with_experts: "Callable[[_Parameter], bool]" = lambda parameter: False,
     context: int | None = None,
 ) -> tuple[Any, "list[tuple[_Parameter, Read]]"]:
     """A rank's share of the model, without memory for its weights, and what to read of them; with `LOADING` held."""
@@ -202,6 +208,9 @@ def _planned(
         files.scale_frequencies(model)
     else:
         sources = find_sources(model, files.shapes)
+        first = {name for name, tensor in files.coded.items() if tensor.outputs_first}
+        turned = (name for name, content in sources.parameters.items() if content.parts[0].source in first)
+        sources = replace(sources, outputs_first=dict.fromkeys(turned, False))
     apply_plan(model, config, layout, collectives)
     parameters = parameters_of(model, ties)
     plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
@@ -282,10 +291,13 @@ class _Parameter:
     # (module, attribute): more than one where parameters are tied.
     targets: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # what the model calls it
+    stored: StoredExperts | None = None  # how files have it, where it is experts' and otherwise than the model does
 
     @property
     def of_experts(self) -> bool:
-        return all(holds_experts(module, leaf) for module, leaf in self.targets)
+        """Whether it is read as the weights [out, in] of all experts, one below the other."""
+        turned = self.stored is not None and self.stored.outputs_first
+        return turned or all(holds_experts(module, leaf) for module, leaf in self.targets)
 
     @property
     def may_be_quantized(self) -> bool:
@@ -325,12 +337,12 @@ def plan_reads(
     codec: WeightCodec | None = None,
     keep_codes: bool = False,
     defer_codes: bool = False,
-    with_experts: bool = False,
+    with_experts: Callable[[_Parameter], bool] = lambda parameter: False,
 ) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that follow from the configuration keep what they were built with where
     the checkpoint lacks them; all else that it lacks is refused.
 
-    `with_experts`: theirs may be quantized too, all of a layer as one weight.
+    `with_experts`: which of theirs may be quantized too, all of a layer as one weight.
     """
     plan = []
     missing = []
@@ -341,13 +353,17 @@ def plan_reads(
                 missing.append(parameter.names[0])
             continue
         content, piece = sources.parameters[found], parameter.piece
+        if found in sources.outputs_first:
+            parameter.stored = StoredExperts.of(*parameter.targets[0], sources.outputs_first[found])
+        if piece is not None and parameter.stored is not None:
+            piece = parameter.stored.piece(piece)
         if piece is not None and piece.transposed:
             content = content.transposed(0, 1)
         _check_shape(found, parameter, content.shape)
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)
         flat = content.flattened() if parameter.of_experts else None
-        fits = flat is not None and with_experts if parameter.of_experts else parameter.may_be_quantized
+        fits = flat is not None and with_experts(parameter) if parameter.of_experts else parameter.may_be_quantized
         kind = parameter.codec_of(codec) if fits else None
         plan.append((parameter, Read(flat or content, parameter.dtype, kind, keep_codes and fits, defer_codes)))
     if missing:
@@ -362,6 +378,8 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
     expected = list(parameter.shape)
     if parameter.piece is not None:
         expected[parameter.piece.dim] = parameter.piece.full
+    if parameter.stored is not None:
+        expected = parameter.stored.shape(expected)
     if list(stored) != expected:
         raise ModelLoadError(
             f"The tensor {name} has the shape {list(stored)} where config.json calls for {expected}; "
@@ -386,12 +404,14 @@ def place(parameter: _Parameter, held: Weight) -> None:
     if not isinstance(held, Tensor):
         for module, leaf in parameter.targets:
             if parameter.of_experts:
-                keep_quantized_experts(module, leaf, held)
+                keep_quantized_experts(module, leaf, held, parameter.stored)
             else:
                 assert isinstance(module, WeightShard), "only linear layers, embeddings and experts are quantised"
                 module.keep_quantized(held)
         return
-    if parameter.of_experts:
+    if parameter.stored is not None:
+        held = parameter.stored.restored(held.view(parameter.stored.shape(list(parameter.shape))))
+    elif parameter.of_experts:
         held = held.view(parameter.shape)
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
     for module, attribute in parameter.targets:

@@ -1,8 +1,7 @@
 """Tensors that a checkpoint holds as codes and scales: read by boxes, as codes or as the values they stand for.
 
 A `CodedTensor` goes by the name and has the shape of the model's parameter; which tensors of the checkpoint it is made
-of is `quantization_schemes.py`'s. Codes and scales are the file's own. Where they fit `QuantizedRows` they are kept so;
-MXFP4 of experts is read as values.
+of is `quantization_schemes.py`'s. Codes and scales are the file's own. Where they fit `QuantizedRows` they are kept so.
 
     Gptq             qweight, scales, qzeros, g_idx      github.com/AutoGPTQ/AutoGPTQ, ModelCloud/GPTQModel
     Awq              qweight, scales, qzeros             github.com/casper-hansen/AutoAWQ, "GEMM"
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import ShardRange
-from services.executor.model.quantized import E4M3, QuantizedRows
+from services.executor.model.quantized import E2M1, E4M3, QuantizedRows, half_powers
 
 Box = tuple[slice, ...]  # a slice [start, stop) of each dimension
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,10 +36,15 @@ class CodedTensor(ABC):
 
     shape: tuple[int, ...]
     has_products = False  # whether kernels multiply by its codes, of a matrix at least; others are unpacked
+    outputs_first = False  # of experts, whether it is [experts, out, in] where the model has [experts, in, out]
 
     @abstractmethod
     def values(self, box: Box) -> Tensor:
         """float32, finite: what the codes in `box` stand for."""
+
+    def matrix(self, number: int) -> "CodedTensor":
+        """One of several, which a tensor of three dimensions is."""
+        raise ValueError("it is one matrix")
 
     def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
         """The codes of a weight [out, in]; None where they have no products or cannot be cut there."""
@@ -285,35 +289,49 @@ class Fp8(CodedTensor):
         return QuantizedRows(codes, 8, group, scales, floats=E4M3)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 class Mxfp4(CodedTensor):
-    """Experts' weights [experts, in, out] held as [experts, out, in]: nibbles of e2m1, the lower first, and an exponent
-    for each 32 inputs."""
+    """Experts' weights [experts, out, in]: nibbles of e2m1, the lower first, and an exponent for each 32 inputs. The
+    model has them [experts, in, out]."""
 
     GROUP = 32
+    has_products = True
+    outputs_first = True
 
     def __init__(self, blocks: Tensor, scales: Tensor) -> None:
         _expect("blocks", blocks, (torch.uint8,), (None, None, None, self.GROUP // 2))
         experts, outputs, groups = blocks.shape[:3]
         _expect("scales", scales, (torch.uint8,), (experts, outputs, groups))
-        self.shape = (experts, groups * self.GROUP, outputs)
+        self.shape = (experts, outputs, groups * self.GROUP)
         self._blocks, self._scales = blocks, scales
 
     def values(self, box: Box) -> Tensor:
-        experts, inputs, outputs = box
+        experts, outputs, inputs = box
+        codes, exponents, first = self._parts((experts, outputs), inputs)
+        values = torch.tensor(E2M1, dtype=torch.float32)[codes.int()].view(*exponents.shape, self.GROUP)
+        values = torch.ldexp(values, (exponents.int() - _E8M0_BIAS - 1).unsqueeze(-1)).flatten(-2)
+        return _finite(values[..., inputs.start - first : inputs.stop - first])
+
+    def matrix(self, number: int) -> "Mxfp4":
+        return Mxfp4(self._blocks[number : number + 1], self._scales[number : number + 1])
+
+    def rows(self, rows: ShardRange, columns: ShardRange) -> QuantizedRows | None:
+        """Of the one expert that there is."""
+        if columns.start % _STEP or columns.stop % _STEP:
+            return None
+        codes, exponents, first = self._parts((0, slice(rows.start, rows.stop)), slice(columns.start, columns.stop))
+        made = QuantizedRows(codes, 4, self.GROUP, half_powers(exponents), table=E2M1)
+        return made.columns(columns.start - first, columns.stop - first)
+
+    def _parts(self, rows: tuple[int | slice, slice], inputs: slice) -> tuple[Tensor, Tensor, int]:
+        """(codes, a byte each; their groups' exponents; the first one's input) of whole groups."""
         groups = slice(inputs.start // self.GROUP, -(-inputs.stop // self.GROUP))
-        blocks = self._blocks[experts, outputs, groups]
-        exponents = self._scales[experts, outputs, groups]
+        blocks, exponents = self._blocks[(*rows, groups)], self._scales[(*rows, groups)]
         if bool((exponents == _E8M0_NAN).any()):
             raise ValueError("its scales hold NaN or infinite values")
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
-        nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-        values = torch.ldexp(table[nibbles.int()], (exponents.int() - _E8M0_BIAS).unsqueeze(-1)).flatten(-2)
-        first = groups.start * self.GROUP
-        return _finite(values[..., inputs.start - first : inputs.stop - first].transpose(1, 2))
+        return torch.stack([blocks & 15, blocks >> 4], -1).flatten(-3), exponents, groups.start * self.GROUP
 
 
 @dataclass(frozen=True)

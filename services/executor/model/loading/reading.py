@@ -142,7 +142,7 @@ def _read_coded(reads: Sequence[Read], files: WeightFiles, device: torch.device,
     held: list[Weight] = []
     unpacked: dict[str, int] = {}
     for read in reads:
-        sources = [part.source for part in read.content.parts]
+        sources = list(dict.fromkeys(part.source for part in read.content.parts))
         deferred = _deferred(read, files, meter) if read.keeps_codes and read.defers else None
         if deferred is not None and not _not_there(deferred.like, device):
             held.append(deferred)
@@ -169,7 +169,8 @@ def _not_there(codes: QuantizedRows, device: torch.device) -> bool:
 
 def _deferred(read: Read, files: WeightFiles, meter: "ReadMeter") -> DeferredRows | None:
     """None where `_codes` would be none."""
-    coded, release = files.coded, [files.releaser(part.source) for part in read.content.parts]
+    coded, sources = files.coded, sorted({part.source for part in read.content.parts})
+    release = [files.releaser(source) for source in sources]
 
     def rows(first: int, end: int) -> Read:
         return replace(read, content=read.content.selected(0, [ShardRange(first, end)]))
@@ -198,11 +199,11 @@ def _codes(read: Read, coded_tensors: Mapping[str, CodedTensor]) -> QuantizedRow
     rows: list[QuantizedRows] = []
     for part in sorted(read.content.parts, key=lambda part: part.at):
         coded = coded_tensors.get(part.source)
-        if coded is None or part.matrix is not None or part.axes != (0, 1) or part.size[1] != read.content.shape[1]:
+        if coded is None or part.axes != (0, 1) or part.size[1] != read.content.shape[1]:
             return None
         spans = [ShardRange(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]
         try:
-            some = coded.rows(*spans)
+            some = (coded if part.matrix is None else coded.matrix(part.matrix)).rows(*spans)
         except ValueError as error:
             raise unreadable(part.source, error) from error
         if some is None or (rows and not rows[0].same_format(some)):

@@ -30,6 +30,9 @@ class CheckpointSources:
     # For each name of the model's state that the checkpoint has, how it is composed.
     parameters: Mapping[str, Composition]
     unused: frozenset[str]  # tensors of the checkpoint that belong to none
+    # Parameters of experts that it holds with outputs before inputs, however the model does: whether all gate values
+    # come before all up values
+    outputs_first: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass

@@ -11,6 +11,7 @@ that hands on what it is given (LongCat's) does so on rank 0 alone.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout, ShardRange
-from services.executor.model.parallel.layers import TensorSlice, halves, hold, leave_out, shifted
+from services.executor.model.parallel.layers import TensorSlice, expert_product, halves, hold, leave_out, shifted
 from shared.errors import ModelLoadError
 
 _PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
@@ -60,6 +61,43 @@ def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Col
     if hasattr(experts, _IDENTITY) and layout.rank > 0:
         setattr(experts, _IDENTITY, _Nothing())
     experts.register_forward_hook(_sum_over_ranks(collectives))
+
+
+# Of an expert, rows and what they are, adds to what is made of them.
+AddOfExpert = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+def expert_leaves(experts: Any) -> tuple[str, str]:
+    """What leads into `experts` and out of them."""
+    return "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj", "down_proj"
+
+
+def expert_by_expert(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    entry: AddOfExpert | None = None,
+    out: AddOfExpert | None = None,
+) -> Tensor:
+    """What transformers' own forward of `experts` computes, by its names: `hidden_states` [T, width], the others
+    [T, K]. `entry` and `out` add to what leads into the experts and out of them."""
+    into, back = expert_leaves(experts)
+    total = torch.zeros_like(hidden_states)
+    for expert in sorted(set(top_k_index.flatten().tolist())):
+        if expert >= experts.num_experts:
+            continue  # of another rank or of none
+        rows, place = (top_k_index == expert).nonzero(as_tuple=True)
+        x = hidden_states[rows]
+        made = expert_product(experts, into, expert, x)
+        if entry is not None:
+            entry(expert, rows, x, made)
+        inner = experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)  # noqa: SLF001
+        made = expert_product(experts, back, expert, inner)
+        if out is not None:
+            out(expert, rows, inner, made)
+        total.index_add_(0, rows, (made * top_k_weights[rows, place, None]).to(total.dtype))
+    return total
 
 
 def _split_rows(experts: Any, layout: ShardLayout, collectives: Collectives) -> None:

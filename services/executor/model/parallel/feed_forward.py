@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
 from services.executor.families.registry import family_of
+from services.executor.model.parallel.layers import expert_product
 
 
 def adapt_feed_forwards(model: nn.Module, config: Any, collectives: Collectives) -> None:
@@ -46,8 +47,8 @@ def _chosen_experts(experts: Any, rows: Tensor, chosen: Tensor, weights: Tensor)
     for expert in sorted(set(chosen.flatten().tolist())):
         at, place = (chosen == expert).nonzero(as_tuple=True)
         taken = rows[at] * weights[at, place].unsqueeze(-1)
-        gate, up = (taken @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
-        out.index_add_(0, at, (up * experts.act_fn(gate)) @ experts.down_proj[expert])
+        gate, up = expert_product(experts, "gate_up_proj", expert, taken).chunk(2, dim=-1)
+        out.index_add_(0, at, expert_product(experts, "down_proj", expert, up * experts.act_fn(gate)))
     return out
 
 

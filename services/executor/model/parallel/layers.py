@@ -71,6 +71,8 @@ StackedWeight = Quantized | QuantizedRows | DeferredRows | Packed
 _SLICES = "slices"
 _ELSEWHERE = "elsewhere"
 _QUANTIZED = "quantized_experts"
+_STORED = "stored_experts"
+_PRODUCTS = "expert_products"
 
 
 def hold(module: nn.Module, name: str, like: Tensor, piece: TensorSlice) -> None:
@@ -112,6 +114,40 @@ def held_elsewhere(module: nn.Module) -> frozenset[str]:
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of all experts of a layer, as transformers names them
 
 
+@dataclass(frozen=True)
+class StoredExperts:
+    """How files, and codes, hold a parameter of experts otherwise than their module."""
+
+    outputs_first: bool  # [experts, out, in], where the module has [experts, in, out]
+    halves: bool  # all gate values before all up values, which take turns in the module
+
+    @classmethod
+    def of(cls, module: Any, name: str, halves: bool) -> "StoredExperts | None":
+        """Of parameter `name` of `module` in files that have outputs first; `halves`: and all gate values before all up
+        values. None: as the module has it."""
+        first = name in EXPERT_WEIGHTS and bool(getattr(module, "is_transposed", False))
+        joined = halves and name.startswith(EXPERT_WEIGHTS[0]) and not getattr(module, "is_concatenated", True)
+        return cls(first, joined) if first or joined else None
+
+    def shape(self, shape: list[int]) -> list[int]:
+        """The files', of the module's `shape`."""
+        return [shape[0], *reversed(shape[1:])] if self.outputs_first else shape
+
+    def piece(self, piece: TensorSlice) -> TensorSlice:
+        """The files', of the module's `piece`."""
+        dim = {1: 2, 2: 1}[piece.dim] if self.outputs_first else piece.dim
+        if not self.halves:
+            return replace(piece, dim=dim)
+        spans = [ShardRange(span.start // 2, span.stop // 2) for span in piece.spans]
+        width = piece.full // 2
+        return replace(piece, dim=dim, spans=tuple(merged([*spans, *(shifted(span, width) for span in spans)])))
+
+    def restored(self, held: Tensor) -> Tensor:
+        """The module's parameter, of the files'."""
+        held = torch.stack(held.chunk(2, dim=1), dim=2).flatten(1, 2) if self.halves else held
+        return held.transpose(1, 2).contiguous() if self.outputs_first else held
+
+
 def holds_experts(module: nn.Module, name: str) -> bool:
     """Whether parameter `name` of `module` has the weights [out, in] of all experts, which may be quantised as one:
     transformers' own module, which holds some the other way, or with more than weights."""
@@ -120,9 +156,12 @@ def holds_experts(module: nn.Module, name: str) -> bool:
     return name in EXPERT_WEIGHTS and plain
 
 
-def keep_quantized_experts(module: nn.Module, name: str, weight: "StackedWeight | None") -> None:
-    """Holds `weight` [experts * out, in] in place of the plain one; None: neither."""
+def keep_quantized_experts(
+    module: nn.Module, name: str, weight: "StackedWeight | None", stored: StoredExperts | None = None
+) -> None:
+    """Holds `weight` [experts * out, in], in the order of `stored`, in place of the plain one; None: neither."""
     plain: nn.Parameter = getattr(module, name)
+    module.__dict__.setdefault(_STORED, {})[name] = stored
     setattr(module, name, nn.Parameter(torch.empty(0, dtype=plain.dtype), requires_grad=False))
     module.__dict__.setdefault(_QUANTIZED, {})[name] = weight
 
@@ -134,6 +173,34 @@ def expert_weight_of(module: nn.Module, name: str) -> "Tensor | StackedWeight":
     return plain if kept is None else kept
 
 
+def stored_of(module: nn.Module, name: str) -> StoredExperts | None:
+    """The order of what `keep_quantized_experts` was given; None: the module's."""
+    stored: StoredExperts | None = module.__dict__.get(_STORED, {}).get(name)
+    return stored
+
+
+def multiply_experts_by(module: nn.Module, name: str, products: list[Callable[[Tensor], Tensor]]) -> None:
+    """From now on `expert_product` multiplies by `products`, [T, in] -> [T, out] of each expert."""
+    module.__dict__.setdefault(_PRODUCTS, {})[name] = products
+
+
+def expert_product(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
+    """`x` [T, in] times the weight of `expert`, plus its bias, if it has one: [T, out]."""
+    bias = getattr(module, f"{name}_bias")[expert] if getattr(module, "has_bias", False) else None
+    if (products := module.__dict__.get(_PRODUCTS, {}).get(name)) is not None:
+        made: Tensor = products[expert](x)
+        return made if bias is None else made + bias
+    weight = getattr(module, name)[expert]
+    return functional.linear(x, weight.T if module.is_transposed else weight, bias)
+
+
+def takes_turns(module: nn.Module, name: str) -> bool:
+    """Whether gate and up values of `expert_weight_of` take turns, where that is quantised."""
+    stored = stored_of(module, name)
+    concatenated: bool = getattr(module, "is_concatenated", True)
+    return name == EXPERT_WEIGHTS[0] and not concatenated and not (stored is not None and stored.halves)
+
+
 def unpack_experts(model: nn.Module) -> None:
     """Makes plain weights of those of experts that are quantised, and not packed yet, for models that PyTorch computes;
     on the device of what is plain."""
@@ -142,11 +209,15 @@ def unpack_experts(model: nn.Module) -> None:
         for name, kept in module.__dict__.pop(_QUANTIZED, {}).items():
             if kept is None:
                 continue
-            weight = kept.read() if isinstance(kept, DeferredRows) else kept
-            assert isinstance(weight, Quantized | QuantizedRows), "nothing unpacks what a device's kernels read"
-            plain = weight.dequantized().to(device, getattr(module, name).dtype)
+            assert isinstance(kept, Quantized | DeferredRows | QuantizedRows), "others are what a device's kernels read"
             count: int = module.num_experts  # type: ignore[assignment]  # of transformers' own
-            experts = plain.view(count, -1, plain.shape[1])
+            outputs, inputs = kept.shape[0] // count, kept.shape[1]
+            experts = torch.empty((count, outputs, inputs), dtype=getattr(module, name).dtype, device=device)
+            for expert in range(count):
+                rows = kept.rows(expert * outputs, (expert + 1) * outputs)
+                experts[expert] = (rows.read() if isinstance(rows, DeferredRows) else rows).dequantized()
+            stored: StoredExperts | None = module.__dict__[_STORED].pop(name)
+            experts = experts if stored is None else stored.restored(experts)
             setattr(module, name, nn.Parameter(experts, requires_grad=False))
 
 

@@ -92,15 +92,24 @@ class Backend:
         alike on every rank."""
         return False
 
+    def multiplies_codes(self) -> bool:
+        """Whether `use_products` leaves the codes of weights packed."""
+        return False
+
+    def use_products(self, request: RunnerRequest) -> None:
+        """Has the quantized weights of a model that PyTorch runs multiplied by."""
+        from services.executor.model.products import use_products
+
+        use_products(request.model)
+
     def runner(self, request: RunnerRequest) -> ModelRunner:
         """The log says why where kernels of its own do not compute the model."""
         # With transformers, which has built the model.
         from services.executor.model.loading.loader import pack_linears
-        from services.executor.model.products import use_products
 
         model, store, _, collectives, device, *_ = request
         pack_linears(model)
-        use_products(model)
+        self.use_products(request)
         return ModelRunner(model, vocabulary_widths(model), store, collectives, device, request.spill)
 
     def head_runner(self, request: RunnerRequest) -> tuple[ModelRunner, HeadReader]:
@@ -159,7 +168,7 @@ class BuiltShare(Share):
         )
         self._backend, self._device, self._collectives = backend, device, collectives
         self.reads_compressed = backend.reads_compressed(self._model, self.dtype, collectives, self._threads)
-        if keep_codes and not self.reads_compressed:
+        if keep_codes and not (self.reads_compressed or backend.multiplies_codes()):
             unpack(self._model, self.dtype, device)
         else:
             backend.pack(self._model, device)

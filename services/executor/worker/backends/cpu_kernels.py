@@ -8,8 +8,10 @@ import torch
 
 from services.executor.collectives.base import Collectives
 from services.executor.cpu.block_fetching import measure_disk
+from services.executor.cpu.module_products import use_native_products
 from services.executor.cpu.packed_model import pack
 from services.executor.model.lowering import CannotLower
+from services.executor.native.library import load_library
 from services.executor.worker.backends.base import Backend, RunnerRequest
 from services.executor.worker.backends.native_runner import lower_natively, native_runner
 from services.executor.worker.backends.packed_share import cache_of, load_packed
@@ -37,6 +39,16 @@ class CpuKernels(Backend):
         except CannotLower:
             return False
         return True
+
+    def multiplies_codes(self) -> bool:
+        return load_library() is not None
+
+    def use_products(self, request: RunnerRequest) -> None:
+        library = load_library()
+        if library is None:
+            super().use_products(request)
+        else:
+            use_native_products(request.model, library, request.threads, request.cpus)
 
     def runner(self, request: RunnerRequest) -> ModelRunner:
         model, store, layout, collectives, _, threads, *_ = request

@@ -26,6 +26,7 @@ from services.executor.model.loading import arena, loader
 from services.executor.native import library
 from services.executor.platforms.cpu import Cpu
 from services.executor.worker.backend import load_share
+from services.executor.worker.backends import cpu_kernels, native_runner
 from services.executor.worker.backends.packed_share import cache_of
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, ShareRequest
@@ -129,10 +130,17 @@ def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: N
 
 
 @natively
-@pytest.mark.parametrize(("model_type", "packed"), [("llama", True), ("qwen3_moe", True), ("arcee", False)])
-def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
-    tmp_path: Path, model_type: str, packed: bool
+@pytest.mark.parametrize(
+    ("model_type", "whole", "kernels"),
+    [("llama", True, True), ("qwen3_moe", True, True), ("arcee", False, True), ("qwen3_moe", False, False)],
+)
+def test_quantized_checkpoints_are_packed_where_kernels_multiply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, whole: bool, kernels: bool
 ) -> None:
+    """`whole`: they compute the model; else PyTorch does, with their products."""
+    if not kernels:
+        monkeypatch.setattr(native_runner, "load_library", lambda: None)
+        monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
     checkpoint = make_checkpoint(tmp_path, model_type, FORMS["gptq"], **({} if model_type == "llama" else experts))
     config = checkpoint.quantized / "config.json"
@@ -140,8 +148,8 @@ def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
     with structlog.testing.capture_logs() as logged:
         share = share_of(checkpoint.quantized)
         runner = runner_of(share)
-    assert runner.is_native is packed
-    assert any(line["event"] == "weights_unpacked" for line in logged) is not packed
+    assert runner.is_native is whole
+    assert any(line["event"] == "weights_unpacked" for line in logged) is not kernels
     script, steps = mixed_script()
     expected = reference_logits(checkpoint.plain, script.sequences)
     for plan, sampled in steps:

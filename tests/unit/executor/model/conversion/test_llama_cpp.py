@@ -25,7 +25,8 @@ from services.executor.native.library import why_not
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
 from tests.unit.executor.model.conversion.test_convert import GEMMA3_LAYERS, GEMMA3_ROPE
 from tests.unit.executor.model.loading import test_gguf_dense as dense
-from tests.unit.executor.model.loading.test_gguf_layers import make
+from tests.unit.executor.model.loading import test_gguf_layers as layers
+from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
 
 PROGRAM = shutil.which(
     "llama-perplexity", path=os.environ.get("RYZANSTEIN_LLAMA_CPP", "") + os.pathsep + os.environ["PATH"]
@@ -139,11 +140,11 @@ def test_it_computes_each_architecture(
     assert divergence(exact, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4/experts", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4/experts", "lfm2", "lfm2_moe", "gpt_oss/unscaled", "llama4"])
 def test_files_that_we_only_read_are_as_it_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """By which the layout that test_gguf_layers.py writes is held."""
+    """By which the layout that test_gguf_layers.py and test_gguf_mixtures.py write is held."""
     monkeypatch.setattr(f"{__name__}.TEXT", TEXT.replace(" ", ""))  # of which those files have no token
-    source, file = make(tmp_path, name, "F32")
+    source, file = (mixtures if name in mixtures.MODELS else layers).make(tmp_path, name, "F32")
     tokens, theirs = read(file, tmp_path)
     model, _ = opened(source, torch.float32, tmp_path / "cache")
     with torch.inference_mode():

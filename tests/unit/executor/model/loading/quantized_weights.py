@@ -173,7 +173,7 @@ def fp8(made: np.random.Generator, outputs: int, inputs: int, per: str = "block"
 
 
 def mxfp4(made: np.random.Generator, experts: int, outputs: int, inputs: int) -> Written:
-    """Values [experts, in, out], as gpt-oss' parameters lie."""
+    """Values [experts, out, in]; gpt-oss' parameters lie the other way."""
     nibbles = made.integers(0, 16, (experts, outputs, inputs))
     exponents = made.integers(118, 124, (experts, outputs, inputs // 32))
     sign = np.where(nibbles & 8, -1.0, 1.0)
@@ -185,7 +185,7 @@ def mxfp4(made: np.random.Generator, experts: int, outputs: int, inputs: int) ->
         "_blocks": torch.from_numpy(blocks.reshape(experts, outputs, inputs // 32, 16)),
         "_scales": torch.from_numpy(exponents.astype(np.uint8)),
     }
-    return Written(tensors, values.astype(np.float32).transpose(0, 2, 1), {"quant_method": "mxfp4"})
+    return Written(tensors, values.astype(np.float32), {"quant_method": "mxfp4"})
 
 
 def nf4(

@@ -35,6 +35,8 @@ EVEN_HEADS: Keys = {"num_attention_heads": 6, "head_dim": 32, "hidden_size": 96}
 # Queries are scaled by their position.
 SCALED: Keys = {**YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0}
 V3: Keys = {"attention_bias": False, "head_dim": 32, **ALL_EXPERTS}
+TURNED: Keys = {key: value for key, value in YARN.items() if "mscale" not in key}
+OSS: Keys = {**EVEN_HEADS, "intermediate_size": 64}
 MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
     "deepseek_v2": ("deepseek_v2", "deepseek2", {**V2, **ALL_EXPERTS}),
     "deepseek_v2/lite": ("deepseek_v2", "deepseek2", LITE),
@@ -93,6 +95,34 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
             "use_qk_norm": True,
             "attention_bias": False,
             "rope_parameters": {"rope_theta": 6e5, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt_oss": ("gpt_oss", "gpt-oss", {**OSS, "rope_parameters": {**TURNED, "truncate": False}}),
+    "gpt_oss/unscaled": ("gpt_oss", "gpt-oss", {**OSS, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
+}
+LLAMA4: Keys = {
+    **EVEN_HEADS,
+    "num_hidden_layers": 4,  # of which the last turns nothing
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 6,
+    "interleave_moe_layer_step": 2,
+}
+MODELS |= {
+    "llama4": ("llama4_text", "llama4", LLAMA4),
+    # As many experts as Maverick has; no chunks.
+    "llama4/many": (
+        "llama4_text",
+        "llama4",
+        {
+            **LLAMA4,
+            "num_local_experts": 128,
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 1,
+            "layer_types": ["full_attention"],
+            "no_rope_layers": [1] * 4,
+            "attn_temperature_tuning": False,
         },
     ),
 }
@@ -214,6 +244,26 @@ def of_mimo2(config: Any, older: bool) -> Keys:
     }
 
 
+def of_gpt_oss(config: Any, older: bool) -> Keys:
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+    }
+
+
+def of_llama4(config: Any, older: bool) -> Keys:
+    return {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "attention.sliding_window": None if "chunked_attention" in config.layer_types else 0,
+    }
+
+
 OWN_KEYS: Mapping[str, Callable[[Any, bool], Keys]] = {
     "deepseek2": of_deepseek,
     "minimax-m2": of_minimax,
@@ -223,6 +273,8 @@ OWN_KEYS: Mapping[str, Callable[[Any, bool], Keys]] = {
     "mistral3": of_mistral3,
     "bailingmoe2": of_bailing,
     "mistral4": of_mistral4,
+    "gpt-oss": of_gpt_oss,
+    "llama4": of_llama4,
 }
 
 
@@ -243,7 +295,7 @@ def tensors_of(name: str, model: Any) -> Tensors:
     joined: list[Tensor] = []
     if architecture in ("bailingmoe2", "mimo2"):
         yield f"blk.{config.num_hidden_layers}.nextn.enorm.weight", torch.ones(config.hidden_size)  # of a head behind
-    for own, tensor in apart(model.state_dict()):
+    for own, tensor in apart(dict(rows_first(model))):
         if own.endswith("kv_b_proj.weight") and not name.endswith("/older"):
             layer = own.split(".")[2]
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
@@ -257,6 +309,10 @@ def tensors_of(name: str, model: Any) -> Tensors:
                 yield f"blk.{own.split('.')[2]}.attn_qkv.weight", torch.cat(joined)
                 joined.clear()
             continue
+        if own.endswith(("gate_up_proj_bias", "down_proj_bias")):
+            sides = zip(("gate", "up"), tensor.chunk(2, 1), strict=True) if "gate" in own else [("down", tensor)]
+            yield from ((f"blk.{own.split('.')[2]}.ffn_{side}_exps.bias", part) for side, part in sides)
+            continue
         if own.endswith("self_attn.sinks"):
             yield f"blk.{own.split('.')[2]}.attn_sinks.weight", tensor
             continue
@@ -268,6 +324,17 @@ def tensors_of(name: str, model: Any) -> Tensors:
         if architecture == "mistral3" and (".attn_q." in stored or ".attn_k." in stored):
             tensor = interleaved(tensor, tensor.shape[0] // config.head_dim)
         yield stored, tensor
+
+
+def rows_first(model: Any) -> Tensors:
+    """The state, of experts all outputs before their inputs and all gate values before all up values."""
+    for name, tensor in model.state_dict().items():
+        experts = model.get_submodule(name.rpartition(".")[0]) if ".experts." in name else None
+        if tensor.dim() == 3 and (getattr(experts, "is_transposed", False) or "Llama4" in type(experts).__name__):
+            tensor = tensor.transpose(1, 2)
+        if "gate_up" in name and not getattr(experts, "is_concatenated", True):
+            tensor = torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1)
+        yield name, tensor
 
 
 def theirs(source: Path) -> Any:
@@ -295,12 +362,16 @@ def make(
 
 
 native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-FAST = ["deepseek_v3", "bailing"]  # transposed parts; parts of a tensor
+# transposed parts; parts of a tensor; experts the other way
+FAST = ["deepseek_v3", "bailing", "gpt_oss"]
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    in_lanes([*((name, 1) for name in MODELS), ("deepseek_v2", 2), ("deepseek_v3", 3)], [(name, 1) for name in FAST]),
+    in_lanes(
+        [*((name, 1) for name in MODELS), ("deepseek_v2", 2), ("deepseek_v3", 3), ("gpt_oss", 3)],
+        [(name, 1) for name in FAST],
+    ),
 )
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
@@ -332,10 +403,13 @@ NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_vers
 }
 # Whose codes are not those of the rows: latents' keys, which are transposed.
 UNPACKED = ("kv_b_proj",)
+# Computed by modules, whose codes stay packed but for those of routers.
+ROUTERS = ("router.weight", "mlp.gate.weight", "_bias")
+BY_PYTORCH = ("mistral3", "mimo2", "llama4", "llama4/many")
 
 
 @native
-@pytest.mark.parametrize("name", in_lanes([name for name in MODELS if name not in ("mistral3", "mimo2")], FAST))
+@pytest.mark.parametrize("name", in_lanes(MODELS, [*FAST, "llama4"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
     made = converted(file)
@@ -353,9 +427,30 @@ def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     whole.save_pretrained(str(unpacked))
     expected = truth(unpacked, mixed_script()[0].sequences)
     runner = runner_of(made, native=True)
-    assert runner.is_native
+    assert runner.is_native == (name not in BY_PYTORCH)
+    if not runner.is_native:
+        assert all(key.endswith(ROUTERS) for key in plain_matrices(runner))
     ours = runner_of(unpacked, native=True, weights="q8_0")
     assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+
+
+def plain_matrices(runner: Any) -> set[str]:
+    return {key for key, held in runner._model.named_parameters() if held.dim() > 1 and held.numel()}
+
+
+@native
+@pytest.mark.parametrize("name", in_lanes(["gpt_oss", "llama4"], ["gpt_oss"]))
+def test_ranks_that_share_no_memory_multiply_by_codes(tmp_path: Path, name: str) -> None:
+    source, file = make(tmp_path, name, "Q8_0")
+    made, expected = converted(file), truth(source, mixed_script()[0].sequences)
+
+    def work(member: Any) -> Tensor:
+        runner = runner_of(made, native=True, collectives=member)
+        assert not runner.is_native
+        assert all(key.endswith(ROUTERS) for key in plain_matrices(runner))
+        return errors(runner, expected)
+
+    assert on_ring(2, work)[0].mean() < 0.05 * torch.stack([row.std() for row in expected]).mean()
 
 
 WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
@@ -382,6 +477,16 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("mimo2", {"attention.value_length": None}, {}, r"does not say mimo2\.attention\.value_length"),
     ("mimo2", {"attention.head_count_kv": [3, 3, 3, 3, 3]}, {}, r"other than twice the heads"),
     ("mimo2", {}, {"blk.1.attn_sinks.weight": None}, r"no tensor .*layers\.1\.self_attn\.sinks"),
+    ("llama4", {"interleave_moe_layer_step": None}, {}, r"does not say llama4\.interleave_moe_layer_step"),
+    ("llama4", {"interleave_moe_layer_step": 1}, {}, r"no tensor blk\.0\.ffn_gate_exps\.weight"),
+    ("llama4", {}, {"blk.1.ffn_up_shexp.weight": None}, r"no tensor .*1\.feed_forward\.shared_expert\.up_proj"),
+    ("gpt_oss", {"attention.sliding_window": None}, {}, r"does not say gpt-oss\.attention\.sliding_window"),
+    ("gpt_oss", {"expert_feed_forward_length": None}, {}, r"does not say gpt-oss\.expert_feed_forward_length"),
+    ("gpt_oss", {}, {"blk.1.attn_sinks.weight": None}, r"no tensor .*layers\.1\.self_attn\.sinks"),
+    ("gpt_oss", {}, {"blk.1.ffn_up_exps.bias": None}, r"no tensor blk\.1\.ffn_up_exps\.bias"),
+    ("gpt_oss", {}, {"blk.1.ffn_up_exps.bias": torch.ones(5, 64)}, r"blk\.1\.ffn_up_exps\.bias do not fit"),
+    ("gpt_oss", {}, {"blk.1.ffn_up_exps.weight": torch.ones(6, 64, 97)}, r"blk\.1\.ffn_up_exps\.weight do not fit"),
+    ("gpt_oss", {}, {"blk.1.ffn_down_exps.weight": torch.ones(6, 64, 96)}, r"shape \[6, 64, 96\] where .* \[6, 96, 64"),
     ("deepseek_v3", {}, {"blk.1.exp_probs_b.bias": None}, r"no tensor .*layers\.1\.mlp\.gate\.e_score_correction_bias"),
 ]
 

@@ -19,7 +19,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.model.conversion.convert import convert
 from services.executor.model.loading.loader import load_config, load_model, unpack
 from services.executor.model.loading.reading import Progress
-from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.parallel.layers import WeightShard, expert_weight_of
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
@@ -112,21 +112,57 @@ def test_experts_one_by_one(tmp_path: Path, form: str, ranks: int) -> None:
     assert worst(make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes), ranks) < 2e-4
 
 
-@pytest.mark.parametrize("ranks", EITHER)
-def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
-    plain = tmp_path / "plain"
-    build("gpt_oss", {**settings_of("gpt_oss"), "hidden_size": 64, "intermediate_size": 96}).save_pretrained(plain)
+def gpt_oss(tmp_path: Path, **changes: Any) -> Checkpoint:
+    plain = make_model(tmp_path / "plain", "gpt_oss", hidden_size=64, intermediate_size=96, **changes)
     made = np.random.default_rng(0)
     values, stored = load_file(plain / "model.safetensors"), {}
     for name, value in list(values.items()):
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             written = mxfp4(made, value.shape[0], value.shape[2], value.shape[1])
-            values[name] = torch.from_numpy(written.values).contiguous()
+            values[name] = torch.from_numpy(written.values).transpose(1, 2).contiguous()
             stored |= {name + part: tensor for part, tensor in written.tensors.items()}
         else:
             stored[name] = value
-    checkpoint = saved(plain, tmp_path / "quantized", values, stored, {"quant_method": "mxfp4"})
-    assert worst(checkpoint, ranks) < 2e-4
+    return saved(plain, tmp_path / "quantized", values, stored, {"quant_method": "mxfp4"})
+
+
+@pytest.mark.parametrize("ranks", EITHER)
+def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
+    assert worst(gpt_oss(tmp_path), ranks) < 2e-4
+
+
+@native
+@pytest.mark.parametrize("ranks", in_lanes([1, 2, 3], [1], [2]))
+def test_experts_of_gpt_oss_stay_codes(tmp_path: Path, ranks: int) -> None:
+    checkpoint = gpt_oss(tmp_path, head_dim=32)
+    expected = truth(checkpoint.plain, mixed_script()[0].sequences)
+
+    area = make_area(ranks, 1)
+
+    def work(rank: int) -> Tensor:
+        ring = SharedMemory(area, rank, ranks, lanes=1, timeout=60) if ranks > 1 else None
+        runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
+        assert runner.packed is not None
+        experts = runner.packed.layers[-1].experts
+        assert experts is not None
+        assert experts.gate_up.form is not None
+        assert experts.down.form is not None
+        return errors(runner, expected)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = next(iter(pool.map(work, range(ranks))))
+    assert found.mean() < 0.1 * torch.stack([row.std() for row in expected]).mean()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_codes_of_gpt_oss_are_put_back_where_its_modules_compute(tmp_path: Path, later: bool) -> None:
+    checkpoint = gpt_oss(tmp_path)
+    model = load(checkpoint.quantized, later=later)
+    held = expert_weight_of(model.model.layers[1].mlp.experts, "gate_up_proj")
+    assert isinstance(held, DeferredRows if later else QuantizedRows)
+    unpack(model, torch.bfloat16)
+    for name, value in load_file(checkpoint.plain / "model.safetensors").items():
+        assert torch.equal(model.get_parameter(name), value.bfloat16()), name
 
 
 @native
