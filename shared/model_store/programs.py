@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 
 
 # What a conversion is called while it is done, in order. The model's files are there by then.
-CONVERSION = ("header", "weights", "tokenizer", "write", "done")
+CONVERSION = ("header", "tokenizer", "write", "done")
 
 
 def size_of(directory: Path) -> int:

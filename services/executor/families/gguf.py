@@ -8,7 +8,7 @@ config.json's words for them. Its transforms are named; `loading/gguf_transforms
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 EXPERTS = {
     "experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
@@ -22,9 +22,6 @@ class GgufArchitecture:
 
     name: str  # `general.architecture`
     model_type: str = ""  # transformers' for the text model; empty: the same name
-    # Served from the file; unpacked as bf16 by transformers' reader; or refused: an encoder.
-    weights: Literal["kept", "unpacked", "refused"] = "kept"
-
     names_of: str = ""  # the architecture whose table in the package `gguf` names the tensors; empty: its own
     # Tensors that the table does not name: the file's name, `{}` for the layer, and the model's
     names: Mapping[str, str] = field(default_factory=dict)
@@ -73,10 +70,6 @@ class GgufArchitecture:
     activations: tuple[str, ...] = ("silu",)
     windows: int = 0  # 0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ...
     soft_caps: bool = False  # of scores and logits
-
-    @property
-    def kept(self) -> bool:
-        return self.weights == "kept"
 
     def config_type(self) -> str:
         """transformers' `model_type`."""

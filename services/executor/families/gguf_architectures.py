@@ -1,8 +1,10 @@
 """The architectures of GGUF files, each once. Source: llama.cpp, convert_hf_to_gguf.py and llama-model.cpp."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from services.executor.families.gguf import EXPERTS, GgufArchitecture
+from services.executor.families.gguf_refusals import refusal
+from shared.errors import ModelLoadError
 
 _PAIRS = {"blk.*.attn_q.*": "pairs", "blk.*.attn_k.*": "pairs"}
 _NORMS = {"*norm.weight": "plus_one"}
@@ -100,8 +102,6 @@ _ROWS = (
     GgufArchitecture("olmo2", splits_by_name=True,
         variants={"attention.sliding_window": GgufArchitecture("olmo2", "olmo3", splits_by_name=True,
         settings={"attention.sliding_window": "sliding_window"}, rotations=("full_attention", "sliding_attention"))}),
-    *(GgufArchitecture(name, weights="refused") for name in (
-        "jina-bert-v2", "neo-bert", "nomic-bert-moe", "t5encoder")),
 
     GgufArchitecture("qwen35", "qwen3_5_text", names=_DELTA_NAMES, transforms=_TILED_HEADS, splits_by_name=True,
         settings=_DELTA, computed=("gated_delta",), needs=("rope.dimension_count",), rotates_in_part=True),
@@ -257,12 +257,25 @@ _ROWS = (
 )
 # fmt: on
 
-# By `general.architecture`; others are unpacked where transformers' reader knows them.
-GGUF = {row.name: row for row in _ROWS}
+GGUF = {row.name: row for row in _ROWS}  # by `general.architecture`
 
 
-def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
-    """The row of the file that says this."""
+def row_of(metadata: Mapping[str, object]) -> GgufArchitecture | None:
+    """That of the file that says this; None: there is none."""
     name = str(metadata.get("general.architecture"))
-    row = GGUF.get(name) or GgufArchitecture(name, weights="unpacked")
-    return next((other for key, other in row.variants.items() if metadata.get(f"{name}.{key}")), row)
+    row = GGUF.get(name)
+    return row and next((other for key, other in row.variants.items() if metadata.get(f"{name}.{key}")), row)
+
+
+def gguf_architecture(metadata: Mapping[str, object], tensors: Iterable[str] = ()) -> GgufArchitecture:
+    """The row of the file that says this and has these tensors. Raises `ModelLoadError` where there is none."""
+    if (row := row_of(metadata)) is not None:
+        return row
+    name = str(metadata.get("general.architecture"))
+    raise ModelLoadError(
+        f"The architecture {name[:_SHOWN]!r} is not served from GGUF files: {refusal(name, tensors, GGUF)}; use a "
+        "safetensors directory, or choose another model."
+    )
+
+
+_SHOWN = 64  # characters of a name that a file says

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.executor.families.gguf_architectures import gguf_architecture
+from services.executor.families.gguf_architectures import row_of
 from services.executor.families.registry import family_of
 from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.loading.config_file import load_config
@@ -115,11 +115,11 @@ def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
 def _of_gguf(path: Path) -> tuple[str, list[TensorFacts]]:
     files = open_parts(path)
     architecture = str(files[0].header.metadata.get("general.architecture", "unknown"))
-    row, tensors = gguf_architecture(files[0].header.metadata), []
-    described = {**row.constants, "model_type": row.config_type()}
+    row, tensors = row_of(files[0].header.metadata), []
+    described = {"model_type": architecture} if row is None else {**row.constants, "model_type": row.config_type()}
     for file in files:
         for one in file.header.tensors:
-            kept = has_codes(one.kind) and row.kept
+            kept = has_codes(one.kind) and row is not None
             served = _computed_by(one.shape, described, one.kind.name in _PLAIN, kept)
             tensors.append(TensorFacts(one.name, one.kind.name, one.shape, one.nbytes, served))
     return architecture, sorted(tensors, key=lambda tensor: tensor.name)

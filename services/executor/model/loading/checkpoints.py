@@ -84,102 +84,48 @@ def _of_gguf(file: Path, cache_dir: Path, progress: ConversionProgress) -> Path:
 def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None:
     """Makes a model directory of `file`: configuration, tokenizer, chat template, and a link to the file.
 
-    Bf16 weights in place of the link where the architecture is not served from its file. Atomic: `target` appears whole
-    or not at all. Raises `ModelLoadError`.
+    Atomic: `target` appears whole or not at all. Raises `ModelLoadError`.
     """
     from services.executor.model.loading.gguf_file import open_parts
 
     files = open_parts(file)
     check_sizes(files[0].header.metadata)
-    row = gguf_architecture(files[0].header.metadata)
-    if row.weights == "refused":
-        raise ModelLoadError(
-            f"The model of {file} is an encoder of the architecture {row.name!r}, which is not served from GGUF; use "
-            "its safetensors directory, or choose another model."
-        )
-    unpack = not row.kept
-    if unpack and len(files) > 1:
-        raise ModelLoadError(
-            f"The model of {file} is in {len(files)} files, and one of the architecture {row.name!r} is only read "
-            "from one; join them with llama-gguf-split --merge, or use a safetensors directory."
-        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         try:
-            _convert(files, made, progress, unpack)
-            if unpack:
-                from services.executor.model.loading.config_file import load_config  # with transformers: seconds
-                from services.executor.model.loading.weight_files import WeightFiles
-
-                load_config(made)
-                WeightFiles(made).close()
+            _convert(files, made, progress)
         except ModelLoadError:
             raise
         except Exception as error:
             raise ModelLoadError(
-                f"The file {file} cannot be converted ({reason_of(error)}); it is damaged or of an architecture that "
-                "transformers does not read from GGUF, fetch it again or use a safetensors directory."
+                f"The file {file} cannot be converted ({reason_of(error)}); it is damaged, fetch it again or use a "
+                "safetensors directory."
             ) from error
         _publish(made, target)
     progress("done", len(CONVERSION) - 1, len(CONVERSION) - 1)
 
 
-def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress, unpack: bool) -> None:
+def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress) -> None:
+    """Writes all but the weights, and a link to them."""
+
     def stage(name: str) -> None:
         progress(name, CONVERSION.index(name), len(CONVERSION) - 1)
 
     stage("header")
-    file, header = files[0].path, files[0].header.metadata
-    check_described(file, files[0].header)
-    ends = end_tokens(files[0])
-    row = gguf_architecture(header)
-    if unpack and _rope_scaling(files):
-        raise ModelLoadError(
-            f"The file {file} scales rotary positions ({row.name}.rope.scaling, or a tensor of factors), and such "
-            "a model of its architecture is not unpacked; use a safetensors directory."
-        )
-    stage("weights")
-    model = None
-    if unpack:
-        from services.executor.model.loading.gguf_unpacking import unpacked_model
-
-        model = unpacked_model(files[0], _alone(file, made.with_name("file")))
-    _describe(files, made, model, ends, stage)
-
-
-def _alone(file: Path, directory: Path) -> dict[str, Any]:
-    """What leads transformers to `file` in a `directory` that has nothing else: beside it may lie files that are read
-    in its stead, another model's tokenizer.json for one."""
-    directory.mkdir()
-    (directory / file.name).symlink_to(file.absolute())
-    return {"pretrained_model_name_or_path": str(directory), "gguf_file": file.name, "local_files_only": True}
-
-
-def _describe(
-    files: "Sequence[GgufFile]", made: Path, model: Any | None, ends: list[int], stage: Callable[[str], None]
-) -> None:
-    """Writes all but the weights, and them too where they are those of a `model` that was unpacked. `ends`: tokens that
-    end an answer."""
     header = files[0].header.metadata
-    settings = _settings(files) if model is None else {}
+    check_described(files)
+    ends = end_tokens(files[0])
+    settings = _settings(files)
     tokens = {f"{name}_token_id": header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
     settings |= {**tokens, "eos_token_id": ends[0]}  # else one has what transformers takes by default
     stage("tokenizer")
-    length = settings["max_position_embeddings"] if model is None else model.config.max_position_embeddings
-    texts = _tokenizer_files(files[0], ends[0], int(length))
+    texts = _tokenizer_files(files[0], ends[0], int(settings["max_position_embeddings"]))
     stage("write")
-    if model is not None:
-        for name, token in tokens.items():
-            setattr(model.config, name, ends[0] if name == "eos_token_id" else token)
-        model.save_pretrained(str(made))
-        for weights in made.glob("*.safetensors"):
-            weights.chmod(0o644)  # safetensors writes them for their owner alone
-    else:
-        made.mkdir()
-        texts["config.json"] = json.dumps(settings, indent=2, sort_keys=True)
-        texts |= pooling_files(files, gguf_architecture(header), settings)
-        link_gguf(made, files[0].path)
+    made.mkdir()
+    texts["config.json"] = json.dumps(settings, indent=2, sort_keys=True)
+    texts |= pooling_files(files, gguf_architecture(header), settings)
+    link_gguf(made, files[0].path)
     generation: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
     generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     texts["generation_config.json"] = json.dumps(generation, indent=2, sort_keys=True)

@@ -5,7 +5,7 @@ key. Keys whose absence means something to every reader stay free: no chat templ
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from services.executor.families.gguf_architectures import gguf_architecture
 from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # with torch
-    from services.executor.model.loading.gguf_file import GgufFile, GgufHeader, Value
+    from services.executor.model.loading.gguf_file import GgufFile, Value
 
 
 _SIZES = ("context_length", "embedding_length", "block_count", "attention.head_count")
@@ -47,11 +47,15 @@ _RANGES = {
 _DIGITS = 6  # behind the point that are kept of a number of 32 bits
 
 
-def check_described(file: Path, header: "GgufHeader") -> None:
-    """Raises `ModelLoadError` where `file` does not say what its model is built and its texts are tokenized by."""
-    architecture, tokenizer = header.metadata.get("general.architecture"), header.metadata.get(_TOKENIZER)
-    row = gguf_architecture(header.metadata)
-    keys = ["general.architecture", *(f"{architecture}.{name}" for name in (*_SIZES, *row.needs))]
+def check_described(files: "Sequence[GgufFile]") -> None:
+    """Raises `ModelLoadError` where the files of a model do not say what it is built and its texts are tokenized by, or
+    are of no architecture that is served."""
+    file, header = files[0].path, files[0].header
+    if (architecture := header.metadata.get("general.architecture")) is None:
+        raise unsaid(file, "general.architecture")
+    tokenizer = header.metadata.get(_TOKENIZER)
+    row = gguf_architecture(header.metadata, [tensor.name for one in files for tensor in one.header.tensors])
+    keys = [f"{architecture}.{name}" for name in (*_SIZES, *row.needs)]
     names = ["tokens", "token_type", *_OF_TOKENIZERS.get(str(tokenizer), ())]
     if tokenizer == "gpt2" and row.splits_by_name:
         names.append("pre")

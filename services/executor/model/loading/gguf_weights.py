@@ -50,12 +50,7 @@ class GgufWeights:
         files = open_parts(linked_gguf(directory)[0])
         self._tensors = {tensor.name: (file, _as_matrix(tensor)) for file in files for tensor in file.header.tensors}
         self._files = files
-        self._architecture = row = gguf_architecture(files[0].header.metadata)
-        if not row.kept:
-            raise ModelLoadError(
-                f"The file {files[0].path} holds a model of the architecture {row.name!r}, which is not served from "
-                "its file; give the file by its own path, and it is unpacked."
-            )
+        self._architecture = gguf_architecture(files[0].header.metadata, self._tensors)
 
     def __enter__(self) -> "GgufWeights":
         return self
