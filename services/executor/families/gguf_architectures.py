@@ -67,6 +67,22 @@ _OSS = "model.layers.{}.mlp.experts."
 _OSS_NAMES = {"blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks",
     **{f"blk.{{}}.ffn_{side}_exps.bias": f"{_OSS}{side}_proj_bias" for side in ("gate", "up", "down")}}
 
+_GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+_GRANITE_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GRANITE_MOE = "model.layers.{}.block_sparse_moe."
+_GRANITE_SHARED = "model.layers.{}.shared_mlp."
+_GRANITE_NAMES = {"blk.{}.ffn_gate_inp.weight": _GRANITE_MOE + "router.weight",
+    **{f"blk.{{}}.ffn_{one}_exps": f"{_GRANITE_MOE}experts.{one}_proj" for one in ("gate", "up", "down")},
+    "blk.{}.ffn_gate_shexp": _GRANITE_SHARED + "gate", "blk.{}.ffn_up_shexp": _GRANITE_SHARED + "up"}
+_GRANITE_DENSE = {"blk.{}.ffn_gate": _GRANITE_SHARED + "gate", "blk.{}.ffn_up": _GRANITE_SHARED + "up",
+    "blk.{}.ffn_down.weight": _GRANITE_SHARED + "output_linear.weight"}
+_GRANITE_JOINED = {**EXPERTS, "shared_mlp.input_linear.weight": ("shared_mlp.gate", "shared_mlp.up")}
+_MAMBA_2 = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads"}
+_MAMBA_2_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.mamba.dt_bias"}
+_DECAY = {"*.ssm_a": "minus_exp"}
+
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
         variants={"expert_count": GgufArchitecture("llama", "mixtral", transforms=_PAIRS, splits_by_name=True,
@@ -76,8 +92,7 @@ _ROWS = (
     GgufArchitecture("qwen2", written=("qwen2",)),
     GgufArchitecture("qwen3", follow=_CLASSES, written=("qwen3",)),
     GgufArchitecture("granite", transforms=_PAIRS, splits_by_name=True,
-        settings={"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}, written=("granite",)),
+        settings=_GRANITE_SCALES, written=("granite",)),
     # Its layers have rotary positions as config.json has them by default.
     GgufArchitecture("smollm3", transforms=_PAIRS, splits_by_name=True, written=("smollm3",)),
     GgufArchitecture("seed_oss", splits_by_name=True, written=("seed_oss",), biases=True),
@@ -254,6 +269,19 @@ _ROWS = (
         "expert_feed_forward_length": "intermediate_size", "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok", "interleave_moe_layer_step": "interleave_moe_layer_step"},
         computed=("llama4",), splits_by_name=True),
+    GgufArchitecture("granitemoe", transforms=_PAIRS, names=_GRANITE_NAMES, joined=_GRANITE_JOINED,
+        settings={**_GRANITE_SCALES, **_GRANITE_EXPERTS}, computed=("granite_experts",), splits_by_name=True),
+    # Granite 4. Those with rotary positions are Bamba's.
+    GgufArchitecture("granitehybrid", "granitemoehybrid", transforms={**_PAIRS, **_DECAY},
+        names={**_GRANITE_DENSE, **_MAMBA_2_NAMES}, joined=_GRANITE_JOINED, settings={**_GRANITE_SCALES, **_MAMBA_2},
+        constants={"num_local_experts": 0}, computed=("mamba_2", "mamba_layers", "granite_shared"), splits_by_name=True,
+        variants={"rope.scaling.finetuned": GgufArchitecture("granitehybrid", "bamba",
+        transforms={**_PAIRS, **_DECAY}, names=_MAMBA_2_NAMES, settings=_MAMBA_2, computed=("mamba_2", "bamba"),
+        needs=("rope.dimension_count",), splits_by_name=True),
+        "expert_count": GgufArchitecture("granitehybrid", "granitemoehybrid", transforms={**_PAIRS, **_DECAY},
+        names={**_GRANITE_NAMES, **_MAMBA_2_NAMES}, joined=_GRANITE_JOINED, settings={**_GRANITE_SCALES,
+        **_GRANITE_EXPERTS, **_MAMBA_2}, computed=("mamba_2", "mamba_layers", "granite_shared"),
+        splits_by_name=True)}),
 )
 # fmt: on
 

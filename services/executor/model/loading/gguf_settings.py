@@ -408,6 +408,53 @@ def _llama4(said: Said, shapes: Shapes) -> dict[str, Any]:
 _MAVERICK = 128  # experts
 
 
+def _granite_experts(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """With a shared expert, models are of another type."""
+    width = said.get("expert_shared_feed_forward_length")
+    return {"model_type": "granitemoeshared", "shared_intermediate_size": width} if width else {}
+
+
+def _granite_shared(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """The shared expert is all there is in layers without others, as wide as the layer."""
+    return {"shared_intermediate_size": said.get("expert_shared_feed_forward_length") or said[_WIDTH]}
+
+
+def _mamba_2(said: Said, shapes: Shapes) -> dict[str, Any]:
+    width, heads = int(said["ssm.inner_size"]), int(said["ssm.time_step_rank"])
+    return {
+        "mamba_d_head": width // max(1, heads),
+        "mamba_expand": width // max(1, int(said["embedding_length"])),
+        "mamba_conv_bias": _has(shapes, "ssm_conv1d.bias"),
+    }
+
+
+def _has(shapes: Shapes, name: str) -> bool:
+    """Whether there is such a tensor in some layer."""
+    return any(one.endswith(f".{name}") for one in shapes)
+
+
+def _mamba_layers(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers without heads for keys have a state space."""
+    heads = _by_layer(said, "attention.head_count_kv")
+    kinds = ["full_attention" if count else "linear_attention" for count in heads]
+    return {"layer_types": kinds, "num_key_value_heads": max(heads)}
+
+
+def _bamba(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Half of a head turns in all models."""
+    heads = _by_layer(said, "attention.head_count_kv")
+    width = said.get("attention.key_length", said["embedding_length"] // max(1, said["attention.head_count"]))
+    if 2 * said["rope.dimension_count"] != width:
+        raise ModelLoadError(
+            f"The file turns {said['rope.dimension_count']} of {width} values of a head (rope.dimension_count), and "
+            "models of its architecture that can be served turn half of them; choose another."
+        )
+    return {
+        "attn_layer_indices": [layer for layer, count in enumerate(heads) if count],
+        "num_key_value_heads": max(heads),
+    }
+
+
 COMPUTED: dict[str, Compute] = {
     "mpt": _mpt,
     "stablelm": _stablelm,
@@ -441,4 +488,9 @@ COMPUTED: dict[str, Compute] = {
     "windows_in_turn": _windows_in_turn,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
+    "granite_experts": _granite_experts,
+    "granite_shared": _granite_shared,
+    "mamba_2": _mamba_2,
+    "mamba_layers": _mamba_layers,
+    "bamba": _bamba,
 }

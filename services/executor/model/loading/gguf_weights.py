@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,15 +148,17 @@ class GgufWeights:
     def _is_served(self, name: str, parameter: Tensor) -> bool:
         """Vectors of numbers, matrices, and what the model has so but for dimensions of size 1."""
         tensor = self._tensors[name][1]
-        if len(tensor.shape) == 1 and tensor.kind.name not in _NUMBERS:
+        if 1 in (len(tensor.shape), parameter.dim()) and tensor.kind.name not in _NUMBERS:
             return False
         return len(tensor.shape) <= 2 or _squeezed(tensor.shape) == _squeezed(parameter.shape)
 
     def _whole(self, name: str, shape: Sequence[int]) -> Composition:
-        """The tensor as a parameter of `shape`: files leave dimensions of size 1 out, or have some of their own."""
+        """The tensor as a parameter of `shape`: files leave dimensions of size 1 out, or have some of their own, and
+        have a few vectors by groups, as rows."""
         file, tensor = self._tensors[name]
         plain = len(tensor.shape) == len(shape) <= 2
-        if plain or _squeezed(tensor.shape) != _squeezed(shape):
+        is_vector = len(shape) == 1 and tensor.kind.name in _NUMBERS and prod(tensor.shape) == shape[0]
+        if plain or not (is_vector or _squeezed(tensor.shape) == _squeezed(shape)):
             return Composition.whole(name, tensor.shape)
         held = _squeezed(shape) or (1,)
         held = (1, *held) if shape[0] == 1 and len(held) < len(shape) else held  # one row

@@ -23,9 +23,10 @@ from tests.unit.executor.model.loading import test_gguf_dense as dense
 from tests.unit.executor.model.loading import test_gguf_encoders as encoders
 from tests.unit.executor.model.loading import test_gguf_layers as layers
 from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
+from tests.unit.executor.model.loading import test_gguf_state_spaces as state_spaces
 from tests.unit.executor.model.loading import test_gguf_weights as weights
 
-TABLES: tuple[Any, ...] = (layers, mixtures, dense, encoders)  # modules that have one of models
+TABLES: tuple[Any, ...] = (layers, mixtures, dense, encoders, state_spaces)  # modules that have one of models
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{name: lambda at, name=name: weights.make(at, name, "Q8_0") for name in ALL},  # type: ignore[misc]
     **{

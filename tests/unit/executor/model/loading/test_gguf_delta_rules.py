@@ -80,7 +80,7 @@ def written(
             continue
         if name == "token_embd.weight":
             tokenizer(writer, tensor.shape[0])
-        is_matrix = tensor.dim() > 1 and not any(word in name for word in ("conv1d", "ffn_gate_inp"))
+        is_matrix = tensor.dim() > 1 and not any(word in name for word in ("conv1d", "ffn_gate_inp", "norm"))
         type_ = gguf.GGMLQuantizationType[kind if is_matrix and tensor.shape[-1] % 32 == 0 else "F32"]
         writer.add_tensor(name, stored_as(tensor.float().contiguous().numpy(), type_), raw_dtype=type_)
     writer.write_header_to_file()

@@ -1,0 +1,226 @@
+"""GGUF files of models with state spaces, and of Granite's mixtures: written from transformers' models in llama.cpp's
+layout, held against them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from services.executor.model.loading.gguf_transforms import interleaved
+from services.executor.model.loading.loader import load_config
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import QuantizedRows
+from shared.errors import ModelLoadError
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.gguf_models import apart
+from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
+from tests.unit.executor.model.loading.test_gguf_mixtures import NOT_OF_THE_FILE, native, theirs
+from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
+from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.tiny import ALL_EXPERTS, MAMBA, auto_class, logits_of, make_model
+
+Keys = dict[str, Any]
+Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
+
+# Their files do not say how wide a head is.
+GRANITE: Keys = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, **ALL_EXPERTS}
+BAMBA: Keys = {
+    **{key: value for key, value in MAMBA.items() if key != "layer_types"},
+    "hidden_size": 96,
+    "head_dim": 32,
+    "attn_layer_indices": [1, 3],
+}
+MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
+    "granitemoe": ("granitemoe", "granitemoe", GRANITE),
+    "granitemoe/shared": ("granitemoeshared", "granitemoe", GRANITE),
+    "granitehybrid": ("granitemoehybrid", "granitehybrid", GRANITE),
+    "granitehybrid/dense": (
+        "granitemoehybrid",
+        "granitehybrid",
+        {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 2, "mamba_n_groups": 1, "mamba_conv_bias": False},
+    ),
+    "bamba": ("bamba", "granitehybrid", BAMBA),
+}
+
+
+def shared_of(config: Any) -> Keys:
+    """Of all models that have attention, but for the heads of keys."""
+    keys = {key: getattr(config, word, None) for key, word in KEYS.items() if key != "attention.key_length"}
+    rope = getattr(config, "rope_parameters", None)
+    return {**keys, "rope.freq_base": float(rope["rope_theta"])} if rope else keys
+
+
+def of_granite(config: Any) -> Keys:
+    names = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+    names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+    names |= {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+    names["expert_shared_feed_forward_length"] = "shared_intermediate_size"
+    return {**shared_of(config), **{key: getattr(config, word, None) for key, word in names.items()}}
+
+
+def of_granite_hybrid(config: Any) -> Keys:
+    keys = shared_of(config) if config.model_type == "bamba" else of_granite(config)
+    return {
+        **keys,
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == FULL) for kind in config.layer_types],
+        "rope.dimension_count": config.head_dim // 2,
+        "rope.scaling.finetuned": config.model_type == "bamba",
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_d_head * config.mamba_n_heads,
+        "ssm.time_step_rank": config.mamba_n_heads,
+    }
+
+
+FULL = "full_attention"
+OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {"granitemoe": of_granite, "granitehybrid": of_granite_hybrid}
+TURNED = ("granitemoe", "granitehybrid")  # whose rows of queries and keys are in another order
+
+
+def tensors_of(name: str, model: Any) -> Tensors:
+    """With the names that llama.cpp's converter gives those which transformers calls otherwise by now."""
+    architecture, config = MODELS[name][1], model.config
+    number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for own, tensor in apart(model.state_dict()):
+        if own.endswith("shared_mlp.input_linear.weight"):
+            end = "" if MODELS[name][2].get("num_local_experts") == 0 else "_shexp"
+            for side, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield f"blk.{own.split('.')[2]}.ffn_{side}{end}.weight", half
+            continue
+        renamed = own.replace("block_sparse_moe.router", "block_sparse_moe.router.layer").replace(
+            "block_sparse_moe.experts", "mlp.experts"
+        )
+        stored = names.get_name(renamed.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
+        assert stored is not None, own
+        if name == "granitehybrid/dense":
+            stored = stored.replace("ffn_down_shexp", "ffn_down")
+        yield stored, as_stored(stored, tensor, architecture, config)
+
+
+def as_stored(stored: str, tensor: Tensor, architecture: str, config: Any) -> Tensor:
+    if architecture in TURNED and (".attn_q." in stored or ".attn_k." in stored):
+        return interleaved(tensor, tensor.shape[0] // config.head_dim)
+    if stored.endswith("ssm_a"):
+        tensor = -tensor.exp()
+    if stored.endswith(("ssm_a", "ssm_d")) and tensor.dim() == 1 and architecture not in ("jamba", "mamba"):
+        return tensor[:, None]
+    if "ssm_norm" in stored:
+        return tensor.view(getattr(config, "mamba_n_groups", 0) or config.n_groups, -1)
+    return tensor.squeeze() if "ssm_conv1d" in stored else tensor
+
+
+def make(
+    tmp_path: Path,
+    name: str,
+    kind: str,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor | None] | None = None,
+) -> tuple[Path, Path]:
+    """(transformers' model, the file); what is None in `keys` or `tensors` is left out."""
+    model_type, architecture, changes = MODELS[name]
+    source = make_model(tmp_path / "plain", model_type, **changes)
+    model = theirs(source)
+    said = {**OWN_KEYS[architecture](model.config), **(keys or {})}
+    held = {**dict(tensors_of(name, model)), **(tensors or {})}
+    if model.config.tie_word_embeddings:
+        held.pop("output.weight")
+    given = iter([(key, value) for key, value in held.items() if value is not None])
+    said = {key: value for key, value in said.items() if value is not None}
+    return source, written(tmp_path / "model.gguf", architecture, said, given, kind)
+
+
+FAST = ["granitehybrid"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    in_lanes(
+        [*((name, 1) for name in MODELS), ("granitehybrid", 2), ("granitehybrid", 3)], [(name, 1) for name in FAST]
+    ),
+)
+def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
+    source, file = make(tmp_path, name, "F32")
+    made = converted(file)
+    plain = theirs(source)
+    close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)))
+    before, after = load_config(source).to_dict(), load_config(made).to_dict()
+    known = type(load_config(source))().to_dict().keys()
+    for key in (before.keys() & known) - NOT_OF_THE_FILE:
+        rounded = isinstance(before[key], float | dict)
+        assert after[key] == (pytest.approx(before[key]) if rounded else before[key]), key
+    script, steps = decode_script()
+    truths = logits_of(plain, script.sequences)
+    assert truths[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+
+    def work(member: Any) -> list[Any]:
+        runner = make_runner(made, member)
+        return [runner.forward(plan) for plan, _ in steps]
+
+    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
+        for row, (sequence, position) in zip(rows, sampled, strict=True):
+            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", in_lanes(MODELS, FAST))
+def test_codes_are_kept(tmp_path: Path, name: str) -> None:
+    _, file = make(tmp_path, name, "Q8_0")
+    made = converted(file)
+    model = load(made, torch.float32, keep_codes=True)
+    held = [module for module in model.modules() if isinstance(module, WeightShard)]
+    assert all(isinstance(module.stored, QuantizedRows) for module in held)
+    close(values_of(model), values_of(load(made, torch.float32)))
+    close(values_of(load(made, torch.float32, keep_codes=True, defer_codes=True)), values_of(model), within=0)
+
+
+@native
+@pytest.mark.parametrize("name", in_lanes([name for name in MODELS if MODELS[name][0] in LOWERED], FAST))
+def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
+    _, file = make(tmp_path, name, "Q8_0")
+    made, unpacked = converted(file), tmp_path / "unpacked"
+    plain = load(made, torch.float32)
+    whole = auto_class(plain.config).from_config(plain.config, dtype=torch.float32)
+    whole.load_state_dict(values_of(plain))
+    whole.save_pretrained(str(unpacked))
+    expected = truth(unpacked, mixed_script()[0].sequences)
+    runner = runner_of(made, native=True)
+    assert runner.is_native
+    ours = runner_of(unpacked, native=True, weights="q8_0")
+    assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
+
+
+WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
+    ("granitemoe", {"logit_scale": None}, {}, r"does not say granitemoe\.logit_scale"),
+    ("granitemoe", {}, {"blk.1.ffn_gate_exps.weight": None}, r"no tensor blk\.1\.ffn_gate_exps\.weight"),
+    ("granitemoe", {}, {"blk.1.ffn_gate_inp.weight": None}, r"no tensor .*layers\.1\.block_sparse_moe\.router"),
+    ("granitemoe/shared", {}, {"blk.1.ffn_up_shexp.weight": None}, r"no tensor blk\.1\.ffn_up_shexp\.weight"),
+    ("granitehybrid", {"ssm.inner_size": None}, {}, r"does not say granitehybrid\.ssm\.inner_size"),
+    ("granitehybrid", {"ssm.state_size": None}, {}, r"does not say granitehybrid\.ssm\.state_size"),
+    ("granitehybrid", {"attention.head_count_kv": [0, 3]}, {}, r"2 values of attention\.head_count_kv for 4 layers"),
+    ("granitehybrid", {}, {"blk.2.ssm_a": None}, r"no tensor .*layers\.2\.mamba\.A_log"),
+    (
+        "granitehybrid",
+        {},
+        {"blk.2.ssm_norm.weight": torch.ones(2, 95)},
+        r"layers\.2\.mamba\.norm\.weight has the shape",
+    ),
+    ("granitehybrid", {}, {"blk.2.ssm_in.weight": torch.ones(99, 96)}, r"layers\.2\.mamba\.in_proj\.weight has the sh"),
+    ("bamba", {"rope.dimension_count": 32}, {}, r"turns 32 of 32 values of a head"),
+    ("bamba", {"rope.dimension_count": None}, {}, r"does not say granitehybrid\.rope\.dimension_count"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "tensors", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_missing_or_does_not_fit_is_named(
+    tmp_path: Path, name: str, keys: Keys, tensors: dict[str, Tensor | None], message: str
+) -> None:
+    _, file = make(tmp_path, name, "F32", keys, tensors)
+    with pytest.raises(ModelLoadError, match=message) as raised:
+        load(converted(file), torch.float32)
+    assert "\n" not in str(raised.value)
