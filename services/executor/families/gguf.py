@@ -25,6 +25,8 @@ class GgufArchitecture:
     names_of: str = ""  # the architecture whose table in the package `gguf` names the tensors; empty: its own
     # Tensors that the table does not name: the file's name, `{}` for the layer, and the model's
     names: Mapping[str, str] = field(default_factory=dict)
+    # How names of layers' tensors begin, and as which the table knows them
+    renamed: tuple[str, str] = ("", "")
     # How names of parameters end that are several tensors of the file, one below the other, and how theirs would. Of
     # experts' each expert has its rows side by side.
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
@@ -91,4 +93,4 @@ class GgufArchitecture:
         number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
         table = gguf.get_tensor_name_map(number, layers)
         own = {model.format(layer): file.format(layer) for file, model in self.names.items() for layer in range(layers)}
-        return lambda name: own.get(name) or table.get_name(name, try_suffixes=(".weight", ".bias"))
+        return lambda name: own.get(name) or table.get_name(name.replace(*self.renamed), (".weight", ".bias"))

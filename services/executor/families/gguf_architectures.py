@@ -82,6 +82,10 @@ _MAMBA_2 = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state"
     "ssm.time_step_rank": "mamba_n_heads"}
 _MAMBA_2_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.mamba.dt_bias"}
 _DECAY = {"*.ssm_a": "minus_exp"}
+_MIXER = "model.layers.{}.mixer."
+_NEMOTRON_H_NAMES = {"blk.{}.ssm_dt.bias": _MIXER + "dt_bias", "blk.{}.ffn_up_exps": _MIXER + "experts.up_proj",
+    "blk.{}.ffn_down_exps": _MIXER + "experts.down_proj",
+    "blk.{}.exp_probs_b.bias": _MIXER + "gate.e_score_correction_bias"}
 
 _ROWS = (
     GgufArchitecture("llama", transforms=_PAIRS, splits_by_name=True, written=("llama", "mistral"),
@@ -282,6 +286,13 @@ _ROWS = (
         names={**_GRANITE_NAMES, **_MAMBA_2_NAMES}, joined=_GRANITE_JOINED, settings={**_GRANITE_SCALES,
         **_GRANITE_EXPERTS, **_MAMBA_2}, computed=("mamba_2", "mamba_layers", "granite_shared"),
         splits_by_name=True)}),
+    *(GgufArchitecture(name, "nemotron_h", names=_NEMOTRON_H_NAMES, renamed=("model.layers.", "backbone.layers."),
+        joined={f"experts.{side}_proj": (f"experts.{side}_proj",) for side in ("up", "down")},
+        transforms={**_PAIRS, **_DECAY}, settings={"feed_forward_length": "", "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads",
+        "attention.layer_norm_rms_epsilon": "", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+        optional={"moe_latent_size": "moe_latent_size"}, computed=("nemotron_h",), splits_by_name=True)
+        for name in ("nemotron_h", "nemotron_h_moe")),
 )
 # fmt: on
 

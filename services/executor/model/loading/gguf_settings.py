@@ -455,6 +455,38 @@ def _bamba(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers are attention where they have heads for keys, feed-forward where they have a width, and state spaces else.
+    Behind them may be one that predicts tokens."""
+    if by_layer := [key for key in ("expert_feed_forward_length", "expert_used_count") if _is_list(said.get(key))]:
+        raise ModelLoadError(
+            f"The file's layers have experts of their own kinds ({by_layer[0]} is a list), which no model of its "
+            "architecture that can be served has; choose another."
+        )
+    layers, experts = _without_heads_behind(said, shapes)["num_hidden_layers"], said.get("expert_count")
+    heads, widths = (_by_layer(said, key)[:layers] for key in ("attention.head_count_kv", _WIDTH))
+    feed_forward = "moe" if experts else "mlp"
+    settings = {
+        "num_hidden_layers": layers,
+        "layers_block_type": [
+            _FULL if count else feed_forward if width else "linear_attention"
+            for count, width in zip(heads, widths, strict=True)
+        ],
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(widths),
+        "mamba_head_dim": int(said["ssm.inner_size"]) // max(1, int(said["ssm.time_step_rank"])),
+        "use_conv_bias": _has(shapes, "ssm_conv1d.bias"),
+    }
+    if experts:
+        shared = said["expert_shared_feed_forward_length"]
+        settings |= {**_grouped_experts(said), "moe_shared_expert_intermediate_size": shared}
+    return settings
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
 COMPUTED: dict[str, Compute] = {
     "mpt": _mpt,
     "stablelm": _stablelm,
@@ -493,4 +525,5 @@ COMPUTED: dict[str, Compute] = {
     "mamba_2": _mamba_2,
     "mamba_layers": _mamba_layers,
     "bamba": _bamba,
+    "nemotron_h": _nemotron_h,
 }

@@ -19,7 +19,7 @@ from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import apart
 from tests.unit.executor.model.lanes import LOWERED, in_lanes
 from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
-from tests.unit.executor.model.loading.test_gguf_mixtures import NOT_OF_THE_FILE, native, theirs
+from tests.unit.executor.model.loading.test_gguf_mixtures import NOT_OF_THE_FILE, experts_of, native, theirs
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
 from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import ALL_EXPERTS, MAMBA, auto_class, logits_of, make_model
@@ -35,6 +35,26 @@ BAMBA: Keys = {
     "head_dim": 32,
     "attn_layer_indices": [1, 3],
 }
+NEMOTRON_H: Keys = {
+    "hidden_size": 96,
+    "head_dim": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 32,
+    "n_groups": 3,
+    "ssm_state_size": 32,
+    "tie_word_embeddings": False,
+}
+NEMOTRON_H_MOE: Keys = {
+    **NEMOTRON_H,
+    **ALL_EXPERTS,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+    "n_routed_experts": 6,
+    "n_group": 3,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
 MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
     "granitemoe": ("granitemoe", "granitemoe", GRANITE),
     "granitemoe/shared": ("granitemoeshared", "granitemoe", GRANITE),
@@ -45,6 +65,17 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
         {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 2, "mamba_n_groups": 1, "mamba_conv_bias": False},
     ),
     "bamba": ("bamba", "granitehybrid", BAMBA),
+    "nemotron_h": (
+        "nemotron_h",
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
+    "nemotron_h_moe": ("nemotron_h", "nemotron_h_moe", {**NEMOTRON_H_MOE, "num_experts_per_tok": 3, "topk_group": 2}),
+    "nemotron_h_moe/latent": (
+        "nemotron_h",
+        "nemotron_h_moe",
+        {**NEMOTRON_H_MOE, "moe_latent_size": 32, "n_groups": 1, "use_conv_bias": False},
+    ),
 }
 
 
@@ -78,9 +109,42 @@ def of_granite_hybrid(config: Any) -> Keys:
     }
 
 
+def of_nemotron_h(config: Any) -> Keys:
+    """Of a mixture with a layer behind that predicts tokens, as there is in tensors."""
+    mixture = "moe" in config.layers_block_type
+    kinds = [*config.layers_block_type, *([FULL] if mixture else [])]
+    keys = {
+        **shared_of(config),
+        "block_count": len(kinds),
+        "feed_forward_length": [config.intermediate_size * (kind in ("moe", "mlp")) for kind in kinds],
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == FULL) for kind in kinds],
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+    }
+    if mixture:
+        keys |= {**experts_of(config), "moe_latent_size": config.moe_latent_size, "nextn_predict_layers": 1}
+        keys["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
+    return keys
+
+
 FULL = "full_attention"
-OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {"granitemoe": of_granite, "granitehybrid": of_granite_hybrid}
-TURNED = ("granitemoe", "granitehybrid")  # whose rows of queries and keys are in another order
+OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
+    "granitemoe": of_granite,
+    "granitehybrid": of_granite_hybrid,
+    "nemotron_h": of_nemotron_h,
+    "nemotron_h_moe": of_nemotron_h,
+}
+TURNED = (
+    "granitemoe",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+)  # whose rows of queries and keys are in another order
 
 
 def tensors_of(name: str, model: Any) -> Tensors:
@@ -94,14 +158,26 @@ def tensors_of(name: str, model: Any) -> Tensors:
             for side, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield f"blk.{own.split('.')[2]}.ffn_{side}{end}.weight", half
             continue
-        renamed = own.replace("block_sparse_moe.router", "block_sparse_moe.router.layer").replace(
-            "block_sparse_moe.experts", "mlp.experts"
-        )
-        stored = names.get_name(renamed.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
+        renamed = own
+        for now, once in RENAMED.items():
+            renamed = renamed.replace(now, once)
+        renamed = renamed.replace("model.layers", "backbone.layers") if ".mixer." in renamed else renamed
+        stored = names.get_name(renamed, (".weight", ".bias"))
         assert stored is not None, own
         if name == "granitehybrid/dense":
             stored = stored.replace("ffn_down_shexp", "ffn_down")
         yield stored, as_stored(stored, tensor, architecture, config)
+
+
+RENAMED = {
+    "block_sparse_moe.router": "block_sparse_moe.router.layer",
+    "block_sparse_moe.experts": "mlp.experts",
+    "e_score_correction_bias": "e_score_correction.bias",
+    "mixer.experts.up_proj": "mlp.experts.up_proj.weight",
+    "mixer.experts.down_proj": "mlp.experts.down_proj",
+    "mixer.dt_bias": "mixer.dt.bias",
+    "mamba.dt_bias": "mamba.dt_proj.bias",
+}
 
 
 def as_stored(stored: str, tensor: Tensor, architecture: str, config: Any) -> Tensor:
@@ -142,7 +218,7 @@ FAST = ["granitehybrid"]
 @pytest.mark.parametrize(
     ("name", "ranks"),
     in_lanes(
-        [*((name, 1) for name in MODELS), ("granitehybrid", 2), ("granitehybrid", 3)], [(name, 1) for name in FAST]
+        [*((name, 1) for name in MODELS), ("granitehybrid", 2), ("nemotron_h_moe", 3)], [(name, 1) for name in FAST]
     ),
 )
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
@@ -195,6 +271,7 @@ def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     assert errors(runner, expected).mean() < 1.3 * errors(ours, expected).mean()
 
 
+RMS: Keys = {"attention.layer_norm_rms_epsilon": 1e-5}
 WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("granitemoe", {"logit_scale": None}, {}, r"does not say granitemoe\.logit_scale"),
     ("granitemoe", {}, {"blk.1.ffn_gate_exps.weight": None}, r"no tensor blk\.1\.ffn_gate_exps\.weight"),
@@ -212,6 +289,14 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ),
     ("granitehybrid", {}, {"blk.2.ssm_in.weight": torch.ones(99, 96)}, r"layers\.2\.mamba\.in_proj\.weight has the sh"),
     ("bamba", {"rope.dimension_count": 32}, {}, r"turns 32 of 32 values of a head"),
+    ("nemotron_h", {"attention.layer_norm_epsilon": None, **RMS}, {}, r"nemotron_h\.attention\.layer_norm_epsilon"),
+    ("nemotron_h", {"feed_forward_length": [0, 96]}, {}, r"2 values of feed_forward_length for 4 layers"),
+    ("nemotron_h", {}, {"blk.1.ffn_up.weight": None}, r"no tensor .*layers\.1\.mixer\.up_proj"),
+    ("nemotron_h_moe", {"expert_used_count": [6] * 6}, {}, r"expert_used_count is a list"),
+    ("nemotron_h_moe", {"expert_shared_feed_forward_length": None}, {}, r"moe\.expert_shared_feed_forward_length"),
+    ("nemotron_h_moe", {}, {"blk.1.ffn_up_exps.weight": None}, r"no tensor blk\.1\.ffn_up_exps\.weight"),
+    ("nemotron_h_moe", {}, {"blk.1.exp_probs_b.bias": None}, r"no tensor .*gate\.e_score_correction_bias"),
+    ("nemotron_h_moe/latent", {}, {"blk.1.ffn_latent_up.weight": None}, r"no tensor .*layers\.1\.mixer\.fc2_latent"),
     ("bamba", {"rope.dimension_count": None}, {}, r"does not say granitehybrid\.rope\.dimension_count"),
 ]
 
