@@ -81,6 +81,8 @@ _GRANITE_JOINED = {**EXPERTS, "shared_mlp.input_linear.weight": ("shared_mlp.gat
 _MAMBA_2 = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads"}
 _MAMBA_2_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.mamba.dt_bias"}
+_MAMBA = {"attention.head_count": "", "feed_forward_length": "", "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "state_size", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 _DECAY = {"*.ssm_a": "minus_exp"}
 _MIXER = "model.layers.{}.mixer."
 _NEMOTRON_H_NAMES = {"blk.{}.ssm_dt.bias": _MIXER + "dt_bias", "blk.{}.ffn_up_exps": _MIXER + "experts.up_proj",
@@ -293,6 +295,20 @@ _ROWS = (
         "attention.layer_norm_rms_epsilon": "", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
         optional={"moe_latent_size": "moe_latent_size"}, computed=("nemotron_h",), splits_by_name=True)
         for name in ("nemotron_h", "nemotron_h_moe")),
+    # Its files have all multipliers in the weights.
+    GgufArchitecture("falcon-h1", "falcon_h1", names=_MAMBA_2_NAMES, transforms=_DECAY,
+        settings={**_MAMBA_2, "ssm.inner_size": "mamba_d_ssm"}, constants={"mamba_norm_before_gate": False},
+        computed=("mamba_2", "falcon_h1"), splits_by_name=True),
+    GgufArchitecture("mamba2", names={"blk.{}.ssm_dt.bias": "backbone.layers.{}.mixer.dt_bias"}, transforms=_DECAY,
+        settings={**_MAMBA, "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads"}, computed=("mamba2",),
+        splits_by_name=True),
+    GgufArchitecture("jamba", transforms=_DECAY, settings={"ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state", "ssm.time_step_rank": "mamba_dt_rank", "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok"}, computed=("jamba",), splits_by_name=True),
+    GgufArchitecture("mamba", transforms=_DECAY, settings={**_MAMBA, "ssm.time_step_rank": "time_step_rank"},
+        computed=("mamba",), splits_by_name=True, variants={"ssm.dt_b_c_rms": GgufArchitecture("mamba", "falcon_mamba",
+        transforms=_DECAY, settings={**_MAMBA, "ssm.time_step_rank": "time_step_rank"}, computed=("mamba",),
+        splits_by_name=True)}),
 )
 # fmt: on
 

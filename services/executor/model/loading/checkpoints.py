@@ -207,11 +207,12 @@ def _own_settings(files: "Sequence[GgufFile]", row: GgufArchitecture, settings: 
         raise ModelLoadError(f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model.")
     heads = said.get("attention.head_count", 0)
     head_dim = {"head_dim": said.get("attention.key_length", said["embedding_length"] // max(1, heads))}
+    key_heads = said.get("attention.head_count_kv", heads)
     rope = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
     return {
         "model_type": row.config_type(),
         **{name: said[key] for key, name in wanted.items()},
-        "num_key_value_heads": said.get("attention.head_count_kv", heads),
+        **({"num_key_value_heads": key_heads} if key_heads else {}),
         **(head_dim if row.settings.get("attention.key_length") != "" else {}),
         "vocab_size": embedding.shape[0],
         "rope_parameters": {kind: dict(rope) for kind in row.rotations} or rope,

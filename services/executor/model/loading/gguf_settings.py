@@ -487,6 +487,53 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
+def _falcon_h1(said: Said, shapes: Shapes) -> dict[str, Any]:
+    return {"mamba_rms_norm": _has(shapes, "ssm_norm.weight")}
+
+
+def _mamba(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """As wide inside as `expand` times outside."""
+    width = int(said["ssm.inner_size"])
+    return {
+        "intermediate_size": width,
+        "expand": width // max(1, int(said["embedding_length"])),
+        "use_conv_bias": _has(shapes, "ssm_conv1d.bias"),
+    }
+
+
+def _mamba2(said: Said, shapes: Shapes) -> dict[str, Any]:
+    heads = int(said["ssm.time_step_rank"])
+    return {**_mamba(said, shapes), "head_dim": int(said["ssm.inner_size"]) // max(1, heads)}
+
+
+def _jamba(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers with heads for keys have attention, some have experts: each so many-th."""
+    heads, layers = _by_layer(said, "attention.head_count_kv"), int(said["block_count"])
+    experts = [
+        any(f"blk.{layer}.ffn_{one}.weight" in shapes for one in ("gate_inp", "up_exps")) for layer in range(layers)
+    ]
+    return {
+        **_each("attn", heads, "attention (attention.head_count_kv)"),
+        **_each("expert", experts, "experts (ffn_gate_inp.weight)"),
+        "num_key_value_heads": max(heads),
+        "mamba_expand": int(said["ssm.inner_size"]) // max(1, int(said["embedding_length"])),
+        "mamba_conv_bias": _has(shapes, "ssm_conv1d.bias"),
+    }
+
+
+def _each(kind: str, layers: list[Any], what: str) -> dict[str, Any]:
+    """Each so many-th of `layers` that is something, and the first. Raises `ModelLoadError`."""
+    found = [layer for layer, one in enumerate(layers) if one]
+    first = found[0] if found else len(layers)
+    period = found[1] - first if len(found) > 1 else len(layers) + 1
+    if found != [layer for layer in range(len(layers)) if layer % period == first]:
+        raise ModelLoadError(
+            f"The file's layers {', '.join(map(str, found))} have {what}, and models of its architecture that can be "
+            "served have them at even distances; choose another."
+        )
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": first}
+
+
 COMPUTED: dict[str, Compute] = {
     "mpt": _mpt,
     "stablelm": _stablelm,
@@ -526,4 +573,8 @@ COMPUTED: dict[str, Compute] = {
     "mamba_layers": _mamba_layers,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "jamba": _jamba,
 }

@@ -55,6 +55,38 @@ NEMOTRON_H_MOE: Keys = {
     "moe_shared_expert_intermediate_size": 32,
     "routed_scaling_factor": 1.5,
 }
+FALCON_H1: Keys = {
+    "hidden_size": 96,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 32,
+    "mamba_d_ssm": 192,
+    "mamba_norm_before_gate": False,
+    "tie_word_embeddings": False,
+}
+# Of which files hold the products with the weights.
+MULTIPLIERS: Keys = {
+    "ssm_multipliers": [0.7, 1.3, 0.9, 1.2, 0.8],
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [1.4, 0.9],
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+}
+DENSE: Keys = {
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 4,
+    "expert_layer_offset": 3,
+}
+MAMBA_1: Keys = {"hidden_size": 96, "state_size": 32, "time_step_rank": 32, "intermediate_size": 192}
 MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's architecture, settings)
     "granitemoe": ("granitemoe", "granitemoe", GRANITE),
     "granitemoe/shared": ("granitemoeshared", "granitemoe", GRANITE),
@@ -76,6 +108,29 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
         "nemotron_h_moe",
         {**NEMOTRON_H_MOE, "moe_latent_size": 32, "n_groups": 1, "use_conv_bias": False},
     ),
+    "falcon_h1": ("falcon_h1", "falcon-h1", {**FALCON_H1, **MULTIPLIERS}),
+    "falcon_h1/normed": ("falcon_h1", "falcon-h1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_conv_bias": False}),
+    "mamba2": (
+        "mamba2",
+        "mamba2",
+        {"hidden_size": 96, "num_heads": 6, "head_dim": 32, "state_size": 32, "n_groups": 3},
+    ),
+    "jamba": (
+        "jamba",
+        "jamba",
+        {
+            **GRANITE,
+            "num_hidden_layers": 5,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "mamba_d_state": 32,
+            "mamba_dt_rank": 32,
+        },
+    ),
+    "jamba/dense": ("jamba", "jamba", {**GRANITE, **DENSE}),
+    "mamba": ("mamba", "mamba", MAMBA_1),
+    "falcon_mamba": ("falcon_mamba", "mamba", {**MAMBA_1, "tie_word_embeddings": False, "use_conv_bias": False}),
 }
 
 
@@ -132,12 +187,57 @@ def of_nemotron_h(config: Any) -> Keys:
     return keys
 
 
+def of_falcon_h1(config: Any) -> Keys:
+    return {
+        **of_granite_hybrid(config),
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "rope.scaling.finetuned": None,
+    }
+
+
+def of_jamba(config: Any) -> Keys:
+    kinds = config.layers_block_type
+    return {
+        **shared_of(config),
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "attention") for kind in kinds],
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_dt_rank,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+    }
+
+
+def of_mamba(config: Any) -> Keys:
+    second = config.model_type == "mamba2"
+    return {
+        "context_length": 1 << 20,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.state_size,
+        "ssm.inner_size": config.expand * config.hidden_size,
+        "ssm.time_step_rank": config.num_heads if second else config.time_step_rank,
+        "ssm.group_count": config.n_groups if second else None,
+        "ssm.dt_b_c_rms": None if second else config.model_type == "falcon_mamba",
+    }
+
+
 FULL = "full_attention"
 OWN_KEYS: Mapping[str, Callable[[Any], Keys]] = {
     "granitemoe": of_granite,
     "granitehybrid": of_granite_hybrid,
     "nemotron_h": of_nemotron_h,
     "nemotron_h_moe": of_nemotron_h,
+    "falcon-h1": of_falcon_h1,
+    "jamba": of_jamba,
+    "mamba": of_mamba,
+    "mamba2": of_mamba,
 }
 TURNED = (
     "granitemoe",
@@ -152,7 +252,7 @@ def tensors_of(name: str, model: Any) -> Tensors:
     architecture, config = MODELS[name][1], model.config
     number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for own, tensor in apart(model.state_dict()):
+    for own, tensor in apart(folded(model)):
         if own.endswith("shared_mlp.input_linear.weight"):
             end = "" if MODELS[name][2].get("num_local_experts") == 0 else "_shexp"
             for side, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
@@ -169,6 +269,33 @@ def tensors_of(name: str, model: Any) -> Tensors:
         yield stored, as_stored(stored, tensor, architecture, config)
 
 
+def folded(model: Any) -> dict[str, Tensor]:
+    """The model's tensors with Falcon H1's multipliers in them."""
+    state, config = dict(model.state_dict()), model.config
+    if config.model_type != "falcon_h1":
+        return state
+    groups = config.mamba_n_groups * config.mamba_d_state
+    sizes = [config.mamba_d_ssm, config.mamba_d_ssm, groups, groups, config.mamba_n_heads]
+    parts = zip(config.ssm_multipliers, sizes, strict=True)
+    times = {
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "down_proj.weight": config.mlp_multipliers[1],
+        "q_proj.weight": config.attention_in_multiplier,
+        "k_proj.weight": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj.weight": config.attention_in_multiplier,
+        "o_proj.weight": config.attention_out_multiplier,
+        "mamba.out_proj.weight": config.ssm_out_multiplier,
+        "mamba.in_proj.weight": config.ssm_in_multiplier
+        * torch.cat([torch.full((size, 1), factor) for factor, size in parts]),
+        "lm_head.weight": config.lm_head_multiplier,
+        "embed_tokens.weight": config.embedding_multiplier,
+    }
+    for name in state:
+        factor = next((factor for end, factor in times.items() if name.endswith(f"{end}")), None)
+        state[name] = state[name] if factor is None else state[name] * factor
+    return state
+
+
 RENAMED = {
     "block_sparse_moe.router": "block_sparse_moe.router.layer",
     "block_sparse_moe.experts": "mlp.experts",
@@ -177,6 +304,7 @@ RENAMED = {
     "mixer.experts.down_proj": "mlp.experts.down_proj",
     "mixer.dt_bias": "mixer.dt.bias",
     "mamba.dt_bias": "mamba.dt_proj.bias",
+    "feed_forward.experts": "mlp.experts",
 }
 
 
@@ -212,7 +340,7 @@ def make(
     return source, written(tmp_path / "model.gguf", architecture, said, given, kind)
 
 
-FAST = ["granitehybrid"]
+FAST = ["granitehybrid", "mamba"]  # vectors by groups; matrices of decays
 
 
 @pytest.mark.parametrize(
@@ -225,10 +353,14 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     source, file = make(tmp_path, name, "F32")
     made = converted(file)
     plain = theirs(source)
-    close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)))
+    expected = folded(plain)
+    close(
+        values_of(load(made, torch.float32)),
+        {name: expected[name] for name, _ in plain.named_parameters(remove_duplicate=False)},
+    )
     before, after = load_config(source).to_dict(), load_config(made).to_dict()
     known = type(load_config(source))().to_dict().keys()
-    for key in (before.keys() & known) - NOT_OF_THE_FILE:
+    for key in (before.keys() & known) - NOT_OF_THE_FILE - MULTIPLIERS.keys():
         rounded = isinstance(before[key], float | dict)
         assert after[key] == (pytest.approx(before[key]) if rounded else before[key]), key
     script, steps = decode_script()
@@ -297,6 +429,16 @@ WRONG: list[tuple[str, Keys, dict[str, Tensor | None], str]] = [
     ("nemotron_h_moe", {}, {"blk.1.ffn_up_exps.weight": None}, r"no tensor blk\.1\.ffn_up_exps\.weight"),
     ("nemotron_h_moe", {}, {"blk.1.exp_probs_b.bias": None}, r"no tensor .*gate\.e_score_correction_bias"),
     ("nemotron_h_moe/latent", {}, {"blk.1.ffn_latent_up.weight": None}, r"no tensor .*layers\.1\.mixer\.fc2_latent"),
+    ("falcon_h1", {"ssm.inner_size": None}, {}, r"does not say falcon-h1\.ssm\.inner_size"),
+    ("falcon_h1", {}, {"blk.1.ffn_norm": None}, r"no tensor .*layers\.1\.pre_ff_layernorm"),
+    ("falcon_h1/normed", {}, {"blk.1.ssm_norm.weight": None}, r"no tensor .*layers\.1\.mamba\.norm"),
+    ("mamba2", {"ssm.group_count": None}, {}, r"does not say mamba2\.ssm\.group_count"),
+    ("mamba2", {}, {"blk.1.ssm_d": torch.ones(5, 1)}, r"layers\.1\.mixer\.D has the shape"),
+    ("jamba", {"attention.head_count_kv": [0, 3, 3, 0, 3]}, {}, r"layers 1, 2, 4 have attention \(attention"),
+    ("jamba", {}, {"blk.3.ffn_gate_inp.weight": None}, r"no tensor .*layers\.3\.feed_forward\.router"),
+    ("jamba", {}, {"blk.2.ssm_dt_norm.weight": None}, r"no tensor .*layers\.2\.mamba\.dt_layernorm"),
+    ("mamba", {"ssm.time_step_rank": None}, {}, r"does not say mamba\.ssm\.time_step_rank"),
+    ("mamba", {}, {"blk.1.ssm_a": torch.ones(192, 31)}, r"layers\.1\.mixer\.A_log has the shape"),
     ("bamba", {"rope.dimension_count": None}, {}, r"does not say granitehybrid\.rope\.dimension_count"),
 ]
 
