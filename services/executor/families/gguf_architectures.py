@@ -275,6 +275,7 @@ _ROWS = (
         "expert_feed_forward_length": "intermediate_size", "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok", "interleave_moe_layer_step": "interleave_moe_layer_step"},
         computed=("llama4",), splits_by_name=True),
+
     GgufArchitecture("granitemoe", transforms=_PAIRS, names=_GRANITE_NAMES, joined=_GRANITE_JOINED,
         settings={**_GRANITE_SCALES, **_GRANITE_EXPERTS}, computed=("granite_experts",), splits_by_name=True),
     # Granite 4. Those with rotary positions are Bamba's.
@@ -290,10 +291,10 @@ _ROWS = (
         splits_by_name=True)}),
     *(GgufArchitecture(name, "nemotron_h", names=_NEMOTRON_H_NAMES, renamed=("model.layers.", "backbone.layers."),
         joined={f"experts.{side}_proj": (f"experts.{side}_proj",) for side in ("up", "down")},
-        transforms={**_PAIRS, **_DECAY}, settings={"feed_forward_length": "", "ssm.conv_kernel": "conv_kernel",
-        "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads",
-        "attention.layer_norm_rms_epsilon": "", "attention.layer_norm_epsilon": "layer_norm_epsilon"},
-        optional={"moe_latent_size": "moe_latent_size"}, computed=("nemotron_h",), splits_by_name=True)
+        transforms={**_PAIRS, **_DECAY}, settings={**_LAYER_NORM_EPSILON, "feed_forward_length": "",
+        "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size", "ssm.group_count": "n_groups",
+        "ssm.time_step_rank": "mamba_num_heads"}, optional={"moe_latent_size": "moe_latent_size"},
+        computed=("nemotron_h",), splits_by_name=True)
         for name in ("nemotron_h", "nemotron_h_moe")),
     # Its files have all multipliers in the weights.
     GgufArchitecture("falcon-h1", "falcon_h1", names=_MAMBA_2_NAMES, transforms=_DECAY,
@@ -306,9 +307,7 @@ _ROWS = (
         "ssm.state_size": "mamba_d_state", "ssm.time_step_rank": "mamba_dt_rank", "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok"}, computed=("jamba",), splits_by_name=True),
     GgufArchitecture("mamba", transforms=_DECAY, settings={**_MAMBA, "ssm.time_step_rank": "time_step_rank"},
-        computed=("mamba",), splits_by_name=True, variants={"ssm.dt_b_c_rms": GgufArchitecture("mamba", "falcon_mamba",
-        transforms=_DECAY, settings={**_MAMBA, "ssm.time_step_rank": "time_step_rank"}, computed=("mamba",),
-        splits_by_name=True)}),
+        computed=("mamba",), splits_by_name=True),
 )
 # fmt: on
 

@@ -421,16 +421,7 @@ def _granite_shared(said: Said, shapes: Shapes) -> dict[str, Any]:
 
 def _mamba_2(said: Said, shapes: Shapes) -> dict[str, Any]:
     width, heads = int(said["ssm.inner_size"]), int(said["ssm.time_step_rank"])
-    return {
-        "mamba_d_head": width // max(1, heads),
-        "mamba_expand": width // max(1, int(said["embedding_length"])),
-        "mamba_conv_bias": _has(shapes, "ssm_conv1d.bias"),
-    }
-
-
-def _has(shapes: Shapes, name: str) -> bool:
-    """Whether there is such a tensor in some layer."""
-    return any(one.endswith(f".{name}") for one in shapes)
+    return {"mamba_d_head": width // max(1, heads), "mamba_expand": width // max(1, int(said["embedding_length"]))}
 
 
 def _mamba_layers(said: Said, shapes: Shapes) -> dict[str, Any]:
@@ -475,7 +466,6 @@ def _nemotron_h(said: Said, shapes: Shapes) -> dict[str, Any]:
         "num_key_value_heads": max(heads),
         "intermediate_size": max(widths),
         "mamba_head_dim": int(said["ssm.inner_size"]) // max(1, int(said["ssm.time_step_rank"])),
-        "use_conv_bias": _has(shapes, "ssm_conv1d.bias"),
     }
     if experts:
         shared = said["expert_shared_feed_forward_length"]
@@ -488,17 +478,14 @@ def _is_list(value: Any) -> bool:
 
 
 def _falcon_h1(said: Said, shapes: Shapes) -> dict[str, Any]:
-    return {"mamba_rms_norm": _has(shapes, "ssm_norm.weight")}
+    return {"mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in shapes)}
 
 
 def _mamba(said: Said, shapes: Shapes) -> dict[str, Any]:
-    """As wide inside as `expand` times outside."""
+    """As wide inside as `expand` times outside. Falcon's has norms of what its scan is made of."""
     width = int(said["ssm.inner_size"])
-    return {
-        "intermediate_size": width,
-        "expand": width // max(1, int(said["embedding_length"])),
-        "use_conv_bias": _has(shapes, "ssm_conv1d.bias"),
-    }
+    settings = {"intermediate_size": width, "expand": width // max(1, int(said["embedding_length"]))}
+    return {**settings, "model_type": "falcon_mamba"} if said.get("ssm.dt_b_c_rms") else settings
 
 
 def _mamba2(said: Said, shapes: Shapes) -> dict[str, Any]:
@@ -517,7 +504,6 @@ def _jamba(said: Said, shapes: Shapes) -> dict[str, Any]:
         **_each("expert", experts, "experts (ffn_gate_inp.weight)"),
         "num_key_value_heads": max(heads),
         "mamba_expand": int(said["ssm.inner_size"]) // max(1, int(said["embedding_length"])),
-        "mamba_conv_bias": _has(shapes, "ssm_conv1d.bias"),
     }
 
 

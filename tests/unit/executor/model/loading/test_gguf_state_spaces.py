@@ -29,6 +29,7 @@ Tensors = Iterator[tuple[str, Tensor]]  # by the file's names
 
 # Their files do not say how wide a head is.
 GRANITE: Keys = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, **ALL_EXPERTS}
+ONE_GROUP: Keys = {"mamba_n_groups": 1, "shared_intermediate_size": 96}
 BAMBA: Keys = {
     **{key: value for key, value in MAMBA.items() if key != "layer_types"},
     "hidden_size": 96,
@@ -46,10 +47,11 @@ NEMOTRON_H: Keys = {
 }
 NEMOTRON_H_MOE: Keys = {
     **NEMOTRON_H,
-    **ALL_EXPERTS,
+    "num_experts_per_tok": 3,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
     "n_routed_experts": 6,
     "n_group": 3,
+    "topk_group": 2,
     "intermediate_size": 64,
     "moe_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 32,
@@ -94,7 +96,7 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     "granitehybrid/dense": (
         "granitemoehybrid",
         "granitehybrid",
-        {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 2, "mamba_n_groups": 1, "mamba_conv_bias": False},
+        {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 2, **ONE_GROUP},
     ),
     "bamba": ("bamba", "granitehybrid", BAMBA),
     "nemotron_h": (
@@ -102,14 +104,12 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
         "nemotron_h",
         {**NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
     ),
-    "nemotron_h_moe": ("nemotron_h", "nemotron_h_moe", {**NEMOTRON_H_MOE, "num_experts_per_tok": 3, "topk_group": 2}),
-    "nemotron_h_moe/latent": (
-        "nemotron_h",
-        "nemotron_h_moe",
-        {**NEMOTRON_H_MOE, "moe_latent_size": 32, "n_groups": 1, "use_conv_bias": False},
-    ),
+    "nemotron_h_moe": ("nemotron_h", "nemotron_h_moe", NEMOTRON_H_MOE),
+    "nemotron_h_moe/latent": ("nemotron_h", "nemotron_h_moe", {**NEMOTRON_H_MOE, "moe_latent_size": 32, "n_groups": 1}),
+    # With a layer behind that predicts tokens.
+    "nemotron_h_moe/behind": ("nemotron_h", "nemotron_h_moe", {**NEMOTRON_H_MOE, "num_nextn_predict_layers": 1}),
     "falcon_h1": ("falcon_h1", "falcon-h1", {**FALCON_H1, **MULTIPLIERS}),
-    "falcon_h1/normed": ("falcon_h1", "falcon-h1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_conv_bias": False}),
+    "falcon_h1/normed": ("falcon_h1", "falcon-h1", {**FALCON_H1, "mamba_rms_norm": True}),
     "mamba2": (
         "mamba2",
         "mamba2",
@@ -130,7 +130,7 @@ MODELS: dict[str, tuple[str, str, Keys]] = {  # (transformers' type, the file's 
     ),
     "jamba/dense": ("jamba", "jamba", {**GRANITE, **DENSE}),
     "mamba": ("mamba", "mamba", MAMBA_1),
-    "falcon_mamba": ("falcon_mamba", "mamba", {**MAMBA_1, "tie_word_embeddings": False, "use_conv_bias": False}),
+    "falcon_mamba": ("falcon_mamba", "mamba", {**MAMBA_1, "tie_word_embeddings": False}),
 }
 
 
@@ -146,7 +146,8 @@ def of_granite(config: Any) -> Keys:
     names |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
     names |= {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
     names["expert_shared_feed_forward_length"] = "shared_intermediate_size"
-    return {**shared_of(config), **{key: getattr(config, word, None) for key, word in names.items()}}
+    keys = {**shared_of(config), **{key: getattr(config, word, None) for key, word in names.items()}}
+    return keys if getattr(config, "num_local_experts", 0) else {**keys, "expert_used_count": None}
 
 
 def of_granite_hybrid(config: Any) -> Keys:
@@ -165,15 +166,15 @@ def of_granite_hybrid(config: Any) -> Keys:
 
 
 def of_nemotron_h(config: Any) -> Keys:
-    """Of a mixture with a layer behind that predicts tokens, as there is in tensors."""
-    mixture = "moe" in config.layers_block_type
-    kinds = [*config.layers_block_type, *([FULL] if mixture else [])]
+    mixture, behind = "moe" in config.layers_block_type, config.num_nextn_predict_layers
+    kinds = [*config.layers_block_type, *[FULL] * behind]
     keys = {
         **shared_of(config),
         "block_count": len(kinds),
         "feed_forward_length": [config.intermediate_size * (kind in ("moe", "mlp")) for kind in kinds],
         "attention.head_count_kv": [config.num_key_value_heads * (kind == FULL) for kind in kinds],
         "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,
@@ -182,7 +183,11 @@ def of_nemotron_h(config: Any) -> Keys:
         "ssm.time_step_rank": config.mamba_num_heads,
     }
     if mixture:
-        keys |= {**experts_of(config), "moe_latent_size": config.moe_latent_size, "nextn_predict_layers": 1}
+        keys |= {
+            **experts_of(config),
+            "moe_latent_size": config.moe_latent_size,
+            "nextn_predict_layers": behind or None,
+        }
         keys["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
     return keys
 
@@ -192,7 +197,9 @@ def of_falcon_h1(config: Any) -> Keys:
         **of_granite_hybrid(config),
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
         "rope.scaling.finetuned": None,
+        "rope.dimension_count": config.head_dim,
     }
 
 
@@ -250,6 +257,8 @@ TURNED = (
 def tensors_of(name: str, model: Any) -> Tensors:
     """With the names that llama.cpp's converter gives those which transformers calls otherwise by now."""
     architecture, config = MODELS[name][1], model.config
+    if getattr(config, "num_nextn_predict_layers", 0):
+        yield f"blk.{config.num_hidden_layers}.nextn.enorm.weight", torch.ones(config.hidden_size)
     number = next(key for key, found in gguf.MODEL_ARCH_NAMES.items() if found == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for own, tensor in apart(folded(model)):
@@ -340,6 +349,8 @@ def make(
     return source, written(tmp_path / "model.gguf", architecture, said, given, kind)
 
 
+# What files have in weights, and layers that are left out.
+NOT_SAID = {*MULTIPLIERS, "num_nextn_predict_layers"}
 FAST = ["granitehybrid", "mamba"]  # vectors by groups; matrices of decays
 
 
@@ -360,7 +371,7 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     )
     before, after = load_config(source).to_dict(), load_config(made).to_dict()
     known = type(load_config(source))().to_dict().keys()
-    for key in (before.keys() & known) - NOT_OF_THE_FILE - MULTIPLIERS.keys():
+    for key in (before.keys() & known) - NOT_OF_THE_FILE - NOT_SAID:
         rounded = isinstance(before[key], float | dict)
         assert after[key] == (pytest.approx(before[key]) if rounded else before[key]), key
     script, steps = decode_script()
