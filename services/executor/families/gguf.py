@@ -38,6 +38,8 @@ class GgufArchitecture:
     stacked: Mapping[str, str] = field(default_factory=dict)
     # How names of parameters end that are [in, out] where the file has [out, in]
     transposed: tuple[str, ...] = ()
+    # Keys of the metadata, lists of numbers by layer that are parameters: their names in the model
+    numbers: Mapping[str, str] = field(default_factory=dict)
     # By pattern of the file's names: what was done to the model's rows or numbers
     transforms: Mapping[str, str] = field(default_factory=dict)
     # Tensors that follow from the configuration, or are read apart from the model's parameters

@@ -30,6 +30,11 @@ def _class_names(before: str) -> dict[str, str]:
 
 
 # fmt: off
+_BAILING = {"blk.{}.ffn_gate_inp.weight": "model.layers.{}.block_sparse_moe.router.weight",
+    "blk.{}.ffn_down_shexp.weight": "model.layers.{}.shared_mlp.output_linear.weight",
+    **{f"blk.{{}}.ffn_{of}_exps": f"model.layers.{{}}.block_sparse_moe.experts.{of}_proj"
+    for of in ("gate", "up", "down")},
+    **{f"blk.{{}}.ffn_{of}_shexp": f"model.layers.{{}}.shared_mlp.{of}" for of in ("gate", "up")}}
 # Of the gated delta rule
 _DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads"}
@@ -170,7 +175,7 @@ _ROWS = (
         constants={"q_lora_rank": None, "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1,
         "moe_renormalize": True}, computed=("kimi_delta",), needs=("expert_feed_forward_length",)),
     GgufArchitecture("deepseek2", "deepseek_v3", names=_CHOICE, composed={"kv_b_proj.weight": "keys_values_of_latents"},
-        computed=("deepseek",), splits_by_name=True),
+        computed=("deepseek", "without_heads_behind"), splits_by_name=True),
     GgufArchitecture("minimax-m2", "minimax_m2",
         names={"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.e_score_correction_bias"},
         settings={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
@@ -308,6 +313,63 @@ _ROWS = (
         "expert_used_count": "num_experts_per_tok"}, computed=("jamba",), splits_by_name=True),
     GgufArchitecture("mamba", transforms=_DECAY, settings={**_MAMBA, "ssm.time_step_rank": "time_step_rank"},
         computed=("mamba",), splits_by_name=True),
+
+    GgufArchitecture("glm4moe", "glm4_moe", names=_CHOICE, computed=("by_sigmoid", "first_dense", "one_group",
+        "without_heads_behind", "normed_heads"), needs=("rope.dimension_count",), rotates_in_part=True,
+        splits_by_name=True),
+    # Of GLM 4.1V, whose file has values that turn together half of what turns apart
+    GgufArchitecture("glm4", computed=("without_heads_behind",), needs=("rope.dimension_count",), rotates_in_part=True,
+        splits_by_name=True, variants={"rope.dimension_sections": GgufArchitecture("glm4",
+        transforms=dict.fromkeys(("blk.*.attn_q.*", "blk.*.attn_k.*"), "turned_halves"),
+        computed=("without_heads_behind",), needs=("rope.dimension_count",), rotates_in_part=True,
+        splits_by_name=True)}),
+    GgufArchitecture("chatglm", "glm", names=_QKV_NAMES, composed=_QKV_PARTS, computed=("biases_of_all",),
+        needs=("rope.dimension_count",), rotates_in_part=True, splits_by_name=True),
+    GgufArchitecture("hunyuan-dense", "hunyuan_v1_dense", splits_by_name=True),
+    GgufArchitecture("hunyuan-moe", "hunyuan_v1_moe", settings={"expert_count": "num_experts",
+        "expert_used_count": "moe_topk"}, splits_by_name=True),
+    # Text models beside images: a text turns its three positions alike, as if they were one.
+    GgufArchitecture("qwen2vl", "qwen2", splits_by_name=True),
+    GgufArchitecture("qwen3vl", "qwen3", splits_by_name=True),
+    GgufArchitecture("qwen3vlmoe", "qwen3_moe", settings=_QWEN_EXPERTS, optional=_MAY_BE_WIDE,
+        constants={"norm_topk_prob": True}, splits_by_name=True),
+    GgufArchitecture("glm-dsa", "glm_moe_dsa", names=_CHOICE, composed={"kv_b_proj.weight": "keys_values_of_latents"},
+        computed=("indexed", "one_group"), splits_by_name=True),
+    GgufArchitecture("deepseek32", "deepseek_v32", names_of="glm-dsa", names=_CHOICE,
+        composed={"kv_b_proj.weight": "keys_values_of_latents"}, computed=("indexed",), splits_by_name=True),
+    GgufArchitecture("afmoe", names={"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.expert_bias"},
+        constants={"mup_enabled": True}, computed=("by_sigmoid", "afmoe"), splits_by_name=True),
+    GgufArchitecture("exaone-moe", "exaone_moe", names=_CHOICE, computed=("by_sigmoid", "exaone_moe"),
+        splits_by_name=True),
+    GgufArchitecture("apertus", numbers={f"xielu.{of}": f"model.layers.{{}}.mlp.act_fn.{of}" for of in ("alpha_n",
+        "alpha_p", "beta", "eps")}, splits_by_name=True),
+    GgufArchitecture("bailingmoe", "granitemoeshared", names=_BAILING, transforms=_PAIRS,
+        joined={**EXPERTS, "shared_mlp.input_linear.weight": ("shared_mlp.gate", "shared_mlp.up")},
+        computed=("bailing",), splits_by_name=True),
+    GgufArchitecture("jais2", settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_eps"},
+        splits_by_name=True),
+    GgufArchitecture("baichuan", "llama", transforms=_PAIRS, computed=("baichuan",)),
+    GgufArchitecture("pangu-embedded", "llama"),
+    GgufArchitecture("orion", "stablelm", settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_eps"},
+        constants={"partial_rotary_factor": 1.0}),
+    GgufArchitecture("bitnet", names={"blk.{}.attn_sub_norm.weight": "model.layers.{}.self_attn.attn_sub_norm.weight",
+        "blk.{}.ffn_sub_norm.weight": "model.layers.{}.mlp.ffn_sub_norm.weight"}, constants={"hidden_act": "silu"}),
+    GgufArchitecture("hunyuan_vl", "hunyuan_v1_dense", splits_by_name=True),
+    GgufArchitecture("paddleocr", "llama"),
+    GgufArchitecture("dbrx", composed={"mlp.w1": "gates_below", "mlp.v1": "ups_below", "mlp.w2": "downs_below"},
+        settings={**_LAYER_NORM, "embedding_length": "d_model"}, computed=("dbrx",), splits_by_name=True),
+    # Of which gguf has no table yet
+    GgufArchitecture("hy_v3", names_of="dots1", computed=("by_sigmoid", "hy_v3"), splits_by_name=True,
+        names={"blk.{}.exp_probs_b": "model.layers.{}.mlp.e_score_correction_bias"}),
+    GgufArchitecture("mellum", names_of="qwen3moe", settings=_QWEN_EXPERTS, optional=_MAY_BE_WIDE,
+        constants={"norm_topk_prob": True}, computed=("mellum",), splits_by_name=True),
+    GgufArchitecture("minimax-m3", "minimax_m3_vl_text", names_of="dots1", names={**_CHOICE, **{
+        f"blk.{{}}.indexer.{of}.weight": f"model.layers.{{}}.self_attn.indexer.{of}.weight"
+        for of in ("q_proj", "k_proj", "q_norm", "k_norm")}}, transforms=_NORMS,
+        joined={**EXPERTS, **{f"{of}.gate_up_proj.weight": (f"{of}.gate_proj", f"{of}.up_proj")
+        for of in ("mlp", "shared_experts")}}, settings={"feed_forward_length": "dense_intermediate_size",
+        "rope.dimension_count": "rotary_dim"}, computed=("by_sigmoid", "minimax_m3"), rotates_in_part=True,
+        splits_by_name=True),
 )
 # fmt: on
 

@@ -120,7 +120,7 @@ def tokens_of(model: SourceModel, text: str) -> list[int]:
 def _gguf_reader(weights: GgufWeights, content: Composition, config: Any) -> Callable[[], Iterator[Tensor]]:
     def pieces() -> Iterator[Tensor]:
         for first, end in row_spans(content.shape):
-            some = content.selected(0, [ShardRange(first, end)])
+            some = content.selected(0, [ShardRange(first, end)]) if content.shape else content
             flat = some.flattened() if len(some.shape) == 3 else None
             read = Read(flat or some, torch.float32)
             (piece,) = weights.read_all([read], config, torch.device("cpu"), lambda done, total: None)

@@ -263,8 +263,7 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
         for length in ("long", "short"):
             if length not in factors:
                 raise _without(f"rope_factors_{length}.weight")
-        if original is None:
-            raise unsaid(files[0].path, f"{prefix}original_context_length")
+        known.setdefault("original_max_position_embeddings", header[f"{header['general.architecture']}.context_length"])
         return {"rope_type": "longrope", "long_factor": factors["long"], "short_factor": factors["short"], **known}
     if kind in (None, "none") and factor in (None, 0.0, 1.0):
         return {}

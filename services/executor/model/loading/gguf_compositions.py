@@ -52,11 +52,23 @@ def _part_of_all(part: int, end: str) -> Compose:
     """Queries, keys or values, their weights or biases, of files that have [all q | all k | all v]."""
 
     def compose(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
-        width = int(settings["head_dim"])
+        width = int(settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"])
         queries, keys = (width * int(settings[f"num_{of}_heads"]) for of in ("attention", "key_value"))
         name, rows = f"{block}.attn_qkv.{end}", queries + 2 * keys
         whole = Composition.whole(name, _checked(name, shapes, (rows, None) if end == "weight" else (rows,)))
         return whole.split([queries, keys, keys], 0)[part]
+
+    return compose
+
+
+def _experts_below(side: str, turned: bool = False) -> Compose:
+    """One side of all experts as one matrix, an expert below the other; `turned`: where files have it transposed."""
+
+    def compose(block: str, shapes: Shapes, settings: Mapping[str, Any]) -> Composition:
+        name, experts = f"{block}.ffn_{side}_exps.weight", int(settings["ffn_config"]["moe_num_experts"])
+        _checked(name, shapes, (experts, None, None))
+        matrices = (matrix_of(name, expert, shapes) for expert in range(experts))
+        return _below([matrix.transposed(0, 1) if turned else matrix for matrix in matrices], block)
 
     return compose
 
@@ -106,4 +118,7 @@ COMPOSED: dict[str, Compose] = {
         for part, of in enumerate(("queries", "keys", "values"))
         for end in ("weight", "bias")
     },
+    "gates_below": _experts_below("gate"),
+    "ups_below": _experts_below("up"),
+    "downs_below": _experts_below("down", turned=True),
 }

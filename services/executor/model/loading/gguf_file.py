@@ -34,7 +34,7 @@ _LONGEST_ARRAY = 1024
 _MOST_DIMENSIONS = 4
 _LARGEST = 1 << 50  # values of a tensor
 _VERSIONS = (2, 3)
-STRING, ARRAY = 8, 9
+_FLOAT, STRING, ARRAY = 6, 8, 9
 # Type of a value -> how `struct` names it.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -123,6 +123,14 @@ class GgufFile:
             if inner == STRING
             else [*struct.unpack_from(f"<{count}{NUMBERS[inner]}", self._memory, at)]
         )
+
+    def number(self, key: str, index: int) -> GgufTensor:
+        """Of a list of float32 in the metadata, as a tensor of one value. Raises `ModelLoadError`."""
+        numbers = self.array(key)
+        begin = self.header.spans[key].start + 8 + len(key.encode())
+        if index >= len(numbers) or struct.unpack_from("<I", self._memory, begin + 4)[0] != _FLOAT:
+            raise ModelLoadError(f"The file {self.path} has no number {index} of float32 in {key}; fetch it again.")
+        return GgufTensor(f"{key}[{index}]", (1,), GGMLQuantizationType.F32, begin + 16 + 4 * index)
 
     def _texts(self, at: int, count: int) -> list[str]:
         length, memory = struct.Struct("<Q").unpack_from, self._memory

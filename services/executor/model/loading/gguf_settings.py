@@ -163,12 +163,13 @@ def _magnitudes(said: Said, times: float, of_turned: float | None = None) -> dic
     return rope
 
 
-def _grouped_experts(said: Said) -> dict[str, Any]:
-    """Of experts, a part of whose groups a token may choose from."""
+def _grouped_experts(said: Said, usual: Mapping[int, tuple[int, int]] | None = None) -> dict[str, Any]:
+    """Of experts, a part of whose groups a token may choose from. `usual`: by experts, (groups, those a token chooses
+    from) where a file says none; None: as DeepSeek has them."""
     experts = int(said["expert_count"])
     groups, used = (int(said.get(f"expert_group_{key}", 0)) for key in ("count", "used_count"))
     if not groups or not used:
-        groups, used = _GROUPS.get(experts, (1, 1))
+        groups, used = (_GROUPS if usual is None else usual).get(experts, (1, 1))
     return {
         "n_routed_experts": experts,
         "n_shared_experts": int(said.get("expert_shared_count", 0)),
@@ -272,9 +273,7 @@ def _mimo2(said: Said, shapes: Shapes) -> dict[str, Any]:
         **_grouped_experts(said),
         "num_hidden_layers": layers,
         "layer_types": kinds,
-        "mlp_layer_types": [
-            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in shapes else "dense" for layer in range(layers)
-        ],
+        "mlp_layer_types": _by_routers(layers, shapes),
         "num_key_value_heads": full,
         "v_head_dim": said["attention.value_length"],
         "sliding_window": int(said["attention.sliding_window"]) + 1,
@@ -520,6 +519,173 @@ def _each(kind: str, layers: list[Any], what: str) -> dict[str, Any]:
     return {f"{kind}_layer_period": period, f"{kind}_layer_offset": first}
 
 
+def _normed_heads(said: Said, shapes: Shapes) -> dict[str, Any]:
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in shapes}
+
+
+def _biases_of_all(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Of queries, keys and values, which may be one tensor."""
+    return {"attention_bias": "blk.0.attn_qkv.bias" in shapes or "blk.0.attn_q.bias" in shapes}
+
+
+def _indexed(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Latent attention to tokens that an indexer chooses. Layers without one take what the layer before has chosen."""
+    _check_gate(said, _SIGMOID)
+    layers = _without_heads_behind(said, shapes)["num_hidden_layers"]
+    kinds = said.get("attention.indexer.types")
+    if not isinstance(kinds, list | tuple):
+        kinds = [f"blk.{layer}.indexer.attn_k.weight" in shapes for layer in range(layers)]
+    return {
+        **_latent(said, shapes),
+        "num_hidden_layers": layers,
+        "index_n_heads": said["attention.indexer.head_count"],
+        "index_head_dim": said["attention.indexer.key_length"],
+        "index_topk": said["attention.indexer.top_k"],
+        "indexer_types": ["full" if kind else "shared" for kind in kinds[:layers]],
+    }
+
+
+def _one_group(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Of experts, all of which a token may choose from where a file says no groups."""
+    return _grouped_experts(said, {})
+
+
+def _fourth_full(said: Said, layers: int) -> dict[str, Any]:
+    """Windows in all layers but each fourth, where a file says nothing else of them."""
+    pattern = said.get("attention.sliding_window_pattern", 4)
+    if not isinstance(pattern, list | tuple):
+        pattern = [(layer + 1) % max(1, int(pattern)) for layer in range(layers)]
+    if len(pattern) < layers:
+        raise ModelLoadError(
+            f"The file has {len(pattern)} values of attention.sliding_window_pattern for {layers} layers; fetch it "
+            "again."
+        )
+    kinds = ["sliding_attention" if one else _FULL for one in pattern[:layers]]
+    return {"layer_types": kinds, "sliding_window": said["attention.sliding_window"]}
+
+
+def _unnormed() -> ModelLoadError:
+    return ModelLoadError(
+        "The file's experts are weighted otherwise than by normed scores (expert_weights_norm, expert_weights_scale), "
+        "as no model of its architecture that can be served does; choose another."
+    )
+
+
+def _afmoe(said: Said, shapes: Shapes) -> dict[str, Any]:
+    if not said.get("expert_weights_norm"):
+        raise _unnormed()
+    return {
+        **_fourth_full(said, int(said["block_count"])),
+        "num_experts": said["expert_count"],
+        "num_experts_per_tok": said["expert_used_count"],
+        "num_shared_experts": int(said.get("expert_shared_count", 0)),
+        "num_dense_layers": said["leading_dense_block_count"],
+        "route_scale": float(said.get("expert_weights_scale") or 1.0),
+    }
+
+
+def _exaone_moe(said: Said, shapes: Shapes) -> dict[str, Any]:
+    layers = _without_heads_behind(said, shapes)["num_hidden_layers"]
+    experts = _one_group(said, shapes)
+    return {
+        **experts,
+        **_first_dense(said, shapes),
+        **_fourth_full(said, layers),
+        "num_hidden_layers": layers,
+        "num_experts": experts["n_routed_experts"],
+        "num_shared_experts": experts["n_shared_experts"],
+    }
+
+
+def _bailing(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """As Granite's mixtures without their scales: scores are a softmax of those experts that are chosen."""
+    _check_gate(said, _SOFTMAX)
+    if not said.get("expert_weights_norm") or said.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise _unnormed()
+    width, heads = said["embedding_length"], max(1, said["attention.head_count"])
+    return {
+        "num_local_experts": said["expert_count"],
+        "num_experts_per_tok": said["expert_used_count"],
+        "intermediate_size": said["expert_feed_forward_length"],
+        "shared_intermediate_size": said["expert_feed_forward_length"] * int(said.get("expert_shared_count", 0)),
+        "attention_multiplier": 1 / sqrt(said.get("attention.key_length", width // heads)),
+    }
+
+
+def _baichuan(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Nothing: 7B is Llama."""
+    if said["block_count"] == 40:
+        raise ModelLoadError(
+            "The file holds Baichuan 13B, whose attention is biased by distances (ALiBi), as no model of its "
+            "architecture that can be served is; choose another."
+        )
+    return {}
+
+
+def _dbrx(said: Said, shapes: Shapes) -> dict[str, Any]:
+    theta = float(said.get("rope.freq_base", 10_000.0))
+    return {
+        "attn_config": {
+            "kv_n_heads": said["attention.head_count_kv"],
+            "clip_qkv": said["attention.clamp_kqv"],
+            "rope_theta": theta,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": said["feed_forward_length"],
+            "moe_num_experts": said["expert_count"],
+            "moe_top_k": said["expert_used_count"],
+            "moe_normalize_expert_weights": 1.0,
+        },
+    }
+
+
+def _hy_v3(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers with a router have experts, which are weighted by normed scores."""
+    if not said.get("expert_weights_norm", True):
+        raise _unnormed()
+    layers, width = _without_heads_behind(said, shapes)["num_hidden_layers"], int(said["expert_feed_forward_length"])
+    return {
+        "num_hidden_layers": layers,
+        "mlp_layer_types": _by_routers(layers, shapes),
+        "num_experts": said["expert_count"],
+        "num_experts_per_tok": said["expert_used_count"],
+        "num_shared_experts": int(said.get("expert_shared_feed_forward_length", width)) // max(1, width),
+        "router_scaling_factor": float(said.get("expert_weights_scale") or 1.0),
+    }
+
+
+def _by_routers(layers: int, shapes: Shapes) -> list[str]:
+    return ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in shapes else "dense" for layer in range(layers)]
+
+
+def _mellum(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Windows turn positions by the same base as other layers where a file says none of their own."""
+    same = {"rope.freq_base_swa": said.get("rope.freq_base", 10_000.0)}
+    return {**_gemma3_rotations({**same, **said}, shapes), **_fourth_full(said, int(said["block_count"]))}
+
+
+def _minimax_m3(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Layers with experts attend to blocks that an indexer chooses."""
+    if not said.get("expert_weights_norm"):
+        raise _unnormed()
+    layers, width = int(said["block_count"]), said["expert_feed_forward_length"]
+    mlps = _by_routers(layers, shapes)
+    return {
+        "mlp_layer_types": mlps,
+        "layer_types": ["minimax_m3_sparse" if kind == "sparse" else _FULL for kind in mlps],
+        "num_local_experts": said["expert_count"],
+        "num_experts_per_tok": said["expert_used_count"],
+        "intermediate_size": width,
+        "shared_intermediate_size": width * int(said["expert_shared_count"]),
+        "routed_scaling_factor": float(said.get("expert_weights_scale") or 1.0),
+        "index_n_heads": said["attention.indexer.head_count"],
+        "index_head_dim": said["attention.indexer.key_length"],
+        "index_topk_blocks": said["attention.indexer.top_k"],
+        "index_block_size": said["attention.indexer.block_size"],
+        "index_local_blocks": said["attention.indexer.local_blocks"],
+    }
+
+
 COMPUTED: dict[str, Compute] = {
     "mpt": _mpt,
     "stablelm": _stablelm,
@@ -563,4 +729,16 @@ COMPUTED: dict[str, Compute] = {
     "mamba": _mamba,
     "mamba2": _mamba2,
     "jamba": _jamba,
+    "normed_heads": _normed_heads,
+    "biases_of_all": _biases_of_all,
+    "indexed": _indexed,
+    "one_group": _one_group,
+    "afmoe": _afmoe,
+    "exaone_moe": _exaone_moe,
+    "bailing": _bailing,
+    "baichuan": _baichuan,
+    "dbrx": _dbrx,
+    "hy_v3": _hy_v3,
+    "mellum": _mellum,
+    "minimax_m3": _minimax_m3,
 }

@@ -73,6 +73,16 @@ def _groups(count: int, name: str, settings: Settings) -> Tensor:
     return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
 
+def _turned_halves(count: int, name: str, settings: Settings) -> Tensor:
+    """Of each head: the model turns 2i with 2i + 1 of those values that turn, files i with i + n/2, of n."""
+    heads, turned = _heads_of(name, settings), float(settings["rope_parameters"]["partial_rotary_factor"])
+    turned = int(turned * count / heads)
+    if count % heads or turned % 2:
+        raise ValueError(f"has {count} rows, which are not {heads} heads")
+    head = torch.cat([torch.arange(turned).view(2, -1).T.reshape(-1), torch.arange(turned, count // heads)])
+    return (torch.arange(heads)[:, None] * len(head) + head).reshape(-1)
+
+
 def _value_heads(count: int, name: str, settings: Settings) -> Tensor:
     """Of the gated delta rule: the model has those of a key head side by side, files the first of each key head, then
     the second of each."""
@@ -121,4 +131,5 @@ TRANSFORMS = {
         numbers=lambda values: (-values.float()).log(),
     ),
     "value_columns": Transform(write=_write_value_columns, columns=_value_columns),
+    "turned_halves": Transform(write=_written_in(_turned_halves), order=_turned_halves),
 }

@@ -4,6 +4,7 @@ Names are translated by gguf's table. The files keep a few architectures' tensor
 added, which is undone as rows are read: a row of codes is as good as a row of numbers.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,11 +75,12 @@ class GgufWeights:
         name_in_file = self._architecture.tensor_names(model.config.num_hidden_layers)
         state = model.state_dict()
         parameters, experts = self._of_stacks(state), set()
+        numbers = self._numbers(model.config.num_hidden_layers)
         within = f"{model.base_model_prefix}."  # tables leave that out of the names of encoders' parameters
         for name, parameter in state.items():
             if name in parameters:
                 continue
-            found = name_in_file(name) or name_in_file(name.removeprefix(within))
+            found = numbers.get(name) or name_in_file(name) or name_in_file(name.removeprefix(within))
             joined = next((end for end in self._architecture.joined if name.endswith(f".{end}")), None)
             composed = next((how for end, how in self._architecture.composed.items() if name.endswith(f".{end}")), None)
             if joined and f"{found}.weight" in self._tensors:  # gate and up of experts, joined by the file's writer
@@ -87,7 +89,7 @@ class GgufWeights:
             elif joined is not None:
                 ends = self._architecture.joined[joined]
                 sides = [name_in_file(name.removesuffix(joined) + end) for end in ends]
-                experts |= {name} if "experts" in joined else set()
+                experts |= {name} if joined.startswith("experts.") else set()
                 parameters[name] = self._joined(sides, joined, parameter.shape)
             elif composed is not None and found is not None and found not in self._tensors:
                 block = ".".join(found.split(".")[:2])
@@ -128,6 +130,16 @@ class GgufWeights:
         self._tensors[name] = (file, replace(tensor, shape=(rows * width,)))
         return Composition.whole(name, (rows * width,)).split([width] * rows, 0)
 
+    def _numbers(self, layers: int) -> dict[str, str]:
+        """By parameter that is a number of the metadata: what it is called among the tensors, where it stands now."""
+        found = {}
+        for key, pattern in self._architecture.numbers.items():
+            for layer in range(layers):
+                number = self._files[0].number(key, layer)
+                self._tensors[number.name] = (self._files[0], number)
+                found[pattern.format(layer)] = number.name
+        return found
+
     def _follows(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._architecture.follow) or self._is_idle(name)
 
@@ -160,6 +172,8 @@ class GgufWeights:
         is_vector = len(shape) == 1 and tensor.kind.name in _NUMBERS and prod(tensor.shape) == shape[0]
         if plain or not (is_vector or _squeezed(tensor.shape) == _squeezed(shape)):
             return Composition.whole(name, tensor.shape)
+        if not shape:
+            return Composition((), (TensorBox(name, (), (), (), ()),))
         held = _squeezed(shape) or (1,)
         held = (1, *held) if shape[0] == 1 and len(held) < len(shape) else held  # one row
         self._tensors[name] = (file, replace(tensor, shape=held))
@@ -289,6 +303,11 @@ class GgufWeights:
         return room
 
     def _plain(self, read: Read, config: Any, device: torch.device, meter: ReadMeter) -> Weight:
+        if not read.content.shape:  # one number
+            one = Composition.whole(read.content.parts[0].source, (1,))
+            vector = self._plain(replace(read, content=one), config, device, meter)
+            assert isinstance(vector, Tensor), "one number has no codes"
+            return vector.reshape(())
         made = torch.empty(read.content.shape, dtype=read.dtype, device=device)
         for placed in read.content.parts:
             part, place = _by_file(placed), _in_order_of_file(placed, placed.place(made))
@@ -349,7 +368,7 @@ class GgufWeights:
 
     def _read_bytes(self, read: Read) -> int:
         tensors = [(_by_file(part), self._tensors[part.source][1]) for part in read.content.parts]
-        return sum(tensor.nbytes // _rows_of(tensor) * part.size[0] for part, tensor in tensors)
+        return sum(tensor.nbytes // _rows_of(tensor) * math.prod(part.size[:1]) for part, tensor in tensors)
 
 
 def _fitting(find: Callable[[int, str, Settings], _T], count: int, name: str, config: Any) -> _T:

@@ -25,9 +25,11 @@ from services.executor.native.library import why_not
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
 from tests.unit.executor.model.conversion.test_convert import GEMMA3_LAYERS, GEMMA3_ROPE
 from tests.unit.executor.model.loading import test_gguf_dense as dense
+from tests.unit.executor.model.loading import test_gguf_families as families
 from tests.unit.executor.model.loading import test_gguf_layers as layers
 from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
 from tests.unit.executor.model.loading import test_gguf_state_spaces as state_spaces
+from tests.unit.executor.model.tiny import logits_of
 
 PROGRAM = shutil.which(
     "llama-perplexity", path=os.environ.get("RYZANSTEIN_LLAMA_CPP", "") + os.pathsep + os.environ["PATH"]
@@ -175,3 +177,17 @@ def test_files_of_dense_models_are_as_it_has_them(tmp_path: Path, monkeypatch: p
     with torch.inference_mode():
         exact = later(model(tokens, use_cache=False).logits)
     assert divergence(exact, theirs) < 1e-3
+
+
+# Baichuan 7B, which turns positions, it knows by its 32 layers.
+@pytest.mark.parametrize("name", [name for name in families.CASES if name != "baichuan"])
+def test_files_of_further_families_are_as_it_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By which the layout that test_gguf_families.py writes is held."""
+    monkeypatch.setattr(f"{__name__}.TEXT", TEXT.replace(" ", ""))
+    source, file = families.make(tmp_path, name, "F32")
+    tokens, theirs = read(file, tmp_path)
+    with torch.inference_mode():
+        exact = later(torch.stack(logits_of(families.theirs(source), tokens.tolist())))
+    assert (exact.exp() * (exact - theirs)).sum(-1).median() < 1e-4  # of what nearly ties it may choose others

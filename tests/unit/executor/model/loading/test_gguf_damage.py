@@ -21,17 +21,19 @@ from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading import test_gguf_delta_rules as delta_rules
 from tests.unit.executor.model.loading import test_gguf_dense as dense
 from tests.unit.executor.model.loading import test_gguf_encoders as encoders
+from tests.unit.executor.model.loading import test_gguf_families as families
 from tests.unit.executor.model.loading import test_gguf_layers as layers
 from tests.unit.executor.model.loading import test_gguf_mixtures as mixtures
 from tests.unit.executor.model.loading import test_gguf_state_spaces as state_spaces
 from tests.unit.executor.model.loading import test_gguf_weights as weights
 
 TABLES: tuple[Any, ...] = (layers, mixtures, dense, encoders, state_spaces)  # modules that have one of models
+OTHERS = ((delta_rules, delta_rules.WRITE), (families, families.CASES))
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{name: lambda at, name=name: weights.make(at, name, "Q8_0") for name in ALL},  # type: ignore[misc]
     **{
         name: lambda at, name=name, module=module: module.make(at, name, "F32")[1]  # type: ignore[misc]
-        for module, names in ((delta_rules, delta_rules.WRITE), *((one, one.MODELS) for one in TABLES))
+        for module, names in (*OTHERS, *((one, one.MODELS) for one in TABLES))
         for name in names
     },
 }
@@ -147,6 +149,6 @@ def skipped(what: str) -> bool:
 
 
 def test_every_architecture_is_damaged() -> None:
-    types = {*ALL, *delta_rules.WRITE}
+    types = {*ALL, *delta_rules.WRITE, *(case.model_type for case in families.CASES.values())}
     types |= {name for module in TABLES for name, *_ in module.MODELS.values()}
     assert {row.config_type() for row in GGUF.values()} <= types

@@ -69,7 +69,7 @@ def written(
         if key in leave_out:
             continue
         if isinstance(value, list):
-            writer.add_array(f"{architecture}.{key}", value)
+            writer.add_array(key if key.startswith("xielu.") else f"{architecture}.{key}", value)
         else:
             add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[
                 type(value)
