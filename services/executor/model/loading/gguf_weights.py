@@ -186,7 +186,7 @@ class GgufWeights:
     def _joined(self, sides: Sequence[str | None], end: str, shape: Sequence[int]) -> Composition:
         whole = [str(side).endswith(".bias") or len(shape) == 1 for side in sides]
         names = [str(side) if one else f"{side}.weight" for side, one in zip(sides, whole, strict=True)]
-        if "experts" in end and len(shape) > 2:
+        if end.startswith("experts.") and len(shape) > 2:
             return _of_experts(names, self.shapes)
         if missing := [name for name in names if name not in self._tensors]:
             raise ModelLoadError(
@@ -194,7 +194,7 @@ class GgufWeights:
             )
         stored = [self._tensors[name][1].shape for name in names]
         try:
-            if "experts" in end:  # their biases, side by side
+            if end.startswith("experts."):  # their biases, side by side
                 return concatenated([Composition.whole(*one) for one in zip(names, stored, strict=True)], 1)
             rows = [(_squeezed(one) or (1,))[0] for one in stored]
             return concatenated(
