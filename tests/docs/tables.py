@@ -13,6 +13,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "architectures": models.served,
     "encoders": models.encoders,
     "refused": models.refused,
+    "gguf": models.gguf_architectures,
     "limits": limits.table,
     "rules": rules.table,
     "tools": tools.table,

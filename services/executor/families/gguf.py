@@ -54,7 +54,7 @@ class GgufArchitecture:
     defaults: Mapping[str, str | None] = field(default_factory=dict)
     # Settings that all models of the architecture have
     constants: Mapping[str, Any] = field(default_factory=dict)
-    # Functions of `loading/gguf_settings.py`, by name, for settings that follow from several keys, from a list by layer
+    # Functions of `loading/gguf_settings`, by name, for settings that follow from several keys, from a list by layer
     # or from which tensors there are
     computed: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # other keys without which the model cannot be built

@@ -1,22 +1,26 @@
 """Why files of an architecture that has no row in `gguf_architectures.py` are not served. Pure."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from services.executor.families.gguf import GgufArchitecture
 
-_ENCODER_DECODER = "an encoder writes its prompts into a decoder, and such models are not served"
-_PICTURES = "what it has for pictures lies in a file of its own, and without it the text model is not its own"
 _NO_MODEL = "transformers has no such model"
+_ENCODER_DECODER = "its decoder reads what an encoder has made of the prompt, and such models are not served"
 _DIFFUSION = "it writes by filling in masks, not from left to right"
-_SPEECH = "it makes sounds of codes"
+_PICTURES = "it writes pictures, or about them, by a text model that is not served alone"
 
+# Where transformers has a model, or could not have one.
 REASONS = {
-    "clip": "it sees pictures for another model, and is served beside it from safetensors",
-    "t5": _ENCODER_DECODER,
-    "t5encoder": _ENCODER_DECODER,
-    "wavtokenizer-dec": _SPEECH,
+    **dict.fromkeys(("t5", "t5encoder"), _ENCODER_DECODER),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
+    **dict.fromkeys(("chameleon", "cogvlm"), _PICTURES),
+    "clip": "it sees pictures for a text model, and texts alone are served",
+    "wavtokenizer-dec": "it makes sounds, not texts",
+    "llama-embed": "its layers see what follows, and transformers' Llama does not",
+    "nomic-bert-moe": "transformers' NomicBERT has no experts",
+    "step35": "its layers are none that are served",
+    "gptj": "no program writes such files",
 }
 _NAMED = 4  # tensors that a refusal names, at most
 
@@ -32,7 +36,7 @@ def refusal(architecture: str, tensors: Iterable[str], rows: Mapping[str, GgufAr
         return _NO_MODEL
     stems = {_stem(name) for name in tensors}
     names = {name: _stems_of(row) for name, row in rows.items()}
-    nearest = max(names, key=lambda name: (_likeness(names[name], stems), name == "llama"))
+    nearest = max(names, key=lambda name: len(names[name] & stems))  # of several the first
     if not (stems & names[nearest]):
         return "nobody has said what its tensors are"
     strange = sorted(stems - names[nearest])
@@ -55,8 +59,3 @@ def _stems_of(row: GgufArchitecture) -> set[str]:
     return {_stem(gguf.TENSOR_NAMES[tensor]) for tensor in gguf.MODEL_TENSORS[number]} | {
         _stem(name) for name in row.names
     }
-
-
-def _likeness(known: Collection[str], stems: Collection[str]) -> float:
-    """What both have of what either has."""
-    return len({*known} & {*stems}) / max(1, len({*known} | {*stems}))

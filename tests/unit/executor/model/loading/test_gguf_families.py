@@ -363,9 +363,14 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
 UNUSED = {"sliding_window", "max_window_layers", "attn_config", "ffn_config"}
 
 
-# Of DeepSeek V3.2 without codes PyTorch rounds less, and its indexer chooses other tokens.
+CHOOSING = (
+    "deepseek32",
+    "minimax-m3",
+)  # of what nearly ties their indexers choose others where activations are rounded
+
+
 @native
-@pytest.mark.parametrize("name", in_lanes([name for name in CASES if name != "deepseek32"], ["glm4/sections"]))
+@pytest.mark.parametrize("name", in_lanes([name for name in CASES if name not in CHOOSING], ["glm4/sections"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
     made = converted(file)
