@@ -409,7 +409,7 @@ BY_PYTORCH = ("mistral3", "mimo2", "llama4", "llama4/many")
 
 
 @native
-@pytest.mark.parametrize("name", in_lanes(MODELS, [*FAST, "llama4"]))
+@pytest.mark.parametrize("name", in_lanes(MODELS, FAST, ["llama4", "gpt_oss", "deepseek_v2"]))
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, name: str) -> None:
     _, file = make(tmp_path, name, "Q8_0")
     made = converted(file)
