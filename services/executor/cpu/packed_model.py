@@ -75,8 +75,6 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
     Raises `CannotLower` with the reason, on all `world_size` ranks or on none.
     """
     lowered = lowering.lower(model, dtype)
-    if dtype is not torch.bfloat16:
-        raise CannotLower("only bf16 is computed by the native kernels")
     config = model.config
     _check_widths(config, world_size)
     if any(layer.latent for layer in lowered.layers):
@@ -87,6 +85,8 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
         _check_mixer(layer)
     for routing in (layer.routing for layer in lowered.layers if layer.routing):
         _check_experts(routing)
+    if dtype is not torch.bfloat16:  # last, for a model that they do not compute is fp32 where PyTorch has no fast bf16
+        raise CannotLower("only bf16 is computed by the native kernels")
     return lowered
 
 

@@ -174,6 +174,7 @@ class KvStore:
         # Full blocks that a snapshot of a slot takes; more where another rank's takes more.
         self.blocks_per_snapshot = shape.blocks_per_snapshot if shape.slot else 0
         self._scratch = torch.empty(0, dtype=shape.dtype, device=device)
+        self.dtype = shape.dtype  # of what is written and gathered
         # Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does.
         self.compressor: Callable[[NDArray[np.int32]], None] | None = None
 
@@ -190,13 +191,14 @@ class KvStore:
                 )
         return groups, quantized
 
-    def part(self, first: int, count: int, *, slots: bool = False) -> "KvStore":
+    def part(self, first: int, count: int, *, slots: bool = False, dtype: torch.dtype | None = None) -> "KvStore":
         """The page layers [first, first + count) as a store in the same memory, for one of the models that share
-        blocks. `slots`: with those of recurrent state."""
+        blocks. `slots`: with those of recurrent state; `dtype`: of what that model computes; None: as is kept."""
         groups = [own for group in self._groups if (own := group.part(first, count)) is not None]
         quantized = [part for blocks in self._quantized if (part := blocks.part(first, count)) is not None]
         shape = self.shape.part(first, count, slots=slots)
         store = KvStore(shape, self.num_writable, self.device, self.num_quantized, held=(groups, quantized))
+        store.dtype = dtype or self.dtype
         if slots:
             store.states, store.blocks_per_snapshot = self.states, self.blocks_per_snapshot
         return store
@@ -269,7 +271,7 @@ class KvStore:
         if group.pages.tokens > 1:
             within = (within * group.pages.lines(size)).div(size, rounding_mode="floor")
         rows = lines[0] if len(lines) == 1 else torch.cat(lines, dim=1)
-        group.writable[at].flatten(1, 2)[blocks, :, within] = rows
+        group.writable[at].flatten(1, 2)[blocks, :, within] = rows.to(self.shape.dtype)
 
     def compress_layer(self, layer: int, writable: Tensor, quantized: Tensor) -> None:
         """Copies the blocks `writable` to the blocks `quantized`, int64 [C] each, in one layer, after its codec.
@@ -285,7 +287,7 @@ class KvStore:
         """Keys and values (or the one line) of `blocks`, writable or quantized: an int64 [sequences * B] of block
         tables padded to B blocks.
 
-        Returns a view [parts, sequences, heads, B * lines, width], model dtype, of a buffer that the next call
+        Returns a view [parts, sequences, heads, B * lines, width], `self.dtype`, of a buffer that the next call
         overwrites. Raises IndexError (on a GPU: fails an assertion there) for an id that
         is none.
         """
@@ -294,7 +296,7 @@ class KvStore:
         rows = (tables * pages.rows + part_rows).flatten()
         out = self._buffer(rows.shape[0], pages.lines(self.shape.block_size) * pages.width)
         self._read(layer, rows, out)
-        return out.view(pages.parts, sequences, pages.heads, -1, pages.width)
+        return out.view(pages.parts, sequences, pages.heads, -1, pages.width).to(self.dtype)
 
     def compress(self, pairs: ArrayLike) -> None:
         """As `compress_layer`, in all layers. The writable ones stay as they are.

@@ -435,7 +435,7 @@ class StepContext:
 
     def _mask(self, seen: NDArray[np.bool_]) -> Tensor:
         hidden = torch.from_numpy(~seen).to(self.store.device)
-        mask = torch.zeros(seen.shape, dtype=self.store.shape.dtype, device=self.store.device)
+        mask = torch.zeros(seen.shape, dtype=self.store.dtype, device=self.store.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
     def to_device(self, values: NDArray[np.int32] | Int64Array) -> Tensor:

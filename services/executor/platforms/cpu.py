@@ -39,12 +39,10 @@ class Cpu(Platform):
         return
 
     def has_fast_bf16(self) -> bool:
-        """On CPUs that multiply it natively (AVX512-BF16 or AMX; Arm's BF16 extension)."""
         try:
-            flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+            return multiplies_bf16(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
         except OSError:
             return False
-        return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
     def carriers(self, device: torch.device) -> Callable[[], Carrier]:
         return HostCarrier
@@ -54,6 +52,12 @@ class Cpu(Platform):
 
     def event(self) -> DeviceEvent:
         return CompletedEvent()
+
+
+def multiplies_bf16(cpuinfo: str) -> bool:
+    """Whether the processor that `cpuinfo` describes, as /proc/cpuinfo does, has instructions that multiply bf16:
+    AVX512-BF16 or AMX; Arm's BF16 extension. PyTorch converts value by value elsewhere."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.split())
 
 
 def control_group_room(group: Path) -> list[int]:

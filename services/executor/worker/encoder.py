@@ -235,7 +235,7 @@ def load_encoder_rank(
     labels = labels_of(config) if classifies else []
     activation = activation_of(config) if classifies else ""
     context = _context(settings, config, directory)
-    dtype = choose_dtype(settings, device, config)
+    dtype = choose_dtype(settings, device, config, by_kernels=False)
     encoder = load_encoder(directory, config, dtype, collectives, device, report, classifies=classifies)
     size = int(config.hidden_size)
     if vectors is not None and vectors.dense:

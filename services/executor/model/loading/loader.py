@@ -111,8 +111,9 @@ def load_model(
         of_host = family_of(config.model_type).lowered is not None or not why_not()
 
         def with_experts(parameter: _Parameter) -> bool:
-            kernels = of_host if platform_of(device).is_host else parameter.stored is None
-            return dtype is torch.bfloat16 and kernels
+            if platform_of(device).is_host:
+                return of_host and (dtype is torch.bfloat16 or keep_codes or codec is not None)
+            return dtype is torch.bfloat16 and parameter.stored is None
 
         model, plan = _planned(
             directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts, context

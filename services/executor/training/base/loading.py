@@ -35,7 +35,6 @@ from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import codec_of
 from services.executor.model.step_context import Chunks
 from services.executor.model.weight_formats import Weight
-from services.executor.platforms.catalog import platform_of
 from services.executor.training.base.packed import packed_model, packed_weights
 from services.executor.training.base.weights import CodedWeight, FrozenWeight, PlainWeight
 from shared.errors import ModelLoadError
@@ -132,11 +131,7 @@ def _load_codes(
 
 
 def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> torch.dtype:
-    if settings.dtype != "auto":
-        return torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-    if getattr(config, "dtype", None) in (torch.float32, "float32"):
-        return torch.float32
-    return torch.bfloat16 if platform_of(device).has_fast_bf16() else torch.float32
+    return choose_dtype(settings, device, config, by_kernels=False)
 
 
 # What configurations call them.

@@ -18,11 +18,10 @@ from services.executor.kv_cache.block_memory import MappedBlockFile
 from services.executor.kv_cache.capacity import widths_of
 from services.executor.kv_cache.offload import Spill, SpillStore
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.dtypes import choose_dtype
+from services.executor.model.dtypes import choose_dtype, precision, pytorch_dtype
 from services.executor.model.model_facts import facts_of
 from services.executor.model.quantizing import codec_of
 from services.executor.model.weight_formats import WeightCodec
-from services.executor.platforms.catalog import platform_of
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
 from services.executor.worker.weights import Share, ShareRequest, context_of
@@ -148,7 +147,11 @@ class BuiltShare(Share):
         self.dtype = choose_dtype(settings, device, config)
         codec = backend.weight_codec(settings.weight_dtype, device, self.dtype)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
-        keep_codes = keeps_codes(settings.weight_dtype, config) and self.dtype is torch.bfloat16
+        keep_codes = (
+            keeps_codes(settings.weight_dtype, config)
+            and precision(settings.dtype, getattr(config, "dtype", None)) is torch.bfloat16
+            and (self.dtype is torch.bfloat16 or backend.multiplies_codes())
+        )
         self.widths = widths_of(config, spec.world_size)
         states = layer_states(config, self.layout)
         rotary = rotary_scaling(config)
@@ -172,9 +175,9 @@ class BuiltShare(Share):
             unpack(self._model, self.dtype, device)
         else:
             backend.pack(self._model, device)
-        if settings.dtype == "auto" and not self.reads_compressed and not platform_of(device).has_fast_bf16():
-            self._model.float()  # PyTorch computes it after all
-            self.dtype = torch.float32
+        if not self.reads_compressed and (computed := pytorch_dtype(self.dtype, device)) is not self.dtype:
+            self._model.to(computed)  # PyTorch computes it after all
+            self.dtype = computed
         self.facts = facts_of(self._model, config, self.layout, context)
         self._module = type(self._model).__module__
 

@@ -56,7 +56,7 @@ class CpuKernels(Backend):
     def runner(self, request: RunnerRequest) -> ModelRunner:
         model, store, layout, collectives, _, threads, *_ = request
         try:
-            library, lowered = lower_natively(model, store.shape.dtype, collectives, threads)
+            library, lowered = lower_natively(model, store.dtype, collectives, threads)
         except CannotLower as reason:
             log.info("computing_with_pytorch", reason=str(reason))
             return super().runner(request)

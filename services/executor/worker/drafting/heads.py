@@ -24,6 +24,7 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.dtypes import pytorch_dtype
 from services.executor.model.model_facts import ModelFacts
 from services.executor.model.tokenizer_files import read_json
 from services.executor.platforms.base import sent
@@ -165,9 +166,10 @@ class Heads:
         def before_reading(least: int) -> None:
             request.has_room((), target.dtype, target.facts.context_length, None, least)
 
-        place = HeadPlacement(target.dtype, request.device, request.collectives, before_reading)
+        dtype = pytorch_dtype(target.dtype, request.device)
+        place = HeadPlacement(dtype, request.device, request.collectives, before_reading)
         if request.asked.draft_model == MTP:
             loaded = load_mtp_head(directory, place)
         else:
             loaded = load_eagle3_head(directory, request.model, place)
-        return LoadedHeads(HeadShare(request.asked, loaded, place.layout(loaded.config), target.dtype))
+        return LoadedHeads(HeadShare(request.asked, loaded, place.layout(loaded.config), dtype))

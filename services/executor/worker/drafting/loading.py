@@ -63,7 +63,7 @@ class DraftShare(NamedTuple):
         if self.loaded is None:
             return None
         count = len(page_layers(self.states))
-        own = store.part(store.shape.num_layers - count, count)
+        own = store.part(store.shape.num_layers - count, count, dtype=self.loaded.share.dtype)
         draft = self.loaded.computing(own, spill, limits, target)
         draft.runner.warm_up()
         target.add_draft(draft, BlockCopier(store, spill, collectives))

@@ -13,12 +13,21 @@ BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 
 
-def test_only_bf16_on_a_cpu_is_packed() -> None:
-    assert can_pack(CPU, BF16)
+packing = pytest.mark.skipif(not can_pack(CPU, BF16), reason="oneDNN multiplies no bf16 on this processor")
+
+
+def test_bf16_on_a_cpu_is_packed_where_onednn_says_that_it_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for says in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda says=says: says)
+        assert can_pack(CPU, BF16) is says
+
+
+def test_nothing_else_is_packed() -> None:
     assert not can_pack(CPU, torch.float32)
     assert not can_pack(torch.device("cuda"), BF16)
 
 
+@packing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("shape", [(1, 1, 96), (1, 5, 96), (40, 96), (1, 300, 96)])

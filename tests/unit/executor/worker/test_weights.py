@@ -177,9 +177,13 @@ def test_a_model_may_say_itself_that_its_codes_are_to_be_unpacked(
     assert (form and form.bits) == bits
 
 
-def test_what_a_user_asks_for_is_what_is_computed(no_fast_bf16: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_that_is_asked_for_is_computed_in_fp32_where_pytorch_does_not_multiply_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fast: bool
+) -> None:
+    monkeypatch.setattr(Cpu, "has_fast_bf16", lambda self: fast)
     share = share_of(model_of(tmp_path, head_dim=16), dtype="bf16")
-    assert share.dtype is torch.bfloat16
+    assert share.dtype is (torch.bfloat16 if fast else torch.float32)
     assert isinstance(runner_of(share).forward(mixed_script()[1][0][0]), Tensor)
 
 
