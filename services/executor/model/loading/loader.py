@@ -89,12 +89,14 @@ def load_model(
     defer_codes: bool = False,
     before_reading: Callable[[int], None] = lambda least: None,
     context: int | None = None,
+    quantizes_experts: bool = False,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
     With a `codec` the weights of its linear layers are quantised as they are read, with a `RowsCodec` those of head and
     embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked. Codes with
     scales for groups lie on the host, whatever `device` is; with `defer_codes` they are read when they are packed.
+    `quantizes_experts`: whether experts on the host are like linear layers where `dtype` is fp32 too.
     `before_reading` is told how many bytes the weights will take at least, when all is known of them but their values.
     `context`: most tokens of one sequence, by which rotary frequencies may be chosen; None: `context_length`'s.
     Raises `ModelLoadError`: one sentence with the remedy.
@@ -112,7 +114,7 @@ def load_model(
 
         def with_experts(parameter: _Parameter) -> bool:
             if platform_of(device).is_host:
-                return of_host and (dtype is torch.bfloat16 or keep_codes or codec is not None)
+                return of_host and (dtype is torch.bfloat16 or quantizes_experts)
             return dtype is torch.bfloat16 and parameter.stored is None
 
         model, plan = _planned(

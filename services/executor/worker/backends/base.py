@@ -147,11 +147,9 @@ class BuiltShare(Share):
         self.dtype = choose_dtype(settings, device, config)
         codec = backend.weight_codec(settings.weight_dtype, device, self.dtype)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
-        keep_codes = (
-            keeps_codes(settings.weight_dtype, config)
-            and precision(settings.dtype, getattr(config, "dtype", None)) is torch.bfloat16
-            and (self.dtype is torch.bfloat16 or backend.multiplies_codes())
-        )
+        rounds = precision(settings.dtype, getattr(config, "dtype", None)) is torch.bfloat16
+        multiplies = rounds and (self.dtype is torch.bfloat16 or backend.multiplies_codes())
+        keep_codes = keeps_codes(settings.weight_dtype, config) and multiplies
         self.widths = widths_of(config, spec.world_size)
         states = layer_states(config, self.layout)
         rotary = rotary_scaling(config)
@@ -168,6 +166,7 @@ class BuiltShare(Share):
             defer_codes=keep_codes,
             before_reading=partial(request.check_room, states, self.dtype, context, self.widths),
             context=context,
+            quantizes_experts=multiplies,
         )
         self._backend, self._device, self._collectives = backend, device, collectives
         self.reads_compressed = backend.reads_compressed(self._model, self.dtype, collectives, self._threads)

@@ -136,6 +136,7 @@ def test_models_that_the_kernels_compute(tmp_path: Path) -> None:
     assert with_states == set()
 
 
+@natively
 @pytest.mark.parametrize("asked", ["auto", "bf16"])
 @pytest.mark.parametrize("model_type", ["arcee", "qwen3_moe"])
 def test_codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str, asked: str) -> None:
@@ -148,6 +149,16 @@ def test_codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str,
     with structlog.testing.capture_logs() as logged:
         assert products_of(partial(steps_of, checkpoint.quantized, dtype=asked)) == set()
     assert not any(line["event"] == "weights_unpacked" for line in logged)
+
+
+@natively
+def test_experts_by_modules_are_quantized_as_linears_are(tmp_path: Path) -> None:
+    """Though all else is fp32."""
+    build("afmoe", settings_of("afmoe")).bfloat16().save_pretrained(str(tmp_path))
+    share = share_of(tmp_path, weight_dtype="q8_0")
+    assert share.dtype is torch.float32
+    held = {name for name, one in runner_of(share)._model.named_parameters() if one.dim() == 3 and one.numel()}
+    assert held == set()
 
 
 @pytest.mark.parametrize("asked", ["auto", "bf16"])
