@@ -121,6 +121,12 @@ test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/un
 	@$(if $(COVERED),$(BIN)/coverage report --fail-under=$(COVERED) \
 	  $(if $(COVERED_PART),--include "$$($(BIN)/python -m tests.covered $(COVERED_PART))"))
 
+# On a newer processor; as root. Tests of what is not to be had there are skipped, and say so.
+.PHONY: test-avx2
+test-avx2: $(INSTALLED) ## Run the executor's tests as on a processor with AVX2 and nothing newer (needs root)
+	@$(BIN)/python -m tests.avx2 $(MAKE) --no-print-directory test-only COVERED= \
+	  ARGS="$(or $(ARGS),tests/unit/executor)" SELECTED="$(SELECTED)"
+
 # In a copy, which the tests of these modules run in: a compiled module in the tree would go before its source. The
 # kernels are taken over where they are newer than theirs.
 .PHONY: compile
