@@ -20,6 +20,7 @@ from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
+from services.executor.platforms.cpu import Cpu
 from services.executor.training.base import packed
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.loading.quantized_weights import FORMS
@@ -155,10 +156,19 @@ def test_without_kernels_or_room_on_disk_it_trains_the_same(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored", "expected"),
-    [("bf16", "float32", "bfloat16"), ("fp32", "bfloat16", "float32"), ("auto", "float32", "float32")],
+    ("asked", "stored", "fast", "expected"),
+    [
+        ("bf16", "float32", True, "bfloat16"),
+        ("bf16", "float32", False, "float32"),
+        ("fp32", "bfloat16", True, "float32"),
+        ("auto", "float32", True, "float32"),
+    ],
 )
-def test_it_computes_in_the_type_that_serving_has(tmp_path: Path, asked: str, stored: str, expected: str) -> None:
+def test_it_computes_in_the_type_that_serving_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str, stored: str, fast: bool, expected: str
+) -> None:
+    """`fast`: whether PyTorch multiplies bf16 fast."""
+    monkeypatch.setattr(Cpu, "has_fast_bf16", lambda self: fast)
     directory = make_model(tmp_path / "model", "llama")
     if stored == "bfloat16":
         said_to_be_bf16(directory)
