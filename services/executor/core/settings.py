@@ -168,8 +168,8 @@ class ExecutorSettings(ModelStoreSettings):
     tp: int = Field(default=1, ge=1, le=64)
     """Tensor-parallel size: ranks of the ring."""
     dtype: DType = "auto"
-    """Data type of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32. CPUs that do not
-    multiply bf16 compute in fp32 what the native kernels do not, with `bf16` too."""
+    """Data type of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32. CPUs that do
+    not multiply bf16 compute in fp32 what the native kernels do not, with `bf16` too."""
     weight_dtype: WeightDType = "auto"
     """Data type of the linear layers' weights in memory: `auto` keeps what the checkpoint has, unless its config.json
     says `"weight_dtype": "bf16"`, as the built-in model's does; `bf16` unpacks, others quantize while loading: `int8`
