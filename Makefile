@@ -12,7 +12,7 @@ ARGS ?=
 # Fails on a link or an anchor that leads nowhere.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # Test processes at a time, more than there are cores, for tests wait too. 0: one after the other, in this process.
-WORKERS ?= 3
+WORKERS ?= 4
 # Which tests, as pytest's -m takes it.
 SELECTED ?= not chaos and not slow and not nightly
 # Percent of the lines that the fast tests must have run, as test-all asks for of one part of the project in turn

@@ -152,6 +152,7 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -94,6 +94,7 @@ def test_the_official_client_parses_into_pydantic_models(client: Client) -> None
         assert isinstance(reply.choices[0].message.parsed, Person)
 
 
+@pytest.mark.slow
 def test_the_pages_example(stub: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 
 from benchmarks.regressions.counts import grown, load
 from shared.config import CommonSettings
@@ -30,6 +31,7 @@ async def stored(bus: Bus) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 async def test_a_request_costs_the_broker_no_more_messages(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

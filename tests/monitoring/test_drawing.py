@@ -29,6 +29,7 @@ class MadeUp(Prometheus):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("board", dashboards(), ids=lambda board: board.name)
 def test_every_query_of_a_dashboard_is_drawn(board: Any, tmp_path: Path) -> None:
     prometheus = MadeUp()

@@ -9,6 +9,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packaging.requirements import Requirement
@@ -47,6 +48,7 @@ def needed() -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_that_of_a_wheel_names_what_it_needs_with_version_hash_and_licence(tmp_path: Path) -> None:
     path = tmp_path / "ryzanstein-0.1.0-cp311-cp311-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -66,6 +68,7 @@ def test_that_of_a_wheel_names_what_it_needs_with_version_hash_and_licence(tmp_p
     assert found["metadata"]["component"]["hashes"][0]["content"] == sbom._sha256(path.read_bytes())
 
 
+@pytest.mark.slow
 def test_that_of_an_image_is_what_a_bare_python_finds_there() -> None:
     """The inventory is a script for the image's own Python."""
     script = Path(inventory.__file__).read_text()

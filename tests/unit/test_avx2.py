@@ -34,6 +34,7 @@ def test_why_nothing_can_be_run() -> None:
     assert "no AVX2" in avx2.problem("flags : sse4_2 avx", root=True)
 
 
+@pytest.mark.slow
 def test_a_command_runs_as_on_a_processor_with_avx2() -> None:
     if told := avx2.problem(avx2.CPUINFO.read_text(errors="replace"), root=os.geteuid() == 0):
         pytest.skip(told)

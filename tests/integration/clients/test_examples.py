@@ -36,6 +36,7 @@ def language(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.slow
 async def test_a_key_is_sent(language: str, gateway: RunningGateway, ring: FakeRing, bus: Bus) -> None:
     """Both programs of a language, once the house asks for keys; one that is not good is told so at once."""
     chat, resume = [await asyncio.to_thread(LANGUAGES[language], name) for name in ("chat", "resume")]
@@ -53,6 +54,7 @@ async def test_a_key_is_sent(language: str, gateway: RunningGateway, ring: FakeR
         await run(resume, gateway.url, RYZANSTEIN_API_KEY="wrong")
 
 
+@pytest.mark.slow
 async def test_a_stream_survives_its_connections_and_its_gateway(
     language: str, bus: Bus, nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ async def test_it_starts_answers_and_stops_on_a_signal(nats_settings: CommonSett
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [

@@ -93,6 +93,7 @@ async def test_a_killed_executor_is_known_without_a_word_or_a_silence(
             await seen.until_state("g", "ready", epoch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["gateway", pytest.param("scheduler", marks=pytest.mark.slow)])
 async def test_any_killed_service_is_known_so(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, service: str

@@ -151,6 +151,7 @@ async def until(http: httpx.AsyncClient, house: dict[str, ServiceProcess], kind:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_pods_start_answer_their_probes_and_leave_in_good_order(
     nats: Nats, house: dict[str, ServiceProcess]
 ) -> None:

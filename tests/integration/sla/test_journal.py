@@ -54,6 +54,7 @@ async def test_targets_decide_the_exit_code(bus: Bus, nats_settings: CommonSetti
     assert verdicts == {"availability": True, "error_rate": True, "mttr": True, "first_token_p95": False}
 
 
+@pytest.mark.slow
 async def test_a_journal_that_was_trimmed_says_what_it_covers(nats_settings: CommonSettings) -> None:
     small = nats_settings.model_copy(update={"journal_max_bytes": 2 << 20})
     bus = await Bus.connect(small, "test")

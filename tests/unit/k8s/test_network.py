@@ -95,6 +95,7 @@ def test_those_who_must_talk_may_and_nobody_else(name: str) -> None:
     assert edges(manifests.build(name)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", manifests.BUILDS)
 def test_what_is_not_allowed_is_denied_for_every_pod(name: str) -> None:
     build = manifests.build(name)

@@ -56,6 +56,7 @@ def check_schema(resource: str) -> None:
         kubernetes_validate.validate(json.loads(resource), version, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", manifests.SOME)
 def test_every_resource_holds_to_its_schema(name: str) -> None:
     for resource in manifests.build(name).resources:

@@ -190,6 +190,7 @@ def test_a_session_stays_unless_moving_pays(home: GroupLoad, other: GroupLoad, t
         assert (decision.group.name, decision.reason) == ("other", "relieved")
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     st.lists(loads, min_size=2, max_size=6),

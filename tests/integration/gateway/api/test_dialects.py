@@ -50,6 +50,7 @@ async def without(removed: Dialect, nats_settings: CommonSettings, ring: FakeRin
         yield client
 
 
+@pytest.mark.slow
 async def test_a_gateway_serves_the_others(without: httpx.AsyncClient, removed: Dialect) -> None:
     chat = "/v1/messages" if removed.name == "openai" else "/v1/chat/completions"
     answer = await without.post(chat, json=HELLO)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import openai
+import pytest
 
 from shared.config import CommonSettings
 from shared.nats import subjects
@@ -46,6 +47,7 @@ async def test_the_example_over_nats(nats_settings: CommonSettings, served: open
     assert custom_ids(lines) == sorted(f"c{number}" for number in range(30))
 
 
+@pytest.mark.slow
 async def test_the_example_with_openais_client(
     gateway: RunningGateway, served: openai.AsyncOpenAI, tmp_path: Path
 ) -> None:

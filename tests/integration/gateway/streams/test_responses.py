@@ -179,6 +179,7 @@ WEATHER: Any = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
+@pytest.mark.slow
 async def test_a_function_is_called_and_answered(
     client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, ring: FakeRing
 ) -> None:

@@ -311,6 +311,7 @@ async def test_what_does_not_come_is_given_up(
     assert (job.error.code, job.error.message) == ("storage_full", "The object store is full.")
 
 
+@pytest.mark.slow
 async def test_a_full_store_and_busy_queues_are_waited_for(
     client: openai.AsyncOpenAI, tiny: str, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

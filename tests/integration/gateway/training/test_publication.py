@@ -126,6 +126,7 @@ async def trained(trainer: FakeTrainer) -> None:
     await trainer.finish(JOB, 9)
 
 
+@pytest.mark.slow
 async def test_whoever_goes_on_ends_with_the_same(publishing: Publishing) -> None:
     trainer = publishing.trainer
     outcomes, calls = [], -1

@@ -263,6 +263,7 @@ def test_finds_the_largest_logit_while_it_computes(tmp_path: Path, threads: int,
     assert torch.equal(tokens, expected[1])
 
 
+@pytest.mark.slow
 def test_on_a_ring_a_row_does_not_depend_on_who_attends_for_it(tmp_path: Path) -> None:
     """Two ranks share a KV head, and which of them attends for a row depends on its neighbours; its bits do not."""
     directory = make_model(tmp_path, "llama", head_dim=32, max_position_embeddings=2048)

@@ -82,6 +82,7 @@ def leaves_open(compiler: GrammarCompiler, grammar: Grammar, text: list[int], dr
     return not state.complete
 
 
+@pytest.mark.slow
 @quick
 @given(data=st.data(), name=st.sampled_from(sorted(GRAMMARS)), seed=st.integers(0, 20))
 def test_masks_behind_drafts_are_those_of_the_text_that_has_them(

@@ -174,6 +174,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_all_end_with_the_executor(tmp_path: Path) -> None:
     said = subprocess.run([sys.executable, "-c", EXECUTOR], capture_output=True, text=True, check=False)
     assert said.returncode == -signal.SIGKILL, said.stderr

@@ -176,6 +176,7 @@ def test_encoders_and_classifiers(tmp_path: Path, model_type: str, head: str, as
     assert products_of(compute) == set()
 
 
+@pytest.mark.slow
 @natively
 @pytest.mark.parametrize("kind", ["model", "native model", "mtp", "eagle3"])
 def test_drafts_beside_a_model_that_the_kernels_compute(tmp_path: Path, kind: str) -> None:

@@ -66,6 +66,7 @@ def test_the_model_under_other_numbers_is_right(tmp_path: Path, model: Path, twi
     assert (by_text["draft_model"], by_text["shared"]) == (str(twin), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tp"), COMPUTED)
 def test_whatever_it_proposes_the_text_is_the_same(
     tmp_path: Path, model: Path, other: Path, dtype: str, tp: int

@@ -91,6 +91,7 @@ def test_an_eagle3_head_computes_what_its_checkpoint_means(tmp_path: Path, llama
     check(found, Eagle3Reference(head, llama, (2, 3, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tp"),
     [

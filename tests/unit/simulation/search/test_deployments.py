@@ -29,6 +29,7 @@ def in_ci(cases: dict[str, Any], names: set[str]) -> list[Any]:
     return [pytest.param(case, id=name, marks=lanes[name in names]) for name, case in cases.items()]
 
 
+@pytest.mark.slow
 def test_names_of_clients_and_of_their_plans_are_the_simulations_own() -> None:
     """Who reads scenarios imports no services: they would take the machine's clock."""
     code = (

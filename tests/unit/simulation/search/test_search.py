@@ -31,6 +31,7 @@ def test_a_seed_is_one_run_and_another_seed_another() -> None:
     assert all(run.requests and run.simulated >= 1 and sum(run.faults.values()) for run in runs)
 
 
+@pytest.mark.slow
 def test_a_bug_that_is_put_back_is_found_made_short_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

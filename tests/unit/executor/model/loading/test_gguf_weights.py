@@ -151,6 +151,7 @@ OWN_CHANGES: dict[str, dict[str, Any]] = {
 
 
 # Tiny models of the other two have layers and caps that their files do not say.
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted({*OWN, *ARCHITECTURES} - {"gemma2", "gemma3_text"}))
 def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_type: str) -> None:
     """Held against what the file was made of."""

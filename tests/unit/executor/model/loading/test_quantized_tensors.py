@@ -61,6 +61,7 @@ def spans(draw: st.DrawFn, size: int) -> slice:
     return slice(first, draw(st.integers(first + 1, size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1000))

@@ -86,6 +86,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", in_lanes(JOBS, ["supervised"]))
 def test_a_death_at_any_event_ends_in_the_same_adapter_and_table(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
