@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 133_630,  # to come: 112,000
     ("benchmarks",): 13_300,  # to come: 13,000
-    ("tests",): 143_470,  # to come: 120,000
+    ("tests",): 143_475,  # to come: 120,000
 }
 
 

@@ -171,6 +171,7 @@ def settings_of(server: LocalNats, user: str) -> CommonSettings:
     return server.settings(user)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", USERS)
 async def test_the_broker_lets_each_user_do_what_the_table_says_and_nothing_else(server: LocalNats, user: str) -> None:
     refused: set[tuple[str, str]] = set()

@@ -51,6 +51,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
         made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [

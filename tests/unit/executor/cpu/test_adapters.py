@@ -159,6 +159,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "world_size", "rank", "weights", "kept"), in_lanes([*CASES, *IN_CI, *MORE], CASES, IN_CI)
 )

@@ -41,6 +41,7 @@ def run(runner: ModelRunner, script: Script, steps: tuple[dict[int, int], ...]) 
     return [logits for logits in found if isinstance(logits, torch.Tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", in_lanes([1, 2], [2], []))
 @pytest.mark.parametrize(
     ("kv_dtype", "most"), in_lanes([("bf16", 0.0), ("int8", 0.05), ("fp8", 0.15)], [("int8", 0.05)], [("bf16", 0.0)])

@@ -73,6 +73,7 @@ def test_boxes_hold_what_the_format_says(form: str, data: st.DataObject, seed: i
     np.testing.assert_array_equal(tensor.values(box).numpy(), written.values[box])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1000))
