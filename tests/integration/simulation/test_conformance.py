@@ -14,16 +14,6 @@ from tests.simulation.conformance.runner import compare, operations
 from tests.simulation.conformance.scripts import CORPUS
 from tests.simulation.conformance.servers import Model, Server
 
-# How scripts begin that take seconds: a server's own times pass in them.
-WAITING = (
-    "one that is being worked on",
-    "a reading that nobody",
-    "old messages go",
-    "keys that nobody writes",
-    "pulls that wait",
-    "what was given out and not",
-)
-
 
 class Pairs:
     """nats-server and the model, on a loop of their own; more of them where a script wants others."""
@@ -52,13 +42,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, id=script.name, marks=pytest.mark.slow if script.name.startswith(WAITING) else ())
-        for script in CORPUS
-    ],
-)
+@pytest.mark.parametrize("script", CORPUS, ids=lambda script: script.name)
 def test_both_do_the_same(pairs: Pairs, script: Script) -> None:
     found = pairs.runner.run(compare(script, *pairs.of(script.room, script.users)))
     assert found is None, str(found)
