@@ -50,7 +50,6 @@ async def test_a_consumer_that_the_broker_has_lost_is_missed(
         assert await anext(shown) == ("written", 1)
 
 
-@pytest.mark.slow
 async def test_heartbeats_keep_a_watch_where_nothing_happens(
     bus: Bus, pins: Bucket[SessionPin], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,6 @@ def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.slow
 def test_all_of_it_as_one_json_object(tmp_path: Path) -> None:
     done = doctor("--json", "--data-dir", str(tmp_path / "data"))
     assert done.returncode == 0, done.stderr
@@ -36,7 +35,6 @@ def test_all_of_it_as_one_json_object(tmp_path: Path) -> None:
     assert all(check["state"] in ("ok", "note", "warning") for check in report["checks"])
 
 
-@pytest.mark.slow
 def test_what_would_fail_is_said_and_exits_with_1(tmp_path: Path) -> None:
     done = doctor("--data-dir", str(tmp_path), RYZANSTEIN_CPU_LEVEL="mmx")
     assert done.returncode == 1

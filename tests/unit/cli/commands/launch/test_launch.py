@@ -180,7 +180,6 @@ def test_no_gateway_no_client_no_program(app: typer.Typer, tmp_path: Path) -> No
         assert sentence in str(done.exception)
 
 
-@pytest.mark.slow
 def test_a_stack_that_does_not_start_is_told_with_its_last_words(app: typer.Typer, tmp_path: Path) -> None:
     path = program(tmp_path, "zed", "exit 0")
     done = launch(app, tmp_path, "zed", "--model", str(tmp_path / "nothing"), PATH=path)
