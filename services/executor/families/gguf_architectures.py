@@ -30,27 +30,23 @@ def _class_names(before: str) -> dict[str, str]:
 
 
 # fmt: off
-_BAILING = {"blk.{}.ffn_gate_inp.weight": "model.layers.{}.block_sparse_moe.router.weight",
-    "blk.{}.ffn_down_shexp.weight": "model.layers.{}.shared_mlp.output_linear.weight",
-    **{f"blk.{{}}.ffn_{of}_exps": f"model.layers.{{}}.block_sparse_moe.experts.{of}_proj"
-    for of in ("gate", "up", "down")},
-    **{f"blk.{{}}.ffn_{of}_shexp": f"model.layers.{{}}.shared_mlp.{of}" for of in ("gate", "up")}}
 # Of the gated delta rule
+_DECAY = {"*.ssm_a": "minus_exp"}
 _DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads"}
 _SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _DELTA_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias"}
+_CHOICE = {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
 _KIMI = "model.layers.{}.self_attn.forget_gate."
 _KIMI_NAMES = {"blk.{}.ssm_a": _KIMI + "A_log", "blk.{}.ssm_dt.bias": _KIMI + "dt_bias",
     "blk.{}.ssm_f_a.weight": _KIMI + "f_a_proj.weight", "blk.{}.ssm_f_b.weight": _KIMI + "f_b_proj.weight",
-    "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
+    **_CHOICE}
 _DELTA_NORMS = {"output_norm.weight": "plus_one", "*.att*norm.weight": "plus_one",
     "*.post_attention_norm.weight": "plus_one"}
 _TILED_HEADS = {**_DELTA_NORMS, **dict.fromkeys(("*.attn_gate.weight", "*.ssm_alpha.weight", "*.ssm_beta.weight",
     "*.ssm_dt.bias"), "value_heads"), **dict.fromkeys(("*.attn_qkv.weight", "*.ssm_conv1d.weight"),
     "value_heads_behind_keys"), "*.ssm_a": "value_heads_minus_exp", "*.ssm_out.weight": "value_columns"}
 
-_CHOICE = {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
 _QKV_NAMES = {f"blk.{{}}.attn_{of}.{end}": f"model.layers.{{}}.self_attn.{of}_proj.{end}" for of in "qkv"
     for end in ("weight", "bias")}
 _QKV_PARTS = {f"{of[0]}_proj.{end}": f"{of}_of_all.{end}" for of in ("queries", "keys", "values")
@@ -88,7 +84,6 @@ _MAMBA_2 = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state"
 _MAMBA_2_NAMES = {"blk.{}.ssm_dt.bias": "model.layers.{}.mamba.dt_bias"}
 _MAMBA = {"attention.head_count": "", "feed_forward_length": "", "ssm.conv_kernel": "conv_kernel",
     "ssm.state_size": "state_size", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
-_DECAY = {"*.ssm_a": "minus_exp"}
 _MIXER = "model.layers.{}.mixer."
 _NEMOTRON_H_NAMES = {"blk.{}.ssm_dt.bias": _MIXER + "dt_bias", "blk.{}.ffn_up_exps": _MIXER + "experts.up_proj",
     "blk.{}.ffn_down_exps": _MIXER + "experts.down_proj",
@@ -135,7 +130,7 @@ _ROWS = (
         settings={**_DELTA, **_QWEN_EXPERTS, **_SHARED_EXPERT}, computed=("gated_delta",),
         needs=("rope.dimension_count", "expert_feed_forward_length"), rotates_in_part=True),
     GgufArchitecture("qwen3next", "qwen3_next", names=_DELTA_NAMES, splits_by_name=True,
-        transforms={**_DELTA_NORMS, "*.ssm_a": "minus_exp"},
+        transforms={**_DELTA_NORMS, **_DECAY},
         composed={"in_proj_qkvz.weight": "queries_keys_values_gates"},
         settings={**_DELTA, **_QWEN_EXPERTS, **_SHARED_EXPERT}, optional=_MAY_BE_WIDE, computed=("gated_delta",),
         needs=("rope.dimension_count", "expert_feed_forward_length"), rotates_in_part=True),
@@ -163,7 +158,7 @@ _ROWS = (
         "embedding_length_per_layer_input": "hidden_size_per_layer_input", **_MAY_SLIDE}, optional=_FINAL_CAP,
         constants={"final_logit_softcapping": 30.0}, computed=("gemma3_rotations", "gemma3n")),
 
-    GgufArchitecture("kimi-linear", "kimi_linear", names=_KIMI_NAMES, transforms={"*.ssm_a": "minus_exp"},
+    GgufArchitecture("kimi-linear", "kimi_linear", names=_KIMI_NAMES, transforms=_DECAY,
         joined={**EXPERTS, "conv1d.weight": ("q_conv1d", "k_conv1d", "v_conv1d")},
         composed={"kv_b_proj.weight": "keys_values_of_latents"}, splits_by_name=True,
         settings={"kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -173,7 +168,8 @@ _ROWS = (
         optional={"attention.q_lora_rank": "q_lora_rank", "expert_weights_scale": "routed_scaling_factor",
         "expert_group_count": "num_expert_group", "expert_group_used_count": "topk_group"},
         constants={"q_lora_rank": None, "routed_scaling_factor": 1.0, "num_expert_group": 1, "topk_group": 1,
-        "moe_renormalize": True}, computed=("kimi_delta",), needs=("expert_feed_forward_length",)),
+        "moe_renormalize": True}, computed=("by_sigmoid", "kimi_delta"),
+        needs=("expert_feed_forward_length", "expert_gating_func")),
     GgufArchitecture("deepseek2", "deepseek_v3", names=_CHOICE, composed={"kv_b_proj.weight": "keys_values_of_latents"},
         computed=("deepseek", "without_heads_behind"), splits_by_name=True),
     GgufArchitecture("minimax-m2", "minimax_m2",
@@ -212,7 +208,7 @@ _ROWS = (
     GgufArchitecture("starcoder2", settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "norm_epsilon"},
         optional=_MAY_SLIDE, constants={"sliding_window": 4096}, splits_by_name=True),
     GgufArchitecture("command-r", "cohere", settings={**_LAYER_NORM_EPS, "logit_scale": "logit_scale"},
-        computed=("command_r",), splits_by_name=True),
+        computed=("normed_heads",), splits_by_name=True),
     # Llama computes what these do.
     GgufArchitecture("exaone", "llama", splits_by_name=True),
     GgufArchitecture("internlm2", "llama", transforms=_PAIRS, splits_by_name=True),
@@ -343,8 +339,8 @@ _ROWS = (
         splits_by_name=True),
     GgufArchitecture("apertus", numbers={f"xielu.{of}": f"model.layers.{{}}.mlp.act_fn.{of}" for of in ("alpha_n",
         "alpha_p", "beta", "eps")}, splits_by_name=True),
-    GgufArchitecture("bailingmoe", "granitemoeshared", names=_BAILING, transforms=_PAIRS,
-        joined={**EXPERTS, "shared_mlp.input_linear.weight": ("shared_mlp.gate", "shared_mlp.up")},
+    GgufArchitecture("bailingmoe", "granitemoeshared", transforms=_PAIRS, joined=_GRANITE_JOINED,
+        names={**_GRANITE_NAMES, "blk.{}.ffn_down_shexp.weight": _GRANITE_SHARED + "output_linear.weight"},
         computed=("bailing",), splits_by_name=True),
     GgufArchitecture("jais2", settings={**_LAYER_NORM, "attention.layer_norm_epsilon": "layer_norm_eps"},
         splits_by_name=True),

@@ -65,20 +65,6 @@ def without_heads_behind(said: Said, shapes: Shapes) -> dict[str, Any]:
     return {"num_hidden_layers": int(said["block_count"]) - int(said.get("nextn_predict_layers", 0))}
 
 
-def _windows_in_turn(said: Said, shapes: Shapes) -> dict[str, Any]:
-    """Each so many layers one without a window, the last of them; files may say it of each layer."""
-    every = said.get("attention.sliding_window_pattern")
-    if isinstance(every, list | tuple):
-        return {"layer_types": window_types(said)}
-    return {} if every is None else {"sliding_window_pattern": int(every)}
-
-
-def rows_of(shapes: Shapes, tensor: str) -> int:
-    if tensor not in shapes:
-        raise ModelLoadError(f"The file has no tensor {tensor}, which its architecture calls for; choose another.")
-    return shapes[tensor][0] if len(shapes[tensor]) > 1 else 1  # one row may be written as a vector
-
-
 def is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
@@ -110,7 +96,6 @@ COMMON: dict[str, Compute] = {
     "first_dense": first_dense,
     "gemma3_rotations": gemma3_rotations,
     "without_heads_behind": without_heads_behind,
-    "windows_in_turn": _windows_in_turn,
     "normed_heads": _normed_heads,
     "biases_of_all": _biases_of_all,
 }

@@ -138,7 +138,6 @@ DENSE: dict[str, Compute] = {
     "stablelm": _stablelm,
     "falcon": _falcon,
     "qwen": lambda said, shapes: {"intermediate_size": said["feed_forward_length"] // 2},
-    "command_r": lambda said, shapes: {"use_qk_norm": "blk.0.attn_q_norm.weight" in shapes},
     "minicpm": _minicpm,
     "minicpm3": lambda said, shapes: {
         "qk_nope_head_dim": max(0, said["attention.key_length"] - said["rope.dimension_count"])

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from services.executor.model.loading.gguf_settings.common import FULL, Compute, Said, Shapes, gemma3_rotations, rows_of
+from services.executor.model.loading.gguf_settings.common import (
+    FULL,
+    Compute,
+    Said,
+    Shapes,
+    gemma3_rotations,
+    window_types,
+)
+from shared.errors import ModelLoadError
 
 _CLS = 2  # of `pooling_type`
 
@@ -13,13 +21,13 @@ def _learned_positions(said: Said, shapes: Shapes) -> dict[str, Any]:
     own = {"model_type": "distilbert", "hidden_dim": said["feed_forward_length"]}
     apart = "token_types.weight" in shapes
     return {
-        "max_position_embeddings": rows_of(shapes, "position_embd.weight"),
+        "max_position_embeddings": _rows(shapes, "position_embd.weight"),
         **(_segments(said, shapes) if apart else own),
     }
 
 
 def _segments(said: Said, shapes: Shapes) -> dict[str, Any]:
-    return {"type_vocab_size": rows_of(shapes, "token_types.weight")}
+    return {"type_vocab_size": _rows(shapes, "token_types.weight")}
 
 
 def _modern_bert(said: Said, shapes: Shapes) -> dict[str, Any]:
@@ -37,8 +45,23 @@ def _modern_bert(said: Said, shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _rows(shapes: Shapes, tensor: str) -> int:
+    if tensor not in shapes:
+        raise ModelLoadError(f"The file has no tensor {tensor}, which its architecture calls for; choose another.")
+    return shapes[tensor][0] if len(shapes[tensor]) > 1 else 1  # one row may be written as a vector
+
+
+def _windows_in_turn(said: Said, shapes: Shapes) -> dict[str, Any]:
+    """Each so many layers one without a window, the last of them; files may say it of each layer."""
+    every = said.get("attention.sliding_window_pattern")
+    if isinstance(every, list | tuple):
+        return {"layer_types": window_types(said)}
+    return {} if every is None else {"sliding_window_pattern": int(every)}
+
+
 ENCODERS: dict[str, Compute] = {
     "learned_positions": _learned_positions,
     "modern_bert": _modern_bert,
     "segments": _segments,
+    "windows_in_turn": _windows_in_turn,
 }

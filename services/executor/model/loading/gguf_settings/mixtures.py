@@ -63,20 +63,20 @@ def grouped_experts(said: Said, usual: Mapping[int, tuple[int, int]] | None = No
 
 # By experts, of DeepSeek V2 and V3: (groups, those a token chooses from), which files did not say at first.
 _GROUPS = {160: (8, 3), 256: (8, 4)}
-_SOFTMAX, SIGMOID = 1, 2  # `expert_gating_func`
+_SOFTMAX, _SIGMOID = 1, 2  # `expert_gating_func`
 
 
 def _deepseek(said: Said, shapes: Shapes) -> dict[str, Any]:
     """V2 makes scores of experts by a softmax, V3 and what follows by a sigmoid, to which something is added before a
     choice is made; files did not say which at first."""
     is_added = any(name.endswith(".exp_probs_b.bias") for name in shapes)
-    settings, gate = _latent(said, shapes), said.get("expert_gating_func") or (SIGMOID if is_added else _SOFTMAX)
+    settings, gate = _latent(said, shapes), said.get("expert_gating_func") or (_SIGMOID if is_added else _SOFTMAX)
     if said.get("attention.temperature_scale"):
         raise ModelLoadError(
             "The file's model scales queries by their position (attention.temperature_scale), as no model of its "
             "architecture does that can be served; choose another."
         )
-    if not said.get("expert_count") or gate == SIGMOID:
+    if not said.get("expert_count") or gate == _SIGMOID:
         return settings
     if gate != _SOFTMAX or settings["norm_topk_prob"]:
         what = "expert_weights_norm with a softmax" if gate == _SOFTMAX else f"expert_gating_func {gate!r:.40}"
@@ -95,7 +95,7 @@ def _check_gate(said: Said, expected: int) -> None:
 
 def _by_sigmoid(said: Said, shapes: Shapes) -> dict[str, Any]:
     """Nothing, where scores of experts are made by a sigmoid, as all models of the architecture make them."""
-    _check_gate(said, SIGMOID)
+    _check_gate(said, _SIGMOID)
     return {}
 
 
@@ -187,7 +187,7 @@ def _granite_shared(said: Said, shapes: Shapes) -> dict[str, Any]:
 
 def _indexed(said: Said, shapes: Shapes) -> dict[str, Any]:
     """Latent attention to tokens that an indexer chooses. Layers without one take what the layer before has chosen."""
-    _check_gate(said, SIGMOID)
+    _check_gate(said, _SIGMOID)
     layers = without_heads_behind(said, shapes)["num_hidden_layers"]
     kinds = said.get("attention.indexer.types")
     if not isinstance(kinds, list | tuple):

@@ -12,7 +12,7 @@ from services.executor.model.loading.gguf_settings.common import (
     is_list,
     without_heads_behind,
 )
-from services.executor.model.loading.gguf_settings.mixtures import SIGMOID, grouped_experts
+from services.executor.model.loading.gguf_settings.mixtures import grouped_experts
 from shared.errors import ModelLoadError
 
 
@@ -34,11 +34,6 @@ def _gated_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
 def _kimi_delta(said: Said, shapes: Shapes) -> dict[str, Any]:
     """Kimi's delta attention in layers without key and value heads, between which there is latent attention."""
     layers, heads, dense = int(said["block_count"]), said["attention.head_count"], said.get("leading_dense_block_count")
-    if said["expert_gating_func"] != SIGMOID:
-        raise ModelLoadError(
-            f"The file says expert_gating_func {said['expert_gating_func']}, and experts of its architecture are "
-            f"chosen by a sigmoid, {SIGMOID}; fetch it again, or choose another."
-        )
     return {
         "layer_types": [
             "full_attention" if count else "linear_attention" for count in by_layer(said, "attention.head_count_kv")
