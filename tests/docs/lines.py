@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 133_630,  # to come: 112,000
+    ("services", "shared"): 133_620,  # to come: 112,000
     ("benchmarks",): 13_300,  # to come: 13,000
-    ("tests",): 143_475,  # to come: 120,000
+    ("tests",): 143_390,  # to come: 120,000
 }
 
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
 from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
 from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import make_model, reference_logits
@@ -293,33 +295,13 @@ FAST = ["qwen3_5_text"]
 
 
 @pytest.mark.parametrize("model_type", in_lanes(WRITE, FAST))
-def test_the_weights_and_logits_are_the_models(tmp_path: Path, model_type: str) -> None:
+def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, model_type: str) -> None:
     source, file = make(tmp_path, model_type, "F32")
     made = converted(file)
     plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
     close(held_by(load(made, torch.float32)), plain.state_dict())
-    script, steps = decode_script()
-    expected = reference_logits(source, script.sequences)
-    runner = make_runner(made, on_ring(1, lambda alone: alone)[0])
-    for plan, sampled in steps:
-        logits = runner.forward(plan)
-        for row, (sequence, position) in zip(logits, sampled, strict=True):
-            assert torch.allclose(row, expected[sequence][position], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("model_type", in_lanes(WRITE, FAST))
-def test_the_configuration_is_the_models(tmp_path: Path, model_type: str) -> None:
-    source, file = make(tmp_path, model_type, "F32")
-    before, after = load_config(source).to_dict(), load_config(converted(file)).to_dict()
-    known = type(load_config(source))().to_dict().keys()
-    for name in (before.keys() & known) - NOT_OF_THE_FILE:
-        expected = before[name]
-        assert after[name] == (pytest.approx(expected) if isinstance(expected, float) else expected), name
-
-
-NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
-    f"{token}_token_id" for token in ("bos", "eos", "pad")
-}
+    assert_settings(made, load_config(source))
+    assert_logits(made, 1, partial(reference_logits, source))
 
 
 @pytest.mark.parametrize("model_type", in_lanes(WRITE, FAST))

@@ -3,6 +3,7 @@ against them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from services.executor.model.loading.gguf_transforms import interleaved
-from services.executor.model.loading.loader import load_config
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import QuantizedRows
 from services.executor.native.library import why_not
@@ -23,9 +23,10 @@ from tests.unit.executor.model.architectures import OWN_NAMES
 from tests.unit.executor.model.common_settings import GROUPED
 from tests.unit.executor.model.gguf_models import apart
 from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import close, written
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import mixed_script
 from tests.unit.executor.model.tiny import BASE, LATENT, build, logits_of
 
 Keys = dict[str, Any]
@@ -278,27 +279,8 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     if name.startswith("gpt2"):
         held |= {key: value.T for key, value in held.items() if key.endswith(TURNED)}
     close(values_of(load(made, torch.float32)), held)
-    before, after = plain.config.to_dict(), load_config(made).to_dict()
-    for key in (before.keys() & type(plain.config)().to_dict().keys()) - NOT_OF_THE_FILE:
-        expected = before[key]
-        rounded = isinstance(expected, float)
-        assert after[key] == (pytest.approx(expected) if rounded else expected), key
-    script, steps = decode_script()
-    truths = logits_of(plain, script.sequences)
-    assert truths[0].std() > 0.05, "logits too flat for the comparison to mean anything"
-
-    def work(member: Any) -> list[Any]:
-        runner = make_runner(made, member)
-        return [runner.forward(plan) for plan, _ in steps]
-
-    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
-        for row, (sequence, position) in zip(rows, sampled, strict=True):
-            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
-
-
-NOT_OF_THE_FILE = {"_name_or_path", "architectures", "attn_config", "dtype", "transformers_version"} | {
-    f"{token}_token_id" for token in ("bos", "eos", "pad")
-}
+    assert_settings(made, plain.config, ["attn_config"])
+    assert_logits(made, ranks, partial(logits_of, plain), spread=0.05)
 
 
 @native

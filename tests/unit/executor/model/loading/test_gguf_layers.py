@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -20,8 +21,9 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
 from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import mixed_script
 from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, make_model, reference_logits
 
 Keys = dict[str, Any]
@@ -249,27 +251,11 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     assert found.keys() == expected.keys() - {key for key in expected if key.endswith(BUFFERS)}
     for key, value in found.items():
         assert torch.equal(value, expected[key]), key
-    before, after = load_config(source).to_dict(), load_config(made).to_dict()
-    for key in before.keys() - NOT_OF_THE_FILE.get(name, set()) - NEVER_OF_THE_FILE:
-        wanted = before[key]
-        assert after[key] == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), key
-    script, steps = decode_script()
-    truths = reference_logits(source, script.sequences)
-    assert truths[0].std() > 0.1, "logits too flat for the comparison to mean anything"
-
-    def work(member: Any) -> list[Any]:
-        runner = make_runner(made, member)
-        return [runner.forward(plan) for plan, _ in steps]
-
-    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
-        for row, (sequence, position) in zip(rows, sampled, strict=True):
-            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+    assert_settings(made, load_config(source), NOT_OF_THE_FILE.get(name, ()))
+    assert_logits(made, ranks, partial(reference_logits, source))
 
 
 BUFFERS = ("layer_scalar", "expert_bias")
-NEVER_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
-    f"{name}_token_id" for name in ("bos", "eos", "pad")
-}
 NOT_OF_THE_FILE = {
     # Which Gemma 4 calls by other names.
     "gemma4/experts": {"num_experts_per_tok", "n_routed_experts", "num_local_experts"},

@@ -2,6 +2,7 @@
 held against them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import apart
 from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import mixed_script, on_ring
 from tests.unit.executor.model.tiny import ALL_EXPERTS, YARN, auto_class, logits_of, make_model
 
 Keys = dict[str, Any]
@@ -378,29 +380,10 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
     made = converted(file)
     plain = theirs(source)
     close(values_of(load(made, torch.float32)), dict(plain.named_parameters(remove_duplicate=False)), within=0)
-    before, after = load_config(source).to_dict(), load_config(made).to_dict()
-    known = type(load_config(source))().to_dict().keys()
-    for key in (before.keys() & known) - NOT_OF_THE_FILE:
-        expected = before[key]
-        nested = isinstance(expected, dict) and any(isinstance(value, dict) for value in expected.values())
-        rounded = isinstance(expected, float | dict) and not nested
-        assert after[key] == (pytest.approx(expected) if rounded else expected), key
-    script, steps = decode_script()
-    truths = logits_of(plain, script.sequences)
-    assert truths[0].std() > 0.1, "logits too flat for the comparison to mean anything"
-
-    def work(member: Any) -> list[Any]:
-        runner = make_runner(made, member)
-        return [runner.forward(plan) for plan, _ in steps]
-
-    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
-        for row, (sequence, position) in zip(rows, sampled, strict=True):
-            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+    assert_settings(made, load_config(source))
+    assert_logits(made, ranks, partial(logits_of, plain))
 
 
-NOT_OF_THE_FILE = {"_name_or_path", "architectures", "dtype", "transformers_version"} | {
-    f"{token}_token_id" for token in ("bos", "eos", "pad")
-}
 # Whose codes are not those of the rows: latents' keys, which are transposed.
 UNPACKED = ("kv_b_proj",)
 # Computed by modules, whose codes stay packed but for those of routers.

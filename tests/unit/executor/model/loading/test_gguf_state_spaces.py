@@ -2,6 +2,7 @@
 layout, held against them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import apart
 from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
-from tests.unit.executor.model.loading.test_gguf_mixtures import NOT_OF_THE_FILE, experts_of, native, theirs
+from tests.unit.executor.model.loading.test_gguf_mixtures import experts_of, native, theirs
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import mixed_script
 from tests.unit.executor.model.tiny import ALL_EXPERTS, MAMBA, auto_class, logits_of, make_model
 
 Keys = dict[str, Any]
@@ -369,22 +371,8 @@ def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: st
         values_of(load(made, torch.float32)),
         {name: expected[name] for name, _ in plain.named_parameters(remove_duplicate=False)},
     )
-    before, after = load_config(source).to_dict(), load_config(made).to_dict()
-    known = type(load_config(source))().to_dict().keys()
-    for key in (before.keys() & known) - NOT_OF_THE_FILE - NOT_SAID:
-        rounded = isinstance(before[key], float | dict)
-        assert after[key] == (pytest.approx(before[key]) if rounded else before[key]), key
-    script, steps = decode_script()
-    truths = logits_of(plain, script.sequences)
-    assert truths[0].std() > 0.1, "logits too flat for the comparison to mean anything"
-
-    def work(member: Any) -> list[Any]:
-        runner = make_runner(made, member)
-        return [runner.forward(plan) for plan, _ in steps]
-
-    for rows, (_, sampled) in zip(on_ring(ranks, work)[0], steps, strict=True):
-        for row, (sequence, position) in zip(rows, sampled, strict=True):
-            assert torch.allclose(row, truths[sequence][position], rtol=0, atol=1e-4)
+    assert_settings(made, load_config(source), NOT_SAID)
+    assert_logits(made, ranks, partial(logits_of, plain))
 
 
 @pytest.mark.parametrize("name", in_lanes(MODELS, FAST, []))
