@@ -74,7 +74,8 @@ def _standing_in() -> Iterator[None]:
         for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
-            vars(sys.modules.get(parent)).pop(child, None) if parent in sys.modules else None
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _of_gguf(file: Path, cache_dir: Path, progress: ConversionProgress) -> Path:
                 mark_made(scratch / "model", target.name)
                 (scratch / "model").rename(target)
     relink_gguf(target, file)
-    log.info("gguf_file", file=str(file), weights="as they are" if linked_gguf(target) else "unpacked")
+    log.info("gguf_file", file=str(file))
     return target
 
 
