@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 133_620,  # to come: 112,000
     ("benchmarks",): 13_300,  # to come: 13,000
-    ("tests",): 143_390,  # to come: 120,000
+    ("tests",): 143_410,  # to come: 120,000
 }
 
 

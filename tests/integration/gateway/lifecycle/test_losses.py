@@ -5,8 +5,10 @@ import time
 from typing import Any
 
 import httpx
+import nats.errors
 import openai
 import pytest
+from nats.aio.msg import Msg
 
 from services.gateway.lifecycle.generations import IDLE_MARGIN, Generations
 from shared.config import CommonSettings
@@ -29,6 +31,23 @@ def generations_of(gateway: RunningGateway) -> Generations:
 async def ask(client: openai.AsyncOpenAI) -> str:
     answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     return answer.choices[0].message.content or ""
+
+
+async def test_a_broker_that_confirms_too_late_loses_the_ring_no_request(
+    client: openai.AsyncOpenAI, ring: FakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acknowledge, late = Msg.ack_sync, [nats.errors.TimeoutError()]
+
+    async def slow(message: Msg, timeout: float = 1.0) -> Msg:
+        if not late:
+            return await acknowledge(message, timeout)
+        await ring.bus.client.request(message.reply, timeout=20)  # the server has it, and nobody waits for its word
+        raise late.pop()
+
+    monkeypatch.setattr(Msg, "ack_sync", slow)
+    assert await ask(client) == "Hello, world!"
+    assert not late
+    assert len(ring.requests) == 1
 
 
 async def test_two_rings_with_the_same_attempt_do_not_mix_their_tokens(
