@@ -271,9 +271,8 @@ static void wait_for_blocks(const rz_step *step, int layer)
         nanosleep(&moment, NULL);
 }
 
-static void forward(void *argument, int thread)
+static void run_step(rz_decoder *decoder, int thread)
 {
-    rz_decoder *decoder = argument;
     const rz_model *model = &decoder->model;
     const rz_step *step = decoder->step;
     if (!rz_embed_rows(decoder, thread))
@@ -304,6 +303,12 @@ static void forward(void *argument, int thread)
         .scale = model->logit_scale, .cap = model->logit_cap });
     if (thread == 0 && !step->logits)
         choose_best(decoder);
+}
+
+static void forward(void *argument, int thread)
+{
+    run_step(argument, thread);
+    rz_end_products();
 }
 
 /* Whether `count` values lie in [0, end). */
@@ -442,6 +447,7 @@ static void recur_alone(void *argument, int thread)
 {
     const recurrence_alone *job = argument;
     rz_recur_rows(job->decoder, thread, job->layer, job->projected, rz_recurrent_projected(job->layer), job->out);
+    rz_end_products();
 }
 
 int rz_decoder_recur(rz_decoder *decoder, const rz_recurrent *layer, const rz_step *step, const float *projected,
@@ -465,6 +471,7 @@ static void multiply_alone(void *argument, int thread)
 {
     const multiplication *job = argument;
     rz_multiply(job->decoder, thread, RZ_HEAD, job->product);
+    rz_end_products();
 }
 
 int rz_decoder_multiply(rz_decoder *decoder, const rz_linear *linear, const void *x, int rows, float *out)

@@ -109,6 +109,14 @@ static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pair
 }
 #endif
 
+void rz_end_products(void)
+{
+#if defined(__AMX_BF16__)
+    tiles_release();
+    shaped_as = 0;
+#endif
+}
+
 rz_ahead rz_look_ahead(const bf16 *panel, long tiles)
 {
     return (rz_ahead){ (const char *)panel, panel ? 2 * PANEL * (long)sizeof(bf16) / tiles : 0 };

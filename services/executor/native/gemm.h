@@ -39,6 +39,10 @@ rz_ahead rz_look_ahead(const bf16 *panel, long tiles);
 void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
              rz_ahead *ahead);
 
+/* Gives back what products have taken of this thread. Whatever calls them does so before it returns to other code, which
+ * may use the same registers. */
+void rz_end_products(void);
+
 /* Bytes of `outputs` by `inputs` weights, packed; both are rounded up (to 32 and to 2), with zeros. */
 size_t rz_packed_bytes(long outputs, long inputs);
 

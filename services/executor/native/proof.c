@@ -222,6 +222,7 @@ int rz_prove(void)
     proof *of = calloc(1, sizeof *of);
     void *memory = aligned_alloc(64, (room + 63) / 64 * 64);
     const int result = of && memory ? proof_of_all(of, memory) : RZ_UNPROVEN;
+    rz_end_products();
     free(memory);
     free(of);
     return result;

@@ -11,6 +11,8 @@ enum { NUMBERS_OF_TILE = ROWS_OF_TILE / 2, QUADS_OF_TILE = 16 };
 /* Tiles 0 to 3: sums, of 16 columns each; 4: digits; 5: codes. */
 static void shape_digit_tiles(int digits)
 {
+    if (!shape_anew(SHAPED_FOR_DIGITS + digits))
+        return;
     tile_shapes shapes = { .palette = 1 };
     for (int i = 0; i < TILE_REGISTERS; i++) {
         shapes.row_bytes[i] = 64;
@@ -22,7 +24,11 @@ static void shape_digit_tiles(int digits)
 static void multiply_tile(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
                           int32_t sums[QUARTERS][ROWS_OF_TILE][LANES])
 {
-    shape_digit_tiles(2 * rows); /* which also sets all of them to zero */
+    shape_digit_tiles(2 * rows);
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
     for (int quad = 0; quad < quads; quad += QUADS_OF_TILE, packed += QUADS_OF_TILE * QUAD) {
         tile_load(4, digits + 4 * quad, stride);
         tile_load(5, packed, QUAD);
@@ -38,7 +44,6 @@ static void multiply_tile(int rows, const uint8_t *digits, long stride, const in
     tile_store(1, sums[1], 64);
     tile_store(2, sums[2], 64);
     tile_store(3, sums[3], 64);
-    tiles_release();
 }
 
 void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,

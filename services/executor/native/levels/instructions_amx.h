@@ -19,11 +19,25 @@ _Static_assert(sizeof(tile_shapes) == 64, "ldtilecfg reads 64 bytes");
 #define tiles_shape(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(*(const tile_shapes *)(shapes)))
 #define tiles_release() __asm__ volatile("tilerelease" : : : "memory")
 
+/* To shape tiles takes as long as a small product: a thread keeps them as they are until others are asked for. */
+enum { SHAPED_FOR_ROWS = 0, SHAPED_FOR_DIGITS = 64 }; /* and how many rows; 0: not shaped */
+static _Thread_local int shaped_as;
+
+/* Whether tiles are not shaped so yet. */
+RZ_INLINE int shape_anew(int as)
+{
+    const int anew = shaped_as != as;
+    shaped_as = as;
+    return anew;
+}
+
 /* Rows of tile number `tile`, `stride` bytes apart. Which bytes that are, only the shapes tell: so any memory. */
 #define tile_load(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"((const void *)(from)), "r"((long)(stride)) : "memory")
 #define tile_store(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"((void *)(to)), "r"((long)(stride)) : "memory")
+
+#define tile_zero(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 
 /* Adds the products of tile `a`, rows of x, with tile `b`, weights, to tile `sums`. */
 #define tile_multiply_bf16(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :)

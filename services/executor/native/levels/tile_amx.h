@@ -8,6 +8,8 @@
 /* Tiles 0 to 3: sums of (rows 0, outputs 0), (0, 16), (16, 0), (16, 16); 4 and 5: rows of x; 6 and 7: weights. */
 static void shape_tiles(int rows)
 {
+    if (!shape_anew(SHAPED_FOR_ROWS + rows))
+        return;
     const int first = rows < ROWS_OF_TILE ? rows : ROWS_OF_TILE, second = rows > first ? rows - first : 1;
     const int counts[TILE_REGISTERS] = { first, first, second, second, first, second, PAIRS_OF_TILE, PAIRS_OF_TILE };
     tile_shapes shapes = { .palette = 1 };
@@ -22,9 +24,9 @@ static void shape_tiles(int rows)
 RZ_INLINE void add_pairs(int rows, const bf16 *x, long ldx, const bf16 *panel)
 {
     tile_load(6, panel, 2 * PANEL * sizeof(bf16));
-    tile_load(7, panel + PANEL, 2 * PANEL * sizeof(bf16));
     tile_load(4, x, ldx * (long)sizeof(bf16));
     tile_multiply_bf16(0, 4, 6);
+    tile_load(7, panel + PANEL, 2 * PANEL * sizeof(bf16));
     tile_multiply_bf16(1, 4, 7);
     if (rows > ROWS_OF_TILE) {
         tile_load(5, x + ROWS_OF_TILE * ldx, ldx * (long)sizeof(bf16));
@@ -43,24 +45,36 @@ static void add_last_pairs(int rows, const bf16 *x, long ldx, const bf16 *panel,
     add_pairs(rows, inputs[0], 2 * PAIRS_OF_TILE, weights[0]);
 }
 
+/* From those at `c` on, or zero. */
+RZ_INLINE void begin_sums(int rows, const float *c, long stride)
+{
+    const float *second = c + ROWS_OF_TILE * stride / (long)sizeof(float);
+    if (!c) {
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+        return;
+    }
+    tile_load(0, c, stride);
+    tile_load(1, c + LANES, stride);
+    if (rows > ROWS_OF_TILE) {
+        tile_load(2, second, stride);
+        tile_load(3, second + LANES, stride);
+    }
+}
+
 static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
                  const char *ahead, long step)
 {
     const long stride = ldc * (long)sizeof(float);
     float *second = c + ROWS_OF_TILE * ldc;
-    shape_tiles(rows); /* which also sets all of them to zero */
-    if (add) {
-        tile_load(0, c, stride);
-        tile_load(1, c + LANES, stride);
-    }
-    if (add && rows > ROWS_OF_TILE) {
-        tile_load(2, second, stride);
-        tile_load(3, second + LANES, stride);
-    }
+    shape_tiles(rows);
+    begin_sums(rows, add ? c : NULL, stride);
     long pair = 0;
     for (; pair + PAIRS_OF_TILE <= pairs; pair += PAIRS_OF_TILE) {
         for (long byte = 0; byte < step * PAIRS_OF_TILE; byte += 64)
-            __builtin_prefetch(ahead + pair * step + byte);
+            __builtin_prefetch(ahead + pair * step + byte, 0, 2); /* the first cache is full of what is multiplied */
         add_pairs(rows, x + 2 * pair, ldx, panel + pair * 2 * PANEL);
     }
     if (pair < pairs)
@@ -71,7 +85,6 @@ static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pair
         tile_store(2, second, stride);
         tile_store(3, second + LANES, stride);
     }
-    tiles_release();
 }
 
 #endif

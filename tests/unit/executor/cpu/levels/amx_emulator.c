@@ -5,7 +5,7 @@
  *     SIGILL ── C4 e2 .. 49|4b|5c|5e ──▶ decode ──▶ registers and memory of the thread ──▶ next instruction
  *
  * A tile that is used otherwise than it was shaped ends the process, as it would on a processor. Source: Intel 64 and
- * IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILERELEASE, TDPBF16PS, TDPBUSD. */
+ * IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILERELEASE, TDPBF16PS, TDPBUSD, TILEZERO. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <signal.h>
