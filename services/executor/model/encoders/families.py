@@ -27,18 +27,8 @@ def most_tokens_of(config: Any) -> int:
 
 
 def check_ranks(config: Any, ranks: int) -> None:
-    """Raises `ConfigurationError` where so many cannot share the model."""
+    """Raises `ConfigurationError` where a model is computed by one rank, and there are more."""
     if ranks > 1 and not family_of(config).is_flat:
         raise ConfigurationError(
             f"Models of the type {config.model_type!r} are computed by one rank, and --tp is {ranks}; set it to 1."
         )
-    heads = heads_of(config)
-    if ranks > heads:
-        raise ConfigurationError(
-            f"The model has {heads} attention heads and cannot be split over {ranks} ranks; use --tp {heads} or less."
-        )
-
-
-def heads_of(config: Any) -> int:
-    """Those that have keys and values of their own."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

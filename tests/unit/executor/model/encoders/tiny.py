@@ -41,7 +41,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "use_bidirectional_attention": True,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 1,  # as EmbeddingGemma has
         "head_dim": 16,
     },
     "modernbert": {"local_attention": 8, "num_hidden_layers": 4, "classifier_pooling": "mean"},
