@@ -23,6 +23,7 @@ ARCHITECTURES = {
 OWN = {
     **{name: name for name in ("gemma", "granite", "smollm3", "seed_oss")},
     **{name: name for name in ("arcee", "ernie4_5", "exaone4", "olmo2")},
+    "mistral": "mistral",
     "mixtral": "llama",
     "olmo3": "olmo2",
 }
@@ -73,9 +74,11 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if config.model_type in OWN:
-        rope = config.rope_parameters
-        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := getattr(config, cap, None):
+            writer.add_float32(f"{ALL[config.model_type]}.{cap}", value)
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
     add_tokens(writer, config.vocab_size)
@@ -95,7 +98,8 @@ def add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
 
 def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, extra: dict[str, str]) -> None:
     architecture = ALL[config.model_type]
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    wanted = "llama" if architecture == "mistral" else architecture  # which gguf does not know
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in apart(model.state_dict()):
         if config.tie_word_embeddings and name == "lm_head.weight":
@@ -103,7 +107,7 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if (
-            architecture in ("arcee", "llama", "granite", "smollm3")
+            architecture in ("arcee", "llama", "mistral", "granite", "smollm3")
             and stored.endswith(".weight")
             and (".attn_q." in stored or ".attn_k." in stored)
         ):

@@ -35,3 +35,9 @@ def in_lanes(cases: Iterable[Any], fast: Collection[Any] = STYLES, slow: Collect
         values = case if type(case) is tuple else (case,)
         parameters.append(pytest.param(*values, marks=[] if case in fast else [later]))
     return parameters
+
+
+def in_rings(names: Collection[str], fast: Collection[str], slow: Collection[tuple[str, int]]) -> list[Any]:
+    """The same of each model with 1, 2 and 3 ranks: with one fast or slow, `slow` rings slow, all others nightly."""
+    cases = [(name, ranks) for ranks in (1, 2, 3) for name in names]
+    return in_lanes(cases, [(name, 1) for name in fast], [*((name, 1) for name in names), *slow])

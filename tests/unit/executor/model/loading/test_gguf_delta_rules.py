@@ -20,10 +20,10 @@ from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
-from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
 from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
-from tests.unit.executor.model.ring import decode_script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import mixed_script
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
 # Value heads of 32, as codes have groups: they can be cut and put in another order by heads.
@@ -294,14 +294,16 @@ def close(found: dict[str, Tensor], expected: Mapping[str, Tensor], within: floa
 FAST = ["qwen3_5_text"]
 
 
-@pytest.mark.parametrize("model_type", in_lanes(WRITE, FAST))
-def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "ranks"), in_rings(WRITE, FAST, [(name, two) for name in WRITE for two in (2, 3)])
+)
+def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, model_type: str, ranks: int) -> None:
     source, file = make(tmp_path, model_type, "F32")
     made = converted(file)
     plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
     close(held_by(load(made, torch.float32)), plain.state_dict())
     assert_settings(made, load_config(source))
-    assert_logits(made, 1, partial(reference_logits, source))
+    assert_logits(made, ranks, partial(reference_logits, source))
 
 
 @pytest.mark.parametrize("model_type", in_lanes(WRITE, FAST))
@@ -315,28 +317,6 @@ def test_codes_are_kept(tmp_path: Path, model_type: str) -> None:
     close(held_by(model), held_by(load(made, torch.float32)))
     later = load(made, torch.float32, keep_codes=True, defer_codes=True)
     close(held_by(later), held_by(model), within=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("model_type", WRITE)
-def test_ranks_hold_their_heads(tmp_path: Path, model_type: str, ranks: int) -> None:
-    source, file = make(tmp_path, model_type, "F32")
-    made = converted(file)
-    script, steps = decode_script()
-    expected = reference_logits(source, script.sequences)
-
-    def work(collectives: Any) -> list[Tensor]:
-        runner = make_runner(made, collectives)
-        found = []
-        for plan, sampled in steps:
-            logits = runner.forward(plan)
-            if logits is not None:
-                pairs = zip(logits, sampled, strict=True)
-                found += [(row - expected[sequence][position]).abs().max() for row, (sequence, position) in pairs]
-        return found
-
-    assert max(on_ring(ranks, work)[0]) < 1e-4
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")

@@ -22,7 +22,7 @@ from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.architectures import OWN_NAMES
 from tests.unit.executor.model.common_settings import GROUPED
 from tests.unit.executor.model.gguf_models import apart
-from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
 from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import close, written
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
@@ -269,9 +269,7 @@ FAST = ["phimoe/long", "falcon/new", "qwen", "gpt2", "stablelm/12b"]
 RINGS = [("olmo", 3), ("falcon/new", 3), ("qwen", 2), ("gpt2", 2), ("stablelm/12b", 3)]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), in_lanes([*((name, 1) for name in MODELS), *RINGS], [(name, 1) for name in FAST])
-)
+@pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, RINGS))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     plain, file = make(tmp_path, name, "F32")
     made = converted(file)

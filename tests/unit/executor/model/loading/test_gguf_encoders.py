@@ -34,7 +34,7 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.model.encoders.test_encoders import assert_close, load, logits_of, served, states_of
 from tests.unit.executor.model.encoders.tiny import make_encoder
 from tests.unit.executor.model.gguf_models import add_tokens
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, in_rings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, written
 from tests.unit.executor.model.loading.test_gguf_weights import converted
 from tests.unit.executor.model.loading.test_gguf_weights import load as load_decoder
@@ -213,9 +213,7 @@ def expected(source: Path, name: str, dense: tuple[Tensor, ...] = ()) -> dict[st
 FAST = ["gemma", "bert"]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), in_lanes([(name, ranks) for name in MODELS for ranks in (1, 2)], [(name, 1) for name in FAST])
-)
+@pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, [(name, 2) for name in MODELS]))
 def test_weights_and_settings_and_vectors_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
     made = converted(file)

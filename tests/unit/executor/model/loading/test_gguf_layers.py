@@ -20,7 +20,7 @@ from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import add_tokens, apart, stored_as
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, in_rings
 from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
 from tests.unit.executor.model.ring import mixed_script
@@ -239,10 +239,7 @@ native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()
 FAST = ["gemma4", "gemma3n", "lfm2"]  # lists by layer and keys that others read, stacks, convolutions
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    in_lanes([*((name, 1) for name in MODELS), ("gemma4", 3), ("lfm2", 3)], [(name, 1) for name in FAST]),
-)
+@pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, [("gemma4", 3), ("lfm2", 3)]))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
     made = converted(file)

@@ -19,7 +19,7 @@ from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import apart
-from tests.unit.executor.model.lanes import in_lanes
+from tests.unit.executor.model.lanes import in_lanes, in_rings
 from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
 from tests.unit.executor.model.loading.test_gguf_weights import converted, load, values_of
@@ -369,11 +369,7 @@ FAST = ["deepseek_v3", "bailing", "gpt_oss"]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    in_lanes(
-        [*((name, 1) for name in MODELS), ("deepseek_v2", 2), ("deepseek_v3", 3), ("gpt_oss", 3)],
-        [(name, 1) for name in FAST],
-    ),
+    ("name", "ranks"), in_rings(MODELS, FAST, [("deepseek_v2", 2), ("deepseek_v3", 3), ("gpt_oss", 3)])
 )
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")

@@ -18,7 +18,7 @@ from services.executor.model.quantized import QuantizedRows
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.gguf_models import apart
-from tests.unit.executor.model.lanes import LOWERED, in_lanes
+from tests.unit.executor.model.lanes import LOWERED, in_lanes, in_rings
 from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_delta_rules import KEYS, close, written
 from tests.unit.executor.model.loading.test_gguf_mixtures import experts_of, native, theirs
@@ -356,12 +356,7 @@ NOT_SAID = {*MULTIPLIERS, "num_nextn_predict_layers"}
 FAST = ["granitehybrid", "mamba"]  # vectors by groups; matrices of decays
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    in_lanes(
-        [*((name, 1) for name in MODELS), ("granitehybrid", 2), ("nemotron_h_moe", 3)], [(name, 1) for name in FAST]
-    ),
-)
+@pytest.mark.parametrize(("name", "ranks"), in_rings(MODELS, FAST, [("granitehybrid", 2), ("nemotron_h_moe", 3)]))
 def test_weights_and_settings_and_logits_are_the_models(tmp_path: Path, name: str, ranks: int) -> None:
     source, file = make(tmp_path, name, "F32")
     made = converted(file)

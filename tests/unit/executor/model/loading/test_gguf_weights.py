@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.conversion.test_convert import split
 from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, write_gguf
-from tests.unit.executor.model.lanes import in_lanes
-from tests.unit.executor.model.loading.gguf_checks import assert_settings
+from tests.unit.executor.model.lanes import in_lanes, in_rings
+from tests.unit.executor.model.loading.gguf_checks import assert_logits, assert_settings
 from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
 from tests.unit.executor.model.ring import CPU, mixed_script
-from tests.unit.executor.model.tiny import make_model
+from tests.unit.executor.model.tiny import make_model, reference_logits
 
 SIZES = {
     "hidden_size": 256,
@@ -146,15 +147,21 @@ OWN_CHANGES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "gemma": {"hidden_size": 128, "intermediate_size": 192},  # wider ones round by more than is allowed
+    "gemma2": {"query_pre_attn_scalar": 64},
+    # One that sees all behind five with windows
+    "gemma3_text": {
+        "query_pre_attn_scalar": 64,
+        "num_hidden_layers": 6,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    },
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "rope_theta": 5e4},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "tie_word_embeddings": False},
 }
 
 
-# Tiny models of the other two have layers and caps that their files do not say.
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted({*OWN, *ARCHITECTURES} - {"gemma2", "gemma3_text"}))
-def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "ranks"), in_rings(sorted({*OWN, *ARCHITECTURES}), (), ()))
+def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_type: str, ranks: int) -> None:
     """Held against what the file was made of."""
     file = make(tmp_path, model_type, "F32", OWN_CHANGES.get(model_type))
     source, made = tmp_path / "plain", converted(file)
@@ -164,6 +171,7 @@ def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_typ
     for name, value in ours.items():  # Gemma's norms have one added, and taken away again
         assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), name
     assert_settings(made, load_config(source))
+    assert_logits(made, ranks, partial(reference_logits, source))
 
 
 def test_without_its_row_a_file_is_refused_and_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
