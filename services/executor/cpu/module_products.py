@@ -17,13 +17,12 @@ from torch import Tensor
 from services.executor.cpu.packed_linear import PackedLinear, one_after_another, split_evenly
 from services.executor.model.parallel.experts import expert_by_expert
 from services.executor.model.parallel.layers import (
-    EXPERT_WEIGHTS,
     LinearShard,
     VocabParallelEmbedding,
     WeightShard,
-    expert_weight_of,
     keep_quantized_experts,
     multiply_experts_by,
+    quantized_experts,
     stored_of,
 )
 from services.executor.model.quantized import DeferredRows, QuantizedRows
@@ -103,19 +102,17 @@ def use_native_products(model: Any, library: Any, threads: int, cpus: Sequence[i
 
 
 def _holds_codes(module: Any) -> bool:
-    held = [module.stored] if isinstance(module, WeightShard) else []
-    held += [expert_weight_of(module, name) for name in EXPERT_WEIGHTS] if hasattr(module, EXPERT_WEIGHTS[0]) else []
+    held = [module.stored] if isinstance(module, WeightShard) else quantized_experts(module).values()
     return any(isinstance(weight, QuantizedRows | DeferredRows) for weight in held)
 
 
 def _pack_experts(module: Any, packed: Callable[[QuantizedRows | DeferredRows, None], PackedWeight]) -> None:
     """Those of `module`, if it has some."""
-    for name in EXPERT_WEIGHTS if hasattr(module, EXPERT_WEIGHTS[0]) else ():
-        weight, stored = expert_weight_of(module, name), stored_of(module, name)
+    for name, weight in quantized_experts(module).items():
         if not isinstance(weight, QuantizedRows | DeferredRows):
             continue
         products = [packed(cast("DeferredRows", one), None) for one in split_evenly(weight, module.num_experts)]
-        halves = stored is not None and stored.halves
+        halves = (stored := stored_of(module, name)) is not None and stored.halves
         multiply_experts_by(module, name, [partial(_in_turns, one) for one in products] if halves else [*products])
         keep_quantized_experts(module, name, None)
         if "forward" not in module.__dict__:  # it has none of our own

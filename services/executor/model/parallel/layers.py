@@ -153,7 +153,7 @@ def holds_experts(module: nn.Module, name: str) -> bool:
     transformers' own module, which holds some the other way, or with more than weights."""
     more = ("is_transposed", "has_bias", "has_post_expert_norm")
     plain = getattr(module, "is_concatenated", False) and not any(getattr(module, one, True) for one in more)
-    return name in EXPERT_WEIGHTS and plain
+    return name in ("up_proj", *EXPERT_WEIGHTS) and plain and hasattr(module, name)  # some have no gate
 
 
 def keep_quantized_experts(
@@ -171,6 +171,11 @@ def expert_weight_of(module: nn.Module, name: str) -> "Tensor | StackedWeight":
     kept: StackedWeight | None = module.__dict__.get(_QUANTIZED, {}).get(name)
     plain: Tensor = getattr(module, name)
     return plain if kept is None else kept
+
+
+def quantized_experts(module: nn.Module) -> "dict[str, StackedWeight]":
+    """The weights that `keep_quantized_experts` holds in `module`, by parameter."""
+    return {name: kept for name, kept in module.__dict__.get(_QUANTIZED, {}).items() if kept is not None}
 
 
 def stored_of(module: nn.Module, name: str) -> StoredExperts | None:
@@ -206,9 +211,7 @@ def unpack_experts(model: nn.Module) -> None:
     on the device of what is plain."""
     device = next((kept.device for kept in model.parameters() if kept.numel()), None)
     for module in model.modules():
-        for name, kept in module.__dict__.pop(_QUANTIZED, {}).items():
-            if kept is None:
-                continue
+        for name, kept in quantized_experts(module).items():
             assert isinstance(kept, Quantized | DeferredRows | QuantizedRows), "others are what a device's kernels read"
             count: int = module.num_experts  # type: ignore[assignment]  # of transformers' own
             outputs, inputs = kept.shape[0] // count, kept.shape[1]
@@ -219,6 +222,7 @@ def unpack_experts(model: nn.Module) -> None:
             stored: StoredExperts | None = module.__dict__[_STORED].pop(name)
             experts = experts if stored is None else stored.restored(experts)
             setattr(module, name, nn.Parameter(experts, requires_grad=False))
+        module.__dict__.pop(_QUANTIZED, None)
 
 
 class WeightShard(nn.Module):

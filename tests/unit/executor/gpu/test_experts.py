@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
 
 from benchmarks.random_model import random_rows
-from services.executor.gpu.experts import Mixture, rule_of
+from services.executor.gpu.experts import Mixture, rule_of, use_expert_kernels
 from services.executor.gpu.kernels import experts
 from services.executor.gpu.kernels.experts import Routed
 from services.executor.gpu.linear import invariant_product, make_product
@@ -19,6 +21,7 @@ from services.executor.model.lowered_experts import RouterConfig, Routing
 from services.executor.model.parallel.layers import keep_quantized_experts
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, Weight, quantize
+from tests.unit.executor.model.architectures import settings_of
 
 DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 TOLERANCE = 2**-6
@@ -235,3 +238,11 @@ def test_an_invariant_row_has_the_bits_that_it_has_alone(form: str) -> None:
 def test_weights_are_taken_over() -> None:
     layer = Layer("plain")
     assert not any(parameter.numel() for parameter in layer.holder.parameters())
+
+
+def test_experts_without_a_gate_stay_as_they_are() -> None:
+    config = CONFIG_MAPPING["nemotron_h"](**settings_of("nemotron_h"))
+    module = NemotronHExperts(config)
+    use_expert_kernels(module, DEVICE)
+    assert "forward" not in vars(module)
+    assert all(parameter.numel() for parameter in module.parameters())
