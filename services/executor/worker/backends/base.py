@@ -104,11 +104,12 @@ class Backend:
     def runner(self, request: RunnerRequest) -> ModelRunner:
         """The log says why where kernels of its own do not compute the model."""
         # With transformers, which has built the model.
-        from services.executor.model.loading.loader import pack_linears
+        from services.executor.model.loading.loader import LOADING, pack_linears
 
         model, store, _, collectives, device, *_ = request
         pack_linears(model)
-        self.use_products(request)
+        with LOADING:  # where ranks are threads, another one may be building a model
+            self.use_products(request)
         return ModelRunner(model, vocabulary_widths(model), store, collectives, device, request.spill)
 
     def head_runner(self, request: RunnerRequest) -> tuple[ModelRunner, HeadReader]:

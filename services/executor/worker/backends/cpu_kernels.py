@@ -48,10 +48,7 @@ class CpuKernels(Backend):
         if library is None:
             super().use_products(request)
         else:
-            from services.executor.model.loading.loader import LOADING  # which has been imported
-
-            with LOADING:  # where ranks are threads, another one may be building a model
-                use_native_products(request.model, library, request.threads, request.cpus)
+            use_native_products(request.model, library, request.threads, request.cpus)
 
     def runner(self, request: RunnerRequest) -> ModelRunner:
         model, store, layout, collectives, _, threads, *_ = request
