@@ -48,7 +48,9 @@ class Level(NamedTuple):
 
 LEVELS = {
     "avx2": Level(NATIVE / "levels/avx2.c", "avx2"),
-    "avxvnni": Level(CHECKS / "avxvnni_model.c", "avx2"),
+    "avxvnni": Level(NATIVE / "levels/avxvnni.c", "avxvnni")
+    if "avxvnni" in library.levels()
+    else Level(CHECKS / "avxvnni_model.c", "avx2"),
     "avx512vnni": Level(NATIVE / "levels/avx512vnni.c", "avx512vnni"),
     "avx512bf16": Level(NATIVE / "levels/avx512bf16.c", "avx512bf16"),
     "amx": Level(NATIVE / "levels/amx.c", "avx512bf16", emulator="amx_emulator.c"),
