@@ -311,9 +311,12 @@ RZ_INLINE bytes bytes_zip_low(bytes a, bytes b) { return HALVES2(bytes, _mm256_u
 RZ_INLINE bytes bytes_zip_high(bytes a, bytes b) { return HALVES2(bytes, _mm256_unpackhi_epi8, a, b); }
 
 #if defined(__AVXVNNI__)
+/* Where it stands: compilers put it off, and keep the sums in memory. */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 {
-    return (i32){ _mm256_dpbusd_avx_epi32(sum.low, a.low, b.low), _mm256_dpbusd_avx_epi32(sum.high, a.high, b.high) };
+    sum = (i32){ _mm256_dpbusd_avx_epi32(sum.low, a.low, b.low), _mm256_dpbusd_avx_epi32(sum.high, a.high, b.high) };
+    __asm__("" : "+x"(sum.low), "+x"(sum.high));
+    return sum;
 }
 
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return i32_dot_u8(sum, a, b); }
