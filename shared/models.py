@@ -128,7 +128,7 @@ def here(name: str) -> str:
     directories understand; other names as they are."""
     try:
         path = Path(name).expanduser()
-        return str(path.resolve()) if name and path.exists() else name
+        return str(path.absolute()) if name and path.exists() else name
     except (OSError, RuntimeError):  # too long for a path, or of no user
         return name
 
@@ -150,13 +150,7 @@ def choose_gguf(files: Iterable[str], repository: str, quantization: str) -> lis
 
     Raises `ModelLoadError`, with what there is, where no model or more than one has it, or a part is missing.
     """
-    models: dict[str, list[Path]] = {}
-    for file in sorted(files):
-        path = Path(file)
-        if path.suffix == ".gguf" and not _NO_MODEL.match(path.name):
-            split = _SPLIT.fullmatch(path.name)
-            stem = path.with_name(split["stem"] if split else path.stem)
-            models.setdefault(str(stem), []).append(path)
+    models = _models_among(files)
     wanted = quantization.lower().removesuffix(".gguf")
     found = [stem for stem in models if stem.lower().rpartition("/")[2] == wanted]
     if not found:
@@ -174,6 +168,35 @@ def choose_gguf(files: Iterable[str], repository: str, quantization: str) -> lis
     raise ModelLoadError(
         f"The repository {repository} holds {kind}; there are: {listed}. Name one, by its quantization or whole."
     )
+
+
+def _models_among(files: Iterable[str]) -> dict[str, list[Path]]:
+    """The GGUF files of each model, by what their names begin with."""
+    models: dict[str, list[Path]] = {}
+    for file in sorted(files):
+        path = Path(file)
+        if path.suffix == ".gguf" and not _NO_MODEL.match(path.name):
+            models.setdefault(str(path.with_name(gguf_name(path))), []).append(path)
+    return models
+
+
+def file_of(name: str) -> str:
+    """The path of the GGUF file where the model `name` is a directory that holds one as it was fetched, without a
+    config.json; else `name`. Raises `ModelLoadError` where it holds several models."""
+    directory = path_of(name)
+    if directory is None or not directory.is_dir() or (directory / "config.json").exists():
+        return name
+    models = _models_among(str(file) for file in directory.glob("*.gguf"))
+    if len(models) > 1:
+        listed = ", ".join(held[0].name for held in [*models.values()][:_LISTED])
+        raise ModelLoadError(f"The directory {directory} holds {len(models)} models ({listed}); name one of its files.")
+    return next((str(held[0]) for held in models.values()), name)
+
+
+def gguf_name(path: Path) -> str:
+    """The name of the model that the GGUF file `path` is, or is a part of."""
+    split = _SPLIT.fullmatch(path.name)
+    return split["stem"] if split else path.stem
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -194,7 +217,8 @@ def converted_name(gguf: Path) -> str:
     `ModelLoadError`.
     """
     digest = hashlib.sha256(_FORM)
-    for part in gguf_parts(gguf):
+    parts = gguf_parts(gguf)
+    for part in parts:
         try:
             size = part.stat().st_size
             with part.open("rb") as stream:
@@ -202,7 +226,8 @@ def converted_name(gguf: Path) -> str:
                 stream.seek(max(0, size - _SAMPLE_BYTES))
                 digest.update(stream.read())
         except FileNotFoundError:
-            raise ModelLoadError(f"The GGUF file {part} does not exist; check the path.") from None
+            beside = f", and that all {len(parts)} files of the model are in one directory" if len(parts) > 1 else ""
+            raise ModelLoadError(f"The GGUF file {part} does not exist; check the path{beside}.") from None
         except OSError as error:
             raise ModelLoadError(f"The file {part} cannot be read ({error.strerror}); check the path.") from None
     return f"{gguf.stem}-{digest.hexdigest()[:12]}"

@@ -20,7 +20,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, ModelSpec, WantedAdapter
 from shared.model_store.catalog import BUILT_IN, is_ready
-from shared.models import here
+from shared.models import file_of, gguf_name, here
 from shared.nats.adapters import AdapterRefused, unregister, want
 from shared.nats.kv import KvEntry
 from shared.registry import DeclaredAdapter, adapter_problems, check_all, of_hub
@@ -212,9 +212,9 @@ def spec_of(name: str) -> ModelSpec | None:
     if built_in:
         return ModelSpec(built_in, built_in, created=int(time.time()))
     if path.exists() and (path.is_dir() or path.suffix == ".gguf"):
-        resolved = path.resolve()
-        served = resolved.name if resolved.is_dir() else resolved.stem
-        return ModelSpec(served, str(resolved), created=int(time.time()))
+        source = Path(file_of(here(name)))
+        served = source.resolve().name if source.is_dir() else gguf_name(source)
+        return ModelSpec(served, str(source), created=int(time.time()))
     if of_hub(name) or is_ready(name, load_settings(LocalSettings).store):
         return ModelSpec(name.removeprefix("hf://"), name, created=int(time.time()))
     return None

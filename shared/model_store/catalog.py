@@ -30,7 +30,7 @@ from shared.model_store.repository import (
     served_name,
 )
 from shared.model_store.settings import Store
-from shared.models import choose_gguf, converted_name, hub_name, linked_gguf, path_of, relink_gguf
+from shared.models import choose_gguf, converted_name, file_of, gguf_name, hub_name, linked_gguf, path_of, relink_gguf
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -101,7 +101,7 @@ def is_ready(name: str, store: Store, revision: str = "") -> bool:
     """Whether `ensure_model` would find nothing to fetch or to convert."""
     if (built_in := _built_in(name)) is not None:
         return _is_whole(store.cache / built_in.name)
-    if (path := path_of(name)) is not None and path.is_dir():
+    if (path := path_of(name := file_of(name))) is not None and path.is_dir():
         return _is_whole(path)
     if _is_file(name):
         path = Path(name).expanduser()
@@ -126,7 +126,7 @@ def find_model(model: str, cache: Path) -> str | None:
     """A path as it is; a name as the directory of the cache; None: there is none."""
     path = Path(model).expanduser()
     if path.exists():
-        return str(path)
+        return file_of(str(path.absolute()))
     local = {known.name.lower(): known.directory for known in list_models(cache.expanduser())}
     return local.get(model.lower())
 
@@ -147,14 +147,14 @@ def _ensure_model(name: str, store: Store, progress: Progress, revision: str, na
         )
         recommend(directory, built_in.sampling, built_in.weight_dtype)
         return built_in.name, directory
-    path = path_of(name)
+    path = path_of(name := file_of(name))
     if path is not None and path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())
     if _is_file(name):
         path = Path(name).expanduser()
         directory = _converted(store.cache / converted_name(path), progress, lambda scratch: path)
         relink_gguf(directory, path)
-        return path.stem, directory
+        return gguf_name(path), directory
     if path is not None and path.exists():
         raise ModelLoadError(
             f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "

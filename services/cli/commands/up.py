@@ -151,6 +151,8 @@ def up(
     first, further, adapters = _models(model or [], models_file)
     if served_model_name:
         _check_served_name(served_model_name, first, further)
+    elif first and further:
+        _check_own_name(first, further)
     plan = StackPlan(
         model=first,
         served_model_name=served_model_name,
@@ -211,6 +213,17 @@ def _check_served_name(name: str, model: str, further: list[ModelSpec]) -> None:
         )
     if problems := check_all([*further, ModelSpec(name, model)]):
         raise ConfigurationError(f"--served-model-name: {problems[0]}")
+
+
+def _check_own_name(model: str, further: list[ModelSpec]) -> None:
+    from services.cli.declarations import spec_of
+
+    own = spec_of(model)
+    if own is not None and (twin := next((spec for spec in further if spec.name == own.name), None)):
+        raise ConfigurationError(
+            f"Two models are called {own.name!r}, {own.source} and {twin.source}; leave one out, rename its file, or "
+            "give the first another name with --served-model-name."
+        )
 
 
 def _renamed(proof: bool | None, smoke_test: bool) -> bool:

@@ -22,7 +22,7 @@ from shared.data_types import BLOCK_DTYPES, BlockDType, DType, KvDType, WeightDT
 from shared.errors import ConfigurationError
 from shared.model_store.packed import ENDING
 from shared.model_store.settings import ModelStoreSettings
-from shared.models import HUB, ReasoningParser, ToolParser, path_of
+from shared.models import HUB, ReasoningParser, ToolParser, gguf_name, path_of
 
 AdapterDtype = Literal["auto", "bf16", "int8"]
 
@@ -458,7 +458,7 @@ def served_name(settings: ExecutorSettings) -> str:
     if not settings.model:
         return STUB_MODEL
     if (path := path_of(settings.model)) is not None and path.exists():
-        return path.resolve().name.removesuffix(".gguf")
+        return gguf_name(path) if path.suffix == ".gguf" else path.resolve().name
     return settings.model.removeprefix(HUB)
 
 

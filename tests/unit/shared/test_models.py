@@ -1,9 +1,11 @@
 """Names of models, and of the files that they are in."""
 
+from pathlib import Path
+
 import pytest
 
 from shared.errors import ModelLoadError
-from shared.models import choose_gguf, hub_name, pulled_name
+from shared.models import choose_gguf, file_of, here, hub_name, pulled_name
 
 FILES = (
     "README.md",
@@ -55,3 +57,21 @@ def test_hub_names_have_a_repository_and_a_quantization() -> None:
     assert hub_name("hf://org/name:Q4_K_M") == hub_name("org/name:Q4_K_M") == ("org/name", "Q4_K_M")
     assert hub_name("hf://org/name") == ("org/name", "")
     assert pulled_name("hf://org/name:Q4_K_M") == "org--name:Q4_K_M"
+
+
+def test_a_directory_with_a_bare_file_is_that_file(tmp_path: Path) -> None:
+    for name in ("mmproj-m.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        (tmp_path / name).touch()
+    assert file_of(str(tmp_path)) == str(tmp_path / "m-00001-of-00002.gguf")
+    (tmp_path / "n.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"holds 2 models \(m-00001-of-00002\.gguf, n\.gguf\); name one of"):
+        file_of(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert file_of(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_link_is_meant_by_its_own_name(tmp_path: Path) -> None:
+    """What it leads to may end otherwise, as in the hub's own cache."""
+    (tmp_path / "blob").touch()
+    (tmp_path / "m.gguf").symlink_to("blob")
+    assert here(str(tmp_path / "m.gguf")) == str(tmp_path / "m.gguf")

@@ -56,6 +56,7 @@ def test_what_is_wrong_with_its_options_is_told_in_a_sentence(option: str, choic
     [
         (["--served-model-name", "x" * 1000], "--served-model-name: "),
         (["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"], "org/b.* is declared twice"),
+        (["--model", "org/a", "--model", "org/a"], "Two models are called 'org/a', org/a and org/a; leave one out"),
         (["--models-file", "FILE", "--served-model-name", "mine"], "for the executors' own model"),
     ],
 )
