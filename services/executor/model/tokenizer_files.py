@@ -59,6 +59,20 @@ def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
     return msgspec.msgpack.encode(TokenizerBundle(files))
 
 
+def check_templates(directory: Path) -> None:
+    """Raises `ModelLoadError` where a chat template is none."""
+    from services.executor.model.chat_templates import problem_with  # with jinja2: not at every start
+
+    files = (directory / name for name in (TEMPLATE, TOOL_TEMPLATE))
+    found = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in files if file.is_file()]
+    config = directory / CONFIG
+    for file, template in found or [
+        (config, one) for one in _templates(config, read_json(config).get("chat_template"))
+    ]:
+        if problem := problem_with(template):
+            raise _unusable(file, "the chat template", problem)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty: there is no file. Raises `ModelLoadError`."""
     if not path.is_file():

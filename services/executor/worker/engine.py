@@ -43,8 +43,9 @@ from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import encoder_config, read_card
 from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.pooling import is_classifier, read_vectors
-from services.executor.model.tokenizer_files import read_json
+from services.executor.model.tokenizer_files import check_templates, read_json
 from services.executor.native.library import ARITHMETIC
 from services.executor.platforms.catalog import choose_device, platform_of
 from services.executor.sampling.candidates import RowLogits
@@ -103,12 +104,15 @@ class RingEngine:
         device = choose_device(self._settings, self._spec.rank)
         torch.set_num_threads(thread_count(self._settings))
         self._directory = model_directory(self._settings)
+        if not linked_gguf(self._directory):  # which was looked at when its directory was made
+            check_templates(self._directory)
         draft = draft_directory(self._settings, self._directory)
         self._sender, collectives = meeting.lead(
             self._settings, self._spec, device, self._directory, self._announce, draft
         )
         where = Directories(self._directory, draft)
-        self._member = Worker.load(self._settings, self._spec, self._board, where, device, collectives, progress)
+        with told_of_file(self._directory):
+            self._member = Worker.load(self._settings, self._spec, self._board, where, device, collectives, progress)
         self._said_before = self._member.collectives.busy_seconds
         self._board.communicated = lambda: collectives.busy_seconds
         self._draft_sampler = self._member.draft_sampler

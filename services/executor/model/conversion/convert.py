@@ -38,6 +38,7 @@ from services.executor.model.conversion.partial_file import (
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import values
+from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.loading.gguf_file import GgufFile, GgufTensor, open_parts
 from services.executor.model.loading.gguf_transforms import transform_of
 from services.executor.model.loading.gguf_weights import GgufWeights
@@ -89,7 +90,7 @@ def convert(
 @contextlib.contextmanager
 def open_model(source: Path) -> Iterator[SourceModel]:
     """The model to read. Raises `ModelLoadError`."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, told_of_file(source):
         directory = source
         if is_gguf(source):
             directory = Path(scratch) / source.stem

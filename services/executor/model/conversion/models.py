@@ -90,6 +90,14 @@ def gguf_model(directory: Path, weights: GgufWeights) -> SourceModel:
     model = empty_model(config)
     sources = weights.sources(model)
     check_whole(model, sources, directory)
+    state = model.state_dict()
+    for name, content in sources.parameters.items():
+        expected = tuple(state[name].shape)
+        if content.shape != expected and name not in sources.outputs_first:
+            raise ModelLoadError(
+                f"The tensor {content.parts[0].source} has the shape {list(content.shape)} where {list(expected)} is "
+                "called for; fetch the file again."
+            )
     if sources.unused:
         raise ModelLoadError(
             f"The file has a tensor {min(sources.unused)}, which the architecture does not use; it is not converted."
@@ -161,14 +169,19 @@ def row_spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, count)
 
 
-_TEXTS = ("generation_config.json", "tokenizer*.json", "special_tokens_map.json", "*.jinja", "*.model", "*.txt")
+_TEXTS = (
+    *("generation_config.json", "tokenizer*.json", "special_tokens_map.json"),
+    *("*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt"),
+)
 
 
 def copy_texts(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
     """The configuration, with `changes`, and the tokenizer."""
     for pattern in _TEXTS:
         for file in source.glob(pattern):
-            shutil.copyfile(file, target / file.name)
+            made = target / file.relative_to(source)
+            made.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, made)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for old in ("torch_dtype", "quantization_config", WEIGHT_DTYPE):
         config.pop(old, None)

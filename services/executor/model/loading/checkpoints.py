@@ -17,18 +17,19 @@ import structlog
 from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.catalogue import ORIGINAL_LENGTH, check_sizes
+from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.loading.gguf_metadata import check_described, end_tokens, positive, sampling_of, unsaid
 from services.executor.model.loading.gguf_pooling import class_settings, encoder_settings, pooling_files
 from services.executor.model.loading.gguf_settings import COMPUTED
-from services.executor.model.loading.gguf_tokenizer import chat_templates, tokenizer_json, tokenizer_settings
-from services.executor.model.tokenizer_files import CONFIG, TOKENIZER
+from services.executor.model.loading.gguf_tokenizer import WHOLE, chat_templates, tokenizer_json, tokenizer_settings
+from services.executor.model.tokenizer_files import CONFIG, TOKENIZER, read_bundle
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
 from shared.model_store.locks import claimed
 from shared.model_store.programs import CONVERSION, recommend
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
-from shared.models import converted_name, link_gguf, linked_gguf, path_of, relink_gguf
+from shared.models import converted_name, file_of, link_gguf, linked_gguf, path_of, relink_gguf
 
 if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does without
     from services.executor.model.loading.gguf_file import GgufFile, Value
@@ -48,7 +49,7 @@ def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress,
     pulled = cache_dir / directory_name(name_or_path, revision)
     if (pulled / "config.json").is_file():
         return pulled
-    path = path_of(name_or_path)
+    path = path_of(name_or_path := file_of(name_or_path))
     if path is not None and path.is_dir():
         if gone := next((link for link in linked_gguf(path) if not link.exists()), None):
             raise ModelLoadError(
@@ -89,9 +90,10 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
     from services.executor.model.loading.gguf_file import open_parts
 
     files = open_parts(file)
-    check_sizes(files[0].header.metadata)
+    with told_of_file(file):
+        check_sizes(files[0].header.metadata)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch, told_of_file(file):
         made = Path(scratch) / "model"
         try:
             _convert(files, made, progress)
@@ -121,6 +123,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     settings |= {**tokens, "eos_token_id": ends[0]}  # else one has what transformers takes by default
     stage("tokenizer")
     texts = _tokenizer_files(files[0], ends[0], int(settings["max_position_embeddings"]))
+    _check_tokens(files[0], ends, int(settings["vocab_size"]))
     stage("write")
     made.mkdir()
     texts["config.json"] = json.dumps(settings, indent=2, sort_keys=True)
@@ -133,6 +136,26 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
         (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_text(text, encoding="utf-8")
     recommend(made, sampling_of(header))
+    if WHOLE in header:  # which nobody has looked into yet
+        try:
+            read_bundle(made)
+        except ModelLoadError as error:
+            told = str(error).replace(f"The file {made / TOKENIZER}", f"The {WHOLE} of {files[0].path}")
+            raise ModelLoadError(told) from error
+
+
+def _check_tokens(file: "GgufFile", ends: Sequence[int], rows: int) -> None:
+    """Raises `ModelLoadError` where the model has no rows for all tokens, or a text would never end."""
+    count = len(file.array("tokenizer.ggml.tokens"))
+    if count > rows:
+        raise ModelLoadError(
+            f"The file {file.path} has {count} tokens, and {rows} rows of token_embd.weight for them: it is damaged, "
+            "or of two models; fetch it again, or choose another."
+        )
+    if wrong := next((end for end in ends if not 0 <= end < count), None):
+        raise ModelLoadError(
+            f"The file {file.path} says that token {wrong} ends an answer, of {count} tokens; fetch it again."
+        )
 
 
 def _settings(files: "Sequence[GgufFile]") -> dict[str, Any]:

@@ -174,6 +174,13 @@ def open_parts(path: Path) -> list[GgufFile]:
             )
     if doubled := _doubled(tensor.name for file in files for tensor in file.header.tensors):
         raise ModelLoadError(f"Two of the files beside {path} hold a tensor {doubled}; fetch the model's files again.")
+    held = sum(len(file.header.tensors) for file in files)
+    for file in files:
+        if (count := file.header.metadata.get("split.tensors.count", held)) != held:
+            raise ModelLoadError(
+                f"The file {file.path} is of a model of {count} tensors, and with those beside it there are {held}: "
+                "one is of another model; fetch the model's files again."
+            )
     return files
 
 

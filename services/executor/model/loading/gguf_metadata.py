@@ -77,13 +77,18 @@ def end_tokens(file: "GgufFile") -> list[int]:
     """Tokens that end an answer, the text's own first: as `file` says, or where it says none by their names, as
     llama.cpp knows them. Raises `ModelLoadError` where there is none."""
     said = file.header.metadata
-    end, turn, last = (said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "seperator"))
-    ends = [end] if isinstance(end, int) else _ends_by_name(file)
+    listed = {key: said[key] for name in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{name}_token_id") in said}
+    if wrong := next((key for key, token in listed.items() if not isinstance(token, int)), None):
+        raise _cannot_be(wrong, listed[wrong])
+    ends = [token for token in listed.values() if isinstance(token, int)]
+    if "tokenizer.ggml.eos_token_id" not in listed:
+        ends = [*_ends_by_name(file), *ends]
+    last = said.get("tokenizer.ggml.seperator_token_id")
     if not ends and said.get(_TOKENIZER) == "bert" and isinstance(last, int):
         ends = [last]
     if not ends:
         raise unsaid(file.path, "tokenizer.ggml.eos_token_id")
-    return list(dict.fromkeys([*ends, turn] if isinstance(turn, int) else ends))
+    return list(dict.fromkeys(ends))
 
 
 def _ends_by_name(file: "GgufFile") -> list[int]:

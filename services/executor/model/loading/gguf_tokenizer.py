@@ -45,8 +45,10 @@ def tokenizer_json(file: "GgufFile") -> dict[str, Any]:
     said = file.header.metadata
     if isinstance(whole := said.get(WHOLE), str):
         try:
-            return dict(json.loads(whole))
-        except (ValueError, TypeError) as error:
+            if not isinstance(read := json.loads(whole), dict):
+                raise ValueError("it is no object")
+            return read
+        except ValueError as error:
             raise ModelLoadError(f"The file {file.path} has an invalid {WHOLE} ({error}); fetch it again.") from None
     kind = said.get(_KIND)
     if kind not in _MAKERS:
@@ -77,11 +79,22 @@ def tokenizer_settings(file: "GgufFile", end: int, context_length: int) -> dict[
 
 
 def chat_templates(file: "GgufFile") -> dict[str, str]:
-    """By the name of a file of a model directory."""
+    """By the name of a file of a model directory. Raises `ModelLoadError` where one is none."""
+    from services.executor.model.chat_templates import problem_with  # with jinja2: not at every start
+
     names = {"tokenizer.chat_template": "chat_template.jinja"}
     names["tokenizer.chat_template.tool_use"] = "additional_chat_templates/tool_use.jinja"
-    found = {path: file.header.metadata.get(key) for key, path in names.items()}
-    return {path: template for path, template in found.items() if isinstance(template, str) and template}
+    found: dict[str, str] = {}
+    for key, path in names.items():
+        template = file.header.metadata.get(key) if key in file.header.spans else ""
+        problem = problem_with(template) if isinstance(template, str) and template else ""
+        if problem or not isinstance(template, str):
+            raise ModelLoadError(
+                f"The file {file.path} cannot be used: its {key} {problem or 'is no text'}; fetch it again, or choose "
+                "another."
+            )
+        found |= {path: template} if template else {}
+    return found
 
 
 def _token(file: "GgufFile", tokens: Sequence[str], name: str, number: object) -> str:
@@ -105,9 +118,8 @@ class _Vocabulary:
     @cached_property
     def tokens(self) -> list[str]:
         """By id."""
-        tokens = self.file.array("tokenizer.ggml.tokens")
-        if not tokens or not isinstance(tokens[0], str):
-            raise self._invalid("tokenizer.ggml.tokens", "is no list of texts")
+        if not (tokens := self._texts("tokenizer.ggml.tokens")):
+            raise self._invalid("tokenizer.ggml.tokens", "is empty")
         return tokens
 
     @cached_property
@@ -138,7 +150,7 @@ class _Vocabulary:
     def merges(self, ids: Mapping[str, int]) -> list[tuple[str, str]]:
         """As the file lists them. Raises `ModelLoadError` where one is of texts that are no tokens."""
         pairs = []
-        for merge in self.file.array("tokenizer.ggml.merges"):
+        for merge in self._texts("tokenizer.ggml.merges"):
             first, _, second = merge[1:].partition(" ")  # a token may begin with a space, and none is empty
             first = merge[:1] + first
             if first not in ids or second not in ids or first + second not in ids:
@@ -187,6 +199,12 @@ class _Vocabulary:
         if name in SPLIT_RULES:
             return SPLIT_RULES[str(name)]
         raise self._invalid("tokenizer.ggml.pre", f"is {name!r:.40}, a way to split texts that is not known")
+
+    def _texts(self, key: str) -> list[str]:
+        texts = self.file.array(key)
+        if texts and not isinstance(texts[0], str):
+            raise self._invalid(key, "is no list of texts")
+        return texts
 
     def _beside(self, name: str) -> list[Any]:
         values = self.file.array(f"tokenizer.ggml.{name}")

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from services.executor.core.engine import EngineSpec
 from services.executor.model.card import DEFAULTS, read_card
+from services.executor.model.tokenizer_files import check_templates
 from services.gateway.tokenizer.templates import templates_of
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import ModelLoadError
@@ -206,3 +207,16 @@ def test_a_directory_is_served_as_it_is_or_refused_by_name(data: st.DataObject) 
     form = data.draw(st.sampled_from(FORMS))
     file = data.draw(st.sampled_from(sorted(whole(form))))
     check(form, file, data.draw(st.integers(-2, 12)), data.draw(st.sampled_from(sorted(FIELDS))))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_no_template_is_refused_before_weights_are_read(tmp_path: Path, form: str) -> None:
+    write(tmp_path, whole(form))
+    check_templates(tmp_path)
+    file = tmp_path / ("chat_template.jinja" if form == "in files" else "tokenizer_config.json")
+    file.write_text(file.read_text().replace("{%", "{% nope %}{%"))
+    if form != "plain":
+        with pytest.raises(
+            ModelLoadError, match=rf"{file.name} cannot be used: the chat template is no Jinja template"
+        ):
+            check_templates(tmp_path)

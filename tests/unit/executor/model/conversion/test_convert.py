@@ -32,6 +32,7 @@ from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
+from tests.unit.executor.model.gguf_parts import parts_of, write_parts
 from tests.unit.executor.model.lanes import in_lanes
 from tests.unit.executor.model.ring import CPU
 from tests.unit.executor.model.tiny import reference_logits
@@ -446,6 +447,15 @@ def test_codes_of_a_file_become_numbers(model_of: MakeModel, tmp_path: Path) -> 
     stored = tensors["blk.2.ffn_down.weight"]
     back = load_file(tmp_path / "back" / "model.safetensors")["model.layers.2.mlp.down_proj.weight"]
     assert np.array_equal(gguf.dequantize(stored.data, stored.tensor_type), back.numpy())
+
+
+def test_a_tensor_of_another_shape_is_not_converted(model_of: MakeModel, tmp_path: Path) -> None:
+    convert(model_of("llama"), tmp_path / "model.gguf", "gguf", "f32", ignore)
+    keys, tensors = parts_of(tmp_path / "model.gguf")
+    turned = [one._replace(shape=one.shape[::-1]) if one.name == "blk.0.attn_k.weight" else one for one in tensors]
+    write_parts(tmp_path / "model.gguf", keys, turned)
+    with pytest.raises(ModelLoadError, match=r"model\.gguf cannot be served: the tensor blk\.0\.attn_k\.weight has"):
+        convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "f32", ignore)
 
 
 def llama_3(original: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from services.executor.model.conversion.convert import convert
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.gguf_file import GgufFile
 from services.executor.model.loading.gguf_metadata import check_described
+from services.executor.model.loading.gguf_tokenizer import WHOLE
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.gguf_parts import Key, Stored, parts_of, write_parts
@@ -216,6 +217,37 @@ def test_sampling_that_cannot_be_is_refused_by_its_key(whole: Whole, tmp_path: P
     keys = [key._replace(value=number(value)) if key.name == "general.sampling.temp" else key for key in whole.keys]
     with pytest.raises(ModelLoadError, match=r"has an invalid general\.sampling\.temp, "):
         served(write_parts(tmp_path / "model.gguf", keys, whole.tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("eos", "</s>", r"has an invalid tokenizer\.ggml\.eos_token_id, '</s>'"),
+        ("eot", 9999, r"says that token 9999 ends an answer, of \d+ tokens"),
+    ],
+)
+def test_ends_that_are_no_tokens_are_refused(
+    whole: Whole, tmp_path: Path, name: str, value: str | int, sentence: str
+) -> None:
+    key = Key(f"tokenizer.ggml.{name}_token_id", text(value) if isinstance(value, str) else number(value))
+    keys = [key if one.name == key.name else one for one in whole.keys]
+    with pytest.raises(ModelLoadError, match=rf"model\.gguf {sentence}"):
+        served(write_parts(tmp_path / "model.gguf", keys, whole.tensors))
+
+
+def test_a_tokenizer_of_other_readers_is_looked_into(whole: Whole, tmp_path: Path) -> None:
+    keys = [*whole.keys, Key(WHOLE, text("{}"))]
+    with pytest.raises(ModelLoadError, match=rf"The {WHOLE} of \S+model\.gguf does not say 'added_tokens'"):
+        served(write_parts(tmp_path / "model.gguf", keys, whole.tensors))
+
+
+def test_a_file_with_more_tokens_than_rows_is_refused(whole: Whole, tmp_path: Path) -> None:
+    tensors = [
+        one._replace(shape=(one.shape[0] - 1, one.shape[1])) if one.name == "token_embd.weight" else one
+        for one in whole.tensors
+    ]
+    with pytest.raises(ModelLoadError, match=r"has \d+ tokens, and \d+ rows of token_embd\.weight for them"):
+        served(write_parts(tmp_path / "model.gguf", whole.keys, tensors))
 
 
 SCALED = {

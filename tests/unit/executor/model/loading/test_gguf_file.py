@@ -13,7 +13,7 @@ from shared.errors import ModelLoadError
 from shared.models import gguf_parts
 
 
-def write(path: Path, name: str = "one", split: tuple[int, int] | None = None) -> Path:
+def write(path: Path, name: str = "one", split: tuple[int, int] | None = None, tensors: int = 4) -> Path:
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(128)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -23,6 +23,7 @@ def write(path: Path, name: str = "one", split: tuple[int, int] | None = None) -
     if split is not None:
         writer.add_uint16("split.no", split[0])
         writer.add_uint16("split.count", split[1])
+        writer.add_int32("split.tensors.count", tensors)
     values = np.arange(128, dtype=np.float32).reshape(2, 64)
     kind = gguf.GGMLQuantizationType.Q8_0
     writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
@@ -166,6 +167,9 @@ def test_files_of_one_model(tmp_path: Path) -> None:
         open_parts(paths[0])
     write(paths[1], "t0", (1, 2))
     with pytest.raises(ModelLoadError, match=r"hold a tensor t0\.weight"):
+        open_parts(paths[0])
+    write(paths[1], "t1", (1, 2), tensors=5)
+    with pytest.raises(ModelLoadError, match=r"m-00002-of-00002.gguf is of a model of 5 tensors, and .* there are 4"):
         open_parts(paths[0])
     write(paths[1], "t1", (0, 2))
     with pytest.raises(ModelLoadError, match="not number 2 of 2"):

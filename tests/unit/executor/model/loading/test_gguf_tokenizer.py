@@ -243,13 +243,37 @@ def test_settings_and_templates(tmp_path: Path) -> None:
     assert (settings["eos_token"], settings["bos_token"], settings["pad_token"]) == ("<|end|>", "<|start|>", "<|end|>")
     assert settings["model_max_length"] == 4096
     assert chat_templates(file) == {}
+    plain, tools = "{{ messages }}", "{% generation %}{{ messages }}{% endgeneration %}"
+    found = chat_templates(with_template(tmp_path, plain, tools))
+    assert found == {"chat_template.jinja": plain, "additional_chat_templates/tool_use.jinja": tools}
+    assert chat_templates(with_template(tmp_path, "")) == {}
+
+
+def with_template(tmp_path: Path, template: Any, tool_use: str = "") -> GgufFile:
     writer = gguf.GGUFWriter(str(tmp_path / "templates.gguf"), "llama")
-    writer.add_chat_template([{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}])
+    kinds = gguf.GGUFValueType.get_type(template), gguf.GGUFValueType.STRING
+    writer.add_key_value("tokenizer.chat_template", template, *kinds)
+    writer.add_string("tokenizer.chat_template.tool_use", tool_use)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    found = chat_templates(GgufFile(tmp_path / "templates.gguf"))
-    assert found == {"chat_template.jinja": "A", "additional_chat_templates/tool_use.jinja": "B"}
+    return GgufFile(tmp_path / "templates.gguf")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% if messages", r"is no Jinja template \(unexpected .*, in its line 1\); fetch it again, or choose another"),
+        ("{{ if .System }}{{ .System }}{{ end }}", "is no Jinja template"),
+        ("{{ messages | shout }}", r"is no Jinja template \(No filter named 'shout'"),
+        ("chatml", "shows no messages, so it is no chat template"),
+        (7, "is no text"),
+        (["{{ messages }}"], "is no text"),
+    ],
+)
+def test_what_is_no_template_is_refused(tmp_path: Path, template: Any, problem: str) -> None:
+    with pytest.raises(ModelLoadError, match=rf"its tokenizer\.chat_template {problem}"):
+        chat_templates(with_template(tmp_path, template))
 
 
 def _doubled(tokens: list[str]) -> Iterable[str]:
@@ -263,11 +287,12 @@ def _doubled(tokens: list[str]) -> Iterable[str]:
         ({"merges": ["a b", "q zz"]}, "tokenizer.ggml.merges has 'q zz', which no tokens make up"),
         ({"merges": ["a b", "loner"]}, "tokenizer.ggml.merges has 'loner', which no tokens make up"),
         ({"tokens": _doubled}, "has 'a' twice, as 0 and 3"),
+        ({"merges": [1, 2]}, "tokenizer.ggml.merges is no list of texts"),
         ({"types": [1, 1]}, "tokenizer.ggml.token_type has 2 values for 4 tokens"),
         ({"kind": "rwkv"}, "a tokenizer of the kind 'rwkv', which is not served"),
         ({"bos_token_id": 99}, "says that token 99 is its bos token, of 4 tokens"),
     ],
-    ids=["split", "merge", "merge-of-one", "doubled", "types", "kind", "bos"],
+    ids=["split", "merge", "merge-of-one", "doubled", "numbers", "types", "kind", "bos"],
 )
 def test_tokenizers_with_holes_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
     tokens = ["a", "b", "ab", "q"]
