@@ -68,7 +68,8 @@ class Served:
         if model.max_model_len is not None and model.max_model_len < client.needs:
             told.append(
                 f"{client.name} needs a context of some {client.needs:,} tokens for its instructions and a task, and "
-                f"{model.id} has {model.max_model_len:,}: serve a model with more, or with --context-length."
+                f"{model.id} has {model.max_model_len:,}: serve a model with more, or raise RYZANSTEIN_CONTEXT_LENGTH "
+                "where that is what bounds it."
             )
         if refusal := self._refuses_tools(model.id):
             told.append(f"{model.id} calls no tools here ({refusal}): {client.name} can chat, and do nothing else.")

@@ -14,10 +14,12 @@ import gguf
 
 from services.executor.model.loading.gguf_tokenizer import WHOLE
 from services.executor.model.loading.pre_tokenizers import split_name
+from services.executor.model.tokenizer_files import CONFIG, TEMPLATE, TOOL_TEMPLATE, check_templates
 from shared.errors import ModelLoadError, reason_of
 
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_ENDS = ("eos", "eot", "eom")  # what files call the tokens that end an answer
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any]) -> None:
@@ -52,15 +54,20 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str
     stops = settings.get("eos_token_id")
     stops = stops if isinstance(stops, list) else [stops]
     ids = {name: settings.get(f"{name}_token_id") for name in ("bos", "pad", "unk")}
-    ids |= {"eos": stops[0] if stops else None, "eot": stops[1] if len(stops) > 1 else None}
+    if len(stops) > len(_ENDS):
+        raise ModelLoadError(
+            f"The answers of the model in {directory} end with any of {len(stops)} tokens, and a GGUF file has places "
+            f"for {len(_ENDS)}; convert to safetensors."
+        )
+    ids |= dict(zip(_ENDS, stops, strict=False))
     if ids["unk"] is None and model.get("unk_token") in tokens:
         ids["unk"] = tokens.index(model["unk_token"])
     for name, number in ids.items():
         if isinstance(number, int):
             getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(_adds(tokenizer, tokens, ids["bos"]))
-    if template := _chat_template(directory):
-        writer.add_chat_template(template)
+    check_templates(directory)
+    writer.add_chat_template(_chat_templates(directory))
 
 
 def _tokenizer(directory: Path) -> dict[str, Any]:
@@ -155,13 +162,17 @@ def _adds(tokenizer: Mapping[str, Any], tokens: Sequence[str], token: object) ->
     return isinstance(token, int) and first == tokens[token]
 
 
-def _chat_template(directory: Path) -> str | None:
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    settings = directory / "tokenizer_config.json"
-    template = read_json(settings).get("chat_template") if settings.is_file() else None
-    return template if isinstance(template, str) else None
+def _chat_templates(directory: Path) -> list[dict[str, str]]:
+    """As tokenizer_config.json lists several: the one for all conversations, and the one for those with tools."""
+    files = {name: directory / file for name, file in (("default", TEMPLATE), ("tool_use", TOOL_TEMPLATE))}
+    if files["default"].is_file():
+        found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    else:
+        settings = directory / CONFIG
+        given = read_json(settings).get("chat_template") if settings.is_file() else None
+        listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
+        found = {one["name"]: one["template"] for one in listed if one["name"] in files and one["template"]}
+    return [{"name": name, "template": template} for name, template in found.items()]
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ TOKENIZER: dict[str, Any] = {
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {"a": 3, "b": 4, "ab": 5, "Ġ": 6, "Ġab": 7},
+        "vocab": {"<|end|>": 0, "<|begin|>": 1, "<plain>": 2, "a": 3, "b": 4, "ab": 5, "Ġ": 6, "Ġab": 7},
         "merges": [["a", "b"], ["Ġ", "ab"]],
     },
 }

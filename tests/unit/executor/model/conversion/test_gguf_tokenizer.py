@@ -130,6 +130,31 @@ def test_what_llama_cpp_reads_of_sentencepiece(tmp_path: Path) -> None:
     assert min(made) > held["<s>"]
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_templates_stops_and_sampling_are_carried_both_ways(tmp_path: Path, listed: bool) -> None:
+    source, templates = (
+        directory_with(tmp_path, "llama"),
+        {"default": "{{ messages }}", "tool_use": "{{ tools }}{{ messages }}"},
+    )
+    files = {"default": source / "chat_template.jinja", "tool_use": source / "additional_chat_templates/tool_use.jinja"}
+    if listed:
+        given = [{"name": name, "template": template} for name, template in templates.items()]
+        (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    for name, file in files.items() if not listed else ():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(templates[name])
+    said = {"eos_token_id": [2, 0, 1], "temperature": 0.25, "top_k": 20, "top_p": 0.5, "min_p": 0.125}
+    (source / "generation_config.json").write_text(json.dumps(said))
+    convert(source, tmp_path / "model.gguf", "gguf", "bf16", lambda *stage: None)
+    convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "bf16", lambda *stage: None)
+    back = tmp_path / "back"
+    assert {name: (back / file.relative_to(source)).read_text() for name, file in files.items()} == templates
+    assert json.loads((back / "generation_config.json").read_text()).items() >= said.items()
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 0, 1, 3]}')
+    with pytest.raises(ModelLoadError, match="end with any of 4 tokens, and a GGUF file has places for 3"):
+        convert(source, tmp_path / "other.gguf", "gguf", "bf16", lambda *stage: None)
+
+
 def test_the_first_merge_of_a_piece_counts() -> None:
     found = scores(["a", "b", "ab", "abb"], [("a", "b"), ("ab", "b"), ("a", "bb")])
     assert found == [-6.0, -6.0, 0.0, -1.0]
