@@ -33,18 +33,20 @@ def recommend(
         return
     screen = console()
     say(screen, f"{megabytes(memory)} of memory, {threads} cores, {rate / 1e9:.0f} GB/s:\n")
-    print_columns(screen, _rows(found), right=(2, 3))
+    print_columns(screen, _rows(found), right=(2, 3, 4))
     if larger := len(wanted) - len(found):
         say(screen, f"\n{larger} more need more memory than this machine has.")
-    if best := _best(found):
+    if best := _best([one for one in found if one.model.use == (use or USES[0])]):
         say(screen, f"\nTo serve one: ryzanstein up --model {best.model.name}")
 
 
 def _rows(found: Sequence[Recommendation]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("model", "for", "memory", "tokens/s", "licence", "good at")]
+    rows: list[tuple[str, ...]] = [("model", "for", "size", "memory", "tokens/s", "licence", "good at")]
     for one in found:
-        speed = f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else "-"
-        rows.append((one.model.name, one.model.use, megabytes(one.memory), speed, one.model.licence, one.model.about))
+        rate = one.tokens_per_second
+        speed = f"{rate:,.0f}" if rate >= _PLEASANT else f"{rate:.1f}" if rate else "-"
+        sizes = megabytes(one.model.bytes), megabytes(one.memory)
+        rows.append((one.model.name, one.model.use, *sizes, speed, one.model.licence, one.model.about))
     return rows
 
 

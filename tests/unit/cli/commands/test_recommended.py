@@ -61,6 +61,11 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Qwen2.5-Coder-1.5B" in shown
     assert "3 more need more memory than this machine has." in shown
     assert "To serve one: ryzanstein up --model Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M" in shown
+    monkeypatch.setattr(recommend, "read_rate", lambda threads: 1e9)
+    shown = CliRunner().invoke(app, ["models", "recommend"]).output
+    assert "To serve one: ryzanstein up --model SmolLM2-135M-Instruct" in shown, "a slow machine chats all the same"
+    assert "640 MB" in shown
+    monkeypatch.setattr(recommend, "read_rate", lambda threads: 20e9)
     told = json.loads(CliRunner().invoke(app, ["models", "recommend", "--json"]).output)
     assert (told["memory"], told["bandwidth"]) == (4 * GB, 20e9)
     assert {one["model"]["use"] for one in told["models"]} == set(USES)
