@@ -46,6 +46,7 @@ class Client:
     needs: int  # tokens of context that its own instructions and tools take, and a task beside them
     api: str  # the API that it speaks
     setup: Callable[[Target], ClientSetup]
+    calls_tools: bool = True  # else it reads what to do in the model's text
 
 
 def _claude(target: Target) -> ClientSetup:
@@ -188,7 +189,7 @@ CLIENTS = {
         Client("claude", "claude", "npm install -g @anthropic-ai/claude-code", 40_000, MESSAGES, _claude),
         Client("codex", "codex", "npm install -g @openai/codex", 24_000, RESPONSES, _codex),
         Client("opencode", "opencode", "npm install -g opencode-ai", 24_000, CHAT, _opencode),
-        Client("aider", "aider", "uv tool install aider-chat", 8_000, CHAT, _aider),
+        Client("aider", "aider", "uv tool install aider-chat", 8_000, CHAT, _aider, calls_tools=False),
         Client("qwen-code", "qwen", "npm install -g @qwen-code/qwen-code", 24_000, CHAT, _qwen_code),
         Client("goose", "goose", "see https://block.github.io/goose", 16_000, CHAT, _goose),
         Client("crush", "crush", "npm install -g @charmland/crush", 24_000, CHAT, _crush),

@@ -71,7 +71,7 @@ class Served:
                 f"{model.id} has {model.max_model_len:,}: serve a model with more, or raise RYZANSTEIN_CONTEXT_LENGTH "
                 "where that is what bounds it."
             )
-        if refusal := self._refuses_tools(model.id):
+        if client.calls_tools and (refusal := self._refuses_tools(model.id)):
             told.append(f"{model.id} calls no tools here ({refusal}): {client.name} can chat, and do nothing else.")
         return told
 
