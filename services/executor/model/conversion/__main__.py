@@ -19,7 +19,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.loading.gguf_file import open_parts
+from services.executor.model.loading.gguf_metadata import check_described
 from shared.errors import RyzansteinError
 from shared.process import VERSION
 
@@ -35,7 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for path in (getattr(options, name, None) for name in ("path", "source")):
             if path is not None and path.suffix == ".gguf" and not path.is_dir():
-                open_parts(path)
+                files = open_parts(path)
+                if getattr(options, "to", "") == "safetensors":
+                    with told_of_file(path):
+                        check_described(files)
         result: object = options.run(options)
     except RyzansteinError as error:
         _print({"error": str(error)})

@@ -37,4 +37,4 @@ def _of_file(message: str, file: Path) -> str:
         what = re.sub(r"^(The (?:weights|config\.json)) in \S+", r"\1", what)
         what, remedy = what.replace(", which config.json", ", which its configuration"), ""
         what = what.replace("where config.json", "where its configuration").replace("config.json", "configuration")
-    return f"The file {file} cannot be served: {what[:1].lower()}{what[1:]}; {remedy or _REMEDY.rstrip('.')}."
+    return f"The file {file} cannot be used: {what[:1].lower()}{what[1:]}; {remedy or _REMEDY.rstrip('.')}."

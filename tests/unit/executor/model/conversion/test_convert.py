@@ -454,7 +454,7 @@ def test_a_tensor_of_another_shape_is_not_converted(model_of: MakeModel, tmp_pat
     keys, tensors = parts_of(tmp_path / "model.gguf")
     turned = [one._replace(shape=one.shape[::-1]) if one.name == "blk.0.attn_k.weight" else one for one in tensors]
     write_parts(tmp_path / "model.gguf", keys, turned)
-    with pytest.raises(ModelLoadError, match=r"model\.gguf cannot be served: the tensor blk\.0\.attn_k\.weight has"):
+    with pytest.raises(ModelLoadError, match=r"model\.gguf cannot be used: the tensor blk\.0\.attn_k\.weight has"):
         convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "f32", ignore)
 
 

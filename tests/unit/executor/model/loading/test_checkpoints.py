@@ -204,12 +204,20 @@ def test_command_fails_as_a_process(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["directory", "inspect", "convert"])
-def test_a_file_that_is_cut_short_is_refused_before_anything_is_imported(
-    file: Path, tmp_path: Path, command: str
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("directory", "before the end of the tensor"),
+        ("inspect", "before the end of the tensor"),
+        ("convert", "before the end of the tensor"),
+        ("convert", "cut.gguf cannot be used: the architecture 'lxama' is not served"),
+    ],
+)
+def test_a_file_that_will_not_do_is_refused_before_anything_is_imported(
+    file: Path, tmp_path: Path, command: str, reason: str
 ) -> None:
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(file.read_bytes()[:-2000])
+    cut, whole = tmp_path / "cut.gguf", file.read_bytes()
+    cut.write_bytes(whole.replace(b"llama", b"lxama") if "lxama" in reason else whole[:-2000])
     more = {"directory": [tmp_path / "out"], "convert": [tmp_path / "out", "--to", "safetensors"]}
     arguments = [command, str(cut), *map(str, more.get(command, []))]
     told = (
@@ -218,7 +226,7 @@ def test_a_file_that_is_cut_short_is_refused_before_anything_is_imported(
     )
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=100, check=True)
     first, last = done.stdout.splitlines()
-    assert "before the end of the tensor" in json.loads(first)["error"]
+    assert reason in json.loads(first)["error"]
     assert last == "1"
 
 

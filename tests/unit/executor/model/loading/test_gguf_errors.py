@@ -14,19 +14,19 @@ from shared.models import link_gguf
     [
         (
             "The weights in {made} have no tensor a, which config.json calls for; the directory mixes two models.",
-            "The file {file} cannot be served: the weights have no tensor a, which its configuration calls for; fetch "
+            "The file {file} cannot be used: the weights have no tensor a, which its configuration calls for; fetch "
             "it again, or choose another.",
         ),
         (
             "The model's config.json has no length; add it.",
-            "The file {file} cannot be served: the model's configuration has no length; fetch it again, or choose "
+            "The file {file} cannot be used: the model's configuration has no length; fetch it again, or choose "
             "another.",
         ),
         ("The file has no tensor a; fetch it again.", "The file {file} has no tensor a; fetch it again."),
         ("The file's a and b do not fit; fetch it again.", "The file {file}'s a and b do not fit; fetch it again."),
         (
             "The architecture 'a' is not served: why; choose another model.",
-            "The file {file} cannot be served: the architecture 'a' is not served: why; choose another model.",
+            "The file {file} cannot be used: the architecture 'a' is not served: why; choose another model.",
         ),
         ("The file /other.gguf has no tensor a.", "The file /other.gguf has no tensor a."),
         ("There is no room for the model; give it more.", "There is no room for the model; give it more."),
