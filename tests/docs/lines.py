@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 133_850,  # to come: 112,000
+    ("services", "shared"): 133_880,  # to come: 112,000
     ("benchmarks",): 13_300,  # to come: 13,000
-    ("tests",): 143_600,  # to come: 120,000
+    ("tests",): 143_760,  # to come: 120,000
 }
 
 

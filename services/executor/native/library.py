@@ -355,13 +355,12 @@ def choose_level(level: str) -> None:
     """
     global _chosen
     asked = level or os.environ.get(LEVEL, "")
-    if asked and not why_not() and (asked not in _present() or _wrong_at(asked)):
+    if asked and not _why_on_none() and (asked not in _present() or _wrong_at(asked)):
         cause = "which is not a level that this CPU has"
         if asked in _present():
             cause = f"at which this CPU computes wrong {_wrong_at(asked)}"
-        raise ConfigurationError(
-            f"{LEVEL} is {asked!r}, {cause}; leave it empty, or choose one of: {', '.join(levels())}."
-        )
+        others = f", or choose one of: {', '.join(levels())}." if levels() else " for PyTorch, since no other is left."
+        raise ConfigurationError(f"{LEVEL} is {asked!r}, {cause}; leave it empty{others}")
     _tell_wrong_levels()
     _chosen = asked
 
@@ -379,6 +378,21 @@ def load_library() -> Any | None:
 @cache
 def why_not() -> str:
     """Why the kernels cannot be used here; empty where they can."""
+    if told := _why_on_none():
+        return told
+    if best_level():
+        return ""
+    if wrong := wrong_levels():
+        told = "; ".join(f"at {level} {kernels}" for level, kernels in wrong.items())
+        return f"this processor, or what emulates it, computes wrongly: {told}"
+    return (
+        "this processor, or what the system shows of it, has neither AVX2 with FMA and F16C nor Arm's dot products "
+        "(a virtual machine shows them where its host passes its processor on)"
+    )
+
+
+def _why_on_none() -> str:
+    """Why they cannot be used, whatever the processor; empty where they can."""
     if os.environ.get(DISABLE) == "0":
         return f"{DISABLE} is 0"
     if compiled() is None:
@@ -387,12 +401,7 @@ def why_not() -> str:
             "the package again: pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: "
             "--no-deps --editable .)"
         )
-    if best_level():
-        return ""
-    if wrong := wrong_levels():
-        told = "; ".join(f"at {level} {kernels}" for level, kernels in wrong.items())
-        return f"this processor, or what emulates it, computes wrongly: {told}"
-    return "this processor has neither AVX2 nor Arm's dot products"
+    return ""
 
 
 def levels() -> tuple[str, ...]:

@@ -235,7 +235,7 @@ def load_encoder_rank(
     labels = labels_of(config) if classifies else []
     activation = activation_of(config) if classifies else ""
     context = _context(settings, config, directory)
-    dtype = choose_dtype(settings, device, config, by_kernels=False)
+    dtype = choose_dtype(settings, device, config, collectives, by_kernels=False)
     encoder = load_encoder(directory, config, dtype, collectives, device, report, classifies=classifies)
     size = int(config.hidden_size)
     if vectors is not None and vectors.dense:
@@ -253,7 +253,7 @@ def load_encoder_rank(
         pooling="" if vectors is None else vectors.pooling,
         embedding_size=0 if vectors is None else size,
         imports=["services.executor.worker.encoder", type(encoder.base).__module__],
-        numerics=runner.kernels,
+        numerics=f"{runner.kernels} {dtype}",
         kernels=runner.kernels,
         layers="an encoder: nothing is kept",
         generates=False,

@@ -42,6 +42,7 @@ from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import encoder_config, read_card
+from services.executor.model.dtypes import agree_on_bf16
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.pooling import is_classifier, read_vectors
@@ -340,6 +341,7 @@ class Worker:
         platform_of(device).start_rank(settings, device, board)
         laps.over("kernels")
         collectives = recorded(collectives, board.recorder)
+        agree_on_bf16(device, collectives)
 
         def report(done: int, total: int) -> None:
             board.loaded(done, total)

@@ -145,7 +145,7 @@ class BuiltShare(Share):
         config = load_config(directory)
         check_supported(config)
         self.layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
-        self.dtype = choose_dtype(settings, device, config)
+        self.dtype = choose_dtype(settings, device, config, collectives)
         codec = backend.weight_codec(settings.weight_dtype, device, self.dtype)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
         rounds = precision(settings.dtype, getattr(config, "dtype", None)) is torch.bfloat16
@@ -175,7 +175,8 @@ class BuiltShare(Share):
             unpack(self._model, self.dtype, device)
         else:
             backend.pack(self._model, device)
-        if not self.reads_compressed and (computed := pytorch_dtype(self.dtype, device)) is not self.dtype:
+        computed = self.dtype if self.reads_compressed else pytorch_dtype(self.dtype, device, collectives)
+        if computed is not self.dtype:
             self._model.to(computed)  # PyTorch computes it after all
             self.dtype = computed
         self.facts = facts_of(self._model, config, self.layout, context)

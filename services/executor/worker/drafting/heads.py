@@ -166,7 +166,7 @@ class Heads:
         def before_reading(least: int) -> None:
             request.has_room((), target.dtype, target.facts.context_length, None, least)
 
-        dtype = pytorch_dtype(target.dtype, request.device)
+        dtype = pytorch_dtype(target.dtype, request.device, request.collectives)
         place = HeadPlacement(dtype, request.device, request.collectives, before_reading)
         if request.asked.draft_model == MTP:
             loaded = load_mtp_head(directory, place)

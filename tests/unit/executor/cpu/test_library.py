@@ -232,6 +232,23 @@ def test_a_processor_that_computes_wrongly_at_every_level_has_no_kernels(proofs:
     )
 
 
+def test_a_level_of_a_processor_that_has_none_is_refused(
+    proofs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a hypervisor hides AVX2 or F16C."""
+    proofs.clear()
+    assert library.load_library() is None
+    assert "AVX2 with FMA and F16C" in library.why_not()
+    with pytest.raises(ConfigurationError) as refused:
+        library.choose_level("avx2")
+    assert str(refused.value) == (
+        "RYZANSTEIN_CPU_LEVEL is 'avx2', which is not a level that this CPU has; leave it empty for PyTorch, since no "
+        "other is left."
+    )
+    monkeypatch.setenv(library.DISABLE, "0")
+    library.choose_level("avx2")  # they are off, whatever the level
+
+
 def test_the_environment_chooses_a_level_where_nothing_else_does(
     proofs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ shows it: what is told of the processor is set.
 """
 
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import ExecutorSettings
-from services.executor.core.step_plan import to_bytes
+from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.model.card import encoder_config
 from services.executor.model.dtypes import choose_dtype, precision, pytorch_dtype
 from services.executor.native import library
@@ -38,7 +39,7 @@ from tests.unit.executor.model.tiny import build
 from tests.unit.executor.training.models import backward, batch_of, trainable
 from tests.unit.executor.worker.draft_heads import add_mtp_head, make_eagle3
 from tests.unit.executor.worker.drafting_ring import ring_of
-from tests.unit.executor.worker.test_draft_model import model_in, natively, texts
+from tests.unit.executor.worker.test_draft_model import model_in, natively, texts, told
 from tests.unit.executor.worker.test_weights import model_of, runner_of, share_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "matmul", "linear", "einsum", "convolution")
@@ -176,6 +177,21 @@ def test_encoders_and_classifiers(tmp_path: Path, model_type: str, head: str, as
     assert products_of(compute) == set()
 
 
+@pytest.mark.parametrize("kind", ["model", "encoder"])
+def test_results_of_another_type_have_another_fingerprint(fast: list[bool], tmp_path: Path, kind: str) -> None:
+    """As replicas of a model have on hosts with processors of several kinds."""
+    directory = tmp_path / "model"
+    if kind == "model":
+        model_of(directory, head_dim=16)
+    else:
+        make_encoder(directory, "bert", dtype="bfloat16")
+    found = set()
+    for fast[0] in (False, True):
+        with ring_of(tmp_path, directory, context_length=64) as ring:
+            found.add(ring.spec.numerics)
+    assert len(found) == 2
+
+
 @pytest.mark.slow
 @natively
 @pytest.mark.parametrize("kind", ["model", "native model", "mtp", "eagle3"])
@@ -222,6 +238,35 @@ def test_adapters_beside_modules(tmp_path: Path, asked: str) -> None:
 def test_training(tmp_path: Path, asked: str) -> None:
     directory = model_of(tmp_path / "base", head_dim=16)
     assert products_of(lambda: backward(trainable(directory, dtype=None, serving_dtype=asked), batch_of())) == set()
+
+
+@natively
+@pytest.mark.parametrize("kind", ["model", "encoder"])
+def test_ranks_whose_processors_differ_compute_in_one_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """What each has computed is added: a ring's hosts may have processors of several kinds."""
+    directory = tmp_path / "model"
+    if kind == "model":
+        model_of(directory, head_dim=16)
+    else:
+        make_encoder(directory, "bert", dtype="bfloat16")
+
+    here = threading.current_thread()
+
+    def computed(*fast: bool) -> object:
+        """By ranks of whose processors this is told."""
+        monkeypatch.setattr(Cpu, "has_fast_bf16", lambda self: fast[threading.current_thread() is not here])
+        with ring_of(tmp_path, directory, tp=2, context_length=64) as ring:
+            if kind == "model":
+                return told(texts(ring, 0, 3))
+            two = to_bytes([0, 1])
+            plan = StepPlan(0, 0, two, two, two, to_bytes([2]), to_bytes([2]), b"", b"", pools=to_bytes([0, 2]))
+            ring.engine.execute(plan, [])
+            return ring.engine.pooled().tolist()
+
+    alike = computed(False, False)
+    assert computed(True, False) == computed(False, True) == alike
 
 
 def test_encoders_of_a_decoders_family_are_not_taken_for_what_the_kernels_compute() -> None:
