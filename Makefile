@@ -43,6 +43,11 @@ FAILED := .pytest_cache/v/cache/lastfailed
 COMPILED := build/compiled
 COMPILED_TESTS := tests/unit/shared/test_compiled.py tests/unit/executor/kv_cache tests/unit/executor/leader \
   tests/unit/executor/scheduler tests/unit/scheduler
+# What test-all runs a second time, as on a processor with AVX2 and nothing newer: what the level can change, which are
+# kernels and products that PyTorch computes. What files are read to is the same, and so is all that plans and talks.
+AVX2_TESTS := $(addprefix tests/unit/executor/,cpu training worker model/conversion model/encoders model/parallel \
+  model/loading/test_gguf_blocks.py model/loading/test_quantized_checkpoints.py) \
+  $(wildcard tests/unit/executor/model/test_*.py)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt
 # What the extras all, dev and docs ask for, as lines: pip checks hashes of requirements, not of a project.
 REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -57,7 +62,7 @@ IMAGE_TARGETS ?= gateway scheduler health-monitor executor cli nats
 
 .PHONY: help
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 .PHONY: install
 install: $(INSTALLED) ## Make the virtual environment with pinned dependencies
@@ -101,7 +106,7 @@ test-all: SELECTED := not chaos and not nightly
 test-all: COVERED := 95
 test-all: COVERED_PART := turn
 test-all: RERUN_FAILED := 3
-test-all: lint test-only ## Lint, the fast and the slow tests, with the coverage of one part in turn: what CI runs
+test-all: lint test-only test-again-avx2 ## Lint, fast and slow tests, coverage of a part in turn, AVX2: what CI runs
 
 .PHONY: test-nightly
 test-nightly: SELECTED := nightly and not chaos
@@ -126,6 +131,11 @@ test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/un
 test-avx2: $(INSTALLED) ## Run the executor's tests as on a processor with AVX2 and nothing newer (needs root)
 	@$(BIN)/python -m tests.avx2 $(MAKE) --no-print-directory test-only COVERED= \
 	  ARGS="$(or $(ARGS),tests/unit/executor)" SELECTED="$(SELECTED)"
+
+.PHONY: test-again-avx2
+test-again-avx2: $(INSTALLED) ## What a level can change (AVX2_TESTS), as test-avx2 runs it where there is a newer one and root
+	@$(if $(ARGS),,$(BIN)/python -m tests.avx2 --if-newer $(MAKE) --no-print-directory test-only COVERED= COVERED_PART= \
+	  RERUN_FAILED=$(RERUN_FAILED) SELECTED="not chaos and not slow and not nightly" ARGS="$(AVX2_TESTS)")
 
 # In a copy, which the tests of these modules run in: a compiled module in the tree would go before its source. The
 # kernels are taken over where they are newer than theirs.

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,10 +30,35 @@ def test_what_was_on_the_path_stays_there() -> None:
     assert avx2.environment({})["PYTHONPATH"] == str(avx2.HOOK)
 
 
-def test_why_nothing_can_be_run() -> None:
+def test_why_nothing_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(avx2, "_may_mount", lambda: True)
     assert avx2.problem(NEWER, root=True) == ""
     assert "root" in avx2.problem(NEWER, root=False)
     assert "no AVX2" in avx2.problem("flags : sse4_2 avx", root=True)
+    monkeypatch.setattr(avx2, "_may_mount", lambda: False)
+    assert "CAP_SYS_ADMIN" in avx2.problem(NEWER, root=True)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "root", "told"), [(NEWER, False, "root"), (avx2.as_avx2(NEWER), True, "nothing newer")]
+)
+def test_where_nothing_is_to_be_hidden_or_can_be_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    cpuinfo: str,
+    root: bool,
+    told: str,
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(avx2, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(avx2, "_may_mount", lambda: True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1 - root)
+    with pytest.raises(SystemExit) as ended:
+        avx2.main(["--if-newer", "false"])
+    assert ended.value.code == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 @pytest.mark.slow
@@ -39,8 +66,6 @@ def test_a_command_runs_as_on_a_processor_with_avx2() -> None:
     if told := avx2.problem(avx2.CPUINFO.read_text(errors="replace"), root=os.geteuid() == 0):
         pytest.skip(told)
     command = [sys.executable, "-m", "tests.avx2"]
-    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mount namespaces are not allowed here")
     run = subprocess.run(
         [*command, sys.executable, "-c", ASKED],
         cwd=Path(__file__).parents[2],
@@ -52,3 +77,22 @@ def test_a_command_runs_as_on_a_processor_with_avx2() -> None:
     assert (capability, fast) == ("AVX2", False)
     assert {*levels} <= {"avx2"}
     assert subprocess.run([*command, "sh", "-c", "exit 7"], check=False).returncode == 7
+
+
+@pytest.mark.slow
+def test_strictly_a_newer_instruction_is_the_end(tmp_path: Path) -> None:
+    if told := avx2.problem(avx2.CPUINFO.read_text(errors="replace"), root=os.geteuid() == 0):
+        pytest.skip(told)
+    for tool in ("gcc", avx2.STRICT[0]):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    ends = {}
+    for level, name in (("avx2", "ymm0"), ("avx512f", "zmm0")):
+        source = f'int main(void) {{ __asm__ volatile("vpaddd %%{name}, %%{name}, %%{name}" ::: "xmm0"); return 7; }}'
+        (tmp_path / "main.c").write_text(source)
+        subprocess.run(["gcc", tmp_path / "main.c", "-o", tmp_path / level], check=True)
+        command = [sys.executable, "-m", "tests.avx2", "--strict", str(tmp_path / level)]
+        ends[level] = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, check=False
+        ).returncode
+    assert ends == {"avx2": 7, "avx512f": 256 - signal.SIGILL}
