@@ -160,7 +160,8 @@ def test_greedy_rows_are_searched_on_the_device(tmp_path: Path) -> None:
 
 
 def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
-    """Its key and value go nowhere, and the other rows have the same bits."""
+    """Its key and value go nowhere, and the other rows come to the same, up to the order in which PyTorch's products of
+    another number of rows may add: with AVX2 it is another one."""
     runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
     decoder = runner._decoder
     assert isinstance(decoder, GpuDecoder)
@@ -169,8 +170,8 @@ def test_a_row_that_fills_up_a_batch_changes_nothing(tmp_path: Path) -> None:
         written = runner._store.writable_layers().clone()
         filled = decoder.inputs_of(small_script().step({0: 1, 1: 1, 2: 1})[0])
         slots = torch.tensor([*filled.slots[:2].tolist(), -1], dtype=torch.int32)
-        assert torch.equal(decoder.compute(filled._replace(slots=slots))[:2], expected)
-    assert torch.equal(runner._store.writable_layers(), written)
+        torch.testing.assert_close(decoder.compute(filled._replace(slots=slots))[:2], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(runner._store.writable_layers(), written, rtol=1e-4, atol=1e-5)
 
 
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
