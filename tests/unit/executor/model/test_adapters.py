@@ -43,10 +43,11 @@ MODELS = (
 )
 
 
-# Where it is more than 0.0001: 0.00012 was found. Without adapters it is 0.000007 there; with them peft's own merged
-# model is 0.00005 from its float64, since random adapters of all its linears make rounding larger. The same steps in
-# float64 are 0.000014 from it: it is rounding.
-MOST_ERRORS = {("zamba2", 3): 2e-4}
+# Where it is more than 0.0001: 0.00012 was found on three ranks, and with AVX2, whose sums have another order, 0.00024
+# there and 0.00017 on two. Without adapters it is 0.000007; with them peft's own merged model is 0.00005 from its
+# float64, since random adapters of all its linears make rounding larger. The same steps in float64 are 0.000014 from
+# it: it is rounding.
+MOST_ERRORS = {"zamba2": 4e-4}
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def test_rows_of_a_step_use_their_own_adapters(model: Adapted, ranks: int) -> No
         lambda collectives: computed(model, runner_of(model.directory, collectives), OF_SEQUENCES, loads_of(model)),
     )[0]
     assert len(found) > 8
-    assert furthest(found, model.expected) < MOST_ERRORS.get((model.directory.parent.name[:6], ranks), 1e-4)
+    assert furthest(found, model.expected) < MOST_ERRORS.get(model.directory.parent.name[:6], 1e-4)
 
 
 @pytest.fixture(scope="module")
