@@ -44,10 +44,10 @@ COMPILED := build/compiled
 COMPILED_TESTS := tests/unit/shared/test_compiled.py tests/unit/executor/kv_cache tests/unit/executor/leader \
   tests/unit/executor/scheduler tests/unit/scheduler
 # What test-all runs a second time, as on a processor with AVX2 and nothing newer: what the level can change, which are
-# kernels and products that PyTorch computes. What files are read to is the same, and so is all that plans and talks.
-AVX2_TESTS := $(addprefix tests/unit/executor/,cpu training worker model/conversion model/encoders model/parallel \
-  model/loading/test_gguf_blocks.py model/loading/test_quantized_checkpoints.py) \
-  $(wildcard tests/unit/executor/model/test_*.py)
+# kernels and products that PyTorch computes in bf16 or else in fp32.
+AVX2_TESTS := $(addprefix tests/unit/executor/,cpu worker model/encoders model/test_adapters.py \
+  model/test_architectures.py model/test_packing.py model/conversion/test_merging.py) \
+  $(wildcard tests/unit/executor/training/test_*.py)
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt
 # What the extras all, dev and docs ask for, as lines: pip checks hashes of requirements, not of a project.
 REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \

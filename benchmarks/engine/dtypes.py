@@ -2,7 +2,8 @@
 
 For processors that do not multiply bf16, on which PyTorch takes hundreds of times as long with a product of it. Small
 models of random weights in this process; of each kind of work the dtypes in turn, the best round of each counts. `fp32`
-of what the native kernels compute is PyTorch's; of conversions it is a checkpoint that is stored so.
+of what the native kernels compute is PyTorch's; of conversions it is a checkpoint that is stored so. `--weights-memory`
+is for the kernels alone and has none.
 """
 
 import itertools
@@ -47,7 +48,6 @@ RINGS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "draft head": (12, {"draft_model": 0}),
     "adapter, kernels": (12, {"max_adapters": 1}),
     "adapter, modules": (48, {"max_adapters": 1}),
-    "--weights-memory": (12, {"weights_memory": 56 << 20, "weight_cache_bytes": 1 << 30}),
 }
 ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification"}
 TRAINED = {"fine-tuning": "auto", "fine-tuning, codes": "q8_0"}  # over weights of this --weight-dtype
@@ -88,7 +88,7 @@ class Bench:
         if kind in ENCODERS:
             return partial(encode, self._ring(self._model(ENCODERS[kind]), dtype))
         heads, said = RINGS[kind]
-        more = {**said, **({"weights_memory": 0} if dtype == "fp32" else {})}  # which is for the kernels
+        more = dict(said)
         if (of := said.get("draft_model")) is not None:
             more["draft_model"] = str(self._model(heads=of) if of else eagle3(self._directory / "head"))
         adapter = self._lora() if "max_adapters" in said else None
@@ -113,7 +113,7 @@ class Bench:
     def _settings(self, model: Path, dtype: str, **more: Any) -> ExecutorSettings:
         said = {"model": str(model), "device": "cpu", "dtype": dtype, "threads": self._threads, "kv_dtype": "bf16"}
         said |= {"kv_memory": 64 << 20, "block_size": BLOCK, "context_length": 256, "weight_cache_bytes": 0}
-        return load_settings(ExecutorSettings, weight_cache_directory=self._directory / "cache", **{**said, **more})
+        return load_settings(ExecutorSettings, **said, **more)
 
     def _ring(self, model: Path, dtype: str, **more: Any) -> Any:
         (place := self._directory / f"ring-{next(self._numbers)}").mkdir()
