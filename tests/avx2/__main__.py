@@ -22,7 +22,7 @@ HOOK = Path(__file__).parent / "hook"  # its sitecustomize.py runs in every Pyth
 NEWER = re.compile(r" (avx512\w*|avx10\w*|amx\w*|avx_vnni\w*|avx_ne_convert|avx_ifma|gfni|vaes|vpclmulqdq)\b")
 LIMITS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 # Haswell was the first with AVX2; what the emulator has not of it it would warn of.
-STRICT = ("qemu-x86_64", "-cpu", "Haswell,-hle,-rtm,-invpcid")
+STRICT = ("qemu-x86_64", "-cpu", "Haswell,-hle,-rtm,-invpcid,-pcid,-x2apic,-tsc-deadline")
 # The copy goes as soon as it is mounted; the command takes the shell's place, and with it its signals.
 MOUNTED = 'mount --make-rprivate / && mount --bind "$0" /proc/cpuinfo && rm "$0" && exec "$@"'
 
