@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 133_880,  # to come: 112,000
     ("benchmarks",): 13_450,  # to come: 13,000
-    ("tests",): 143_760,  # to come: 120,000
+    ("tests",): 143_770,  # to come: 120,000
 }
 
 
