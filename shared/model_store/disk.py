@@ -245,7 +245,7 @@ def _no_room(
     could = ", ".join(entry.name for entry in removals[:_LISTED])
     bytes_ = _size(sum(entry.bytes for entry in removals))
     remedy = (
-        f"`ryzanstein models gc` could remove {bytes_} ({could}{', ...' if len(removals) > _LISTED else ''})"
+        f"`ryzanstein models clean` could remove {bytes_} ({could}{', ...' if len(removals) > _LISTED else ''})"
         if removals
         else "nothing there can be removed, since all of it is in use or named in the registry"
     )

@@ -78,36 +78,36 @@ def models(cache: Path) -> set[str]:
 async def test_garbage_is_collected_by_the_registry(bus: Bus, nats_settings: CommonSettings, cache: Path) -> None:
     await register(bus)
     with hold_model(cache / "org--held", cache):
-        said = json.loads(await run(nats_settings, "gc", "--to", "3.1MB", "--dry-run", "--json"))
+        said = json.loads(await run(nats_settings, "clean", "--to", "3.1MB", "--dry-run", "--json"))
         assert [model["model"] for model in said["removed"]] == ["org/old"]
         assert len(models(cache)) == 4
-        said_plainly = await run(nats_settings, "gc", "--to", "0")
+        said_plainly = await run(nats_settings, "clean", "--to", "0")
         assert "org/old" in said_plainly
         assert "2 MB were removed" in said_plainly
         assert models(cache) == {"org--named@v1", "org--held"}
-    await run(nats_settings, "gc", "org/named@v1", "--dry-run")
+    await run(nats_settings, "clean", "org/named@v1", "--dry-run")
     with hold_model(cache / "org--named@v1", cache), pytest.raises(ModelLoadError, match="is in use"):
-        await run(nats_settings, "gc", "org/named@v1")
-    await run(nats_settings, "gc", "org/named@v1")
+        await run(nats_settings, "clean", "org/named@v1")
+    await run(nats_settings, "clean", "org/named@v1")
     assert models(cache) == {"org--held"}
     with pytest.raises(ConfigurationError, match="holds no model org/named@v1"):
-        await run(nats_settings, "gc", "org/named@v1")
+        await run(nats_settings, "clean", "org/named@v1")
     with pytest.raises(ConfigurationError, match="--to much is no size"):
-        await run(nats_settings, "gc", "--to", "much")
+        await run(nats_settings, "clean", "--to", "much")
 
 
 def test_without_a_registry_it_must_be_said_that_none_counts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "CONNECT_TIMEOUT", 0.2)
 
-    def gc(*arguments: str) -> BaseException | None:
-        return CliRunner().invoke(models_app, ["gc", *arguments]).exception
+    def clean(*arguments: str) -> BaseException | None:
+        return CliRunner().invoke(models_app, ["clean", *arguments]).exception
 
-    error = gc()
+    error = clean()
     assert isinstance(error, ConfigurationError)
     assert "give --unregistered" in error.message
-    assert isinstance(gc("--nats-url", "nats://u:p@127.0.0.1:1"), BrokerUnavailable)
+    assert isinstance(clean("--nats-url", "nats://u:p@127.0.0.1:1"), BrokerUnavailable)
     assert len(models(cache)) == 4
-    assert gc("--unregistered", "--to", "0") is None
+    assert clean("--unregistered", "--to", "0") is None
     assert models(cache) == set()
 
 
@@ -115,7 +115,7 @@ def test_without_a_registry_it_must_be_said_that_none_counts(cache: Path, monkey
 def test_a_cache_that_is_not_writable_says_so(cache: Path, what: list[str]) -> None:
     shutil.rmtree(cache / LOCKS)
     (cache / LOCKS).touch()  # a lock is the first thing that is written
-    error = CliRunner().invoke(models_app, ["gc", *what]).exception
+    error = CliRunner().invoke(models_app, ["clean", *what]).exception
     assert isinstance(error, ModelLoadError)
     assert f"Nothing can be removed from the model cache {cache} (" in error.message
     assert len(models(cache)) == 4
@@ -183,7 +183,7 @@ def test_all_that_was_written_is_shown_and_removed(cache: Path, tmp_path: Path) 
         assert "org/half (unfinished)" in rows
         assert f"{lost[0].name} (packed weights)" in rows
 
-        command = ["gc", "--unregistered", "--to", "2.5MB", "--json"]
+        command = ["clean", "--unregistered", "--to", "2.5MB", "--json"]
         told = json.loads(CliRunner().invoke(models_app, [*command, "--dry-run"]).stdout)["removed"]
         assert all(path.exists() for path in (own, of_old, *lost))
         assert json.loads(CliRunner().invoke(models_app, command).stdout)["removed"] == told
@@ -199,5 +199,5 @@ def test_all_that_was_written_is_shown_and_removed(cache: Path, tmp_path: Path) 
             own.with_suffix(".model").name,
             written.name,
         }
-    assert CliRunner().invoke(models_app, ["gc", "org/new"]).exception is None
+    assert CliRunner().invoke(models_app, ["clean", "org/new"]).exception is None
     assert [path.name for path in (cache / ".packed").iterdir()] == [written.name]

@@ -64,7 +64,7 @@ def disk(name: str, directory: Path) -> Check:
         )
     if free >= _DISK_BYTES:
         return Check(name, "ok", found)
-    return Check(name, "warning", found, "Free some (`ryzanstein models list --cached`, `models gc`): models take GBs.")
+    return Check(name, "warning", found, "Free some (`ryzanstein models disk`, `models clean`): models take GBs.")
 
 
 def port(number: int, used_by: str) -> Check:

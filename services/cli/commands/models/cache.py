@@ -1,4 +1,4 @@
-"""`ryzanstein models gc`: room in this machine's model cache."""
+"""`ryzanstein models clean`: room in this machine's model cache."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
 
 
-def gc(
+def clean(
     model: Annotated[
         str | None,
         typer.Argument(

@@ -1,4 +1,4 @@
-"""`ryzanstein models disk`: what lies on this machine's disk, where, and what of it `models gc` would free."""
+"""`ryzanstein models disk`: what lies on this machine's disk, where, and what of it `models clean` would free."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def disk(
     print_columns(console(), rows, right=(1, 2, 3))
     say(console(), f"\n{megabytes(sum(one.bytes for one in found))} in all, {megabytes(free)} free")
     if any(one.unneeded for one in found):
-        say(console(), "`ryzanstein models gc` removes what is unneeded.")
+        say(console(), "`ryzanstein models clean` removes what is unneeded.")
 
 
 def disk_use(store: Store, data_dir: Path) -> list[DiskUse]:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from services.cli.commands.models import serving
-from services.cli.commands.models.cache import gc, registered
+from services.cli.commands.models.cache import clean, registered
 from services.cli.commands.models.disk import disk
 from services.cli.commands.models.recommend import recommend
 from services.cli.commands.models.tables import list_running
@@ -31,7 +31,7 @@ models_app = typer.Typer(
 )
 models_app.command()(recommend)
 models_app.command()(disk)
-models_app.command()(gc)
+models_app.command()(clean)
 for command in (serving.load, serving.unload, serving.show, serving.add, serving.remove):
     models_app.command()(command)
 models_app.command("set")(serving.set_)
@@ -133,7 +133,7 @@ def _unfinished_name(place: Path) -> str:
 def _model_of(file: PackedWeightsFile) -> str:
     if file.needed and file.model is not None:
         return f"of {file.model}"
-    return "of a model that is gone; `ryzanstein models gc` removes it"
+    return "of a model that is gone; `ryzanstein models clean` removes it"
 
 
 def _list_supported(*, as_json: bool) -> None:

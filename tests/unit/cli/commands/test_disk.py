@@ -65,7 +65,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(store.cache))
     monkeypatch.setenv("RYZANSTEIN_DATA_DIR", str(data))
     shown = CliRunner().invoke(models_app, ["disk"]).output
-    assert "`ryzanstein models gc` removes what is unneeded." in shown
+    assert "`ryzanstein models clean` removes what is unneeded." in shown
     told = json.loads(CliRunner().invoke(models_app, ["disk", "--json"]).output)
     assert told["free"] > 0
     assert {one["what"]: one["bytes"] for one in told["places"]}["GGUF files elsewhere"] == 2 * MB

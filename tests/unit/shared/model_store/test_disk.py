@@ -90,7 +90,7 @@ def test_room_is_made_of_what_nobody_wants(full: Store) -> None:
 @pytest.mark.parametrize("named", [None, [("org/named", "")]])
 def test_where_there_is_no_room_it_is_said_what_could_go(full: Store, named: disk.Named | None) -> None:
     needed = 150_000 if named is None else 450_000
-    said = r"ryzanstein models gc` could remove 0\.\d+ GB|could remove \d+ bytes \(org/old"
+    said = r"ryzanstein models clean` could remove 0\.\d+ GB|could remove \d+ bytes \(org/old"
     with claimed(full.cache / "org--next", lambda: None), pytest.raises(ConfigurationError, match=said):
         make_room(full, full.cache / "org--next", needed, named)
     assert len(names(full)) == 6

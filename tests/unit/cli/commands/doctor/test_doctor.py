@@ -68,7 +68,7 @@ def test_a_port_that_another_program_has() -> None:
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.disk("disk", tmp_path / "to" / "come").state == "ok"
     monkeypatch.setattr(software, "_DISK_BYTES", 1 << 60)
-    assert "models gc" in software.disk("disk", tmp_path).advice
+    assert "models clean" in software.disk("disk", tmp_path).advice
     monkeypatch.setattr(software.os, "access", lambda place, mode: False)
     assert software.disk("disk", tmp_path).state == "error"
 
