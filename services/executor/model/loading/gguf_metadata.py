@@ -82,7 +82,8 @@ def end_tokens(file: "GgufFile") -> list[int]:
         raise _cannot_be(wrong, listed[wrong])
     ends = [token for token in listed.values() if isinstance(token, int)]
     if "tokenizer.ggml.eos_token_id" not in listed:
-        ends = [*_ends_by_name(file), *ends]
+        named = _ends_by_name(file)
+        ends = [*named, *ends] if named else []  # what ends a turn does not say what ends a text
     last = said.get("tokenizer.ggml.seperator_token_id")
     if not ends and said.get(_TOKENIZER) == "bert" and isinstance(last, int):
         ends = [last]

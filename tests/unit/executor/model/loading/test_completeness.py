@@ -120,6 +120,12 @@ def test_a_file_is_its_own_model_or_refused_by_name(whole: Whole, data: st.DataO
         assert any(name in found for name in names), found
 
 
+def test_the_end_of_a_turn_does_not_stand_for_that_of_a_text(whole: Whole, tmp_path: Path) -> None:
+    keys = [key for key in whole.keys if key.name != "tokenizer.ggml.eos_token_id"]
+    found = outcome(write_parts(tmp_path / "model.gguf", keys, whole.tensors))
+    assert "tokenizer.ggml.eos_token_id" in str(found)
+
+
 def outcome(file: Path) -> Model | str:
     """What is served, or the reason why nothing is."""
     try:
