@@ -61,14 +61,15 @@ def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
 
 def check_templates(directory: Path) -> None:
     """Raises `ModelLoadError` where a chat template is none."""
-    from services.executor.model.chat_templates import problem_with  # with jinja2: not at every start
-
     files = (directory / name for name in (TEMPLATE, TOOL_TEMPLATE))
     found = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in files if file.is_file()]
     config = directory / CONFIG
-    for file, template in found or [
-        (config, one) for one in _templates(config, read_json(config).get("chat_template"))
-    ]:
+    found = found or [(config, one) for one in _templates(config, read_json(config).get("chat_template"))]
+    if not found:
+        return
+    from services.executor.model.chat_templates import problem_with  # with jinja2, for models that have a template
+
+    for file, template in found:
         if problem := problem_with(template):
             raise _unusable(file, "the chat template", problem)
 

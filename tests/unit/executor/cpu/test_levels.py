@@ -67,7 +67,7 @@ def build(program: Path, level: Level, main: Path, native: Path, compiler: tuple
     source = native / level.source.relative_to(NATIVE) if level.source.is_relative_to(NATIVE) else level.source
     others = [native / f"{name}.c" for name in ("reference", "shared_memory", "threads")]
     if level.emulator:
-        others.append(CHECKS / ("amx_lent.c" if level.source.stem in library.levels() else level.emulator))
+        others.append(CHECKS / ("amx_permission.c" if level.source.stem in library.levels() else level.emulator))
     # clang knows no `#pragma GCC target`.
     told = re.search(r'#pragma GCC target\("(.*)"\)', source.read_text()) if "clang" in compiler[0] else None
     flags = [f"-m{feature}" for feature in told[1].split(",")] if told else []
