@@ -20,9 +20,6 @@ SELECTED ?= not chaos and not slow and not nightly
 # not measured, for tracing makes Python less than half as fast.
 COVERED ?=
 export COVERED_PART ?=
-# How many failed tests are run once again by themselves, for a loaded machine can be too slow for a test beside others:
-# what then passes is named as flaky, and is a fault to mend. More failures than that fail at once. Empty: none.
-RERUN_FAILED ?=
 # make chaos: how long random faults come, and which.
 MINUTES ?=
 SEED ?=
@@ -39,7 +36,6 @@ TORCH_INDEX ?=
 # index for CPUs; a build of any other index needs make install TORCH_INDEX=... VERIFY=
 VERIFY ?= 1
 PYTEST = $(BIN)/$(if $(COVERED),coverage run,python) -m pytest
-FAILED := .pytest_cache/v/cache/lastfailed
 COMPILED := build/compiled
 COMPILED_TESTS := tests/unit/shared/test_compiled.py tests/unit/executor/kv_cache tests/unit/executor/leader \
   tests/unit/executor/scheduler tests/unit/scheduler
@@ -105,7 +101,6 @@ test-slow: test-only ## The slow tests alone: the real model, variants of kernel
 test-all: SELECTED := not chaos and not nightly
 test-all: COVERED := 95
 test-all: COVERED_PART := turn
-test-all: RERUN_FAILED := 3
 test-all: lint test-only test-again-avx2 ## Lint, fast and slow tests, coverage of a part in turn, AVX2: what CI runs
 
 .PHONY: test-nightly
@@ -117,11 +112,7 @@ test-nightly: test-only ## What CI has no room for: every variant of kernels and
 test-only: export PYTHONDONTWRITEBYTECODE :=
 test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/unit -x"; COVERED=0 prints the coverage)
 	@$(if $(COVERED),$(BIN)/coverage erase)
-	@$(if $(RERUN_FAILED),rm -f $(FAILED))
-	@$(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "$(SELECTED)" $(ARGS) \
-	  || { status=$$?; [ $$status = 1 ] && [ "$$(grep -c '::' $(FAILED))" -le "$(or $(RERUN_FAILED),0)" ] || exit $$status; \
-	    echo "FLAKY unless they fail again, now by themselves:"; grep '::' $(FAILED); \
-	    $(PYTEST) --last-failed -m "$(SELECTED)" $(ARGS); }
+	@$(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "$(SELECTED)" $(ARGS)
 	@$(if $(COVERED),$(BIN)/coverage combine --quiet)
 	@$(if $(COVERED),$(BIN)/coverage report --fail-under=$(COVERED) \
 	  $(if $(COVERED_PART),--include "$$($(BIN)/python -m tests.covered $(COVERED_PART))"))
@@ -135,7 +126,7 @@ test-avx2: $(INSTALLED) ## Run the executor's tests as on a processor with AVX2 
 .PHONY: test-again-avx2
 test-again-avx2: $(INSTALLED) ## What a level can change (AVX2_TESTS), as test-avx2 runs it where there is a newer one and root
 	@$(if $(ARGS),,$(BIN)/python -m tests.avx2 --if-newer $(MAKE) --no-print-directory test-only COVERED= COVERED_PART= \
-	  RERUN_FAILED=$(RERUN_FAILED) SELECTED="not chaos and not slow and not nightly" ARGS="$(AVX2_TESTS)")
+	  SELECTED="not chaos and not slow and not nightly" ARGS="$(AVX2_TESTS)")
 
 # In a copy, which the tests of these modules run in: a compiled module in the tree would go before its source. The
 # kernels are taken over where they are newer than theirs.
