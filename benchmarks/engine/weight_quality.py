@@ -2,7 +2,7 @@
 
 The weights of all linear layers but a head that is not the embedding are quantised by the executor's own codecs, or as
 `models convert` writes them to a GGUF file, and widened again: the format's own cost. With activations, what goes into
-such a layer is rounded too: to int8 in groups of 32 as the CPU's kernels have it (their integer sums are exact, so this
+such a layer is rounded too: to int8 as the CPU's kernels have it (their integer sums are exact, so this
 is their cost beside the format's), or row by row as `torch._scaled_mm` on GPUs. Everything else is computed in
 `--dtype`. Served is what the executor itself computes from the same weights, with nothing simulated: its kernels, bf16
 between layers and in the KV cache.
@@ -42,6 +42,7 @@ from benchmarks.engine.kv_quality import (
     text_of,
 )
 from benchmarks.harness import CORES, Dtype, Sheet, Threads, run, show
+from services.executor.cpu.quantized import activation_span, format_of, servable
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.conversion import gguf_header
 from services.executor.model.conversion.gguf_types import DTYPES as GGUF_DTYPES
@@ -70,15 +71,15 @@ def widened(rows: Tensor, codec: Codec) -> Tensor:
     return codec.decode(codes, scales).to(rows.dtype)
 
 
-def rounded(rows: Tensor) -> Tensor:
-    """`rows` [..., n] as the CPU's kernels take them: int8, a float32 scale per 32 values (or what is left of them)."""
-    filled = nn.functional.pad(rows.float(), (0, -rows.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+def rounded(rows: Tensor, codec: RowsCodec | None = None) -> Tensor:
+    """`rows` [..., n] as the CPU's kernels take them for weights of `codec`; None: of a format whose groups are 32."""
+    span = 32 if codec is None else activation_span(format_of(servable(codec.empty(1, rows.shape[-1]))))
+    filled = nn.functional.pad(rows.float(), (0, -rows.shape[-1] % span)).unflatten(-1, (-1, span))
     scales = filled.abs().amax(-1, keepdim=True) / 127
     codes = (filled / scales.clamp(min=1e-30)).round_()
     return (codes * scales).flatten(-2)[..., : rows.shape[-1]].to(rows.dtype)
 
 
-_GROUP = 32
 # What is compared with the first. The last is not served: it shows what `torch._int_mm` would cost.
 WAYS = (
     Way("plain"),
@@ -89,7 +90,7 @@ WAYS = (
         for name, codec in CODECS.items()
         for also, activations, served in (
             ("", None, False),
-            (", activations too", rounded, False),
+            (", activations too", partial(rounded, codec=codec), False),
             (", served", None, True),
         )
     ),
@@ -146,7 +147,7 @@ def computing(model: Any, way: Way) -> Iterator[None]:
         change = way.activations
         head = model.get_output_embeddings()
         for module in model.modules():
-            if isinstance(module, nn.Linear) and (module is not head or change is rounded):
+            if isinstance(module, nn.Linear) and (module is not head or getattr(change, "func", change) is rounded):
                 hooks.append(module.register_forward_pre_hook(lambda _, given: (change(given[0]),)))
     try:
         yield

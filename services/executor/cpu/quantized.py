@@ -79,6 +79,14 @@ def servable(weight: QuantizedRows) -> QuantizedRows:
     return weight.regrouped(group)
 
 
+def activation_span(form: PackedFormat) -> int:
+    """Columns whose activations are rounded with one scale: see `native/spans.h`."""
+    span, whole = form.per * form.group, form.scale_type in (_TYPES[torch.uint8], _TYPES[torch.int8])
+    if 0 < form.group <= 32:
+        return span if span and whole and form.bits < 8 and span % 64 == 0 and span <= 256 else 32
+    return min(form.group, 128) or 128
+
+
 def pack_rows(
     library: Any,
     read: Callable[[int, int], QuantizedRows],

@@ -93,14 +93,19 @@ static int proof_of_bf16(proof *of, int rows, int inputs, void *packed)
     return 1;
 }
 
-/* Codes of `bits` bits, whose scale is a half. */
-static int proof_of_int8(proof *of, int bits, int rows, void *packed)
+enum proof_scales { OF_GROUPS, OF_GROUPS_WHOLE, OF_ROWS };
+
+/* Codes of `bits` bits, whose scale is a half, or a whole number under one of a quarter. */
+static int proof_of_int8(proof *of, int bits, enum proof_scales of_what, int rows, void *packed)
 {
     enum { INPUTS = 256, GROUP = 32, GROUPS = INPUTS / GROUP };
-    const int offset = 1 << (bits - 1);
-    float scales[PROOF_OUTPUTS * GROUPS];
+    const int offset = 1 << (bits - 1), whole = of_what == OF_GROUPS_WHOLE;
+    float scales[PROOF_OUTPUTS * GROUPS], supers[PROOF_OUTPUTS];
+    int8_t numbers[PROOF_OUTPUTS * GROUPS];
     for (int i = 0; i < PROOF_OUTPUTS * GROUPS; i++)
-        scales[i] = 0.5f;
+        scales[i] = 0.5f, numbers[i] = -2;
+    for (int i = 0; i < PROOF_OUTPUTS; i++)
+        supers[i] = -0.25f;
     proof_fill(of, of->x, of->inputs, (long)rows * INPUTS, 127);
     for (int i = 0; i < rows * INPUTS; i += BLOCK) /* so that a block's unit is one */
         of->x[i] = 127, of->inputs[i] = bf16_of_number(127, 1);
@@ -109,10 +114,11 @@ static int proof_of_int8(proof *of, int bits, int rows, void *packed)
         of->codes[i] = (uint8_t)(of->w[i] + offset);
     }
     rz_reference_products(rows, PROOF_OUTPUTS, INPUTS, of->x, of->w, of->expected);
-    const rz_format format = { .bits = bits, .group = GROUP, .offset = offset, .scale_type = RZ_F32,
-                               .minimums = RZ_NO_MINIMUMS, .columns = INPUTS };
-    const rz_codes weight = { .codes = of->codes, .scales = scales, .outputs = PROOF_OUTPUTS, .code_stride = INPUTS,
-                              .scale_stride = GROUPS };
+    const rz_format format = { .bits = bits, .group = of_what == OF_ROWS ? 0 : GROUP, .per = whole ? GROUPS : 0, .offset = offset,
+                               .scale_type = whole ? RZ_I8 : RZ_F32, .super_type = RZ_F32, .minimums = RZ_NO_MINIMUMS,
+                               .columns = INPUTS };
+    const rz_codes weight = { .codes = of->codes, .scales = whole ? (const void *)numbers : scales, .supers = supers,
+                              .outputs = PROOF_OUTPUTS, .code_stride = INPUTS, .scale_stride = of_what == OF_ROWS ? 1 : GROUPS, .super_stride = 1 };
     rz_quantized_pack(packed, &format, &weight, 0, (PROOF_OUTPUTS + PANEL - 1) / PANEL);
     rz_rounded rounded = rz_rounded_in((char *)packed + rz_quantized_bytes(&format, PROOF_OUTPUTS), &format, rows);
     for (int row = 0; row < rows; row++)
@@ -175,6 +181,7 @@ static void proof_keep(proof *of, int codec, float unit)
 static int proof_of_attention(proof *of, int codec, void *scratch)
 {
     const float unit = codec ? 0.03125f : 1.0f;
+    of->state = 1; /* whatever was drawn before */
     proof_fill(of, of->queries, of->asked, PROOF_HEADS * PROOF_DIM, 8);
     proof_keep(of, codec, unit);
     const int32_t slot = of->table[PROOF_BLOCKS - 1] * PROOF_BLOCK + (PROOF_KEYS - 1) % PROOF_BLOCK;
@@ -204,8 +211,9 @@ static int proof_of_all(proof *of, void *memory)
     for (int rows = 1; rows <= PROOF_ROWS; rows += 1 + rows / 2)
         if (!proof_of_bf16(of, rows, 70, memory) || !proof_of_bf16(of, rows, 6, memory))
             return RZ_WRONG_BF16;
-    for (int bits = 4; bits <= 8; bits *= 2)
-        if (!proof_of_int8(of, bits, 1, memory) || !proof_of_int8(of, bits, 13, memory))
+    for (int rows = 1; rows <= PROOF_ROWS; rows += rows == 1 ? 12 : PROOF_ROWS - 13)
+        if (!proof_of_int8(of, 4, OF_GROUPS, rows, memory) || !proof_of_int8(of, 8, OF_GROUPS, rows, memory)
+            || !proof_of_int8(of, 4, OF_GROUPS_WHOLE, rows, memory) || !proof_of_int8(of, 8, OF_ROWS, rows, memory))
             return RZ_WRONG_INT8;
     for (int rows = 1; rows <= 19; rows += 6)
         if (!proof_of_digits(of, rows, 72, memory))

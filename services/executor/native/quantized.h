@@ -34,12 +34,13 @@ enum { BLOCK = 32 /* columns that share a scale of the activations */ };
 
 /* Activations of some rows, rounded for one linear layer. */
 typedef struct {
-    long columns; /* of a row, in whole blocks */
-    int8_t *codes;   /* [rows][columns] */
-    float *scales;   /* [rows][columns / 32] */
+    long stride;     /* of a row's codes: whole blocks, and a line more, so that rows do not share the cache's places */
+    int8_t *codes;   /* [rows][stride] */
+    float *scales;   /* [rows][columns / 32]; of spans as many as there are */
     int32_t *starts; /* [rows][columns / 16]: what a sum begins with, for the offset of the weight's codes; by half
                       * blocks where groups have 16 columns, else by blocks */
     float *sums;     /* [rows][columns / 16]: of the values, by groups */
+    int32_t *pairs;  /* in their place, of spans: sums of two groups' codes, 16 bits each, or of all codes */
 } rz_rounded;
 
 /* Bytes of `columns` activations, rounded. */

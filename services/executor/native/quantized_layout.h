@@ -18,15 +18,15 @@ enum {
 
 /* A panel's slab, ready for tiles. */
 typedef struct {
-    const uint8_t *codes;             /* [blocks][8 quads][left, right][64]; or as they are packed */
-    float scales[SLAB_GROUPS][PANEL];
+    _Alignas(LINE_BYTES) float scales[SLAB_GROUPS][PANEL];
     float minimums[SLAB_GROUPS][PANEL]; /* negative */
-    ptrdiff_t ahead;                    /* as in places, where codes are read as they are packed */
-    size_t head;                        /* likewise: bytes between pieces */
     union {
         uint8_t unpacked[SLAB * BLOCK_BYTES];
         uint8_t added[SLAB][2 * LINE_BYTES]; /* by groups: for zero points, to the codes of each side as they are packed */
     };
+    const uint8_t *codes; /* [blocks][8 quads][left, right][64]; or as they are packed */
+    ptrdiff_t ahead;      /* as in places, where codes are read as they are packed */
+    size_t head;          /* likewise: bytes between pieces */
 } slab;
 
 RZ_INLINE long blocks_of(const rz_format *format)
@@ -126,8 +126,17 @@ static places places_of(const rz_format *format, const uint8_t *panel)
     return at;
 }
 
-/* Unpacks `blocks` blocks of the panel `at` from `first` on: codes, scales and minimums by groups, where a group larger
- * than MANY blocks is one for each of its parts. */
+/* Unpacks `blocks` blocks of the panel `at` from `first` on: scales and minimums by groups, where a group larger than MANY
+ * blocks is one for each of its parts. */
+void rz_unpack_scales(const rz_format *format, const places *at, long first, long blocks, slab *to);
+
+/* Codes, with what zero points add to them; those of 8 bits are left where they are. Asks for the panel that comes. */
+void rz_unpack_codes(const rz_format *format, const places *at, long first, long blocks, slab *to);
+
+/* What zero points add to codes that are read as they are packed. */
+void rz_unpack_zeros(const rz_format *format, const places *at, long first, long blocks, slab *to);
+
+/* Scales and codes. */
 void rz_unpack_slab(const rz_format *format, const places *at, long first, long blocks, slab *to);
 
 /* Where group `group` of `of`, scales or minimums of `bytes` each, lies. */

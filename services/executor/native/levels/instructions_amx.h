@@ -42,5 +42,8 @@ RZ_INLINE int shape_anew(int as)
 /* Adds the products of tile `a`, rows of x, with tile `b`, weights, to tile `sums`. */
 #define tile_multiply_bf16(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :)
 #define tile_multiply_bytes(sums, a, b) __asm__ volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :)
+#define tile_multiply_signed(sums, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :)
+#define tile_multiply_signed_unsigned(sums, a, b) \
+    __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :)
 
 #endif

@@ -94,13 +94,17 @@
 #define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
 #define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
 #define rz_store_numbers RZ_OF_LEVEL(rz_store_numbers)
+#define rz_spans_panel RZ_OF_LEVEL(rz_spans_panel)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_summarise RZ_OF_LEVEL(rz_summarise)
 #define rz_tap_rows RZ_OF_LEVEL(rz_tap_rows)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
+#define rz_unpack_codes RZ_OF_LEVEL(rz_unpack_codes)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
 #define rz_unpack_rows RZ_OF_LEVEL(rz_unpack_rows)
+#define rz_unpack_scales RZ_OF_LEVEL(rz_unpack_scales)
 #define rz_unpack_slab RZ_OF_LEVEL(rz_unpack_slab)
+#define rz_unpack_zeros RZ_OF_LEVEL(rz_unpack_zeros)
 #define rz_weigh_shared RZ_OF_LEVEL(rz_weigh_shared)
 #define rz_workspace_free RZ_OF_LEVEL(rz_workspace_free)
 #define rz_workspace_free_attention RZ_OF_LEVEL(rz_workspace_free_attention)
@@ -134,8 +138,10 @@
 #include "../quantize.c"
 #include "../quantized.c"
 #include "../quantized_pack.c"
+#include "../quantized_unpack.c"
 #include "../recurrent.c"
 #include "../residual.c"
+#include "../spans.c"
 #include "../sparse.c"
 #include "../tail.c"
 #include "../unpack.c"

@@ -256,6 +256,13 @@ RZ_INLINE i32 i32_load_u8(const uint8_t *from)
 RZ_INLINE i32 i32_add(i32 a, i32 b) { return HALVES2(i32, _mm256_add_epi32, a, b); }
 RZ_INLINE i32 i32_sub(i32 a, i32 b) { return HALVES2(i32, _mm256_sub_epi32, a, b); }
 RZ_INLINE i32 i32_mul(i32 a, i32 b) { return HALVES2(i32, _mm256_mullo_epi32, a, b); }
+/* The lower 16 bits of each: of `low`, and above them of `high`. */
+RZ_INLINE i32 i32_pair(i32 low, i32 high)
+{
+    return (i32){ _mm256_blend_epi16(low.low, _mm256_slli_epi32(high.low, 16), 0xaa),
+                  _mm256_blend_epi16(low.high, _mm256_slli_epi32(high.high, 16), 0xaa) };
+}
+
 RZ_INLINE lanes i32_greater(i32 a, i32 b) { return HALVES2(lanes, _mm256_cmpgt_epi32, a, b); }
 
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere)
@@ -360,6 +367,14 @@ RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 {
     const __m256i by = _mm256_set1_epi16((short)times);
     return i32_add(sum, (i32){ _mm256_madd_epi16(a.low, by), _mm256_madd_epi16(a.high, by) });
+}
+
+RZ_INLINE bytes bytes_of_i32(i32 a) { return a; }
+
+/* sum + the products of each lane's two of 16 bits, with their signs. */
+RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b)
+{
+    return i32_add(sum, HALVES2(i32, _mm256_madd_epi16, a, b));
 }
 
 /* --- layouts --- */

@@ -137,6 +137,12 @@ RZ_INLINE i32 i32_add(i32 a, i32 b) { return _mm512_add_epi32(a, b); }
 RZ_INLINE i32 i32_sub(i32 a, i32 b) { return _mm512_sub_epi32(a, b); }
 RZ_INLINE i32 i32_mul(i32 a, i32 b) { return _mm512_mullo_epi32(a, b); }
 RZ_INLINE lanes i32_greater(i32 a, i32 b) { return _mm512_cmpgt_epi32_mask(a, b); }
+/* The lower 16 bits of each: of `low`, and above them of `high`. */
+RZ_INLINE i32 i32_pair(i32 low, i32 high)
+{
+    return _mm512_mask_mov_epi16(low, 0xaaaaaaaa, _mm512_slli_epi32(high, 16));
+}
+
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere) { return _mm512_mask_mov_epi32(elsewhere, some, there); }
 RZ_INLINE f32 f32_from_i32(i32 a) { return _mm512_cvtepi32_ps(a); }
 
@@ -225,6 +231,11 @@ RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 {
     return _mm512_add_epi32(sum, _mm512_madd_epi16(a, _mm512_set1_epi16((short)times)));
 }
+
+RZ_INLINE bytes bytes_of_i32(i32 a) { return a; }
+
+/* sum + the products of each lane's two of 16 bits, with their signs. */
+RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b) { return _mm512_dpwssd_epi32(sum, a, b); }
 
 /* --- layouts --- */
 

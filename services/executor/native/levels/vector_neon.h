@@ -195,6 +195,8 @@ RZ_INLINE i32 i32_load_u8(const uint8_t *from)
 RZ_INLINE i32 i32_add(i32 a, i32 b) { PARTS(i32, vaddq_s32(a.part[i], b.part[i])); }
 RZ_INLINE i32 i32_sub(i32 a, i32 b) { PARTS(i32, vsubq_s32(a.part[i], b.part[i])); }
 RZ_INLINE i32 i32_mul(i32 a, i32 b) { PARTS(i32, vmulq_s32(a.part[i], b.part[i])); }
+/* The lower 16 bits of each: of `low`, and above them of `high`. */
+RZ_INLINE i32 i32_pair(i32 low, i32 high) { PARTS(i32, vsliq_n_s32(low.part[i], high.part[i], 16)); }
 RZ_INLINE lanes i32_greater(i32 a, i32 b) { PARTS(lanes, vcgtq_s32(a.part[i], b.part[i])); }
 
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere)
@@ -314,6 +316,21 @@ RZ_INLINE bytes shorts_add(bytes a, bytes b)
 RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 {
     PARTS(i32, vpadalq_s16(sum.part[i], vmulq_n_s16(vreinterpretq_s16_u8(a.part[i]), (int16_t)times)));
+}
+
+/* The products of two of 16 bits, added in pairs. */
+RZ_INLINE int32x4_t pairs_of_shorts(uint8x16_t a, uint8x16_t b)
+{
+    const int16x8_t first = vreinterpretq_s16_u8(a), second = vreinterpretq_s16_u8(b);
+    return vpaddq_s32(vmull_s16(vget_low_s16(first), vget_low_s16(second)), vmull_high_s16(first, second));
+}
+
+RZ_INLINE bytes bytes_of_i32(i32 a) { PARTS(bytes, vreinterpretq_u8_s32(a.part[i])); }
+
+/* sum + the products of each lane's two of 16 bits, with their signs. */
+RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b)
+{
+    PARTS(i32, vaddq_s32(sum.part[i], pairs_of_shorts(a.part[i], b.part[i])));
 }
 
 /* --- layouts --- */

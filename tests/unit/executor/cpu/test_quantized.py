@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.cpu import quantized
 from services.executor.cpu.packed_linear import PackedLinear, PackedSegment, alternating, one_after_another
-from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
+from services.executor.cpu.quantized import PackedFormat, activation_span, format_of, pack_rows, servable, unpacked
 from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
 from services.executor.native.library import RzFormat, RzModel, kernels_at, levels, load_library, why_not
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
@@ -57,28 +57,27 @@ def every_level() -> list[Any]:
 
 @pytest.fixture(params=every_level(), scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    if request.param == "amx":
-        pytest.skip("its products of integers are those of avx512vnni")
     with ThreadPoolExecutor(2) as pool:
         made = Kernels(request.param, pool)
         yield made
         made.close()
 
 
-def rounded(x: Tensor) -> Tensor:
-    """float64 of what the kernels take activations for: int8, with a scale for 32 columns."""
-    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).reshape(len(x), -1, 32)
+def rounded(x: Tensor, span: int) -> Tensor:
+    """float64 of what the kernels take activations for: int8, with a scale for `span` columns."""
+    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % span)).reshape(len(x), -1, span)
     most = blocks.abs().amax(2, keepdim=True)
     codes = (blocks * torch.where(most > 0, torch.full_like(most, 127) / most, 0)).round()
     return (codes.double() * (most / 127).double()).reshape(len(x), -1)[:, : x.shape[1]]
 
 
-def expected(weight: QuantizedRows, x: Tensor) -> Tensor:
-    """float64, with the order of the columns that the kernels see."""
+def expected(weight: QuantizedRows, x: Tensor, form: PackedFormat | None = None) -> Tensor:
+    """float64, with the order of the columns that the kernels see; `form`: what it is packed as, if not what it is."""
+    span = activation_span(form or format_of(servable(weight)))
     if weight.permutation is not None:
         x = torch.where(weight.permutation < 0, 0, x[:, weight.permutation.clamp(min=0).long()])
         weight = replace(weight, permutation=None, of_inputs=None)
-    return rounded(x) @ weight.dequantized().double().T
+    return rounded(x, span) @ weight.dequantized().double().T
 
 
 def activations(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
@@ -98,7 +97,7 @@ def test_products_are_sums_of_what_the_weight_stands_for(kernels: Kernels, form:
     x = activations()
     for bits in widths(form):
         for group in GROUPS:
-            per = 1 if group >= 320 else 5
+            per = 1 if group >= 320 else 10 if group == 16 else 5
             weight = random_rows(form, OUTPUTS, COLUMNS, bits, group, per=per, ordered=group == 64)
             found, wanted = kernels.of(weight, x), expected(weight, x)
             torch.testing.assert_close(
@@ -134,26 +133,29 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, form: str) -> 
     x = activations(100)
     for bits in widths(form):
         for group in (16, 32, 128, 640):
-            weight = random_rows(form, 33, COLUMNS, bits, group, per=1 if group == 640 else 5)
+            weight = random_rows(form, 33, COLUMNS, bits, group, per=1 if group == 640 else 10 if group == 16 else 5)
             linear = kernels.pack(*one_after_another([(weight, None)]))
             together = kernels.product(linear, x)
-            for count in (1, 2, 3, 6, 7):
+            for count in (1, 2, 3, 6, 7, 16, 33):
                 assert torch.equal(kernels.product(linear, x[:count]), together[:count]), (bits, group, count)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_largest_codes_and_activations_fit_into_sums(kernels: Kernels, form: str) -> None:
     """Those of 16 bits, where a level has them: they hold no more than this."""
-    x = torch.ones(ROWS, COLUMNS).bfloat16()
+    x = torch.ones(2 * ROWS, 1280).bfloat16()
     x[1::2] = -1
     for bits in widths(form):
         for group in (16, 32, 128):
-            weight = random_rows(form, 33, COLUMNS, bits, group, per=5)
+            weight = random_rows(form, 33, 1280, bits, group, per=256 // group if group < 128 else 5)
+            if weight.scales.dtype in (torch.uint8, torch.int8):
+                largest = torch.iinfo(weight.scales.dtype).min or 255
+                weight = replace(weight, scales=torch.full_like(weight.scales, largest))
             most = replace(weight, codes=torch.full_like(weight.codes, (1 << bits) - 1))
             if most.zeros is not None:
                 most = replace(most, zeros=torch.zeros_like(most.zeros))
             wanted = expected(most, x)
-            for count in (1, ROWS):
+            for count in (1, len(x)):
                 torch.testing.assert_close(
                     kernels.of(most, x[:count]).double(), wanted[:count], rtol=0, atol=2e-6 * wanted.abs().max().item()
                 )
@@ -293,7 +295,7 @@ def test_gate_and_up_become_one_format(kernels: Kernels, gate: Any, up: Any) -> 
     assert linear.form is not None
     found = kernels.product(linear, x).double().view(7, 4, 2, 16)
     for side, weight in enumerate(weights):
-        wanted = expected(weight, x)
+        wanted = expected(weight, x, linear.form)
         torch.testing.assert_close(
             found[:, :, side].reshape(7, 64), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item()
         )
@@ -356,9 +358,8 @@ def test_every_level_has_the_same_bits_but_for_the_order_of_sums() -> None:
     found = []
     with ThreadPoolExecutor(1) as pool:
         for level in levels():
-            if level != "amx":
-                made = Kernels(level, pool)
-                found.append(made.of(weight, x))
-                made.close()
+            made = Kernels(level, pool)
+            found.append(made.of(weight, x))
+            made.close()
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-3)

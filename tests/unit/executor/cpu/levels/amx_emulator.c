@@ -5,7 +5,7 @@
  *     SIGILL ── C4 e2 .. 49|4b|5c|5e ──▶ decode ──▶ registers and memory of the thread ──▶ next instruction
  *
  * A tile that is used otherwise than it was shaped ends the process, as it would on a processor. Source: Intel 64 and
- * IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILERELEASE, TDPBF16PS, TDPBUSD, TILEZERO. */
+ * IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILERELEASE, TDPBF16PS, TDPBSSD, TDPBSUD, TDPBUSD, TILEZERO. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <signal.h>
@@ -100,11 +100,19 @@ static float add_bf16_products(float sum, const uint32_t *a, const uint32_t (*b)
     return sum + (sums[0] + sums[1]);
 }
 
-static uint32_t add_byte_products(uint32_t sum, const uint32_t *a, const uint32_t (*b)[16], int column, int quads)
+/* Number `byte` of four, with its sign or without. */
+static int byte_of(uint32_t quad, int byte, int is_signed)
 {
+    const uint8_t value = (uint8_t)(quad >> (8 * byte));
+    return is_signed ? (int8_t)value : value;
+}
+
+static uint32_t add_byte_products(uint32_t sum, const uint32_t *a, const uint32_t (*b)[16], int column, int quads, int prefix)
+{
+    const int signed_a = prefix == PREFIX_F2 || prefix == PREFIX_F3, signed_b = prefix == PREFIX_F2 || prefix == PREFIX_66;
     for (int k = 0; k < quads; k++)
-        for (int byte = 0; byte < 32; byte += 8)
-            sum += (uint32_t)((int)(a[k] >> byte & 255) * (int8_t)(b[k][column] >> byte & 255));
+        for (int byte = 0; byte < 4; byte++)
+            sum += (uint32_t)(byte_of(a[k], byte, signed_a) * byte_of(b[k][column], byte, signed_b));
     return sum;
 }
 
@@ -124,7 +132,7 @@ static void multiply_tiles(tile_registers *of, const instruction *one, int bytes
             memcpy(&value, sum, sizeof value);
             value = add_bf16_products(value, inputs, weights, column, quads);
             if (bytes)
-                *sum = add_byte_products(*sum, inputs, weights, column, quads);
+                *sum = add_byte_products(*sum, inputs, weights, column, quads, one->prefix);
             else
                 memcpy(sum, &value, sizeof value);
         }
@@ -201,6 +209,8 @@ static int carry_out(const instruction *one)
         multiply_tiles(of, one, 0);
         return 1;
     case 0x5e << 8 | PREFIX_66 << 4 | 0:
+    case 0x5e << 8 | PREFIX_F2 << 4 | 0:
+    case 0x5e << 8 | PREFIX_F3 << 4 | 0:
         multiply_tiles(of, one, 1);
         return 1;
     }

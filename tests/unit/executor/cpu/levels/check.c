@@ -180,46 +180,104 @@ static void check_tiles(long outputs, long inputs)
     }
 }
 
-/* A weight of 40 outputs: its scales and minimums are float32, by `group` columns. */
+enum { QUANTIZED_OUTPUTS = 40, QUANTIZED_COLUMNS = 256, QUANTIZED_ROWS = 35 };
+
+/* Every row of products with a packed weight, however many there are. */
+static void check_quantized_rows(const rz_format *format, const rz_codes *weight)
+{
+    enum { ROWS_TRIED = QUANTIZED_ROWS, COLUMNS = QUANTIZED_COLUMNS };
+    uint8_t *packed = room(rz_quantized_bytes(format, QUANTIZED_OUTPUTS));
+    rz_quantized_pack(packed, format, weight, 0, 2);
+    float row[COLUMNS];
+    rz_quantized_row(row, format, packed, 37);
+    show_floats("row", row, format->columns);
+    bf16 x[ROWS_TRIED * COLUMNS];
+    for (int i = 0; i < ROWS_TRIED * COLUMNS; i++)
+        x[i] = to_bf16_of(draw_float());
+    rz_rounded rounded = rz_rounded_in(room(ROWS_TRIED * rz_rounded_bytes(COLUMNS)), format, ROWS_TRIED);
+    for (int i = 0; i < ROWS_TRIED; i++)
+        rz_round_row(&rounded, format, i, x + i * COLUMNS, format->columns);
+    float all[ROWS_TRIED * PANEL], some[ROWS_TRIED * PANEL];
+    rz_quantized_panel(format, packed, NULL, &rounded, 0, ROWS_TRIED, all);
+    show_floats("quantized", all, ROWS_TRIED * PANEL);
+    for (int rows = 1; rows < ROWS_TRIED; rows++) {
+        rz_quantized_panel(format, packed, NULL, &rounded, ROWS_TRIED - rows, rows, some);
+        must(!memcmp(some, all + (ROWS_TRIED - rows) * PANEL, (size_t)(rows * PANEL) * sizeof *some),
+             "a row of quantized products, of its neighbours");
+    }
+    rz_end_products();
+}
+
+static uint8_t *draw_numbers(long count, uint32_t below)
+{
+    uint8_t *to = room((size_t)count);
+    for (long i = 0; i < count; i++)
+        to[i] = (uint8_t)(draw() % below);
+    return to;
+}
+
+static void fill_table(rz_format *format)
+{
+    for (int i = 0; i < 16; i++)
+        format->table[i] = (int8_t)(i * i - 120);
+}
+
+/* A weight whose scales and minimums are float32, by `group` columns. */
 static void check_quantized(int bits, int group, int minimums, int tabled)
 {
-    enum { OUTPUTS = 40, COLUMNS = 256, ROWS_TRIED = 13 };
+    enum { OUTPUTS = QUANTIZED_OUTPUTS, COLUMNS = QUANTIZED_COLUMNS };
     const long groups = COLUMNS / group;
     rz_format format = { .bits = bits, .group = group, .offset = bits == 8 ? 128 : 3, .scale_type = RZ_F32,
                          .minimums = minimums, .has_table = tabled, .columns = COLUMNS };
-    uint8_t *codes = room(OUTPUTS * COLUMNS), *zeros = room((size_t)(OUTPUTS * groups));
     float *scales = room((size_t)(OUTPUTS * groups) * 4), *least = room((size_t)(OUTPUTS * groups) * 4);
-    for (int i = 0; i < 16; i++)
-        format.table[i] = (int8_t)(i * i - 120);
-    for (int i = 0; i < OUTPUTS * COLUMNS; i++)
-        codes[i] = (uint8_t)(draw() & ((1u << bits) - 1));
+    fill_table(&format);
+    uint8_t *codes = draw_numbers(OUTPUTS * COLUMNS, 1u << bits), *zeros = draw_numbers(OUTPUTS * groups, 1u << bits);
     for (int i = 0; i < OUTPUTS * groups; i++) {
-        zeros[i] = (uint8_t)(draw() & ((1u << bits) - 1));
         scales[i] = draw_float();
         least[i] = draw_float();
     }
     rz_codes weight = { .codes = codes, .scales = scales, .minimums = minimums == RZ_ZEROS ? (void *)zeros : least,
                         .outputs = OUTPUTS, .code_stride = COLUMNS, .scale_stride = groups, .minimum_stride = groups };
     weight.minimums = minimums ? weight.minimums : NULL;
-    uint8_t *packed = room(rz_quantized_bytes(&format, OUTPUTS));
-    rz_quantized_pack(packed, &format, &weight, 0, 2);
-    float row[COLUMNS];
-    rz_quantized_row(row, &format, packed, 37);
-    show_floats("row", row, COLUMNS);
-    bf16 x[ROWS_TRIED * COLUMNS];
-    for (int i = 0; i < ROWS_TRIED * COLUMNS; i++)
-        x[i] = to_bf16_of(draw_float());
-    rz_rounded rounded = rz_rounded_in(room(ROWS_TRIED * rz_rounded_bytes(COLUMNS)), &format, ROWS_TRIED);
-    for (int i = 0; i < ROWS_TRIED; i++)
-        rz_round_row(&rounded, &format, i, x + i * COLUMNS, COLUMNS);
-    float all[ROWS_TRIED * PANEL], some[ROWS_TRIED * PANEL];
-    rz_quantized_panel(&format, packed, NULL, &rounded, 0, ROWS_TRIED, all);
-    show_floats("quantized", all, ROWS_TRIED * PANEL);
-    for (int rows = 1; rows < ROWS_TRIED; rows++) {
-        rz_quantized_panel(&format, packed, NULL, &rounded, ROWS_TRIED - rows, rows, some);
-        must(!memcmp(some, all + (ROWS_TRIED - rows) * PANEL, (size_t)(rows * PANEL) * sizeof *some),
-             "a row of quantized products, of its neighbours");
+    check_quantized_rows(&format, &weight);
+}
+
+/* One whose groups have whole numbers as scales, `per` of them under one of float32; without `minimums` with signs. */
+static void check_spans(int bits, int group, int per, int minimums, int tabled)
+{
+    enum { OUTPUTS = QUANTIZED_OUTPUTS };
+    const int groups = QUANTIZED_COLUMNS / (group * per) * per, supers = groups / per, columns = groups * group;
+    rz_format format = { .bits = bits, .group = group, .per = per, .offset = minimums || tabled ? 0 : 1 << (bits - 1),
+                         .scale_type = minimums ? RZ_U8 : RZ_I8, .super_type = RZ_F32, .minimums = minimums,
+                         .has_table = tabled, .columns = columns };
+    fill_table(&format);
+    uint8_t *codes = draw_numbers(OUTPUTS * columns, 1u << bits), *scales = draw_numbers(OUTPUTS * groups, 64);
+    uint8_t *least = draw_numbers(OUTPUTS * groups, 64);
+    float *upper = room((size_t)(OUTPUTS * supers) * 4), *under = room((size_t)(OUTPUTS * supers) * 4);
+    for (int i = 0; i < OUTPUTS * supers; i++) {
+        upper[i] = draw_float();
+        under[i] = draw_float();
     }
+    for (int i = 0; i < OUTPUTS * groups && !minimums; i++)
+        scales[i] = (uint8_t)(scales[i] - 32);
+    const rz_codes weight = { .codes = codes, .scales = scales, .minimums = minimums ? least : NULL, .supers = upper,
+                              .super_minimums = minimums ? under : NULL, .outputs = OUTPUTS, .code_stride = columns,
+                              .scale_stride = groups, .minimum_stride = groups, .super_stride = supers,
+                              .super_minimum_stride = supers };
+    check_quantized_rows(&format, &weight);
+}
+
+/* Those that tiles multiply: of odd and even blocks, and of those that are no whole ones. */
+static void check_all_spans(void)
+{
+    for (int per = 5; per <= 8; per++) {
+        check_spans(4, 32, per, RZ_MINIMUMS, 0);
+        check_spans(6, 16, 2 * per, RZ_NO_MINIMUMS, 0);
+        check_spans(3, 16, per, RZ_NO_MINIMUMS, 0);
+        check_spans(4, 32, per, RZ_NO_MINIMUMS, 1);
+    }
+    check_quantized(4, 64, RZ_ZEROS, 0);
+    check_quantized(8, 256, RZ_NO_MINIMUMS, 0);
 }
 
 /* e4m3 (8 bits), or a table of 16: all their codes. */
@@ -609,8 +667,10 @@ int main(int arguments, char **words)
     check_integers();
     check_tiles(40, 70);
     check_tiles(64, 1024);
-    if (ONLY_TILES)
+    if (ONLY_TILES) {
+        check_all_spans();
         return 0;
+    }
     check_codecs();
     check_largest();
     check_decoder(RZ_CODEC_INT8, RZ_SILU, 0);
@@ -628,6 +688,10 @@ int main(int arguments, char **words)
     check_quantized(4, 32, RZ_NO_MINIMUMS, 1);
     check_float_codes(8);
     check_float_codes(4);
+    check_all_spans();
+    check_spans(2, 16, 16, RZ_MINIMUMS, 0);
+    check_spans(5, 32, 8, RZ_MINIMUMS, 0);
+    check_spans(6, 32, 4, RZ_NO_MINIMUMS, 0);
     check_coded_attention(64, 16, 0);
     check_coded_attention(96, 8, 100);
     check_coded_attention(32, 24, 0);

@@ -1,0 +1,264 @@
+/* Spans of spans.h on AMX: tiles of 16 rows by 16 outputs, of bytes, 64 columns at a time.
+ *
+ *     two levels of scales   codes times s[g], less what they are too large by, are two bytes, 256 * upper + lower:
+ *                            ┌ lower of left │ upper of left │ lower of right │ upper of right ┐   16 rows by each
+ *     larger groups          codes as they are: 32 rows by left and right
+ */
+#ifndef RZ_SPANS_AMX_H
+#define RZ_SPANS_AMX_H
+
+#include "../state.h"
+#include "instructions_amx.h"
+#include "tile_amx.h"
+
+enum {
+    TILE_COLUMNS = 64,
+    FEWEST_FOR_FACTORS = 32, /* rows: of fewer, factors take longer to make than they save */
+    TILE_BYTES = ROWS_OF_TILE * 64,
+};
+
+typedef struct {
+    uint8_t lower[TILE_BYTES], upper[TILE_BYTES];
+} factors;
+
+/* What the tiles of spans are made of, and sums. */
+typedef struct {
+    _Alignas(LINE_BYTES) factors tiles[LONGEST_SPAN / TILE_COLUMNS][2]; /* left, right */
+    int32_t sums[4][ROWS_OF_TILE][LANES];
+} span_work;
+
+/* Codes of a quad times the scales of their outputs, each twice as 16 bits. */
+RZ_INLINE void store_factors(factors *to, int row, bytes codes, bytes scales, bytes offset)
+{
+    const bytes low = _mm512_set1_epi16(0xff);
+    const bytes even = _mm512_mullo_epi16(_mm512_sub_epi16(bytes_and(codes, low), offset), scales);
+    const bytes odd = _mm512_mullo_epi16(_mm512_sub_epi16(bytes_right(codes, 8), offset), scales);
+    bytes_store(to->lower + row * LINE_BYTES, bytes_or(bytes_and(even, low), bytes_left(odd, 8)));
+    bytes_store(to->upper + row * LINE_BYTES, bytes_or(bytes_right(even, 8), _mm512_andnot_si512(low, odd)));
+}
+
+RZ_INLINE void make_factors_of(const int bits, const int halves, const places *at, const span_slab *from, int offset,
+                               span_work *work)
+{
+    const bytes shift = _mm512_set1_epi16((short)offset);
+    const uint8_t *codes = from->of.codes;
+    for (long block = 0; block < from->blocks; codes += block_bytes(bits)) {
+        if (bits < 8)
+            ask_for(codes + at->ahead, block_bytes(bits));
+#pragma GCC unroll 2
+        for (int half = 0; half < halves; half++)
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; side++) {
+                const i32 scale = i32_load(from->scales[block * halves + half] + side * LANES);
+                const bytes scales = i32_pair(scale, scale);
+#pragma GCC unroll 8
+                for (int i = 0; i < QUADS / halves; i++) {
+                    const int quad = half * QUADS / halves + i;
+                    store_factors(&work->tiles[block / 2][side], (int)(block % 2) * QUADS + quad,
+                                  codes_at(bits, codes, quad, side, 0), scales, shift);
+                }
+            }
+        if ((from->first + ++block) % PIECE == 0)
+            codes += from->of.head;
+    }
+}
+
+static __attribute__((noinline)) void make_factors(const rz_format *format, const places *at, span_slab *from, span_work *work)
+{
+    const int halves = format->group == BLOCK / 2 ? 2 : 1, offset = unpacked_offset(format);
+    if (format->has_table)
+        take_unpacked(format, at, from);
+    else
+        take_packed(format, at, from);
+#define MAKE_FACTORS(n) \
+    case n: \
+        if (halves == 2) \
+            make_factors_of(n, 2, at, from, offset, work); \
+        else \
+            make_factors_of(n, 1, at, from, offset, work); \
+        break
+    switch (format->has_table ? 8 : format->bits) {
+        MAKE_FACTORS(2);
+        MAKE_FACTORS(3);
+        MAKE_FACTORS(4);
+        MAKE_FACTORS(5);
+        MAKE_FACTORS(6);
+        MAKE_FACTORS(8);
+    }
+}
+
+/* Sums of 16 rows of a span of `tiles` tiles: lower and upper ones of the left outputs, then of the right ones. */
+static void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, long stride, int32_t (*sums)[ROWS_OF_TILE][LANES])
+{
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (long tile = 0; tile < tiles; tile++, x += TILE_COLUMNS) {
+        const factors *left = &of[tile][0], *right = &of[tile][1];
+        tile_load(4, x, stride);
+        tile_load(5, left->lower, LINE_BYTES);
+        tile_multiply_signed_unsigned(0, 4, 5);
+        tile_load(6, left->upper, LINE_BYTES);
+        tile_multiply_signed(1, 4, 6);
+        tile_load(7, right->lower, LINE_BYTES);
+        tile_multiply_signed_unsigned(2, 4, 7);
+        tile_load(5, right->upper, LINE_BYTES);
+        tile_multiply_signed(3, 4, 5);
+    }
+    tile_store(0, sums[0], LINE_BYTES);
+    tile_store(1, sums[1], LINE_BYTES);
+    tile_store(2, sums[2], LINE_BYTES);
+    tile_store(3, sums[3], LINE_BYTES);
+}
+
+/* Sums of 16 rows from `x` on, and of 16 from `next` on: left outputs and right ones, of codes as they are. */
+static void sum_codes(const uint8_t *codes, long tiles, const int8_t *x, const int8_t *next, long stride,
+                      int32_t (*sums)[ROWS_OF_TILE][LANES])
+{
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (long tile = 0; tile < tiles; tile++, codes += 2 * TILE_BYTES) {
+        tile_load(4, x + tile * TILE_COLUMNS, stride);
+        tile_load(6, codes, 2 * LINE_BYTES);
+        tile_multiply_signed_unsigned(0, 4, 6);
+        tile_load(7, codes + LINE_BYTES, 2 * LINE_BYTES);
+        tile_multiply_signed_unsigned(1, 4, 7);
+        tile_load(5, next + tile * TILE_COLUMNS, stride);
+        tile_multiply_signed_unsigned(2, 5, 6);
+        tile_multiply_signed_unsigned(3, 5, 7);
+    }
+    tile_store(0, sums[0], LINE_BYTES);
+    tile_store(1, sums[1], LINE_BYTES);
+    tile_store(2, sums[2], LINE_BYTES);
+    tile_store(3, sums[3], LINE_BYTES);
+}
+
+/* Rows of one tile: the last one's may begin before the end of the one before, as tiles are whole. */
+typedef struct {
+    long row, begin, end;
+} tile_part;
+
+RZ_INLINE tile_part tile_part_of(long begin, long rows)
+{
+    return (tile_part){ least(begin, rows - ROWS_OF_TILE), begin, least(begin + ROWS_OF_TILE, rows) };
+}
+
+/* What `pairs` of groups' minimums come to. */
+RZ_INLINE i32 least_of(const int pairs, const int32_t (*minimums)[PANEL], const int32_t *sums)
+{
+    i32 least = i32_set1(0);
+#pragma GCC unroll 8
+    for (int i = 0; i < pairs; i++)
+        least = i32_dot_shorts(least, bytes_load(minimums[i]), bytes_repeat4(sums + i));
+    return least;
+}
+
+/* The same rows, from the first column of the next span on. */
+RZ_INLINE span_rows next_span(const span_slab *from, span_rows x)
+{
+    x.codes += from->each * BLOCK;
+    x.scales++;
+    x.starts++; /* where groups have no scales: else factors have none */
+    x.pairs += from->pairs ? from->pairs : 1;
+    return x;
+}
+
+/* Adds one side of a tile's rows, as add_span does. `at`: sums, of factors lower and upper ones. */
+static __attribute__((noinline)) void add_tile_sums(const span_slab *from, long span, int side, span_rows x,
+                                                    const int32_t *at, const int grouping, long count, float *sums)
+{
+    const f32 scale = f32_load(from->scale[span] + side * LANES), minimum = f32_load(from->minimum[span] + side * LANES);
+    const int32_t (*least)[PANEL] = (const int32_t (*)[PANEL])(from->least[span * from->pairs] + side * LANES);
+    const int pairs = from->minimums ? from->pairs : -1;
+    sums += side * LANES;
+    for (long row = 0; row < count; row++, at += LANES, sums += PANEL) {
+        const i32 more = grouping == BY_SPANS ? i32_set1(*x.starts) : _mm512_slli_epi32(i32_load(at + TILE_BYTES / 4), 8);
+        f32 value = f32_mul(f32_from_i32(i32_add(i32_load(at), more)), scale);
+        if (pairs == 4)
+            value = f32_fma(f32_from_i32(least_of(4, least, x.pairs)), minimum, value);
+        else if (pairs >= 0)
+            value = f32_fma(f32_from_i32(pairs ? least_of(pairs, least, x.pairs) : i32_set1(*x.pairs)), minimum, value);
+        f32_store(sums, f32_fma(value, f32_set1(*x.scales), f32_load(sums)));
+        x.starts += x.start_stride;
+        x.pairs += x.start_stride;
+        x.scales += x.scale_stride;
+    }
+}
+
+/* `x`: of the span. */
+RZ_INLINE void add_tiles(const int grouping, const span_slab *from, long span, span_rows x,
+                         const int32_t (*at)[ROWS_OF_TILE][LANES], tile_part part, float *sums)
+{
+    const int planes = grouping == BY_SPANS ? 1 : 2;
+    x.starts += part.begin * x.start_stride;
+    x.pairs += part.begin * x.start_stride;
+    x.scales += part.begin * x.scale_stride;
+    for (int side = 0; side < 2; side++)
+        add_tile_sums(from, span, side, x, at[side * planes][part.begin - part.row], grouping, part.end - part.begin,
+                      sums + part.begin * PANEL);
+}
+
+static void multiply_factors(const span_slab *from, long span, span_rows x, long rows, span_work *work, float *sums)
+{
+    for (long begin = 0; begin < rows; begin += ROWS_OF_TILE) {
+        const tile_part part = tile_part_of(begin, rows);
+        sum_factors((const factors (*)[2])work->tiles + span * from->each / 2, from->each / 2, x.codes + part.row * x.stride,
+                    x.stride, work->sums);
+        add_tiles(BY_BLOCKS, from, span, x, work->sums, part, sums);
+    }
+}
+
+static void multiply_codes(const span_slab *from, long span, span_rows x, long rows, span_work *work, float *sums)
+{
+    const long left = from->blocks - span * from->each, tiles = (least(left, from->each) + 1) / 2;
+    const uint8_t *codes = from->of.codes + span * from->each * BLOCK_BYTES;
+    if (from->of.ahead)
+        ask_for(codes + from->of.ahead, (size_t)least(left, from->each) * BLOCK_BYTES);
+    for (long begin = 0; begin < rows; begin += 2 * ROWS_OF_TILE) {
+        const tile_part part = tile_part_of(begin, rows), next = tile_part_of(begin + ROWS_OF_TILE, rows);
+        sum_codes(codes, tiles, x.codes + part.row * x.stride, x.codes + next.row * x.stride, x.stride, work->sums);
+        add_tiles(BY_SPANS, from, span, x, work->sums, part, sums);
+        if (next.begin < rows)
+            add_tiles(BY_SPANS, from, span, x, work->sums + 2, next, sums);
+    }
+}
+
+/* Codes, unpacked; those of 8 bits where they lie. They end with whole tiles. */
+static void take_codes(const rz_format *format, const places *at, span_slab *from)
+{
+    take_unpacked(format, at, from);
+    from->of.ahead = format->bits == 8 ? at->ahead : 0; /* those of fewer bits were asked for where they were unpacked */
+    if (from->blocks % 2 == 0)
+        return;
+    if (from->of.codes != from->of.unpacked)
+        memcpy(from->of.unpacked, from->of.codes, (size_t)from->blocks * BLOCK_BYTES);
+    from->of.codes = from->of.unpacked;
+    memset(from->of.unpacked + from->blocks * BLOCK_BYTES, 0, BLOCK_BYTES); /* columns of no one */
+}
+
+static void multiply_spans_in_tiles(const rz_format *format, const places *at, const rz_rounded *x, long first, long rows,
+                                    float *sums)
+{
+    const int whole = has_whole_scales(format);
+    /* Codes of 8 bits are read where they lie, which is a piece after the other. */
+    const long blocks = blocks_of(format), most = whole ? blocks_at_once(format) : PIECE;
+    span_work work;
+    span_slab here;
+    shape_tiles(2 * ROWS_OF_TILE);
+    describe_spans(format, &here);
+    for (long block = 0; block < blocks; block += most) {
+        take_spans(format, at, block, least(most, blocks - block), &here);
+        if (whole)
+            make_factors(format, at, &here, &work);
+        else
+            take_codes(format, at, &here);
+        span_rows rows_here = rows_of_spans(format, x, first, block / here.each);
+        for (long span = 0; span * here.each < here.blocks; span++, rows_here = next_span(&here, rows_here))
+            (whole ? multiply_factors : multiply_codes)(&here, span, rows_here, rows, &work, sums);
+    }
+}
+
+#endif
