@@ -3,7 +3,6 @@
 
 #include "quantized.h"
 #include "quantized_layout.h"
-#include "quantized_quads.h"
 #include "spans.h"
 
 size_t rz_rounded_bytes(long columns)
@@ -87,11 +86,12 @@ RZ_INLINE int32_t short_starts(const int8_t *codes, int count, int offset)
     return (int32_t)((uint32_t)(-offset * first & 0xffff) | (uint32_t)(-offset * second) << 16);
 }
 
-/* Sums of a span's codes, in groups, or of all of them. `halves`: those of `count` times 16 columns. */
-RZ_INLINE void sum_span(const rz_format *format, const int8_t *codes, const int32_t *halves, int count, int32_t *starts,
-                        int32_t *pairs)
+/* Sums of a span's codes, in groups, or of all of them. `halves`: those of `count` times 16 columns; `offset`: what the
+ * weight's codes are too large by. */
+RZ_INLINE void sum_span(const rz_format *format, int offset, int as_shorts, const int8_t *codes, const int32_t *halves,
+                        int count, int32_t *starts, int32_t *pairs)
 {
-    const int offset = unpacked_offset(format), as_shorts = starts_are_shorts(format), groups = groups_of_span(format);
+    const int groups = groups_of_span(format);
     int32_t sums[SPAN_GROUPS + 1] = { 0 };
     if (!has_whole_scales(format)) {
         for (int half = 0; half < count; half++)
@@ -113,6 +113,7 @@ static f32 round_spans(const rz_rounded *to, const rz_format *format, long row, 
 {
     const long blocks = blocks_of(format), all = blocks * BLOCK, most = span_of(format);
     const int groups = groups_of_span(format), pairs = (groups + 1) / 2;
+    const int offset = unpacked_offset(format), as_shorts = starts_are_shorts(format);
     int8_t *codes = to->codes + row * to->stride;
     float *scales = to->scales + row * blocks;
     int32_t *starts = to->starts + row * blocks * 2, *sums = to->pairs + row * blocks * 2;
@@ -131,7 +132,7 @@ static f32 round_spans(const rz_rounded *to, const rz_format *format, long row, 
         *scales++ = peak / 127.0f;
         for (int i = 0; i < count; i++)
             halves[i] = (int32_t)f32_sum(round_half(codes + first + i * LANES, values[i], inverse));
-        sum_span(format, codes + first, halves, count, starts, sums);
+        sum_span(format, offset, as_shorts, codes + first, halves, count, starts, sums);
     }
     return flaws;
 }

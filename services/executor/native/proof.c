@@ -114,11 +114,12 @@ static int proof_of_int8(proof *of, int bits, enum proof_scales of_what, int row
         of->codes[i] = (uint8_t)(of->w[i] + offset);
     }
     rz_reference_products(rows, PROOF_OUTPUTS, INPUTS, of->x, of->w, of->expected);
-    const rz_format format = { .bits = bits, .group = of_what == OF_ROWS ? 0 : GROUP, .per = whole ? GROUPS : 0, .offset = offset,
-                               .scale_type = whole ? RZ_I8 : RZ_F32, .super_type = RZ_F32, .minimums = RZ_NO_MINIMUMS,
-                               .columns = INPUTS };
+    const rz_format format = { .bits = bits, .group = of_what == OF_ROWS ? 0 : GROUP, .per = whole ? GROUPS : 0,
+                               .offset = offset, .scale_type = whole ? RZ_I8 : RZ_F32, .super_type = RZ_F32,
+                               .minimums = RZ_NO_MINIMUMS, .columns = INPUTS };
     const rz_codes weight = { .codes = of->codes, .scales = whole ? (const void *)numbers : scales, .supers = supers,
-                              .outputs = PROOF_OUTPUTS, .code_stride = INPUTS, .scale_stride = of_what == OF_ROWS ? 1 : GROUPS, .super_stride = 1 };
+                              .outputs = PROOF_OUTPUTS, .code_stride = INPUTS,
+                              .scale_stride = of_what == OF_ROWS ? 1 : GROUPS, .super_stride = 1 };
     rz_quantized_pack(packed, &format, &weight, 0, (PROOF_OUTPUTS + PANEL - 1) / PANEL);
     rz_rounded rounded = rz_rounded_in((char *)packed + rz_quantized_bytes(&format, PROOF_OUTPUTS), &format, rows);
     for (int row = 0; row < rows; row++)

@@ -30,7 +30,7 @@
 #include "decoder.h"
 #include "vector.h"
 
-enum { BLOCK = 32 /* columns that share a scale of the activations */ };
+enum { BLOCK = 32 /* columns, which share a scale of the activations unless a span does (spans.h) */ };
 
 /* Activations of some rows, rounded for one linear layer. */
 typedef struct {

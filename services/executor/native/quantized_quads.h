@@ -135,8 +135,9 @@ RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const 
             for (int row = 0; row < rows && SUMS_OF_16_BITS; row++)
 #pragma GCC unroll 2
                 for (int i = 0; i < sides; i++)
-                    dots[row][i] = scales ? i32_dot_shorts(dots[row][i], sums[row][i], plane ? bytes_left(scales[i], 4) : scales[i])
-                                          : i32_add_shorts(dots[row][i], sums[row][i], plane ? 16 : 1);
+                    dots[row][i] =
+                        scales ? i32_dot_shorts(dots[row][i], sums[row][i], plane ? bytes_left(scales[i], 4) : scales[i])
+                               : i32_add_shorts(dots[row][i], sums[row][i], plane ? 16 : 1);
         }
     }
 }

@@ -14,7 +14,7 @@ typedef struct {
     int pairs;          /* of groups that have minimums of their own, of a span */
     int short_sums;     /* whether scales are 16 bits, to multiply sums of 16 */
     long each;          /* blocks of a span */
-    int apart;          /* whether what codes are too large by is taken off whole sums, not those of 16 bits */
+    int wide_starts;    /* whether what codes are too large by is subtracted from whole sums, not from those of 16 bits */
 } span_slab;
 
 /* What is multiplied: the first row from the span's first column on, and how far the next one is. */
@@ -80,11 +80,13 @@ static void take_group_scales(const rz_format *format, const places *at, span_sl
     }
 }
 
-/* Scales of the blocks [first, first + blocks); codes are taken by what multiplies them. */
+/* Scales of the blocks [first, first + blocks); codes are taken by what multiplies them. Asks for the scales that come. */
 static void take_spans(const rz_format *format, const places *at, long first, long blocks, span_slab *to)
 {
     to->first = first;
     to->blocks = blocks;
+    for (long piece = (first + PIECE - 1) / PIECE * PIECE; piece < first + blocks; piece += PIECE)
+        ask_for(block_at(at, format->bits, piece) + at->ahead - at->head, at->head);
     if (!has_whole_scales(format)) {
         take_group_scales(format, at, to);
         return;
@@ -163,8 +165,8 @@ RZ_INLINE void add_span(const int rows, const int sides, const span_slab *from, 
         }
 }
 
-/* What codes are too large by, where it is not taken off already. */
-RZ_INLINE i32 take_off(const span_slab *from, int side, i32 whole, const int32_t *starts, long first, int groups)
+/* Subtracts what codes are too large by, where sums of 16 bits have no room for it. */
+RZ_INLINE i32 subtract_offsets(const span_slab *from, int side, i32 whole, const int32_t *starts, long first, int groups)
 {
     static const int32_t one = 1; /* and a zero, of 16 bits */
     for (long group = first; group < first + groups; group++) {
@@ -202,7 +204,7 @@ RZ_INLINE void add_group(const int rows, const int sides, const int bits, const 
     for (int i = 0; i < sides && grouping != BY_SPANS; i++)
         scales[i] = bytes_load(from->scales[group] + (side + i) * LANES);
     if (SUMS_OF_16_BITS && grouping != BY_SPANS) {
-        ADD_QUADS(wholes, scales, from->apart ? &nothing : x.starts + group, from->apart ? 0 : x.start_stride);
+        ADD_QUADS(wholes, scales, from->wide_starts ? &nothing : x.starts + group, from->wide_starts ? 0 : x.start_stride);
         return;
     }
 #pragma GCC unroll 6
@@ -250,10 +252,10 @@ RZ_INLINE void multiply_span_sides(const int rows, const int sides, const int bi
             if ((from->first + ++block) % PIECE == 0)
                 codes += from->of.head;
         }
-        if (SUMS_OF_16_BITS && grouping != BY_SPANS && from->apart)
+        if (SUMS_OF_16_BITS && grouping != BY_SPANS && from->wide_starts)
             for (int row = 0; row < rows; row++)
                 for (int i = 0; i < sides; i++)
-                    wholes[row][i] = take_off(from, side + i, wholes[row][i], x.starts + row * x.start_stride,
+                    wholes[row][i] = subtract_offsets(from, side + i, wholes[row][i], x.starts + row * x.start_stride,
                                               span * from->each * halves, (int)from->each * halves);
         add_span(rows, sides, from, span, side, wholes, x, sums);
         x.scales++;
@@ -362,7 +364,7 @@ static void describe_spans(const rz_format *format, span_slab *to)
 {
     to->minimums = has_minimums(format);
     to->pairs = has_whole_scales(format) ? (groups_of_span(format) + 1) / 2 : 0;
-    to->apart = !starts_are_shorts(format);
+    to->wide_starts = !starts_are_shorts(format);
     to->short_sums = 0;
     to->each = span_of(format) / BLOCK;
 }
@@ -383,6 +385,16 @@ static span_rows rows_of_spans(const rz_format *format, const rz_rounded *x, lon
                         x->pairs + first * blocks * 2 + span * ((groups + 1) / 2), x->stride, blocks, blocks * 2 };
 }
 
+/* The rows from row `row` of these on. */
+RZ_INLINE span_rows rows_from(span_rows x, long row)
+{
+    x.codes += row * x.stride;
+    x.scales += row * x.scale_stride;
+    x.starts += row * x.start_stride;
+    x.pairs += row * x.start_stride;
+    return x;
+}
+
 #if defined(__AMX_INT8__)
 #include "levels/spans_amx.h"
 #endif
@@ -391,12 +403,7 @@ static void multiply_slab_of_spans(span_tiles tiles, span_slab *from, span_rows 
 {
     for (long row = 0, left = (rows + ROWS - 1) / ROWS; left; left--) {
         const long count = (rows - row + left - 1) / left;
-        span_rows here = x;
-        here.codes += row * x.stride;
-        here.scales += row * x.scale_stride;
-        here.starts += row * x.start_stride;
-        here.pairs += row * x.start_stride;
-        (count <= FEWEST ? tiles.few[count] : tiles.more[count - FEWEST - 1])(from, here, sums + row * PANEL);
+        (count <= FEWEST ? tiles.few[count] : tiles.more[count - FEWEST - 1])(from, rows_from(x, row), sums + row * PANEL);
         row += count;
         from->of.ahead = 0;
     }
@@ -432,8 +439,6 @@ void rz_spans_panel(const rz_format *format, const uint8_t *panel, const uint8_t
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
     memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
-    for (long piece = 0; at.head && piece < blocks_of(format); piece += PIECE)
-        ask_for(block_at(&at, format->bits, piece) + at.ahead - at.head, at.head);
 #if defined(__AMX_INT8__)
     if (rows >= (has_whole_scales(format) ? FEWEST_FOR_FACTORS : ROWS_OF_TILE)) {
         multiply_spans_in_tiles(format, &at, x, first, rows, sums);

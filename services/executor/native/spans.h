@@ -43,8 +43,7 @@ RZ_INLINE int groups_of_span(const rz_format *format)
     return has_whole_scales(format) ? format->per : 1;
 }
 
-/* Whether what codes are too large by is taken off sums of 16 bits, in which they have room (add_quads); else off whole
- * ones. */
+/* Whether what codes are too large by is subtracted from sums of 16 bits, which have room for it (add_quads). */
 RZ_INLINE int starts_are_shorts(const rz_format *format)
 {
     const int offset = unpacked_offset(format);

@@ -146,16 +146,6 @@ RZ_INLINE tile_part tile_part_of(long begin, long rows)
     return (tile_part){ least(begin, rows - ROWS_OF_TILE), begin, least(begin + ROWS_OF_TILE, rows) };
 }
 
-/* What `pairs` of groups' minimums come to. */
-RZ_INLINE i32 least_of(const int pairs, const int32_t (*minimums)[PANEL], const int32_t *sums)
-{
-    i32 least = i32_set1(0);
-#pragma GCC unroll 8
-    for (int i = 0; i < pairs; i++)
-        least = i32_dot_shorts(least, bytes_load(minimums[i]), bytes_repeat4(sums + i));
-    return least;
-}
-
 /* The same rows, from the first column of the next span on. */
 RZ_INLINE span_rows next_span(const span_slab *from, span_rows x)
 {
@@ -166,26 +156,31 @@ RZ_INLINE span_rows next_span(const span_slab *from, span_rows x)
     return x;
 }
 
-/* Adds one side of a tile's rows, as add_span does. `at`: sums, of factors lower and upper ones. */
-static __attribute__((noinline)) void add_tile_sums(const span_slab *from, long span, int side, span_rows x,
-                                                    const int32_t *at, const int grouping, long count, float *sums)
+enum { ADDED_AT_ONCE = 4 /* rows of a tile */ };
+
+/* Adds `rows` rows of one side of a tile. `at`: sums, of factors lower and upper ones. */
+RZ_INLINE void add_tile_rows(const int grouping, const int rows, const span_slab *from, long span, int side, span_rows x,
+                             const int32_t (*at)[LANES], float *sums)
 {
-    const f32 scale = f32_load(from->scale[span] + side * LANES), minimum = f32_load(from->minimum[span] + side * LANES);
-    const int32_t (*least)[PANEL] = (const int32_t (*)[PANEL])(from->least[span * from->pairs] + side * LANES);
-    const int pairs = from->minimums ? from->pairs : -1;
-    sums += side * LANES;
-    for (long row = 0; row < count; row++, at += LANES, sums += PANEL) {
-        const i32 more = grouping == BY_SPANS ? i32_set1(*x.starts) : _mm512_slli_epi32(i32_load(at + TILE_BYTES / 4), 8);
-        f32 value = f32_mul(f32_from_i32(i32_add(i32_load(at), more)), scale);
-        if (pairs == 4)
-            value = f32_fma(f32_from_i32(least_of(4, least, x.pairs)), minimum, value);
-        else if (pairs >= 0)
-            value = f32_fma(f32_from_i32(pairs ? least_of(pairs, least, x.pairs) : i32_set1(*x.pairs)), minimum, value);
-        f32_store(sums, f32_fma(value, f32_set1(*x.scales), f32_load(sums)));
-        x.starts += x.start_stride;
-        x.pairs += x.start_stride;
-        x.scales += x.scale_stride;
+    i32 wholes[ROWS][2];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++) {
+        const i32 more = grouping == BY_SPANS ? i32_set1(x.starts[row * x.start_stride])
+                                              : _mm512_slli_epi32(i32_load(at[ROWS_OF_TILE + row]), 8);
+        wholes[row][0] = i32_add(i32_load(at[row]), more);
     }
+    add_span(rows, 1, from, span, side, wholes, x, sums);
+}
+
+/* All of one side: rows [0, count). */
+static __attribute__((noinline)) void add_tile_sums(const int grouping, const span_slab *from, long span, int side, span_rows x,
+                                                    const int32_t (*at)[LANES], long count, float *sums)
+{
+    long row = 0;
+    for (; row + ADDED_AT_ONCE <= count; row += ADDED_AT_ONCE)
+        add_tile_rows(grouping, ADDED_AT_ONCE, from, span, side, rows_from(x, row), at + row, sums + row * PANEL);
+    for (; row < count; row++)
+        add_tile_rows(grouping, 1, from, span, side, rows_from(x, row), at + row, sums + row * PANEL);
 }
 
 /* `x`: of the span. */
@@ -193,12 +188,9 @@ RZ_INLINE void add_tiles(const int grouping, const span_slab *from, long span, s
                          const int32_t (*at)[ROWS_OF_TILE][LANES], tile_part part, float *sums)
 {
     const int planes = grouping == BY_SPANS ? 1 : 2;
-    x.starts += part.begin * x.start_stride;
-    x.pairs += part.begin * x.start_stride;
-    x.scales += part.begin * x.scale_stride;
     for (int side = 0; side < 2; side++)
-        add_tile_sums(from, span, side, x, at[side * planes][part.begin - part.row], grouping, part.end - part.begin,
-                      sums + part.begin * PANEL);
+        add_tile_sums(grouping, from, span, side, rows_from(x, part.begin), at[side * planes] + part.begin - part.row,
+                      part.end - part.begin, sums + part.begin * PANEL);
 }
 
 static void multiply_factors(const span_slab *from, long span, span_rows x, long rows, span_work *work, float *sums)

@@ -170,8 +170,8 @@ BUGS = (
     Bug(
         "amx",
         "levels/spans_amx.h",
-        "_mm512_slli_epi32(i32_load(at + TILE_BYTES / 4), 8)",
-        "_mm512_slli_epi32(i32_load(at + TILE_BYTES / 4), 7)",
+        "_mm512_slli_epi32(i32_load(at[ROWS_OF_TILE + row]), 8)",
+        "_mm512_slli_epi32(i32_load(at[ROWS_OF_TILE + row]), 7)",
         "products of int8",
     ),
     Bug("amx", "levels/spans_amx.h", "tile_load(7, codes + LINE_BYTES", "tile_load(7, codes", "products of int8"),
