@@ -2,10 +2,10 @@
 
 The weights of all linear layers but a head that is not the embedding are quantised by the executor's own codecs, or as
 `models convert` writes them to a GGUF file, and widened again: the format's own cost. With activations, what goes into
-such a layer is rounded too: to int8 as the CPU's kernels have it (their integer sums are exact, so this
-is their cost beside the format's), or row by row as `torch._scaled_mm` on GPUs. Everything else is computed in
-`--dtype`. Served is what the executor itself computes from the same weights, with nothing simulated: its kernels, bf16
-between layers and in the KV cache.
+such a layer is rounded too: to int8 as the CPU's kernels have it (their integer sums are exact, so this is their cost
+beside the format's), or row by row as `torch._scaled_mm` on GPUs. Everything else is computed in `--dtype`. Served is
+what the executor itself computes from the same weights, with nothing simulated: its kernels, bf16 between layers and in
+the KV cache.
 
 Perplexity is over every token of a window but its first (`--skip` more), right is the share of them that are the most
 likely ones, top-1 the share of positions whose most likely next token is the same as without quantizing, and KL the
@@ -61,7 +61,7 @@ class Way:
 
     name: str
     codec: WeightCodec | GgufDtype | None = None
-    activations: Callable[[Tensor], Tensor] | None = None  # what rounds the rows that go into a layer
+    activations: partial[Tensor] | None = None  # what rounds the rows that go into a layer
     served: bool = False  # by the executor itself
 
 
@@ -72,7 +72,8 @@ def widened(rows: Tensor, codec: Codec) -> Tensor:
 
 
 def rounded(rows: Tensor, codec: RowsCodec | None = None) -> Tensor:
-    """`rows` [..., n] as the CPU's kernels take them for weights of `codec`; None: of a format whose groups are 32."""
+    """`rows` [..., n] as the CPU's kernels take them for weights of `codec`; None: of a format whose groups are 32.
+    GGUF's K types are none: they lose more than is shown, as `q4_k` does."""
     span = 32 if codec is None else activation_span(format_of(servable(codec.empty(1, rows.shape[-1]))))
     filled = nn.functional.pad(rows.float(), (0, -rows.shape[-1] % span)).unflatten(-1, (-1, span))
     scales = filled.abs().amax(-1, keepdim=True) / 127
@@ -83,7 +84,7 @@ def rounded(rows: Tensor, codec: RowsCodec | None = None) -> Tensor:
 # What is compared with the first. The last is not served: it shows what `torch._int_mm` would cost.
 WAYS = (
     Way("plain"),
-    Way("as it is, activations too", activations=rounded),
+    Way("as it is, activations too", activations=partial(rounded)),
     Way("as it is, served", served=True),
     *(
         Way(name + also, codec, activations, served)
@@ -98,7 +99,7 @@ WAYS = (
         Way(f"GGUF {name}{also}", dtype, activations)
         for name, dtype in GGUF_DTYPES.items()
         if name != "f32"
-        for also, activations in (("", None), (", activations too", rounded))
+        for also, activations in (("", None), (", activations too", partial(rounded)))
     ),
     Way("fp8, few rows", FP8),
     Way("fp8, many rows", FP8, partial(widened, codec=FP8)),
@@ -147,7 +148,7 @@ def computing(model: Any, way: Way) -> Iterator[None]:
         change = way.activations
         head = model.get_output_embeddings()
         for module in model.modules():
-            if isinstance(module, nn.Linear) and (module is not head or getattr(change, "func", change) is rounded):
+            if isinstance(module, nn.Linear) and (module is not head or change.func is rounded):
                 hooks.append(module.register_forward_pre_hook(lambda _, given: (change(given[0]),)))
     try:
         yield
