@@ -11,6 +11,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# Imported before those that are put off it would be imported by what it imports itself, and fail: that of
+# `torch._dynamo`, which Triton's and CUDA's parts of PyTorch ask for.
+NEEDS_REST = "torch.utils._content_store"
 # Where a version of PyTorch has no such modules, or needs what is in them at once, nothing is put off.
 PUT_OFF = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 
@@ -25,6 +28,15 @@ class _Empty(MetaPathFinder, Loader):
         return
 
 
+class _BeforeNeeded(MetaPathFinder):
+    """Imports what was put off before what cannot do without."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == NEEDS_REST:
+            import_rest()
+        return None
+
+
 def import_torch() -> None:
     """The first import of PyTorch in this process; without effect where it is not the first."""
     if "torch" in sys.modules:
@@ -35,6 +47,7 @@ def import_torch() -> None:
         importlib.import_module("torch")
     finally:
         sys.meta_path.remove(finder)
+    sys.meta_path.insert(0, _BeforeNeeded())
 
 
 def import_rest() -> None:

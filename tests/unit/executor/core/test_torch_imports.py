@@ -28,3 +28,19 @@ print(before, shape())
 def test_shapes_are_computed_once_the_rest_is_imported() -> None:
     said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "None (2, 3)"
+
+
+DYNAMO = """
+from services.executor.core.torch_imports import import_torch
+import_torch()
+import torch._dynamo
+import torch
+print(tuple(torch.cdist(torch.empty(2, 4, device="meta"), torch.empty(3, 4, device="meta")).shape))
+"""
+
+
+@pytest.mark.slow
+def test_what_cannot_do_without_the_rest_imports_it() -> None:
+    """Ranks on GPUs import TorchDynamo before any model is built."""
+    said = subprocess.run([sys.executable, "-c", DYNAMO], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "(2, 3)"
