@@ -46,10 +46,14 @@ class JoinedProduct:
 
 def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
-    if isinstance(weight, Tensor | QuantizedRows | DeferredRows):
+    if isinstance(weight, QuantizedRows | DeferredRows):
+        return products.make_product(weight, bias)
+    if isinstance(weight, Tensor) and (weight.dtype != torch.bfloat16 or not weight.is_contiguous()):
         return products.make_product(weight, bias)
     from services.executor.gpu import quantized_matmul  # with Triton, which not every host has
 
+    if isinstance(weight, Tensor):
+        return quantized_matmul.PlainProduct(weight, bias)
     if isinstance(weight, Quantized):
         return quantized_matmul.coded_product(weight, bias)
     return quantized_matmul.GroupedProduct(cast("PackedRows", weight), bias)

@@ -28,9 +28,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from services.executor.gpu.attention import processors_of
 from services.executor.gpu.kernels.grouped import PARTS, PackedRows, multiply_grouped, widened
+from services.executor.gpu.kernels.grouped_row import multiply_row_grouped
 from services.executor.gpu.kernels.matmul import (
     BATCH_INVARIANT_PROCESSORS,
     BATCH_INVARIANT_ROWS,
@@ -41,6 +43,7 @@ from services.executor.gpu.kernels.matmul import (
     encode_rows,
     multiply_alike,
     multiply_few,
+    multiply_one,
     tiles_of,
 )
 from services.executor.kv_cache.codecs import FP8
@@ -71,6 +74,19 @@ def scaled_by_rows(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales:
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
+
+
+class PlainProduct:
+    """With a weight in bf16. By the library, but for a single row: on an H100 it reads the weights of an 8B's layers 6%
+    slower than `multiply_one`, whose rows lie side by side in memory as its programs take them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return multiply_one(x if x.stride(1) == 1 else x.contiguous(), self._weight, None, self._bias)
+        return functional.linear(x, self._weight, self._bias)
 
 
 class CodedProduct:
@@ -126,6 +142,8 @@ class GroupedProduct:
                 multiply_grouped(x[first:end], weight, bias, self._arrivals, cut, out[first:end])
         elif len(x) > MOST_ROWS:
             multiply_widened_groups(x, weight, bias, out)
+        elif len(x) == 1:
+            multiply_row_grouped(x, weight, bias, self._arrivals, self._processors, out)
         elif len(x):
             cut = tiles_of(len(x), weight.outputs, weight.columns, self._processors)
             multiply_grouped(x, weight, bias, self._arrivals, cut, out)

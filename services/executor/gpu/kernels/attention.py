@@ -155,14 +155,6 @@ def attend(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if SLOPES:
         slope = tl.load(slopes + head * GROUP + member)
-    if SINKS:
-        # Counted once: a row's sink belongs to the first part of its keys.
-        sink = tl.load(sinks + head * GROUP + member).to(tl.float32) * LOG2E
-        if SLOPES:
-            # Turns count from the row's own position, which changes no weight if all are counted so.
-            sink -= slope * LOG2E * position.to(tl.float32)
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(split == 0, 1.0, total)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     unit = 0.0
     q_unit = 1.0
@@ -243,6 +235,19 @@ def attend(
                 largest, total, sums, unit, KV_HEADS, SIZE, WIDTH, BLOCK_D, BLOCK_M, EDGE, CODE, CAPPED, WINDOWED,
                 SLOPES, PRECISION, WIDE, WRITABLE, True, ALL,
             )  # fmt: skip
+
+    if SINKS:
+        # Weighed after the keys, whose weights float16 would lose beside a sink a thousand times as large; counted once: a
+        # row's sink belongs to the first part of its keys.
+        sink = tl.load(sinks + head * GROUP + member).to(tl.float32) * LOG2E
+        if SLOPES:
+            # Turns count from the row's own position, which changes no weight if all are counted so.
+            sink -= slope * LOG2E * position.to(tl.float32)
+        higher = tl.where(split == 0, tl.maximum(largest, sink), largest)
+        keep = tl.exp2(largest - higher)
+        total = total * keep + tl.where(split == 0, tl.exp2(sink - higher), 0.0)
+        sums = sums * keep[:, None]
+        largest = higher
 
     # Found anew: kept through all turns, the rows' places would take registers that the sums need.
     again = tl.load(tile_first + tile, volatile=True)

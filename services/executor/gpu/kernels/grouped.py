@@ -119,7 +119,7 @@ class PackedRows:
 
 
 @triton.jit
-def _codes_of(low, high, PART: tl.constexpr, BITS: tl.constexpr):
+def codes_of(low, high, PART: tl.constexpr, BITS: tl.constexpr):
     """int32: the codes of a part, of words that hold all."""
     if BITS == 8:
         return (low >> (8 * (PART % 4))) & 255
@@ -137,7 +137,7 @@ def _codes_of(low, high, PART: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _of_table(code, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
+def of_table(code, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
     """int32: the entries, of which four lie in each word, lowest byte first."""
     below = tl.where((code & 4) == 0, T0, T1)
     above = tl.where((code & 4) == 0, T2, T3)
@@ -153,7 +153,7 @@ def _whole_numbers(
     """What the codes stand for but for scale and minimum, exactly: in bf16; WIDE: in float32. `zero`: int32, for each
     row."""
     if TABLE:
-        number = _of_table(code, T0, T1, T2, T3)
+        number = of_table(code, T0, T1, T2, T3)
         if ZEROS:
             number -= zero[:, None]
         made = number.to(tl.float32)
@@ -225,9 +225,9 @@ def grouped_sums(
             if WIDE:
                 values = values.to(tl.float32)
             if BITS == 8 and part >= 4:
-                code = _codes_of(top, top, part, BITS)
+                code = codes_of(top, top, part, BITS)
             else:
-                code = _codes_of(low, top, part, BITS)
+                code = codes_of(low, top, part, BITS)
             weights = _whole_numbers(code, zero, OFFSET, ZEROS, BITS, TABLE, T0, T1, T2, T3, WIDE)
             inner = tl.dot(weights, values, inner, input_precision="ieee")
             if MINS:
@@ -315,9 +315,9 @@ def widen_rows_kernel(
         if ZEROS:
             zero = tl.load(zeros + at).to(tl.int32)
         if BITS == 8 and part >= 4:
-            code = _codes_of(top, top, part, BITS)
+            code = codes_of(top, top, part, BITS)
         else:
-            code = _codes_of(low, top, part, BITS)
+            code = codes_of(low, top, part, BITS)
         values = _whole_numbers(code, zero, OFFSET, ZEROS, BITS, TABLE, T0, T1, T2, T3, True) * scale[:, None]
         if MINS:
             least = tl.load(mins + at).to(tl.float32)

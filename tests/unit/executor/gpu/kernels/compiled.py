@@ -20,6 +20,7 @@ from torch import Tensor
 
 from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, pages, sampling
 from services.executor.gpu.kernels.grouped import multiply_grouped
+from services.executor.gpu.kernels.grouped_row import multiply_row_grouped
 from services.executor.gpu.kernels.matmul import BLOCK_N, arrivals_for, encode_rows, multiply_few, tiles_of
 from services.executor.gpu.kernels.tiles import rows_for
 from services.executor.gpu.quantized_matmul import packed_rows
@@ -205,11 +206,21 @@ def few_grouped(rows: int, kind: str, bias: bool) -> None:
     multiply_grouped(meta(rows, 4096), replace(packed, **parts), addend, arrivals, cut, out)
 
 
+def one_grouped(kind: str) -> None:
+    """Launches the product of a single row with such codes."""
+    packed = packed_rows(QUANTIZERS[kind].empty(64, 4096))
+    parts = {name: part.to("meta") for name, part in vars(packed).items() if isinstance(part, Tensor)}
+    arrivals = arrivals_for(64, torch.device("meta"))
+    multiply_row_grouped(meta(1, 4096), replace(packed, **parts), None, arrivals, PROCESSORS, meta(1, 64))
+
+
 def product_kernels() -> Iterator[Compiled]:
     yield from compile_work("few rows", partial(few, 64, 4096, 4096, FP8, bias=True))
     yield from compile_work("one row", partial(few, 1, 4096, 4096, FP8, bias=True))
     yield from compile_work("encode", partial(encode_rows, meta(64, 28_672), FP8))
-    yield from compile_work("few rows int4", partial(few_grouped, 1, "int4", bias=False))
+    yield from compile_work("few rows int4", partial(few_grouped, 2, "int4", bias=False))
+    for kind in ("int4", "q4_k", "q6_k", "q8_0"):
+        yield from compile_work(f"one row {kind}", partial(one_grouped, kind))
 
 
 EXPERTS, EXPERT_INNER, EXPERT_HIDDEN = 128, 768, 2048  # a layer of Qwen 3 30B-A3B, 8 experts a row
