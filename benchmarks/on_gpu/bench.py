@@ -6,7 +6,7 @@ lines as soon as it is known; the parent reads them whether the process ends, fa
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -112,6 +112,18 @@ def read_report(path: Path) -> Report:
     if report is None or report.format != FORMAT:
         raise ValueError(f"{path} is not a results file of `python -m benchmarks.gpu` (format {FORMAT})")
     return report
+
+
+def combined(reports: Sequence[Report], order: Sequence[str]) -> Report:
+    """Runs of one machine as one: each section in the last run that has it, in `order`. Raises ValueError for runs of
+    several machines."""
+    first = reports[0]
+    if any(report.machine != first.machine for report in reports):
+        raise ValueError("the results files are of different machines or versions; give those of one")
+    sections = {section.name: section for report in reports for section in report.sections}
+    known = sorted(sections.values(), key=lambda section: order.index(section.name) if section.name in order else -1)
+    command = "`, `".join(dict.fromkeys(report.command for report in reports))
+    return msgspec.structs.replace(first, command=command, sections=known)
 
 
 def append_row(path: Path, row: Row) -> None:

@@ -12,7 +12,7 @@ import typer
 from benchmarks.errors import BenchError
 from benchmarks.harness import command, machine, show, today, versions
 from benchmarks.on_gpu import wheels as wheelhouse
-from benchmarks.on_gpu.bench import Report, read_report
+from benchmarks.on_gpu.bench import Report, combined, read_report
 from benchmarks.on_gpu.device import card, driver
 from benchmarks.on_gpu.running import Runner, command_of
 from benchmarks.on_gpu.sections import HEADLINE, SECTIONS, Section, chosen
@@ -35,7 +35,10 @@ def main(
         bool, typer.Option("--dry-run", help="Run every section's code on the CPU, with tiny shapes.")
     ] = False,
     markdown_of: Annotated[
-        Path | None, typer.Option("--markdown", help="Print a results file as docs/gpu.md has it, and end.")
+        list[Path] | None,
+        typer.Option(
+            "--markdown", help="Print results files as docs/gpu.md has them, and end; a section is the last one's."
+        ),
     ] = None,
     into: Annotated[Path | None, typer.Option(help="With --markdown: the page to put it into.")] = None,
     wheels: Annotated[
@@ -47,7 +50,7 @@ def main(
     if list_sections:
         for section in (*SECTIONS, HEADLINE):
             print(f"{section.name:13} {section.title} (at most {section.most:.0f} s)")
-    elif markdown_of is not None:
+    elif markdown_of:
         _page(markdown_of, into)
     elif wheels is not None:
         _download(wheels, python)
@@ -112,9 +115,9 @@ def verdict(report: Report) -> int:
     return int(wrong or any(section.status != "done" for section in report.sections))
 
 
-def _page(results: Path, into: Path | None) -> None:
+def _page(results: Sequence[Path], into: Path | None) -> None:
     try:
-        report = read_report(results)
+        report = combined([read_report(path) for path in results], [section.name for section in (*SECTIONS, HEADLINE)])
         if into is None:
             print(markdown(report))
         else:

@@ -223,17 +223,25 @@ class Problem:
 
     def _one(self, query: Tensor, both: tuple[Tensor, Tensor], before: int) -> Tensor:
         """`query` [rows, kv heads, group, d], after `before` tokens; `both`: keys and values [2, kv heads, context, d]
-        as they are kept, and as they were written."""
+        as they are kept, and as they were written. Head by head: its scores in float64 are hundreds of megabytes."""
+        heads = [
+            self._head(head, query[:, head], tuple(one[:, head] for one in both), before)
+            for head in range(self.case.kv_heads)
+        ]
+        return torch.stack(heads, dim=1)
+
+    def _head(self, head: int, query: Tensor, both: tuple[Tensor, ...], before: int) -> Tensor:
+        """The same of one KV head: `query` [rows, group, d], `both` [2, context, d]."""
         case = self.case
-        places = torch.arange(both[0].shape[2], device=self.device)
+        places = torch.arange(both[0].shape[1], device=self.device)
         own = before + torch.arange(query.shape[0], device=self.device)[:, None]
         at_home = places // case.block == own // case.block
-        kept, written = (torch.einsum("rhgd,hkd->hgrk", query, keys) for keys, _ in both)
+        kept, written = (torch.einsum("rgd,kd->grk", query, keys) for keys, _ in both)
         scores = torch.where(at_home, written, kept) * case.width**-0.5
         if case.softcap is not None:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         if self.slopes is not None:
-            scores = scores + self.slopes.double()[..., None, None] * places
+            scores = scores + self.slopes[head].double()[:, None, None] * places
         seen = places <= own
         if case.window is not None:
             seen &= places > own - case.window
@@ -241,12 +249,12 @@ class Problem:
             seen &= (places >= case.first) | (places == own)
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:
-            column = self.sinks.double()[..., None, None].expand(*scores.shape[:-1], 1)
+            column = self.sinks[head].double()[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., : len(places)]
         shares = (weights.masked_fill(at_home, 0.0), weights.masked_fill(~at_home, 0.0))
         return sum(
-            (torch.einsum("hgrk,hkd->rhgd", share, values) for share, (_, values) in zip(shares, both, strict=True)),
+            (torch.einsum("grk,kd->rgd", share, values) for share, (_, values) in zip(shares, both, strict=True)),
             start=torch.zeros(query.shape, dtype=torch.float64, device=self.device),
         )
 

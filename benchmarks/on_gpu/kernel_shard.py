@@ -64,6 +64,7 @@ def main() -> None:
     import torch
 
     from benchmarks.on_gpu.kernel_cases import check
+    from benchmarks.on_gpu.machine import release
     from services.executor.core.gpu_errors import is_gpu_error
 
     device = torch.device("cpu") if tiny else torch.device("cuda", 0)
@@ -79,6 +80,7 @@ def main() -> None:
                 raise  # nothing more can be computed in this process
         else:
             append_row(out, row)
+        release(device)  # other parts want what this case has held
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.on_gpu.bench import Report, Row, SectionResult, data_sheet, line, shown
-from benchmarks.on_gpu.table import BEGIN, END, aims, parts, put_into
+from benchmarks.on_gpu.bench import Report, Row, SectionResult, combined, data_sheet, line, shown
+from benchmarks.on_gpu.table import BEGIN, END, aims, markdown, parts, put_into
 from tests.unit.benchmarks.terminal import shown as rendered
 
 PAGE = Path(__file__).parents[4] / "docs/gpu.md"
@@ -57,14 +57,37 @@ def test_the_table_has_every_row_every_error_and_the_aims() -> None:
 
 def test_a_page_gets_its_figures_between_the_marks() -> None:
     page = PAGE.read_text()
+    head, _, rest = page.partition(f"`{BF16.key}` ")
+    row, _, rest = rest.partition("\n")
+    page = f"{head}`{BF16.key}` {row.rpartition(' | ')[0]} | not yet measured |\n{rest}"
     filled = put_into(page, report(BF16))
     assert "| 250 tok/s, 87% of the limit (NVIDIA H200, 2026-01-01) |" in filled
-    assert filled.count("not yet measured") == page.count("not yet measured") - 1 > 0
-    assert filled.count(BF16.key) == page.count(BF16.key)
+    assert filled.count("not yet measured") == page.count("not yet measured") - 1
     assert "| decode | 250 tok/s |" in filled
     assert put_into(filled, report(BF16)) == filled, "what was there before is replaced"
     with pytest.raises(ValueError, match=f"has no lines {BEGIN} and {END}"):
         put_into("nothing", report())
+
+
+def test_a_page_has_many_checks_as_one_and_no_sums_of_a_ring_of_one() -> None:
+    checks = [Row(f"c/{at}", f"check {at}", at / 100, "error", 0.2) for at in range(13)]
+    text = markdown(report(*checks, Row("collectives/1/nccl/8192", "sum over 1", 0.2, "us"), BF16))
+    assert "check 12; 13 checks are right" in text
+    assert "| check 3 |" not in text
+    assert "sum over 1" not in text
+    wrong = replace(checks[3], ok=False)
+    assert "**wrong**" in markdown(report(*checks, wrong))
+    assert "| check 3 |" in markdown(report(*checks[:4])), "few are told one by one"
+
+
+def test_runs_of_one_machine_are_combined() -> None:
+    first, second = report(BF16), report(replace(BF16, figure=260.0))
+    first.sections.append(SectionResult("machine", "done", rows=[LOADING]))
+    both = combined([first, second], ["machine", "all"])
+    assert [section.name for section in both.sections] == ["machine", "all"]
+    assert both.row(BF16.key) == replace(BF16, figure=260.0)
+    with pytest.raises(ValueError, match="different machines"):
+        combined([first, replace(second, machine={})], [])
 
 
 def test_figures_have_three_digits() -> None:
