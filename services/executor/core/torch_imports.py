@@ -11,9 +11,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Imported before those that are put off it would be imported by what it imports itself, and fail: that of
-# `torch._dynamo`, which Triton's and CUDA's parts of PyTorch ask for.
-NEEDS_REST = "torch.utils._content_store"
+# These import each other, and only in this order. What is put off would have imported the first; `torch._dynamo`, which
+# Triton's and CUDA's parts of PyTorch ask for, imports the second.
+FIRST, SECOND = "torch._prims", "torch.utils._content_store"
 # Where a version of PyTorch has no such modules, or needs what is in them at once, nothing is put off.
 PUT_OFF = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 
@@ -28,12 +28,12 @@ class _Empty(MetaPathFinder, Loader):
         return
 
 
-class _BeforeNeeded(MetaPathFinder):
-    """Imports what was put off before what cannot do without."""
+class _InOrder(MetaPathFinder):
+    """Imports the first before the second."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == NEEDS_REST:
-            import_rest()
+        if name == SECOND and FIRST not in sys.modules:
+            importlib.import_module(FIRST)
         return None
 
 
@@ -47,7 +47,7 @@ def import_torch() -> None:
         importlib.import_module("torch")
     finally:
         sys.meta_path.remove(finder)
-    sys.meta_path.insert(0, _BeforeNeeded())
+    sys.meta_path.insert(0, _InOrder())
 
 
 def import_rest() -> None:
