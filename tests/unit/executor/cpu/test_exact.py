@@ -211,8 +211,9 @@ def test_a_request_that_finds_its_prompt_in_the_cache_says_what_it_said_before(r
 
 
 def _attempt(ring: Ring, which: int, done: int, number: int) -> GenerationRequest:
-    """The `number`-th attempt at one of the requests, whose earlier ones have come `done` tokens far."""
+    """The `number`-th attempt at one of the requests, whose earlier ones have come some tokens far."""
     request = ring.requests[which % len(ring.requests)]
     fields = {name: getattr(request, name) for name in request.__struct_fields__}
-    generated = [one.token for one in ring.said[request.generation_id][:done]]
+    said = ring.said[request.generation_id]
+    generated = [one.token for one in said[: done % len(said)]]  # one that is finished would compute nothing
     return GenerationRequest(**{**fields, "generated": generated, "attempt": number})
