@@ -203,6 +203,8 @@ static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long 
     int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int done = 0; tiles; tiles--) {
         int here = (rows - done + tiles - 1) / tiles;
+        if (ROWS_ALIKE > 1 && rows - done > TILE_ROWS) /* 48 are 32 and 16, not 24 twice */
+            here = (here + ROWS_ALIKE - 1) / ROWS_ALIKE * ROWS_ALIKE;
         rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, NULL);
         done += here;
     }

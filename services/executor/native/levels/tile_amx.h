@@ -8,6 +8,9 @@
 /* Tiles 0 to 3: sums of (rows 0, outputs 0), (0, 16), (16, 0), (16, 16); 4 and 5: rows of x; 6 and 7: weights. */
 static void shape_tiles(int rows)
 {
+    /* Whole tiles are whole in the shapes of two, too. */
+    if (rows == ROWS_OF_TILE && shaped_as > SHAPED_FOR_ROWS + rows && shaped_as <= SHAPED_FOR_ROWS + 2 * rows)
+        return;
     if (!shape_anew(SHAPED_FOR_ROWS + rows))
         return;
     const int first = rows < ROWS_OF_TILE ? rows : ROWS_OF_TILE, second = rows > first ? rows - first : 1;
