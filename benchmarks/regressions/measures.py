@@ -68,6 +68,10 @@ class Recorded(msgspec.Struct, frozen=True):
     machine: str  # ratios of another kind of machine are told, and decide nothing
     ratios: dict[str, Ratio]
 
+    def is_of(self, machine: str) -> bool:
+        """Whether it was recorded on a machine of that kind: processor and cores."""
+        return self.machine.split(", ")[:2] == machine.split(", ")[:2]
+
 
 class Finding(msgspec.Struct, frozen=True):
     """One ratio against the one that was recorded."""
@@ -116,6 +120,14 @@ BETTER: dict[str, Better] = {
     "native kernels, speed of a decode step against PyTorch": "more",
     "native kernels, speed of a prefill against PyTorch": "more",
     "int8 blocks, time of a decode step against bf16": "less",
+    "int8 blocks, time of a decode step at 32,768 tokens against 1,024": "less",
+    "bf16 weights, speed of a product of 64 rows against PyTorch": "more",
+    "int8 weights, speed of a product of 64 rows against bf16": "more",
+    "q8_0 weights, speed of a product of 64 rows against bf16": "more",
+    "q6_k weights, speed of a product of 64 rows against bf16": "more",
+    "q4_k weights, speed of a product of 64 rows against bf16": "more",
+    "int4 weights, speed of a product of 64 rows against bf16": "more",
+    "q4_k weights, speed of a product of 1 row against bf16": "more",
     "grammar, time of a decode step against none": "less",
     "2 ranks, speed of a decode step against 1": "more",
     "2 ranks, speed of a prefill against 1": "more",
@@ -137,7 +149,7 @@ def ratios(pairs: list[Pair], rounds: int) -> Rounds:
     return found
 
 
-def _pair(name: str, first: Callable[[], float], second: Callable[[], float]) -> Pair:
+def pair_of(name: str, first: Callable[[], float], second: Callable[[], float]) -> Pair:
     return Pair(name, BETTER[name], first, second)
 
 
@@ -176,7 +188,7 @@ def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
             stepper.prepare(plans)
         ours = timed(lambda plan=plans.measured: native.step(plan), times * effort)  # type: ignore[misc]
         theirs = timed(lambda plan=plans.measured: plain.step(plan), times * effort)  # type: ignore[misc]
-        yield _pair(f"native kernels, speed of a {kind} against PyTorch", ours, theirs)
+        yield pair_of(f"native kernels, speed of a {kind} against PyTorch", ours, theirs)
 
 
 def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
@@ -185,7 +197,7 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 
     plan = decode_plan(8, 1024)
     bf16, int8 = (make_step(model, kind, threads, 8 * 64) for kind in ("bf16", "int8"))  # type: ignore[arg-type]
-    yield _pair(
+    yield pair_of(
         "int8 blocks, time of a decode step against bf16",
         timed(lambda: bf16(plan), 4 * effort),
         timed(lambda: int8(plan), 4 * effort),
@@ -201,7 +213,7 @@ def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
         def decode(case: str) -> Callable[[], float]:
             return lambda: bench.decode(CASES[case], 8, 8 * effort)[0]
 
-        return ratios([_pair(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
+        return ratios([pair_of(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
 
 
 # --- rings ---------------------------------------------------------------------------------------
@@ -218,7 +230,7 @@ def ring(model: Path, rounds: int, effort: int) -> Rounds:
         found: Rounds = {}
         for kind, steps in (("decode step", Decode(16, 320)), ("prefill", Prefill(256))):
             plans = one.begin(steps), two.begin(steps)
-            pair = _pair(
+            pair = pair_of(
                 f"2 ranks, speed of a {kind} against 1",
                 lambda plan=plans[1]: sum(two.steps(plan, 2 * effort)[0]),  # type: ignore[misc]
                 lambda plan=plans[0]: sum(one.steps(plan, 2 * effort)[0]),  # type: ignore[misc]

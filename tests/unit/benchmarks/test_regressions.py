@@ -87,7 +87,7 @@ def test_a_regression_fails_once_it_has_been_seen_twice(
 def test_ratios_of_another_machine_decide_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import msgspec
 
-    other = msgspec.json.encode(recorded(0.8, "Another CPU, 96 cores"))
+    other = msgspec.json.encode([recorded(0.8, "Another CPU, 96 cores")])
     (tmp_path / "ratios.json").write_bytes(other)
     code, output, _ = run(monkeypatch, tmp_path, [[1.0] * 3, [1.0] * 3])
     assert (code, "another kind of machine" in output) == (0, True)
@@ -105,6 +105,21 @@ def test_what_is_recorded_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert found.machine == machine()
 
 
+def test_each_kind_of_machine_has_its_own_record(tmp_path: Path) -> None:
+    import msgspec
+
+    path = tmp_path / "ratios.json"
+    other = recorded(0.8, "Another CPU, 96 cores")
+    path.write_bytes(msgspec.json.encode([other]))
+    assert command.read(path) == other, "better than none"
+    for median in (0.5, 0.6):
+        command.write({NAME: [median] * 5}, path)
+        found = command.read(path)
+        assert found is not None
+        assert (found.machine, found.ratios[NAME].median) == (machine(), median)
+    assert len(msgspec.json.decode(path.read_bytes(), type=list[Recorded])) == 2
+
+
 def test_a_measure_that_is_gone_is_no_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     command.write({NAME: [0.8] * 5, "gone": [1.0] * 5}, tmp_path / "ratios.json")
     code, output, _ = run(monkeypatch, tmp_path, [[0.8] * 3])
@@ -113,7 +128,7 @@ def test_a_measure_that_is_gone_is_no_pass(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_without_recorded_ratios_nothing_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert run(monkeypatch, tmp_path, [[0.8] * 3])[0] == 1
-    (tmp_path / "ratios.json").write_text("[]")
+    (tmp_path / "ratios.json").write_text("{}")
     with pytest.raises(BenchError, match="make it anew"):
         command.read(tmp_path / "ratios.json")
 
