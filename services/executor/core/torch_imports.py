@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 # These import each other, and only in this order. What is put off would have imported the first; `torch._dynamo`, which
-# Triton's and CUDA's parts of PyTorch ask for, imports the second.
+# a rank on a GPU imports before it builds a model, imports the second.
 FIRST, SECOND = "torch._prims", "torch.utils._content_store"
 # Where a version of PyTorch has no such modules, or needs what is in them at once, nothing is put off.
 PUT_OFF = ("torch._meta_registrations", "torch.distributed._meta_registrations")

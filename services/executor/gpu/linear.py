@@ -46,9 +46,8 @@ class JoinedProduct:
 
 def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
-    if isinstance(weight, QuantizedRows | DeferredRows):
-        return products.make_product(weight, bias)
-    if isinstance(weight, Tensor) and (weight.dtype != torch.bfloat16 or not weight.is_contiguous()):
+    of_bf16 = isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    if isinstance(weight, Tensor | QuantizedRows | DeferredRows) and not of_bf16:
         return products.make_product(weight, bias)
     from services.executor.gpu import quantized_matmul  # with Triton, which not every host has
 

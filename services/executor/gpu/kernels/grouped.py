@@ -119,10 +119,26 @@ class PackedRows:
 
 
 @triton.jit
-def codes_of(low, high, PART: tl.constexpr, BITS: tl.constexpr):
-    """int32: the codes of a part, of words that hold all."""
+def words_of(codes, high, place, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """int32: the words of block `place`, SIZE of each kind, at `inside`; then those of the highest bits; of 8 bits, of the
+    last four parts. Where all codes are in the first, those again."""
     if BITS == 8:
-        return (low >> (8 * (PART % 4))) & 255
+        low = tl.load(codes + place * (2 * SIZE) + inside)
+        top = tl.load(codes + place * (2 * SIZE) + SIZE + inside)
+    else:
+        low = tl.load(codes + place * SIZE + inside).to(tl.int32)
+        top = low
+    if BITS == 3 or BITS == 5 or BITS == 6:
+        top = tl.load(high + place * SIZE + inside).to(tl.int32)
+    return low, top
+
+
+@triton.jit
+def codes_of(low, high, PART: tl.constexpr, BITS: tl.constexpr):
+    """int32: the codes of a part, of `words_of` a block."""
+    if BITS == 8:
+        word = high if PART >= 4 else low
+        return (word >> (8 * (PART % 4))) & 255
     if BITS < 4:
         code = (low >> (2 * PART)) & 3
         if BITS == 3:
@@ -193,14 +209,7 @@ def grouped_sums(
     first = tile.to(tl.int64) * blocks
     sums = tl.zeros([TILE, BLOCK_T], tl.float32)
     for block in range(begin, end):
-        if BITS == 8:
-            low = tl.load(codes + (first + block) * (2 * LANES * TILE) + inside)
-            top = tl.load(codes + (first + block) * (2 * LANES * TILE) + LANES * TILE + inside)
-        else:
-            low = tl.load(codes + (first + block) * (LANES * TILE) + inside).to(tl.int32)
-            top = low
-        if BITS == 3 or BITS == 5 or BITS == 6:
-            top = tl.load(high + (first + block) * (LANES * TILE) + inside).to(tl.int32)
+        low, top = words_of(codes, high, first + block, inside, LANES * TILE, BITS)
         if SUPERS:
             place = (tile * of_supers + block // super_run) * TILE + row
             over = tl.load(supers + place).to(tl.float32)
@@ -224,10 +233,7 @@ def grouped_sums(
                 values = tl.load(of_x + k[:, None], mask=(k < columns)[:, None], other=0.0)
             if WIDE:
                 values = values.to(tl.float32)
-            if BITS == 8 and part >= 4:
-                code = codes_of(top, top, part, BITS)
-            else:
-                code = codes_of(low, top, part, BITS)
+            code = codes_of(low, top, part, BITS)
             weights = _whole_numbers(code, zero, OFFSET, ZEROS, BITS, TABLE, T0, T1, T2, T3, WIDE)
             inner = tl.dot(weights, values, inner, input_precision="ieee")
             if MINS:
@@ -295,14 +301,7 @@ def widen_rows_kernel(
         tile, row = n // TILE, n % TILE
     place = tile.to(tl.int64) * blocks + block
     inside = row[:, None] * LANES + lane[None, :]
-    if BITS == 8:
-        low = tl.load(codes + (place * (2 * LANES * TILE))[:, None] + inside)
-        top = tl.load(codes + (place * (2 * LANES * TILE))[:, None] + LANES * TILE + inside)
-    else:
-        low = tl.load(codes + (place * (LANES * TILE))[:, None] + inside).to(tl.int32)
-        top = low
-    if BITS == 3 or BITS == 5 or BITS == 6:
-        top = tl.load(high + (place * (LANES * TILE))[:, None] + inside).to(tl.int32)
+    low, top = words_of(codes, high, place[:, None], inside, LANES * TILE, BITS)
     of_groups = tl.cdiv(blocks, run) * GROUPS
     of_supers = tl.cdiv(blocks, super_run)
     for part in tl.static_range(8):
@@ -314,10 +313,7 @@ def widen_rows_kernel(
         zero = row
         if ZEROS:
             zero = tl.load(zeros + at).to(tl.int32)
-        if BITS == 8 and part >= 4:
-            code = codes_of(top, top, part, BITS)
-        else:
-            code = codes_of(low, top, part, BITS)
+        code = codes_of(low, top, part, BITS)
         values = _whole_numbers(code, zero, OFFSET, ZEROS, BITS, TABLE, T0, T1, T2, T3, True) * scale[:, None]
         if MINS:
             least = tl.load(mins + at).to(tl.float32)

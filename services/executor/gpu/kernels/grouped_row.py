@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.executor.gpu.kernels.grouped import PARTS, PackedRows, codes_of, constants_of, of_table, tensors_of
+from services.executor.gpu.kernels.grouped import (
+    PARTS,
+    PackedRows,
+    codes_of,
+    constants_of,
+    of_table,
+    tensors_of,
+    words_of,
+)
 from services.executor.gpu.kernels.matmul import BLOCK_N, add_splits
 
 
@@ -41,7 +49,8 @@ LEAST_BLOCKS = 4  # that a split has: fewer, and adding the splits up costs more
 def _big(low, high, PART: tl.constexpr, BITS: tl.constexpr):
     """float32: 2^23 and the code of a part times `_unit` of it. Most codes stay where they are in their word."""
     if BITS == 8:
-        bits = (low >> (16 * (PART % 4 // 2))) & (255 << (8 * (PART % 2)))
+        word = high if PART >= 4 else low
+        bits = (word >> (16 * (PART % 4 // 2))) & (255 << (8 * (PART % 2)))
     elif BITS == 4:
         bits = (low >> (16 * (PART // 4))) & (15 << (4 * (PART % 4)))
     elif BITS == 2:
@@ -100,14 +109,7 @@ def one_row_grouped_kernel(
     share = tl.cdiv(blocks, splits)
     sums = tl.zeros([ROWS, LANES], tl.float32)
     for block in tl.range(split * share, tl.minimum(split * share + share, blocks), num_stages=STAGES):
-        if BITS == 8:
-            low = tl.load(codes + (first + block) * (2 * LANES * TILE) + inside)
-            top = tl.load(codes + (first + block) * (2 * LANES * TILE) + LANES * TILE + inside)
-        else:
-            low = tl.load(codes + (first + block) * (LANES * TILE) + inside).to(tl.int32)
-            top = low
-        if BITS == 3 or BITS == 5 or BITS == 6:
-            top = tl.load(high + (first + block) * (LANES * TILE) + inside).to(tl.int32)
+        low, top = words_of(codes, high, first + block, inside, LANES * TILE, BITS)
         if SUPERS:
             above = (tile * of_supers + block // super_run) * TILE + row
             over = tl.load(supers + above).to(tl.float32)
@@ -133,9 +135,8 @@ def one_row_grouped_kernel(
             else:
                 there = block * (8 * LANES) + part * LANES + lane < columns
                 values = tl.load(of_x + part * LANES, mask=there, other=0.0).to(tl.float32)
-            word = top if BITS == 8 and part >= 4 else low
             numbers = _numbers(
-                word, top, zero, part, BITS, _unit(part, BITS, TABLE), OFFSET, ZEROS, TABLE, T0, T1, T2, T3
+                low, top, zero, part, BITS, _unit(part, BITS, TABLE), OFFSET, ZEROS, TABLE, T0, T1, T2, T3
             )
             weights = numbers * (scale * (1.0 / _unit(part, BITS, TABLE)))[:, None]
             if MINS:

@@ -44,6 +44,6 @@ print(tuple(torch.cdist(torch.empty(2, 4, device="meta"), torch.empty(3, 4, devi
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["torch._prims", "torch._dynamo", "torch.utils._content_store", "torch._refs"])
 def test_pytorch_imports_its_own_parts_in_any_order(first: str) -> None:
-    """Ranks on GPUs import TorchDynamo before any model is built."""
+    """A rank on a GPU imported TorchDynamo before its model was built, and ended there."""
     said = subprocess.run([sys.executable, "-c", LATER.format(first=first)], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "(2, 3)"

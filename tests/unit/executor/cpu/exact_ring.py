@@ -194,7 +194,6 @@ class ExactRing:
             step = self.batcher.schedule()
             if step is not None:
                 self._finish(step)
-            self.batcher.take_entries()  # of one that was finished before it came, there may be no step
             self.batcher.check()
 
     def _preempt(self) -> None:

@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is
 from benchmarks.random_model import random_rows
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.kernels.grouped import PackedRows
+from services.executor.gpu.kernels.grouped_row import splits_of, tiles_of
 from services.executor.gpu.linear import JoinedProduct, make_joined, make_lookup, make_product
-from services.executor.gpu.quantized_matmul import GroupedProduct, packed_rows
+from services.executor.gpu.quantized_matmul import GroupedProduct, PlainProduct, packed_rows
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 
@@ -102,6 +103,9 @@ def test_products_and_rows_are_those_of_the_values(name: str, monkeypatch: pytes
     product = make_product(packed, None if bias is None else bias.to(DEVICE))
     assert isinstance(product, GroupedProduct)
     torch.testing.assert_close(product(x.to(DEVICE)).cpu().double(), exact, rtol=ULP, atol=1e-4)
+    for row in range(2):  # by a kernel of its own
+        alone = product(x[row : row + 1].to(DEVICE)).cpu().double()
+        torch.testing.assert_close(alone, exact[row : row + 1], rtol=ULP, atol=1e-4)
     monkeypatch.setattr(quantized_matmul, "MOST_ROWS", 1)  # so that two are many
     largest = float(exact.abs().max())  # of weights that are rounded too
     torch.testing.assert_close(product(x.to(DEVICE)).cpu().double(), exact, rtol=0, atol=2 * ULP * largest)
@@ -115,8 +119,32 @@ def test_splits_add_up_and_rows_that_lie_apart() -> None:
     found = [product(x.to(DEVICE)).cpu() for _ in range(2)]
     assert torch.equal(*found)
     torch.testing.assert_close(found[0].double(), exact, rtol=ULP, atol=1e-4)
+    torch.testing.assert_close(product(x[1:2].to(DEVICE)).cpu().double(), exact[1:2], rtol=ULP, atol=1e-4)
     assert not bool(product._arrivals.any())
     assert product(x[:0].to(DEVICE)).shape == (0, 6)
+
+
+def test_splits_of_a_single_row_add_up() -> None:
+    weight = random_rows(CODECS["q4_k"], 20, 2304, torch.device("cpu"))
+    product = GroupedProduct(packed_rows(weight.to(DEVICE)), None)
+    assert splits_of(20, 9, 1, tiles_of(packed_rows(weight))) == 2
+    x = normal(1, 2304, seed=2).bfloat16()
+    found = [product(x.to(DEVICE)).cpu() for _ in range(2)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0].double(), x.double() @ weight.dequantized().double().T, rtol=ULP, atol=1e-4)
+    assert not bool(product._arrivals.any())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_plain_weight_multiplies_one_row_as_it_does_many(biased: bool) -> None:
+    weight, x = normal(50, 70).bfloat16(), normal(3, 140, seed=2).bfloat16()[:, 70:]
+    bias = normal(50, seed=3).bfloat16() if biased else None
+    product = make_product(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
+    assert isinstance(product, PlainProduct)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    for rows in (x, x[1:2]):
+        found = product(rows.to(DEVICE)).cpu().double()
+        torch.testing.assert_close(found, exact if len(rows) > 1 else exact[1:2], rtol=ULP, atol=1e-3)
 
 
 def test_an_invariant_row_has_the_bits_that_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
