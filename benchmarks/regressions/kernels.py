@@ -3,6 +3,7 @@
 What they come to differs by the level of instructions, so each kind of machine has its own record.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,8 +33,6 @@ def kernels(model: Path, rounds: int, effort: int) -> Rounds:
 
 
 def _products(effort: int) -> Iterator[Pair]:
-    import ctypes
-
     library = load_library()
     decoder = library.rz_decoder_new(ctypes.byref(RzModel()), CORES, None)
     with ThreadPoolExecutor(CORES) as pool:
