@@ -110,7 +110,7 @@ def header(names: Sequence[str]) -> list[str]:
 def _heading(name: str) -> str:
     if WORKLOADS[name].turns > 1:
         return f"{name} first token by turn"
-    return f"{name} tok/s, first token, gap"
+    return f"{name} tok/s, first token, gap, pause"
 
 
 def row(peer: PeerResult, medians: Mapping[str, Summary], names: Sequence[str]) -> list[str]:
@@ -131,7 +131,8 @@ def _cell(summary: Summary | None) -> str:
     if WORKLOADS[summary.workload].turns > 1:
         return "/".join(number(turn.first_token_ms) for turn in summary.turns) or "-"
     rate = number(summary.output_tokens_per_second)
-    return f"{rate}, {spread(summary.first_token_ms)}, {spread(summary.gap_ms)}"
+    times = (summary.first_token_ms, summary.gap_ms, summary.pause_ms)
+    return ", ".join((rate, *map(spread, times)))
 
 
 def ratio_header(names: Sequence[str]) -> list[str]:

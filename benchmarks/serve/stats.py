@@ -9,8 +9,10 @@ exceed. They are taken over the requests that succeeded; those that failed are c
 events may arrive in one read; an interval between two arrivals is therefore divided by the tokens that the
 later arrival brought, and counts as that many gaps. Which event holds how many tokens is not on the wire,
 so the tokens of a request (its usage field) are spread evenly over its events: with one token an event, the
-ordinary case, gaps are the plain intervals. The undivided intervals are reported too (`interval_ms`), for a
-server that sends tokens in bundles has small gaps and a halting stream.
+ordinary case, gaps are the plain intervals.
+
+**Pause** is the longest undivided interval of a stream: a server that sends tokens in bundles, or lets streams wait
+while it computes prompts, has small gaps and a halting stream.
 """
 
 import math
@@ -77,7 +79,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_second: float
     first_token_ms: Spread | None
     gap_ms: Spread | None
-    interval_ms: Spread | None
+    pause_ms: Spread | None
     request_ms: Spread | None
     tokens_per_event: float | None
     turns: list[Turn]  # empty for workloads of one turn
@@ -137,7 +139,7 @@ def summarise(workload: Workload, samples: Sequence[Sample], cpu_seconds: float)
         requests_per_second=len(good) * per_second,
         first_token_ms=_spread([sample.first_token for sample in good]),
         gap_ms=_gap_spread(good),
-        interval_ms=_spread([interval for sample in good for interval in _intervals(sample)]),
+        pause_ms=_spread([max(between) for sample in good if (between := _intervals(sample))]),
         request_ms=_spread([sample.duration for sample in good]),
         tokens_per_event=_tokens_per_event(good),
         turns=_turns(good, workload.turns),

@@ -32,7 +32,7 @@ def summary(workload: str, **changes: object) -> Summary:
         "requests_per_second": 4.8,
         "first_token_ms": Spread(155.2, 1198.4),
         "gap_ms": Spread(8.31, 81.0),
-        "interval_ms": Spread(8.31, 81.0),
+        "pause_ms": Spread(80.0, 180.0),
         "request_ms": Spread(2500.0, 3100.0),
         "tokens_per_event": 1.0,
         "turns": [],
@@ -49,7 +49,7 @@ FAILED = summary(
     error_messages={"HTTP 503: full": 48},
     first_token_ms=None,
     gap_ms=None,
-    interval_ms=None,
+    pause_ms=None,
     request_ms=None,
     warnings=["something is off"],
 )
@@ -60,12 +60,12 @@ def report(*summaries: Summary) -> ServeReport:
 
 
 def test_a_row_has_a_cell_for_every_column() -> None:
-    assert cells(summary("W2")) == ("W2", "48 x 3", "614", "155/1198", "8.3/81", "2500/3100", "0", "")
+    assert cells(summary("W2")) == ("W2", "48 x 3", "614", "155/1198", "8.3/81", "80/180", "2500/3100", "0", "")
     assert cells(summary("W4", turns=TURNS))[-1] == "183/71/79/12.3"
 
 
 def test_a_row_of_failures_shows_no_figures() -> None:
-    assert cells(FAILED) == ("W2", "48 x 3", "-", "-", "-", "-", "48", "")
+    assert cells(FAILED) == ("W2", "48 x 3", "-", "-", "-", "-", "-", "48", "")
 
 
 def test_numbers_have_the_digits_they_bear() -> None:
@@ -75,7 +75,7 @@ def test_numbers_have_the_digits_they_bear() -> None:
 def test_markdown_is_a_table_with_all_that_is_needed_to_repeat_it() -> None:
     text = markdown(report(summary("W1"), FAILED))
     assert "`python -m benchmarks.serve`" in text
-    assert "| W1 | 48 x 3 | 614 | 155/1198 | 8.3/81 | 2500/3100 | 0 |  |" in text
+    assert "| W1 | 48 x 3 | 614 | 155/1198 | 8.3/81 | 80/180 | 2500/3100 | 0 |  |" in text
     assert "- W2: something is off." in text
     assert "- W2: 48 x error: HTTP 503: full" in text
     assert "a machine, 2 cores" in text

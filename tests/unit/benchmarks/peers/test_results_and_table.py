@@ -32,7 +32,7 @@ def summary(workload: str, rate: float, first: float, turns: tuple[float, ...] =
         requests_per_second=4.0,
         first_token_ms=spread,
         gap_ms=Spread(5.0, 50.0),
-        interval_ms=spread,
+        pause_ms=Spread(60.0, 70.0),
         request_ms=spread,
         tokens_per_event=1.0,
         turns=[Turn(each, 100, 0) for each in turns],
@@ -100,7 +100,7 @@ def test_a_row_has_medians_and_the_highest_memory() -> None:
     names = ["W1", "W2", "W4"]
     cells = row(ours(), ours().summaries(), names)
     assert len(cells) == len(header(names))
-    assert cells == ["Ryzanstein", "bf16", "100, 50/100, 5.0/50", "-", "100/50", "3.0 GB", "7.0 s"]
+    assert cells == ["Ryzanstein", "bf16", "100, 50/100, 5.0/50, 60/70", "-", "100/50", "3.0 GB", "7.0 s"]
 
 
 def test_a_row_of_ratios() -> None:
@@ -115,7 +115,7 @@ def test_only_workloads_that_were_measured_have_a_column() -> None:
 
 def test_markdown_names_everything() -> None:
     text = markdown(comparison())
-    assert "| Ryzanstein | bf16 | 100, 50/100, 5.0/50 | - | 100/50 | 3.0 GB | 7.0 s |" in text
+    assert "| Ryzanstein | bf16 | 100, 50/100, 5.0/50, 60/70 | - | 100/50 | 3.0 GB | 7.0 s |" in text
     assert "| Ryzanstein (bf16) | Other (Q4_0) | 2.00 | 2.00 | - | - | 1.50/0.50 |" in text
     assert "- other: Preloaded: nothing." in text
     assert "- silent was left out: it would not start." in text
