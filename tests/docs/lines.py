@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 134_110,  # to come: 112,000
     ("benchmarks",): 13_605,  # to come: 13,000
-    ("tests",): 143_880,  # to come: 120,000
+    ("tests",): 143_890,  # +10: rows that take a panel together; to come: 120,000
 }
 
 

@@ -22,14 +22,14 @@ typedef struct {
     float sums[TILE_QUERIES * MAX_VALUE_DIM];   /* [rows * heads][value_dim] */
     float scales[2][KEYS];
     float largest[TILE_QUERIES + LANES], total[TILE_QUERIES + LANES];
+    float peaks[TILE_QUERIES + LANES], keep[TILE_QUERIES + LANES]; /* a round's largest score; of the sums so far */
     bf16 zeros[MAX_KEY_DIM];
     /* Of rounds of codes of int8; the queries' numbers are read as whole vectors. */
     uint8_t numbers[TILE_QUERIES * 2 * MAX_KEY_DIM]; /* [rows * heads][2][key_dim]: queries as digits */
     uint8_t digits[TILE_QUERIES][2][KEYS];           /* weights */
     int8_t packed_keys[KEYS * MAX_KEY_DIM], packed_values[KEYS * COLUMNS];
     float units[TILE_QUERIES + LANES];               /* of `numbers` */
-    float peaks[TILE_QUERIES + LANES], added[TILE_QUERIES + LANES];      /* a round's largest score and sum of weights */
-    float keep[TILE_QUERIES + LANES], share_units[TILE_QUERIES + LANES]; /* of the sums so far; of the round's */
+    float added[TILE_QUERIES + LANES], share_units[TILE_QUERIES + LANES]; /* a round's sums of weights; of its sums */
 } scratch_memory;
 
 size_t rz_attention_scratch(void)
@@ -210,54 +210,77 @@ static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long 
     }
 }
 
-/* Scores of one query become weights; its sums so far are scaled to the new largest score. */
-static void soften(const rz_attention_shape *shape, scratch_memory *scratch, int query, int position, int first_key,
-                   int used)
+/* Scores of one query, of the keys that it sees: [oldest, newest] of the round's first `used`. The largest is found. */
+static void scale_scores(const rz_attention_shape *shape, scratch_memory *scratch, int query, int oldest, int newest, int used)
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     float *scores = scratch->scores[query];
-    const f32 factor = f32_set1(shape->scale * LOG2_E);
-    const f32 nothing = f32_set1(-INFINITY);
-    const int lowest = shape->window ? position - shape->window + 1 - first_key : -1;
-    const i32 newest = i32_set1(position - first_key), oldest = i32_set1(lowest);
-    f32 values[KEYS / LANES], peak = nothing;
-    for (int i = 0; i < used / LANES; i++) {
-        f32 value = f32_mul(f32_load(scores + i * LANES), f32_load(scratch->scales[0] + i * LANES));
+    const f32 factor = f32_set1(shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
+    f32 peak = nothing;
+    for (int key = 0; key < used; key += LANES) {
+        f32 value = f32_mul(f32_load(scores + key), f32_load(scratch->scales[0] + key));
         if (shape->soft_cap > 0) {
             f32 capped = tanh_f32(f32_mul(value, f32_set1(shape->scale / shape->soft_cap)));
             value = f32_mul(capped, f32_set1(shape->soft_cap * LOG2_E));
         } else {
             value = f32_mul(value, factor);
         }
-        i32 key = i32_add(i32_load(numbers), i32_set1(i * LANES));
-        lanes unseen = lanes_or(i32_greater(key, newest), i32_greater(oldest, key));
-        values[i] = f32_select(unseen, nothing, value);
-        peak = f32_max(peak, values[i]);
-    }
-    float before = scratch->largest[query], now = f32_largest(peak);
-    if (now <= before)
-        now = before;
-    if (now == -INFINITY) { /* nothing seen yet */
-        memset(scratch->weights[query], 0, (size_t)used * sizeof(bf16));
-        return;
-    }
-    f32 total = f32_zero(), base = f32_set1(now);
-    for (int i = 0; i < used / LANES; i++) {
-        f32 weight = exp2_f32(f32_sub(values[i], base));
-        weight = f32_select(f32_equal(values[i], nothing), f32_zero(), weight);
-        total = f32_add(total, weight);
-        f32_store_bf16(scratch->weights[query] + i * LANES, f32_mul(weight, f32_load(scratch->scales[1] + i * LANES)));
-    }
-    float keep = 1.0f;
-    if (now > before) {
-        keep = before == -INFINITY ? 0.0f : exp2f(before - now);
-        scratch->largest[query] = now;
-        for (int i = 0; i < shape->value_dim; i += LANES) {
-            float *sum = scratch->sums + query * shape->value_dim + i;
-            f32_store(sum, f32_mul(f32_load(sum), f32_set1(keep)));
+        if (key < oldest || key + LANES > newest + 1) {
+            const i32 here = i32_load(numbers);
+            const lanes unseen = lanes_or(i32_greater(here, i32_set1(newest - key)), i32_greater(i32_set1(oldest - key), here));
+            value = f32_select(unseen, nothing, value);
         }
+        f32_store(scores + key, value);
+        peak = f32_max(peak, value);
     }
-    scratch->total[query] = scratch->total[query] * keep + f32_sum(total);
+    scratch->peaks[query] = f32_largest(peak);
+}
+
+/* The largest scores so far of queries [begin, end), and what their sums so far are kept with. Where there was nothing to
+ * see, 2^NaN is 0. */
+static void raise_largest(scratch_memory *scratch, int begin, int end)
+{
+    for (int query = begin; query < end; query += LANES) {
+        const lanes these = lanes_first(end - query);
+        const f32 before = f32_load(scratch->largest + query);
+        const f32 now = f32_max(f32_load(scratch->peaks + query), before);
+        f32_store_some(these, scratch->largest + query, now);
+        f32_store_some(these, scratch->keep + query, exp2_f32(f32_sub(before, now)));
+    }
+}
+
+/* The scores of one query become weights of the largest so far; its sums are scaled to that. */
+RZ_INLINE void weigh_scores(const rz_attention_shape *shape, scratch_memory *scratch, int query, const int used)
+{
+    const float *scores = scratch->scores[query];
+    const f32 base = f32_set1(scratch->largest[query]), keep = f32_set1(scratch->keep[query]);
+    f32 total = f32_zero();
+#pragma GCC unroll 4
+    for (int key = 0; key < used; key += LANES) {
+        const f32 weight = exp2_f32(f32_sub(f32_load(scores + key), base));
+        total = f32_add(total, weight);
+        f32_store_bf16(scratch->weights[query] + key, f32_mul(weight, f32_load(scratch->scales[1] + key)));
+    }
+    float *sums = scratch->sums + query * shape->value_dim;
+    for (int i = 0; i < shape->value_dim; i += LANES)
+        f32_store(sums + i, f32_mul(f32_load(sums + i), keep));
+    scratch->total[query] = scratch->total[query] * scratch->keep[query] + f32_sum(total);
+}
+
+/* Scores of queries [begin, end) of a part become weights of a round's first `used` keys. */
+static void soften(const rz_attention_shape *shape, const rz_attention_part *part, int begin, int end, int first_key,
+                   int used, scratch_memory *scratch)
+{
+    for (int query = begin; query < end; query++) {
+        const int newest = part->position + query / part->heads - first_key;
+        scale_scores(shape, scratch, query, shape->window ? newest - shape->window + 1 : 0, newest, used);
+    }
+    raise_largest(scratch, begin, end);
+    for (int query = begin; query < end; query++)
+        if (used == KEYS)
+            weigh_scores(shape, scratch, query, KEYS);
+        else
+            weigh_scores(shape, scratch, query, PANEL);
 }
 
 /* The sum of weights with that of a head's sink. */
@@ -305,8 +328,7 @@ static void attend_round(const rz_attention_shape *shape, const rz_cache *cache,
     else
         memcpy(scratch->scales[1], scratch->scales[0], sizeof scratch->scales[0]);
     pack_values(shape->value_dim, used, rows, scratch, ahead);
-    for (int query = begin; query < begin + queries; query++)
-        soften(shape, scratch, query, part->position + query / part->heads, first, used);
+    soften(shape, part, begin, begin + queries, first, used, scratch);
     for (int column = 0; column < shape->value_dim; column += PANEL)
         multiply(queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, used / 2,
                  scratch->sums + begin * shape->value_dim + column, shape->value_dim, 1);

@@ -263,10 +263,10 @@ static int exchange_shared(attention *job, int thread)
     const long tokens = decoder->step->tokens;
     if (!job->heads->shared_in_ring)
         return 1;
-    rz_run_stage(decoder, thread, RZ_SUM, tokens, offer_task, job);
+    rz_run_rows(decoder, thread, RZ_SUM, tokens, offer_task, job);
     if (!rz_sum_over_ranks(decoder, thread, decoder->space.exchanged, exchanged_width(job->heads)))
         return 0;
-    rz_run_stage(decoder, thread, RZ_SUM, tokens, accept_task, job);
+    rz_run_rows(decoder, thread, RZ_SUM, tokens, accept_task, job);
     return 1;
 }
 
@@ -300,14 +300,14 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
     };
     rz_fetch_ahead(decoder, thread, layer);
     if (model->wide_norms && layer->query_norm) { /* delta is free: what it held is in the residual */
-        rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->tokens, square_heads_task, &job);
+        rz_run_rows(decoder, thread, RZ_PLACE, decoder->step->tokens, square_heads_task, &job);
         if (!rz_sum_over_ranks(decoder, thread, decoder->space.delta, 2))
             return 0;
     }
     if (layer->latent)
         rz_place_latents(decoder, thread, layer);
     else
-        rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->tokens, place_task, &job);
+        rz_run_rows(decoder, thread, RZ_PLACE, decoder->step->tokens, place_task, &job);
     if (decoder->step->num_compressions && !layer->reads_only)
         rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->num_compressions * heads->lines * heads->kv_heads,
                      compress_task, &job);
@@ -319,6 +319,6 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
     if (!exchange_shared(&job, thread))
         return 0;
     if (layer->gated)
-        rz_run_stage(decoder, thread, RZ_ATTEND, decoder->step->tokens, gate_heads_task, &job);
+        rz_run_rows(decoder, thread, RZ_ATTEND, decoder->step->tokens, gate_heads_task, &job);
     return 1;
 }

@@ -20,6 +20,8 @@
 #include "sparse.h"
 #include "tail.h"
 
+enum { SHARES_OF_THREAD = 8 /* of the rows of a stage: who is held up leaves few of them behind */ };
+
 int64_t rz_now(void)
 {
     struct timespec time;
@@ -27,12 +29,23 @@ int64_t rz_now(void)
     return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
 
-void rz_run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task task, void *argument)
+static void run_stage(rz_decoder *decoder, int thread, int part, long tasks, long together, rz_task task, void *argument)
 {
     const int64_t began = thread ? 0 : rz_now();
-    rz_stage(decoder->threads, thread, tasks, task, argument);
+    rz_stage(decoder->threads, thread, tasks, together, task, argument);
     if (!thread)
         decoder->spent[part] += rz_now() - began;
+}
+
+void rz_run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task task, void *argument)
+{
+    run_stage(decoder, thread, part, tasks, 1, task, argument);
+}
+
+void rz_run_rows(rz_decoder *decoder, int thread, int part, long rows, rz_task task, void *argument)
+{
+    const long shares = (long)rz_threads_count(decoder->threads) * SHARES_OF_THREAD;
+    run_stage(decoder, thread, part, rows, rows > shares ? rows / shares : 1, task, argument);
 }
 
 int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width)
@@ -45,7 +58,7 @@ int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width
     const int64_t began = thread ? 0 : rz_now();
     if (rz_ring_sum_f32_part(model->ring, values, count, thread, threads, model->ring_timeout_ns))
         atomic_store(&decoder->failed, 1);
-    rz_stage(decoder->threads, thread, 0, NULL, NULL);
+    rz_stage(decoder->threads, thread, 0, 1, NULL, NULL);
     if (!thread)
         decoder->spent[RZ_SUM] += rz_now() - began;
     return !atomic_load(&decoder->failed);
@@ -132,11 +145,11 @@ static int feed_apart(rz_decoder *decoder, int thread, const rz_layer *layer)
     rz_norm_rows(decoder, thread, experts->router_norm, RZ_NOTHING_LEFT);
     rz_choose_experts(decoder, thread, experts);
     rz_norm_rows(decoder, thread, experts->norm, RZ_NOTHING_LEFT);
-    rz_run_stage(decoder, thread, RZ_DOWN, tokens, clear_beside_task, decoder);
+    rz_run_rows(decoder, thread, RZ_DOWN, tokens, clear_beside_task, decoder);
     rz_run_experts(decoder, thread, experts, beside_delta(decoder), 1.0f);
     if (!rz_sum_over_ranks(decoder, thread, space->delta, 2 * hidden))
         return 0;
-    rz_run_stage(decoder, thread, RZ_DOWN, tokens, join_task, &job);
+    rz_run_rows(decoder, thread, RZ_DOWN, tokens, join_task, &job);
     return 1;
 }
 
@@ -154,7 +167,7 @@ static int feed_forward(rz_decoder *decoder, int thread, const rz_layer *layer)
         activate(decoder, thread, &layer->gate_up);
         end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, 0, after, weights);
     } else if (!direct) {
-        rz_run_stage(decoder, thread, RZ_DOWN, decoder->step->tokens, clear_task, decoder);
+        rz_run_rows(decoder, thread, RZ_DOWN, decoder->step->tokens, clear_task, decoder);
     }
     if (layer->experts) {
         rz_choose_experts(decoder, thread, layer->experts);
@@ -508,7 +521,7 @@ static void search_task(void *argument, long row, long next, int thread)
 static void search_rows(void *argument, int thread)
 {
     search *job = argument;
-    rz_stage(job->threads, thread, job->rows, search_task, job);
+    rz_stage(job->threads, thread, job->rows, 1, search_task, job);
 }
 
 void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int width, float *values, int64_t *indices)

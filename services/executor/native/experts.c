@@ -158,7 +158,7 @@ const float *rz_weigh_shared(rz_decoder *decoder, int thread, const rz_experts *
     rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
         .linear = &experts->shared_gate, .x = decoder->space.normed, .rows = tokens, .end = STORE, .out = weights,
         .scale = 1.0f });
-    rz_run_stage(decoder, thread, RZ_GATE_UP, tokens, shared_task, weights);
+    rz_run_rows(decoder, thread, RZ_GATE_UP, tokens, shared_task, weights);
     return weights;
 }
 
@@ -208,7 +208,7 @@ void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, 
     routed job = { decoder, experts };
     const int gathers = !rz_rounds(&experts->gate_up);
     if (gathers)
-        rz_run_stage(decoder, thread, RZ_GATE_UP, rows, gather_task, &job);
+        rz_run_rows(decoder, thread, RZ_GATE_UP, rows, gather_task, &job);
     rz_multiply_experts(decoder, thread, RZ_GATE_UP, (rz_product){
         .linear = &experts->gate_up, .x = gathers ? space->gathered : decoder->space.normed, .from = space->tokens,
         .rows = rows, .end = ACTIVATE, .out = space->activated, .activation = &decoder->model },

@@ -97,12 +97,12 @@ void rz_place_latents(rz_decoder *decoder, int thread, const rz_layer *layer)
     const rz_latent *latent = layer->latent;
     const rz_workspace *space = &decoder->space;
     const long tokens = decoder->step->tokens, line = latent->rank + latent->rotated;
-    rz_run_stage(decoder, thread, RZ_PLACE, tokens, project_task, &job);
+    rz_run_rows(decoder, thread, RZ_PLACE, tokens, project_task, &job);
     if (latent->query_rank) {
         rz_multiply(decoder, thread, RZ_QKV, (rz_product){
             .linear = &latent->query_b, .x = space->attended, .rows = tokens, .end = STORE, .out = space->qkv,
             .scale = 1.0f });
-        rz_run_stage(decoder, thread, RZ_PLACE, tokens, query_task, &job);
+        rz_run_rows(decoder, thread, RZ_PLACE, tokens, query_task, &job);
     }
     rz_multiply_heads(decoder, thread, RZ_QKV, (rz_product){
         .linear = &latent->keys, .x = space->attended, .rows = tokens, .stride = job.heads * latent->plain, .end = ROUND,

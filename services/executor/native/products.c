@@ -16,12 +16,23 @@ typedef struct {
     rz_rounded rounded;   /* the activations, where it is quantized */
     const rz_expansion *added; /* by adapters; or NULL */
     long shrinks;         /* that are tasks of this one's stage */
+    long together;        /* rows of a task */
 } segment;
 
 /* Some rows by one panel; `coming`: the panel that this thread needs next; -1: none, or the same. */
 typedef struct {
     long panel, coming, first, rows;
 } piece;
+
+RZ_INLINE long whole_parts(long all, long each)
+{
+    return (all + each - 1) / each;
+}
+
+RZ_INLINE long panels_of(const rz_linear *linear)
+{
+    return whole_parts(linear->outputs, PANEL);
+}
 
 RZ_INLINE f32 with_bias(const rz_linear *linear, const float *sums, long column)
 {
@@ -167,7 +178,7 @@ static void multiply_quantized(const segment *part, piece at, int thread)
     const rz_linear *linear = part->linear;
     const uint8_t *packed = linear->packed;
     const size_t bytes = rz_quantized_panel_bytes(&linear->format);
-    float sums[ROWS_OF_TASK * PANEL];
+    float sums[MOST_ROUNDED_TOGETHER * PANEL];
     const uint8_t *here = packed + (size_t)at.panel * bytes;
     const uint8_t *coming = at.coming < 0 ? NULL : packed + (size_t)at.coming * bytes;
     if (rz_rounds(linear)) {
@@ -189,14 +200,29 @@ static void multiply_piece(const segment *part, piece at, int thread)
         multiply_bf16(part, at, thread);
 }
 
+/* How many rows of a product each task takes. */
+static long rows_of_task(const rz_decoder *decoder, const segment *part)
+{
+    const rz_linear *linear = part->linear;
+    const rz_format *format = &linear->format;
+    const long rows = part->job->rows, row_bytes = linear->inputs * (format->bits ? 1 : (long)sizeof(bf16));
+    long most = format->bits ? rz_most_together(format) : MOST_ROWS_OF_TASK;
+    most = least(most, CACHE_OF_TASK / row_bytes);
+    if (part->added || rows <= ROWS_OF_TASK || most <= ROWS_OF_TASK) /* adapters' rows are in pieces of that many */
+        return ROWS_OF_TASK;
+    const long shared = whole_parts((long)rz_threads_count(decoder->threads) * TASKS_OF_THREAD, panels_of(linear));
+    const long pieces = whole_parts(rows, most), each = whole_parts(rows, pieces > shared ? pieces : shared);
+    return each > ROWS_OF_TASK ? whole_parts(each, TILE_ROWS) * TILE_ROWS : ROWS_OF_TASK;
+}
+
 /* A piece of the rows by one panel after the other: the rows stay in the second cache, panels come from the third. */
 static void product_task(void *argument, long task, long next, int thread)
 {
     const segment *part = argument;
-    const long rows = part->job->rows, panels = (part->linear->outputs + PANEL - 1) / PANEL;
-    const long panel = task % panels, first = task / panels * ROWS_OF_TASK;
-    const long coming = panels > 1 && next < panels * rz_pieces_of(rows) ? next % panels : -1;
-    multiply_piece(part, (piece){ panel, coming, first, least(ROWS_OF_TASK, rows - first) }, thread);
+    const long rows = part->job->rows, together = part->together, panels = panels_of(part->linear);
+    const long panel = task % panels, first = task / panels * together;
+    const long coming = panels > 1 && next < panels * whole_parts(rows, together) ? next % panels : -1;
+    multiply_piece(part, (piece){ panel, coming, first, least(together, rows - first) }, thread);
 }
 
 /* The same where rows have adapters: first they are shrunk. */
@@ -224,7 +250,7 @@ static void round_rows(rz_decoder *decoder, int thread, int booked, segment *par
     if (!rz_rounds(part->linear))
         return;
     part->rounded = rz_rounded_in(decoder->space.rounded, &part->linear->format, part->job->rows);
-    rz_run_stage(decoder, thread, booked, part->job->rows, round_task, part);
+    rz_run_rows(decoder, thread, booked, part->job->rows, round_task, part);
 }
 
 void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
@@ -243,7 +269,8 @@ void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
     for (const rz_linear *linear = job.linear; linear; linear = linear->next) {
         part.linear = linear;
         round_rows(decoder, thread, booked, &part);
-        const long tasks = (linear->outputs + PANEL - 1) / PANEL * rz_pieces_of(job.rows);
+        part.together = rows_of_task(decoder, &part);
+        const long tasks = panels_of(linear) * whole_parts(job.rows, part.together);
         if (part.added) {
             added.adapted = linear->adapted;
             added.outputs = linear->outputs;

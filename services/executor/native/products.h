@@ -34,7 +34,19 @@ RZ_INLINE int rz_rounds(const rz_linear *linear)
  * rounded rows: rz_workspace_reserve_rounded. */
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
 
-enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for all panels */ };
+enum {
+    ROWS_OF_TASK = 96, /* rows of a task: they stay in the second cache for all panels */
+#if defined(__AMX_BF16__)
+    /* Tiles multiply faster than the third cache gives panels: more rows take each, where they are few bytes. */
+    MOST_ROWS_OF_TASK = 512,
+    CACHE_OF_TASK = 1 << 20, /* of the 2 MB that the second cache has on all processors with AMX */
+    TASKS_OF_THREAD = 8,     /* at least, so that none waits long for the others */
+#else
+    MOST_ROWS_OF_TASK = ROWS_OF_TASK,
+    CACHE_OF_TASK = 0,
+    TASKS_OF_THREAD = 1,
+#endif
+};
 
 RZ_INLINE long rz_pieces_of(long rows)
 {

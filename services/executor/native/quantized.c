@@ -197,6 +197,11 @@ static const slab_function *packed_tiles(const rz_format *format, long rows)
     return !format->has_table && tiles[rows <= FEWEST ? 1 : FEWEST + 1] ? tiles : NULL;
 }
 
+long rz_most_together(const rz_format *format)
+{
+    return has_whole_scales(format) || format->bits == 8 ? MOST_ROUNDED_TOGETHER : 0;
+}
+
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
                         long first, long rows, float *sums)
 {

@@ -52,7 +52,13 @@ rz_rounded rz_rounded_in(void *memory, const rz_format *format, long rows);
 /* Rounds one row `x` [inputs] to row `row` of `to`. */
 void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const bf16 *x, long inputs);
 
-/* sums[rows][32] of a panel, from `rows` rows of `x` from `first` on. `coming`: the panel that this thread needs next,
+enum { MOST_ROUNDED_TOGETHER = 256 /* rows by a panel: their sums stay in the first cache */ };
+
+/* How many rows a panel is best multiplied with at once, where tiles do it: codes times scales are made once for all of
+ * them, and codes of 8 bits are many bytes. Others gain less than their sums cost. */
+long rz_most_together(const rz_format *format);
+
+/* sums[rows][32] of a panel, from `rows` <= MOST_ROUNDED_TOGETHER rows of `x` from `first` on. `coming`: the panel that this thread needs next,
  * or NULL: its bytes are asked for from memory meanwhile. */
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
                         long first, long rows, float *sums);

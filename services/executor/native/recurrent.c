@@ -567,13 +567,13 @@ int rz_recur_rows(rz_decoder *decoder, int thread, const rz_recurrent *layer, co
     }
     rz_run_stage(decoder, thread, RZ_RECUR, plan->count * (layer->heads * job.tasks + 1), state_task, &job);
     if (!layer->shares_norm) {
-        rz_run_stage(decoder, thread, RZ_RECUR, tokens, gate_task, &job);
+        rz_run_rows(decoder, thread, RZ_RECUR, tokens, gate_task, &job);
         return 1;
     }
-    rz_run_stage(decoder, thread, RZ_RECUR, tokens, square_task, &job);
+    rz_run_rows(decoder, thread, RZ_RECUR, tokens, square_task, &job);
     if (!rz_sum_over_ranks(decoder, thread, decoder->space.recurrent.squares, layer->norms))
         return 0;
-    rz_run_stage(decoder, thread, RZ_RECUR, tokens, norm_alone_task, &job);
+    rz_run_rows(decoder, thread, RZ_RECUR, tokens, norm_alone_task, &job);
     return 1;
 }
 

@@ -75,7 +75,7 @@ static void pool_task(void *argument, long task, long next, int thread)
 void rz_norm_rows(rz_decoder *decoder, int thread, const float *weight, rz_pending first)
 {
     norm job = { decoder, weight, first, NULL };
-    rz_run_stage(decoder, thread, RZ_NORM, decoder->step->tokens, norm_task, &job);
+    rz_run_rows(decoder, thread, RZ_NORM, decoder->step->tokens, norm_task, &job);
 }
 
 typedef struct {
@@ -109,7 +109,7 @@ rz_pending rz_tap_rows(rz_decoder *decoder, int thread, int layer, const float *
         if (step->taps[i] != layer)
             continue;
         tap job = { decoder, first, weight, step->tapped + i * decoder->model.hidden };
-        rz_run_stage(decoder, thread, RZ_NORM, step->tokens, tap_task, &job);
+        rz_run_rows(decoder, thread, RZ_NORM, step->tokens, tap_task, &job);
         first = RZ_NOTHING_LEFT;
     }
     return first;
@@ -122,7 +122,7 @@ void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending first)
     norm last = { decoder, decoder->model.final_norm, first, step->sample_rows };
     if (step->num_pools)
         rz_run_stage(decoder, thread, RZ_NORM, (long)step->num_pools, pool_task, &last);
-    rz_run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
+    rz_run_rows(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
 }
 
 typedef struct {

@@ -69,6 +69,9 @@ struct rz_decoder {
 /* A stage (threads.h), its time booked on `part`. */
 void rz_run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task task, void *argument);
 
+/* The same of short tasks, of a row each: several are taken at a time. */
+void rz_run_rows(rz_decoder *decoder, int thread, int part, long rows, rz_task task, void *argument);
+
 /* Adds `values` [tokens of the step, width] over the ranks, in place. 0 when the ring is lost. Called by all threads
  * alike, after a stage. */
 int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width);

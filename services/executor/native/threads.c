@@ -65,17 +65,19 @@ static long take(rz_threads *threads)
     return atomic_fetch_add_explicit(&threads->next, 1, memory_order_relaxed);
 }
 
-void rz_stage(rz_threads *threads, int thread, long tasks, rz_task task, void *argument)
+void rz_stage(rz_threads *threads, int thread, long tasks, long together, rz_task task, void *argument)
 {
     if (threads->count == 1) {
         for (long i = 0; i < tasks; i++)
             task(argument, i, i + 1, thread);
         return;
     }
-    long mine = take(threads);
+    long mine = take(threads) * together;
     while (mine < tasks) {
-        long next = take(threads); /* ahead, so that its data can be asked for */
-        task(argument, mine, next, thread);
+        const long next = take(threads) * together; /* ahead, so that its data can be asked for */
+        const long end = mine + together < tasks ? mine + together : tasks;
+        for (; mine < end; mine++)
+            task(argument, mine, mine + 1 < end ? mine + 1 : next, thread);
         mine = next;
     }
     meet(threads);

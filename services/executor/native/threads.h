@@ -31,7 +31,8 @@ int rz_threads_count(const rz_threads *threads);
 /* Runs `body` on every thread; returns when all have. One caller at a time. */
 void rz_threads_run(rz_threads *threads, rz_body body, void *argument);
 
-/* Called inside `body` by every thread alike: runs tasks 0 to `tasks` - 1, each once. */
-void rz_stage(rz_threads *threads, int thread, long tasks, rz_task task, void *argument);
+/* Called inside `body` by every thread alike: runs tasks 0 to `tasks` - 1, each once. A thread takes `together` of them at a
+ * time: to take one costs a fifth of a microsecond where threads meet at it, as long as some tasks. */
+void rz_stage(rz_threads *threads, int thread, long tasks, long together, rz_task task, void *argument);
 
 #endif

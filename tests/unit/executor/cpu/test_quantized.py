@@ -140,6 +140,19 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, form: str) -> 
                 assert torch.equal(kernels.product(linear, x[:count]), together[:count]), (bits, group, count)
 
 
+@pytest.mark.parametrize("form", [*FORMS, "bf16"])
+def test_a_row_has_the_same_bits_however_many_take_a_panel_together(kernels: Kernels, form: str) -> None:
+    """Hundreds of rows of one task, of several panels for each of two threads."""
+    x, outputs = activations(600), 18 * 32 + 1
+    plain = torch.randn(outputs, COLUMNS).bfloat16()
+    for bits in (0,) if form == "bf16" else widths(form):
+        weight = random_rows(form, outputs, COLUMNS, bits, 32, per=4) if bits else plain
+        linear = kernels.pack(*one_after_another([(weight, None)]))
+        together = kernels.product(linear, x)
+        for count in (33, 257):
+            assert torch.equal(kernels.product(linear, x[-count:]), together[-count:]), (bits, count)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_largest_codes_and_activations_fit_into_sums(kernels: Kernels, form: str) -> None:
     """Those of 16 bits, where a level has them: they hold no more than this."""
