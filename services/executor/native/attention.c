@@ -25,8 +25,8 @@ typedef struct {
     float peaks[TILE_QUERIES + LANES], keep[TILE_QUERIES + LANES]; /* a round's largest score; of the sums so far */
     bf16 zeros[MAX_KEY_DIM];
     /* Of rounds of codes of int8; the queries' numbers are read as whole vectors. */
-    uint8_t numbers[TILE_QUERIES * 2 * MAX_KEY_DIM]; /* [rows * heads][2][key_dim]: queries as digits */
-    uint8_t digits[TILE_QUERIES][2][KEYS];           /* weights */
+    uint8_t numbers[(TILE_QUERIES + LANES) * 2 * MAX_KEY_DIM]; /* [rows * heads][2][key_dim]: queries as digits */
+    uint8_t digits[TILE_QUERIES + LANES][2][KEYS];             /* weights */
     int8_t packed_keys[KEYS * MAX_KEY_DIM], packed_values[KEYS * COLUMNS];
     float units[TILE_QUERIES + LANES];               /* of `numbers` */
     float added[TILE_QUERIES + LANES], share_units[TILE_QUERIES + LANES]; /* a round's sums of weights; of its sums */

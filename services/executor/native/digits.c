@@ -97,10 +97,6 @@ RZ_INLINE f32 joined(i32 upper, i32 lower)
     return f32_fma(f32_from_i32(upper), f32_set1(UPPER), f32_from_i32(lower));
 }
 
-#if defined(__AMX_INT8__)
-#include "levels/digits_amx.h"
-#else
-
 /* `rows` rows by `vectors` vectors of columns, whose sums stay in registers. */
 RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *digits, long stride, const int8_t *packed,
                             int quads, const int32_t *zero, float *c, long ldc)
@@ -136,8 +132,8 @@ RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *di
             f32_store(c + row * ldc + v * LANES, joined(upper[row][v], lower[row][v]));
 }
 
-void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
-                        const int32_t *zero, float *c, long ldc)
+static void multiply_in_lanes(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+                              const int32_t *zero, float *c, long ldc)
 {
     enum { AT_ONCE = VECTORS == 32 ? QUARTERS : QUARTERS / 2 };
     for (int v = 0; v < QUARTERS; v += AT_ONCE) {
@@ -156,4 +152,19 @@ void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8
             digits_block(1, AT_ONCE, at, stride, from, quads, start, to, ldc);
     }
 }
+
+#if defined(__AMX_INT8__)
+#include "levels/digits_amx.h"
 #endif
+
+void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+                        const int32_t *zero, float *c, long ldc)
+{
+#if defined(__AMX_INT8__)
+    if (rows >= FEWEST_FOR_DIGIT_TILES) { /* sums of integers are the same either way */
+        multiply_in_tiles(rows, digits, stride, packed, quads, zero, c, ldc);
+        return;
+    }
+#endif
+    multiply_in_lanes(rows, digits, stride, packed, quads, zero, c, ldc);
+}

@@ -46,7 +46,7 @@ void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width)
 void rz_zero_products(int32_t *zero, const int8_t *packed, int quads);
 
 /* Products of `rows` rows of digits, lower ones `stride` behind the upper, rows 2 * `stride` apart. `zero`: what is
- * taken off where numbers have a sign, else zeros. */
+ * taken off where numbers have a sign, else zeros. Digits are read up to the next multiple of 8 rows. */
 void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
                         const int32_t *zero, float *c, long ldc);
 

@@ -113,7 +113,7 @@ void rz_end_products(void)
 {
 #if defined(__AMX_BF16__)
     tiles_release();
-    shaped_as = 0;
+    shaped_for = 0;
 #endif
 }
 

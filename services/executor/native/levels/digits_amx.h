@@ -4,27 +4,19 @@
 #define RZ_DIGITS_AMX_H
 
 #include "../gemm.h"
-#include "instructions_amx.h"
+#include "tile_amx.h"
 
-enum { NUMBERS_OF_TILE = ROWS_OF_TILE / 2, QUADS_OF_TILE = 16 };
+enum {
+    NUMBERS_OF_TILE = ROWS_OF_TILE / 2,
+    QUADS_OF_TILE = 16,
+    FEWEST_FOR_DIGIT_TILES = 8, /* rows: fewer are sooner multiplied in lanes, whose sums are in registers */
+};
 
-/* Tiles 0 to 3: sums, of 16 columns each; 4: digits; 5: codes. */
-static void shape_digit_tiles(int digits)
-{
-    if (!shape_anew(SHAPED_FOR_DIGITS + digits))
-        return;
-    tile_shapes shapes = { .palette = 1 };
-    for (int i = 0; i < TILE_REGISTERS; i++) {
-        shapes.row_bytes[i] = 64;
-        shapes.rows[i] = (uint8_t)(i < 5 ? digits : QUADS_OF_TILE);
-    }
-    tiles_shape(&shapes);
-}
-
-static void multiply_tile(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+/* Tiles 0 to 3: sums, of 16 columns each; 4: digits; 5: codes. All are whole, as two of 16 rows are elsewhere: to shape
+ * them anew takes as long as to multiply one. What the last reads behind the rows is left. */
+static void multiply_tile(const uint8_t *digits, long stride, const int8_t *packed, int quads,
                           int32_t sums[QUARTERS][ROWS_OF_TILE][LANES])
 {
-    shape_digit_tiles(2 * rows);
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
@@ -46,13 +38,14 @@ static void multiply_tile(int rows, const uint8_t *digits, long stride, const in
     tile_store(3, sums[3], 64);
 }
 
-void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
-                        const int32_t *zero, float *c, long ldc)
+static void multiply_in_tiles(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+                              const int32_t *zero, float *c, long ldc)
 {
     int32_t sums[QUARTERS][ROWS_OF_TILE][LANES];
+    shape_tiles(2 * ROWS_OF_TILE);
     for (int done = 0; done < rows; done += NUMBERS_OF_TILE) {
         const int here = rows - done < NUMBERS_OF_TILE ? rows - done : NUMBERS_OF_TILE;
-        multiply_tile(here, digits + done * 2 * stride, stride, packed, quads, sums);
+        multiply_tile(digits + done * 2 * stride, stride, packed, quads, sums);
         for (int row = 0; row < here; row++)
             for (int v = 0; v < QUARTERS; v++)
                 f32_store(c + (done + row) * ldc + v * LANES,

@@ -20,16 +20,7 @@ _Static_assert(sizeof(tile_shapes) == 64, "ldtilecfg reads 64 bytes");
 #define tiles_release() __asm__ volatile("tilerelease" : : : "memory")
 
 /* To shape tiles takes as long as a small product: a thread keeps them as they are until others are asked for. */
-enum { SHAPED_FOR_ROWS = 0, SHAPED_FOR_DIGITS = 64 }; /* and how many rows; 0: not shaped */
-static _Thread_local int shaped_as;
-
-/* Whether tiles are not shaped so yet. */
-RZ_INLINE int shape_anew(int as)
-{
-    const int anew = shaped_as != as;
-    shaped_as = as;
-    return anew;
-}
+static _Thread_local int shaped_for; /* so many rows; 0: not shaped */
 
 /* Rows of tile number `tile`, `stride` bytes apart. Which bytes that are, only the shapes tell: so any memory. */
 #define tile_load(tile, from, stride) \

@@ -9,10 +9,9 @@
 static void shape_tiles(int rows)
 {
     /* Whole tiles are whole in the shapes of two, too. */
-    if (rows == ROWS_OF_TILE && shaped_as > SHAPED_FOR_ROWS + rows && shaped_as <= SHAPED_FOR_ROWS + 2 * rows)
+    if (shaped_for == rows || (rows == ROWS_OF_TILE && shaped_for > rows))
         return;
-    if (!shape_anew(SHAPED_FOR_ROWS + rows))
-        return;
+    shaped_for = rows;
     const int first = rows < ROWS_OF_TILE ? rows : ROWS_OF_TILE, second = rows > first ? rows - first : 1;
     const int counts[TILE_REGISTERS] = { first, first, second, second, first, second, PAIRS_OF_TILE, PAIRS_OF_TILE };
     tile_shapes shapes = { .palette = 1 };
