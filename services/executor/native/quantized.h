@@ -58,8 +58,8 @@ enum { MOST_ROUNDED_TOGETHER = 256 /* rows by a panel: their sums stay in the fi
  * them, and codes of 8 bits are many bytes. Others gain less than their sums cost. */
 long rz_most_together(const rz_format *format);
 
-/* sums[rows][32] of a panel, from `rows` <= MOST_ROUNDED_TOGETHER rows of `x` from `first` on. `coming`: the panel that this thread needs next,
- * or NULL: its bytes are asked for from memory meanwhile. */
+/* sums[rows][32] of a panel, from `rows` rows of `x` from `first` on, at most MOST_ROUNDED_TOGETHER. `coming`: the panel
+ * that this thread needs next, or NULL: its bytes are asked for from memory meanwhile. */
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
                         long first, long rows, float *sums);
 
