@@ -100,9 +100,10 @@ class Between:
 async def between(rings: Rings, peer: str, change: Change, name: str = "between") -> AsyncIterator[Between]:
     """The only peer that anybody knows of."""
     made = Between(rings, name, peer, change)
+    # NATS knows of it before it answers what is asked on the same connection after it.
+    subscription = await rings.bus.subscribe(subjects.handover(name), HandoverMessage, made.answer)  # type: ignore[arg-type]
     await rings.hide()
     await rings.announce(GroupRecord(name, MODEL, "ready", 1, [], GroupLoad(free_blocks=1000)))
-    subscription = await rings.bus.subscribe(subjects.handover(name), HandoverMessage, made.answer)  # type: ignore[arg-type]
     try:
         yield made
     finally:
