@@ -36,9 +36,8 @@ MODEL = Path("~/.cache/ryzanstein/models/SmolLM2-135M-Instruct")
 
 
 def _kernels(model: Path, rounds: int, effort: int) -> Rounds:
-    from benchmarks.regressions.kernels import (
-        kernels,
-    )  # with torch, which the process that starts others has no use for
+    # It brings torch, which the process that starts others has no use for.
+    from benchmarks.regressions.kernels import kernels
 
     return kernels(model, rounds, effort)
 

@@ -267,6 +267,8 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, scratch_memory *scr
     scratch->total[query] = scratch->total[query] * scratch->keep[query] + f32_sum(total);
 }
 
+_Static_assert(KEYS == 2 * PANEL, "a round's keys are one panel or two");
+
 /* Scores of queries [begin, end) of a part become weights of a round's first `used` keys. */
 static void soften(const rz_attention_shape *shape, const rz_attention_part *part, int begin, int end, int first_key,
                    int used, scratch_memory *scratch)

@@ -37,7 +37,7 @@ void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
 enum {
     ROWS_OF_TASK = 96, /* rows of a task: they stay in the second cache for all panels */
 #if defined(__AMX_BF16__)
-    /* Tiles multiply faster than the third cache gives panels: more rows take each, where they are few bytes. */
+    /* Tiles multiply faster than the third cache gives panels: each panel is read once for more rows, as many as fit. */
     MOST_ROWS_OF_TASK = 512,
     CACHE_OF_TASK = 1 << 20, /* of the 2 MB that the second cache has on all processors with AMX */
     TASKS_OF_THREAD = 8,     /* at least, so that none waits long for the others */
