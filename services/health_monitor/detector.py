@@ -333,7 +333,10 @@ class Detector:
         for group in self._groups.values():
             if name == _leader_of(group) and group.record.state != "gone":
                 group.cut_off = now
-                events += self._set_state(group, "gone", message=_CUT_OFF)
+                # Its executor, where that is there, starts another ring: no replica of the model is missing.
+                executor = self._instances.get(group.record.instance)
+                alive = executor is not None and executor.record.state != "gone"
+                events += self._set_state(group, "hung" if alive else "gone", message=_CUT_OFF)
         return events
 
     # --- heartbeats ------------------------------------------------------------------------------

@@ -41,16 +41,22 @@ def seen() -> Detector:
     return detector
 
 
-@pytest.mark.parametrize("name", [SERVICE, LEADER])
+@pytest.mark.parametrize(("name", "expected"), [(SERVICE, "gone"), (LEADER, "hung")])
 @pytest.mark.parametrize("reason", ["Client Closed", "Read Error", "Write Error"])
-def test_a_process_that_is_killed_is_known_long_before_its_silence(seen: Detector, name: str, reason: str) -> None:
+def test_a_process_that_is_killed_is_known_long_before_its_silence(
+    seen: Detector, name: str, expected: str, reason: str
+) -> None:
+    """A ring whose executor lives is one that comes back: the scheduler loads no other in its place."""
     seen.closed(event(name, reason), 0.1)
     assert seen.tick(0.1 + SOON) == []
     lost = seen.tick(0.1 + DUE)
     assert kinds(lost) == [(1, "down")]
     assert "connection to NATS" in lost[0].reason
-    assert state(seen) == "gone"
+    assert state(seen) == expected
     assert seen.tick(0.9) == [], "told once"
+    seen.closed(event(SERVICE, reason), 1.0)
+    seen.tick(1.0 + DUE)
+    assert state(seen) == "gone"
 
 
 def test_the_leader_of_another_group_of_the_same_host_may_leave(seen: Detector) -> None:
