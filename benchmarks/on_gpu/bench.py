@@ -114,16 +114,20 @@ def read_report(path: Path) -> Report:
     return report
 
 
+COMPARED = ("card", "driver", "python", "torch", "triton")
+
+
 def combined(reports: Sequence[Report], order: Sequence[str]) -> Report:
-    """Runs of one machine as one: each section in the last run that has it, in `order`. Raises ValueError for runs of
-    several machines."""
+    """Runs of one kind of machine as one: each section in the last run that has it, in `order`. Raises ValueError for
+    runs of several kinds."""
     first = reports[0]
-    if any(report.machine != first.machine for report in reports):
+    if any(report.machine.get(of) != first.machine.get(of) for report in reports for of in COMPARED):
         raise ValueError("the results files are of different machines or versions; give those of one")
     sections = {section.name: section for report in reports for section in report.sections}
     known = sorted(sections.values(), key=lambda section: order.index(section.name) if section.name in order else -1)
     command = "`, `".join(dict.fromkeys(report.command for report in reports))
-    return msgspec.structs.replace(first, command=command, sections=known)
+    date = " and ".join(dict.fromkeys(report.date for report in reports))
+    return msgspec.structs.replace(first, command=command, sections=known, date=date)
 
 
 def append_row(path: Path, row: Row) -> None:

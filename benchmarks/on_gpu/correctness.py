@@ -211,6 +211,9 @@ def _graphs(bench: Bench) -> None:
     eager = _tokens(bench, GREEDY, torch.float32, cuda_graphs="off")
     graphs = _tokens(bench, GREEDY, torch.float32)
     _equal(bench, key, what, graphs, eager)
+    prompts = _tokens(bench, GREEDY, torch.float32, cuda_graphs="all", max_batch_tokens=64)
+    what = "tokens where prompts are graphs too against those of eager launches"
+    _equal(bench, "correctness/prompt-graphs", what, prompts, eager)
 
 
 def _sampling(bench: Bench) -> None:

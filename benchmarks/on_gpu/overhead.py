@@ -6,12 +6,14 @@ The real loop runs requests to their end; what a step takes more than the sectio
 
 import random
 import statistics
+import time
 from typing import Any
 
 from benchmarks.on_gpu.bench import Bench
 from benchmarks.on_gpu.machine import release
-from benchmarks.on_gpu.served import GREEDY, Served, generate, served
+from benchmarks.on_gpu.served import GREEDY, Served, generate, greedy, prefill_plan, served
 from benchmarks.on_gpu.shapes import LLAMA_8B, TINY, Shape
+from services.executor.core.step_plan import StepPlan
 from shared.messages import SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
@@ -38,6 +40,33 @@ def overhead(bench: Bench) -> None:
         except Exception as error:  # one mode that fails leaves the others
             bench.failed(f"overhead/{mode}", f"a step, {mode}", error)
         release(bench.device)
+    prompt_steps(bench)
+
+
+def prompt_steps(bench: Bench) -> None:
+    """Of chunks of a prompt, from graphs and kernel by kernel."""
+    shape = TINY if bench.tiny else LLAMA_8B
+    chunks = (16,) if bench.tiny else (64, 256, 512)
+    known = {
+        "kv_dtype": "int8",
+        "kv_memory": 1 << 20 if bench.tiny else 4 << 30,
+        "max_sequences": 2,
+        "lookahead": "off",
+    }
+    for graphs, name in (("off", "eager"), ("all", "graphs")):
+        with served(shape, bench.device, max_batch_tokens=chunks[-1], cuda_graphs=graphs, **known) as ring:
+            for tokens in chunks:
+                plan = prefill_plan(tokens, 0, ring.store.num_writable, ring.store.num_quantized, last=True)
+                took = [_seconds(ring, plan) for _ in range(2 if bench.tiny else 20)]
+                what = f"a step of {tokens} tokens of one prompt, {name}"
+                bench.measured(f"overhead/prompt/{tokens}/{name}", what, statistics.median(took[1:]) * 1e3, "ms")
+        release(bench.device)
+
+
+def _seconds(ring: Served, plan: StepPlan) -> float:
+    began = time.perf_counter()
+    ring.step(plan, greedy(1))
+    return time.perf_counter() - began
 
 
 def _ring(bench: Bench, shape: Shape, batch: int, settings: dict[str, Any]) -> Any:

@@ -273,8 +273,15 @@ def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
     from services.executor.gpu.graphs import Rerun
 
     context = settings.context_length or config.max_position_embeddings
-    memory = 1 << 30 if settings.cuda_graphs == "auto" else 0
-    limits = StepLimits(settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant)
+    memory = 0 if settings.cuda_graphs == "off" else 1 << 30
+    limits = StepLimits(
+        settings.max_sequences,
+        settings.max_batch_tokens,
+        context,
+        memory,
+        settings.batch_invariant,
+        settings.cuda_graphs == "all",
+    )
     return {"limits": limits, "capture": Rerun()}
 
 

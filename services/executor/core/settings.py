@@ -213,9 +213,10 @@ class ExecutorSettings(ModelStoreSettings):
     """Speculative decoding by n-grams (prompt lookup), and by a draft model where there is one, in draft tokens per
     sequence and step: `auto` (up to 15, as many as pay off), `off`, or the maximum. It changes the speed, not how
     tokens are drawn. Models with recurrent state need memory for the state behind each (docs/performance.md)."""
-    cuda_graphs: Literal["auto", "off"] = "auto"
-    """CUDA graphs of decode steps on GPUs, captured at start-up for batches of up to `max_sequences`: `auto` (where
-    the model's decoder supports it) or `off`. They change the speed, never the tokens."""
+    cuda_graphs: Literal["auto", "all", "off"] = "auto"
+    """CUDA graphs of steps on GPUs, captured at start-up: `auto` (decodes, for batches of up to `max_sequences`, where
+    the model's decoder supports it), `all` (steps with prompt chunks too; not yet shown right on a GPU) or `off`. They
+    change the speed, never the tokens."""
     cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
     """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
     max_adapters: int = Field(default=64, ge=0, le=1024)

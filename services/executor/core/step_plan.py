@@ -151,3 +151,4 @@ class StepLimits(NamedTuple):
     context_length: int
     graph_memory: int  # bytes that graphs may take; 0: there are none
     batch_invariant: bool = False
+    prompt_graphs: bool = False  # whether steps with prompt chunks have graphs too

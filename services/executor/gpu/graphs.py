@@ -8,12 +8,13 @@ replayed with each of their rows as a decode (`is_like_decodes`):
 
     a: t d1 d2, b: t ─▶ rows t | d1 | d2 | t, the first three with a's blocks, each with its own context ─▶ graph of 4
 
-What is neither (prefill chunks, sums for embeddings) and what is larger than the ladder is not replayed: `replay` says
-so, and the caller computes it.
+What is neither and what is larger than the ladder is not replayed: `replay` says so, and the caller computes it. Prompt
+chunks have graphs of their own (`prompt_graphs.py`).
 
 `GraphedDecoder` is a decoder that replays them, and of other steps launches the kernels one by one:
 
     plan ─┬─ decodes and drafts, no more rows than the top of the ladder ─▶ padded, staged, replayed
+          ├─ chunks of no more tokens than the top of theirs ─────────────▶ padded, staged, replayed; logits by kernels
           └─ everything else ─────────────────────────────────────────────▶ staged, launched by kernels
 """
 
@@ -46,6 +47,7 @@ from services.executor.gpu.inputs import (
 )
 from services.executor.gpu.kernels.attention_launch import rows_for
 from services.executor.gpu.kernels.tiles import StepTiles, splits_of
+from services.executor.gpu.prompt_graphs import PromptGraphs
 from services.executor.gpu.sampling import resolve
 from services.executor.gpu.sparse_attention import sparse_rows
 from services.executor.model.adapters.files import LowRank
@@ -223,6 +225,7 @@ class StepGraphs:
         self._before = before
         self._ladder = ladder(most_sequences)
         self._graphs: dict[int, Work] = {}
+        self.prompts: PromptGraphs | None = None
         # Captured as steps with adapters come; None: it could not be.
         self._with_adapters: dict[int, Work | None] = {}
         self._adapter_slots = torch.full((most_sequences,), -1, dtype=torch.int32, device=before.device)
@@ -260,12 +263,37 @@ class StepGraphs:
             if not agree(fine):
                 self._graphs.pop(rung, None)
                 break
+        else:
+            self._capture_prompts(before, agree)
         log.info(
             "cuda_graphs_captured" if self._graphs else "cuda_graphs_none",
             sizes=self.rungs,
+            prompt_tokens=[] if self.prompts is None else self.prompts.rungs,
             seconds=round(time.perf_counter() - began, 2),
             mib=(self._capture.memory() - before) // _MIB,
         )
+
+    def _capture_prompts(self, before: int, agree: Callable[[bool], bool]) -> None:
+        """As the ladder, within the same memory."""
+        prompts = self.prompts
+        for tokens in reversed(prompts.ladder if prompts is not None else ()):
+            assert prompts is not None
+            work, made = prompts.work(tokens)
+            graph = self._captured(tokens, work)
+            if graph is not None:
+                prompts.keep(tokens, graph, made)
+            fine = graph is not None and self._within(tokens, self._capture.memory() - before, self._most_memory)
+            if not agree(fine):
+                prompts.forget(tokens)
+                break
+
+    def replay_prompt(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """As `PromptGraphs.replay`, of any plan."""
+        if self.prompts is None or self.tapped_layers is not None:
+            return None
+        if sparse_rows(plan, self._shape.block_size) or slots_of_rows(plan) is not None:
+            return None
+        return self.prompts.replay(plan)
 
     def replay(self, plan: StepPlan, input_states: Tensor | None = None) -> Computed | None:
         """Has the device compute `plan`; None where there is no graph for it, as where rows read some blocks only.
@@ -311,6 +339,8 @@ class StepGraphs:
         """Lets the graphs go, with what they hold of the collectives. Steps are computed without them."""
         self._graphs.clear()
         self._with_adapters.clear()
+        if self.prompts is not None:
+            self.prompts.close()
 
     def _room_for_results(self) -> Computed:
         """As many rows as the largest size has, each like those of a step of one."""
@@ -410,8 +440,8 @@ class GraphedDecoder:
         computed = None if len(pools) else self._replay(plan, progress)
         if computed is not None:
             return computed.logits, sums_of(computed.logits, pools)
-        hidden, inputs = self._compute(plan, progress)
-        return self._inner.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
+        hidden, sampled = self._compute(plan, progress)
+        return self._inner.logits(hidden, sampled), sums_of(hidden, pools)
 
     def forward_with_states(
         self, plan: StepPlan, progress: ProgressCounter, pools: Int32Array, layers: Sequence[int]
@@ -430,8 +460,7 @@ class GraphedDecoder:
         computed = self._replay(plan, progress)
         if computed is not None:
             return computed
-        hidden, inputs = self._compute(plan, progress)
-        logits = self._inner.logits(hidden, inputs.sample_rows)
+        logits = self._inner.logits(*self._compute(plan, progress))
         return Computed(logits, *self._inner.largest(logits))
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -456,14 +485,18 @@ class GraphedDecoder:
             progress.tick()  # for all of its layers: nothing on the host sees them go by
         return computed
 
-    def _compute(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, StepInputs]:
-        """The normed hidden states, kernel by kernel, and what they were computed of."""
+    def _compute(self, plan: StepPlan, progress: ProgressCounter) -> tuple[Tensor, Tensor]:
+        """The normed hidden states, and which rows of them are sampled."""
+        if self._graphs is not None and (computed := self._graphs.replay_prompt(plan)) is not None:
+            self.tapped = None
+            progress.tick()
+            return computed
         inputs = self._inputs(plan)
         layers = self._tapped_layers
         taps = None if layers is None else self._inner.taps(len(inputs.token_ids), layers)
         hidden = self._inner.compute(inputs, progress.tick, taps)
         self.tapped = None if taps is None else taps.into
-        return hidden, inputs
+        return hidden, inputs.sample_rows
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         shape = self._shape

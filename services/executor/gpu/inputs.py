@@ -36,6 +36,8 @@ from services.executor.platforms.catalog import platform_of
 # Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do.
 ALIGN = 32
 
+ROOM_OF_GRAPHS = 32  # more sequences or tiles than a step has, of those that only fill up
+
 MOST_ALIKE = 1 + MOST_DRAFTS  # rows of one sequence that may be computed as decodes
 # Keys that a step may read once more so that a graph has place for its rows: some 4 GB of an 8B model's, 1 to 2 ms on
 # an H100, which is less than what launching kernel by kernel takes the host.
@@ -248,8 +250,9 @@ class InputLimits(NamedTuple):
         of_tokens = [tokens] * 4  # ids, positions, slots, sampled rows
         of_sequences = [sequences, sequences + 1, sequences]
         of_tiles = [sequences] * 2 + [tokens] * 2  # decodes', prefill chunks'
+        of_graphs = [ROOM_OF_GRAPHS] * (len(of_sequences) + len(of_tiles))  # what they have more of
         tables = sequences * self.blocks_per_context
-        return total_of([*of_tokens, *of_sequences, *of_tiles, tables])
+        return total_of([*of_tokens, *of_sequences, *of_tiles, *of_graphs, tables])
 
 
 def places_of(lengths: Sequence[int]) -> list[int]:
@@ -275,7 +278,7 @@ class Staging:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """`capacity`: int32 numbers."""
-        self.capacity = capacity
+        self.capacity, self.device = capacity, device
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         # When the last copy out of each has ended.

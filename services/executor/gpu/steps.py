@@ -34,7 +34,8 @@ from services.executor.gpu.graphs import Capture, Computed, CudaCapture, Graphed
 from services.executor.gpu.inputs import InputLimits, Staging
 from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
-from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
+from services.executor.gpu.prompt_graphs import PromptGraphs, PromptShape
+from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, resolve, tell
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.sampling.candidates import WANT, only_largest
@@ -124,8 +125,28 @@ class GpuSteps:
         if limits.graph_memory:
             capture = capture or CudaCapture(device)
             self._graphs = StepGraphs(decoder, shape, limits.max_sequences, staging, before, capture)
+            self._graphs.prompts = self._prompts(decoder, store, shape, staging, before)
         self.decoder = GraphedDecoder(decoder, shape, staging, before, device, self._graphs)
         self._take: Callable[[StepPlan, Tensor], None] | None = None
+
+    def _prompts(
+        self, decoder: GpuDecoder, store: KvStore, shape: Shape, staging: Staging, before: Tensor
+    ) -> PromptGraphs | None:
+        """None where they are not wanted, or a layer reads more of a step than graphs have room for."""
+        if not self._limits.prompt_graphs or decoder.states_width or any(pages.summary for pages in store.shape.pages):
+            return None
+        of_step = PromptShape(
+            shape.block_size,
+            shape.kv_heads,
+            shape.group,
+            shape.processors,
+            shape.context_length,
+            self._limits.max_sequences,
+            alone=shape.batch_invariant,
+            compresses=store.num_quantized > 0,
+        )
+        most = self._limits.max_batch_tokens
+        return PromptGraphs(decoder, of_step, most, staging, lambda token_ids: resolve(token_ids, before))
 
     def tap(self, layers: Sequence[int], take: Callable[[StepPlan, Tensor], None]) -> None:
         """Hands what `layers` read of each step that is launched to `take`, as a draft head's; before `prepare`."""

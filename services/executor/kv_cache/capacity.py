@@ -491,5 +491,5 @@ def _step_needs(settings: ExecutorSettings, widths: StepWidths, dtype: torch.dty
     """Bytes beside weights and cache; each token of a step is sampled where drafts are checked."""
     tokens = settings.max_batch_tokens
     rows = min(tokens, settings.max_sequences * (1 + settings.max_drafts))
-    graphs = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    graphs = 0 if settings.cuda_graphs == "off" else settings.cuda_graphs_memory
     return step_bytes(widths, tokens, rows, dtype, graphs)

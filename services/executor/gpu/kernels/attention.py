@@ -266,13 +266,17 @@ def attend(
         tl.store(parts + place[:, None] * WIDTH + columns[None, :], sums, mask=wide & (total != 0.0)[:, None])
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "splits"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "splits"], do_not_specialize_on_alignment=["rows"])
 def merge(
-    parts, weights, out, first_row, num_rows, splits,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    parts, weights, out, rows, first_row, num_rows, splits,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (`num_rows`, HEADS): the parts of `attend`, put together into the rows of `out` from `first_row` on.
-    BLOCK_S: `splits`, up to a power of two."""
+    """Grid (`num_rows`, HEADS): the parts of `attend`, put together into the rows of `out` from `first_row` on; BOUNDED:
+    those from the first to the second of `rows` int32 [2] alone. BLOCK_S: `splits`, up to a power of two."""
+    if BOUNDED:
+        at = first_row + tl.program_id(0)
+        if (at < tl.load(rows)) | (at >= tl.load(rows + 1)):
+            return
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     stride = num_rows.to(tl.int64) * HEADS
     split = tl.arange(0, BLOCK_S)

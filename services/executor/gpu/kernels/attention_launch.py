@@ -68,6 +68,8 @@ class Batch(NamedTuple):
     scratch: Tensor | None = None
     tile_tokens: int = 0  # tokens of a tile; 0: as many as its rows hold
     head_stride: int = 0  # from the table of one KV head to that of the next; 0: all read the same
+    # int32 [2], on the device: which of these rows the parts of keys are put together for; None: all.
+    rows: Tensor | None = None
 
 
 class ScoreOptions(NamedTuple):
@@ -124,7 +126,8 @@ def attend_calls(
     calls = [AttentionCall(attention.attend, grid, arguments, constants, shape.warps, shape.stages)]
     if splits > 1:
         given = {name: arguments[name] for name in ("parts", "weights", "out", "first_row", "num_rows", "splits")}
-        sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_D": padded}
+        given["rows"] = _or(batch.rows, out)
+        sizes = {"HEADS": heads, "WIDTH": width, "BLOCK_D": padded, "BOUNDED": batch.rows is not None}
         sizes["BLOCK_S"] = triton.next_power_of_2(splits)
         calls.append(AttentionCall(attention.merge, (batch.num_rows, heads), given, sizes))
     return calls

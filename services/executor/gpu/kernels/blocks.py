@@ -38,11 +38,13 @@ def compress(
 ):  # fmt: skip
     """Grid (pairs, layers, ROWS): one head's keys or values of a block, COUNT numbers, as codes and a scale.
 
-    `pairs` int64 [C, 2]: writable block, place among the quantized ones; `layers` int64: the layer of `writable` for each of `codes`
+    `pairs` int64 [C, 2]: writable block, place among the quantized ones; below 0: none. `layers` int64: the layer of `writable` for each of `codes`
     and `scales`. BLOCK: COUNT, up to a power of two. What `Codec.encode` says, to the bit; PLAIN: copies.
     """
     pair, layer, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     source, target = tl.load(pairs + pair * 2), tl.load(pairs + pair * 2 + 1)
+    if source < 0:
+        return
     at = tl.arange(0, BLOCK)
     inside = at < COUNT
     begin = tl.load(layers + layer) * writable_layer_stride + (source * ROWS + part) * COUNT

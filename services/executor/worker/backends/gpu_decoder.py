@@ -62,10 +62,10 @@ class GpuDecoding(Backend):
                     "--batch-invariant needs Triton on a GPU; the log says why there is none (attending_with_pytorch)."
                 )
             return None
-        memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+        memory = 0 if settings.cuda_graphs == "off" else settings.cuda_graphs_memory
         memory //= 2 if drafts else 1  # a draft model has graphs of its own
         limits = (settings.max_sequences, settings.max_batch_tokens, context)
-        return StepLimits(*limits, memory, settings.batch_invariant)
+        return StepLimits(*limits, memory, settings.batch_invariant, settings.cuda_graphs == "all")
 
     def rehearsal(self, layout: ShardLayout, store: KvStore, limits: StepLimits) -> list[StepPlan]:
         from services.executor.gpu.steps import sparse_warmups, warmup_chunks, warmup_plans

@@ -86,7 +86,7 @@ def test_rows_have_the_same_bits_however_steps_are_cut(tmp_path: Path, model_typ
 def test_a_text_is_the_same_whatever_is_computed_beside_it_and_after_a_kill() -> None:
     """A whole engine: another ring that continues an answer computes its prompt and what was said in chunks."""
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 64}
-    options |= {"max_batch_tokens": 16, "batch_invariant": True, "prefix_caching": False}
+    options |= {"max_batch_tokens": 16, "batch_invariant": True, "prefix_caching": False, "cuda_graphs": "all"}
     prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (17, 20)]
     wanted = requests(prompts, (GREEDY, GREEDY), 4)
     with pretend_gpu() as gpu:
