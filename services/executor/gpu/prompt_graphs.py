@@ -206,7 +206,7 @@ class PromptGraphs:
         """Tokens that have a graph, ascending."""
         return sorted(self._graphs)
 
-    def work(self, tokens: int) -> tuple[Callable[[], None], "Made"]:
+    def work(self, tokens: int) -> tuple[Callable[[], None], Made]:
         """A step of `tokens` over what is staged for it, which is one of nobody now; and what it leaves."""
         arrays = self._of_nobody(tokens).flat()
         self._staging.stage(arrays)
@@ -220,7 +220,7 @@ class PromptGraphs:
 
         return work, made
 
-    def keep(self, tokens: int, graph: Callable[[], None], made: "Made") -> None:
+    def keep(self, tokens: int, graph: Callable[[], None], made: Made) -> None:
         """`graph` does what `work` said."""
         self._graphs[tokens] = graph, made
 
