@@ -32,16 +32,18 @@ from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.decoder import AuxHiddenStates, GpuDecoder
 from services.executor.gpu.inputs import (
-    Ints,
+    Shape,
     Staging,
     StepArrays,
     StepInputs,
     StepPart,
     arrays_of,
     as_inputs,
+    filled,
     is_decode,
     is_like_decodes,
     rows_of,
+    rung_for,
     splits_for,
     to_device,
 )
@@ -140,17 +142,6 @@ _MIB = 1 << 20
 MOST_MEMORY = 1 << 30
 
 
-class Shape(NamedTuple):
-    """What of a model and its device decides how a step is laid out."""
-
-    block_size: int
-    kv_heads: int
-    group: int  # query heads of a KV head
-    processors: int  # that work at once on the device; 0: keys are never split among them
-    context_length: int  # most tokens of one sequence
-    batch_invariant: bool = False  # whether each token is attended to in a tile of its own
-
-
 class Computed(NamedTuple):
     """What a replay has left, of R sampled rows: on the device, until the next one."""
 
@@ -166,23 +157,18 @@ def ladder(most: int) -> list[int]:
     return [size for size in steps if size < most] + [most]
 
 
-def rung_for(count: int, rungs: Sequence[int]) -> int | None:
-    """The smallest of `rungs`, ascending, that holds `count` sequences."""
-    return next((rung for rung in rungs if rung >= count), None)
-
-
 def padded(step: StepArrays, rung: int) -> StepArrays:
     """Decodes, filled up to `rung` rows, of which as many are sampled."""
     count = len(step.token_ids)
     (part,) = step.parts
     return StepArrays(
-        _longer(step.token_ids, rung, 0),
-        _longer(step.positions, rung, 0),
-        _longer(step.slots, rung, -1),
-        _longer(step.sample_rows, rung, 0),
-        _longer(step.table_starts, rung, 0),
+        filled(step.token_ids, rung, 0),
+        filled(step.positions, rung, 0),
+        filled(step.slots, rung, -1),
+        filled(step.sample_rows, rung, 0),
+        filled(step.table_starts, rung, 0),
         np.arange(rung + 1, dtype=np.int32),
-        _longer(step.context_lens, rung, 0),
+        filled(step.context_lens, rung, 0),
         step.tables,
         [
             StepPart(
@@ -202,12 +188,6 @@ def empty_step(group: int) -> StepArrays:
     none = np.zeros(0, np.int32)
     part = StepPart(StepTiles(none, none), rows_for(group, 1), 1, 0, 0, 0)
     return StepArrays(none, none, none, none, none, np.zeros(1, np.int32), none, none, [part])
-
-
-def _longer(array: Ints, length: int, value: int) -> Ints:
-    longer = np.full(length, value, np.int32)
-    longer[: len(array)] = array
-    return longer
 
 
 class StepGraphs:
@@ -275,13 +255,13 @@ class StepGraphs:
 
     def _capture_prompts(self, before: int, agree: Callable[[bool], bool]) -> None:
         """As the ladder, within the same memory."""
-        prompts = self.prompts
-        for tokens in reversed(prompts.ladder if prompts is not None else ()):
-            assert prompts is not None
-            work, made = prompts.work(tokens)
+        if (prompts := self.prompts) is None:
+            return
+        for tokens in reversed(prompts.ladder):
+            work, output = prompts.work(tokens)
             graph = self._captured(tokens, work)
             if graph is not None:
-                prompts.keep(tokens, graph, made)
+                prompts.keep(tokens, graph, output)
             fine = graph is not None and self._within(tokens, self._capture.memory() - before, self._most_memory)
             if not agree(fine):
                 prompts.forget(tokens)
@@ -311,8 +291,8 @@ class StepGraphs:
             return None
         self._staging.stage(arrays)
         if slots is not None:
-            filled = _longer(slots, rung, -1)
-            self._adapter_slots[:rung].copy_(sent(filled, self._adapter_slots.device))
+            longer = filled(slots, rung, -1)
+            self._adapter_slots[:rung].copy_(sent(longer, self._adapter_slots.device))
         if input_states is not None:
             self._input_states[: len(input_states)].copy_(input_states)
         graph()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.settings import MOST_DRAFTS
-from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import StepTiles, splits_of, tiles_of
@@ -60,6 +60,17 @@ class Split(NamedTuple):
     # The other rows, int64 [n], and what attention needs of them; None: there are none.
     dense: tuple[Tensor, Sequence[Batch]] | None
     rounds: list[Round]
+
+
+class Shape(NamedTuple):
+    """What of a model and its device decides how a step is laid out."""
+
+    block_size: int
+    kv_heads: int
+    group: int  # query heads of a KV head
+    processors: int  # that work at once on the device; 0: keys are never split among them
+    context_length: int  # most tokens of one sequence
+    batch_invariant: bool = False  # whether each token is attended to in a tile of its own
 
 
 class StepInputs(NamedTuple):
@@ -153,6 +164,18 @@ def _part(query_lens: NDArray[np.int64], context_lens: Ints, first: int, end: in
         int(query_lens[:first].sum()),
         int(query_lens[first:end].sum()),
     )
+
+
+def rung_for(count: int, rungs: Sequence[int]) -> int | None:
+    """The smallest of `rungs`, ascending, that holds `count` sequences."""
+    return next((rung for rung in rungs if rung >= count), None)
+
+
+def filled(array: Ints, length: int, value: int) -> Int32Array:
+    """`array`, and `value` behind it, int32 [length]."""
+    longer = np.full(length, value, np.int32)
+    longer[: len(array)] = array
+    return longer
 
 
 def as_inputs(step: StepArrays, tensors: Sequence[Tensor], splits: Sequence[int]) -> StepInputs:

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
-from services.executor.gpu.inputs import Ints, Staging, StepInputs
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.gpu.inputs import Ints, Shape, Staging, StepInputs, filled, rung_for
 from services.executor.gpu.kernels.attention_launch import Batch
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, StepTiles, rows_for, splits_of, tiles_of
 
@@ -42,22 +42,17 @@ def token_ladder(most: int) -> list[int]:
 
 
 class PromptShape(NamedTuple):
-    """What of a model and its device decides how such a step is laid out."""
+    """How such a step is laid out."""
 
-    block_size: int
-    kv_heads: int
-    group: int  # query heads of a KV head
-    processors: int  # that work at once on the device; 0: keys are never split
-    context_length: int
+    step: Shape
     most_sequences: int
-    alone: bool  # each token is attended to in a tile of its own
     compresses: bool  # blocks that a step fills
 
     def rows_per_tile(self, tokens: int) -> int:
-        return rows_for(self.group, 1 if self.alone else tokens)
+        return rows_for(self.step.group, 1 if self.step.batch_invariant else tokens)
 
     def tile_tokens(self, tokens: int) -> int:
-        return 1 if self.alone else self.rows_per_tile(tokens) // self.group
+        return 1 if self.step.batch_invariant else self.rows_per_tile(tokens) // self.step.group
 
     def prompt_tiles(self, tokens: int) -> int:
         """Room for them in a step of so many tokens."""
@@ -68,15 +63,15 @@ class PromptShape(NamedTuple):
 
     def pairs(self, tokens: int) -> int:
         """Room for blocks that are filled."""
-        return tokens // self.block_size + self.most_sequences if self.compresses else 0
+        return tokens // self.step.block_size + self.most_sequences if self.compresses else 0
 
     def splits(self, tokens: int) -> tuple[int, int]:
         """Parts of a decode's keys, and of a chunk's."""
-        if not self.processors:
+        if not self.step.processors:
             return 1, 1
-        decode = splits_of(1, min(self.context_length, LEAST_KEYS * DECODE_SPLITS), self.processors)
-        programs = -(-tokens // self.tile_tokens(tokens)) * self.kv_heads
-        return decode, min(splits_of(programs, self.context_length, self.processors), PROMPT_SPLITS)
+        decode = splits_of(1, min(self.step.context_length, LEAST_KEYS * DECODE_SPLITS), self.step.processors)
+        programs = -(-tokens // self.tile_tokens(tokens)) * self.step.kv_heads
+        return decode, min(splits_of(programs, self.step.context_length, self.step.processors), PROMPT_SPLITS)
 
 
 class PromptArrays(NamedTuple):
@@ -114,29 +109,23 @@ def prompt_arrays(plan: StepPlan, tokens: int, shape: PromptShape) -> PromptArra
     room = shape.prompt_tiles(tokens)
     if len(tiles.sequence) > room:
         return None
-    blocks = -(-context_lens.astype(np.int64) // shape.block_size)
+    blocks = -(-context_lens.astype(np.int64) // shape.step.block_size)
     return PromptArrays(
-        _filled(as_int32(plan.token_ids), tokens, 0),
-        _filled(as_int32(plan.positions), tokens, 0),
-        _filled(as_int32(plan.slots), tokens, -1),
-        _filled(as_int32(plan.sample_rows), tokens, 0),
-        _filled(np.cumsum(blocks) - blocks, sequences, 0),
-        _filled(np.concatenate(([0], np.cumsum(query_lens))), sequences + 1, tokens),
-        _filled(context_lens, sequences, 0),
+        filled(as_int32(plan.token_ids), tokens, 0),
+        filled(as_int32(plan.positions), tokens, 0),
+        filled(as_int32(plan.slots), tokens, -1),
+        filled(as_int32(plan.sample_rows), tokens, 0),
+        filled(np.cumsum(blocks) - blocks, sequences, 0),
+        filled(np.concatenate(([0], np.cumsum(query_lens))), sequences + 1, tokens),
+        filled(context_lens, sequences, 0),
         StepTiles(
-            _filled(np.arange(decodes), shape.decode_tiles(tokens), nobody),
+            filled(np.arange(decodes), shape.decode_tiles(tokens), nobody),
             np.zeros(shape.decode_tiles(tokens), np.int32),
         ),
-        StepTiles(_filled(tiles.sequence + decodes, room, nobody), _filled(tiles.first, room, 0)),
+        StepTiles(filled(tiles.sequence + decodes, room, nobody), filled(tiles.first, room, 0)),
         np.asarray([0, decodes, tokens], np.int32),
         as_int32(plan.block_tables),
     )
-
-
-def _filled(array: Ints, length: int, value: int) -> Int32Array:
-    filled = np.full(length, value, np.int32)
-    filled[: len(array)] = array
-    return filled
 
 
 def prompt_inputs(tokens: int, shape: PromptShape, tensors: Sequence[Tensor], pairs: Tensor | None) -> StepInputs:
@@ -151,7 +140,7 @@ def prompt_inputs(tokens: int, shape: PromptShape, tensors: Sequence[Tensor], pa
         whole._replace(
             tile_sequence=decodes,
             tile_first=decode_first,
-            rows_per_tile=rows_for(shape.group, 1),
+            rows_per_tile=rows_for(shape.step.group, 1),
             tile_tokens=1,
             splits=of_decodes,
             num_rows=shape.decode_tiles(tokens),
@@ -168,7 +157,7 @@ def prompt_inputs(tokens: int, shape: PromptShape, tensors: Sequence[Tensor], pa
 
 
 @dataclass
-class Made:
+class PromptOutput:
     """Where a graph leaves what it computes, and what is staged for those who read it."""
 
     sample_rows: Tensor  # int32 [T]
@@ -197,7 +186,7 @@ class PromptGraphs:
         """`resolve`: token ids as the graph has to read them, of which some may stand for those of the step before."""
         self._layers, self._shape, self._staging, self._resolve = layers, shape, staging, resolve
         self.ladder = token_ladder(most_tokens)
-        self._graphs: dict[int, tuple[Callable[[], None], Made]] = {}
+        self._graphs: dict[int, tuple[Callable[[], None], PromptOutput]] = {}
         pairs = shape.pairs(self.ladder[-1])
         self._pairs = torch.full((pairs, 2), -1, dtype=torch.int64, device=staging.device) if pairs else None
 
@@ -206,23 +195,23 @@ class PromptGraphs:
         """Tokens that have a graph, ascending."""
         return sorted(self._graphs)
 
-    def work(self, tokens: int) -> tuple[Callable[[], None], Made]:
+    def work(self, tokens: int) -> tuple[Callable[[], None], PromptOutput]:
         """A step of `tokens` over what is staged for it, which is one of nobody now; and what it leaves."""
         arrays = self._of_nobody(tokens).flat()
         self._staging.stage(arrays)
         tensors = self._staging.open_views([len(array) for array in arrays[:-1]])
         pairs = None if self._pairs is None else self._pairs[: self._shape.pairs(tokens)]
         inputs = prompt_inputs(tokens, self._shape, tensors, pairs)
-        made = Made(inputs.sample_rows)
+        output = PromptOutput(inputs.sample_rows)
 
         def work() -> None:
-            made.hidden = self._layers.compute(inputs._replace(token_ids=self._resolve(inputs.token_ids)))
+            output.hidden = self._layers.compute(inputs._replace(token_ids=self._resolve(inputs.token_ids)))
 
-        return work, made
+        return work, output
 
-    def keep(self, tokens: int, graph: Callable[[], None], made: Made) -> None:
+    def keep(self, tokens: int, graph: Callable[[], None], output: PromptOutput) -> None:
         """`graph` does what `work` said."""
-        self._graphs[tokens] = graph, made
+        self._graphs[tokens] = graph, output
 
     def forget(self, tokens: int) -> None:
         self._graphs.pop(tokens, None)
@@ -234,7 +223,7 @@ class PromptGraphs:
         """The normed hidden states [T, hidden] of `plan`, in which all rows read everything, and which of them are
         sampled, int32 [R], until the next replay; None where there is no graph for it. Does not wait."""
         count = len(plan.token_ids) // 4
-        tokens = next((rung for rung in self.rungs if rung >= count), None)
+        tokens = rung_for(count, self.rungs)
         if tokens is None:
             return None
         laid_out = prompt_arrays(plan, tokens, self._shape)
@@ -244,12 +233,12 @@ class PromptGraphs:
         self._staging.stage(arrays)
         if self._pairs is not None:
             self._pairs.fill_(-1)
-            if (filled := self._layers.pairs_of(plan)) is not None:
-                self._pairs[: len(filled)].copy_(filled)
-        graph, made = self._graphs[tokens]
+            if (pairs := self._layers.pairs_of(plan)) is not None:
+                self._pairs[: len(pairs)].copy_(pairs)
+        graph, output = self._graphs[tokens]
         graph()
-        assert made.hidden is not None, "it has run once before it was recorded"
-        return made.hidden[:count], made.sample_rows[: len(plan.sample_rows) // 4]
+        assert output.hidden is not None, "it has run once before it was recorded"
+        return output.hidden[:count], output.sample_rows[: len(plan.sample_rows) // 4]
 
     def _of_nobody(self, tokens: int) -> PromptArrays:
         nobody = prompt_arrays(_NOBODY, tokens, self._shape)

@@ -30,8 +30,8 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sparse_attention import PAGES, WINDOW, SparsePattern
 from services.executor.core.step_plan import StepLimits, StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
-from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
-from services.executor.gpu.inputs import InputLimits, Staging
+from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, StepGraphs
+from services.executor.gpu.inputs import InputLimits, Shape, Staging
 from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
 from services.executor.gpu.prompt_graphs import PromptGraphs, PromptShape
@@ -135,16 +135,7 @@ class GpuSteps:
         """None where they are not wanted, or a layer reads more of a step than graphs have room for."""
         if not self._limits.prompt_graphs or decoder.states_width or any(pages.summary for pages in store.shape.pages):
             return None
-        of_step = PromptShape(
-            shape.block_size,
-            shape.kv_heads,
-            shape.group,
-            shape.processors,
-            shape.context_length,
-            self._limits.max_sequences,
-            alone=shape.batch_invariant,
-            compresses=store.num_quantized > 0,
-        )
+        of_step = PromptShape(shape, self._limits.max_sequences, compresses=store.num_quantized > 0)
         most = self._limits.max_batch_tokens
         return PromptGraphs(decoder, of_step, most, staging, lambda token_ids: resolve(token_ids, before))
 

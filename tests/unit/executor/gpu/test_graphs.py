@@ -15,15 +15,17 @@ pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton i
 from services.executor.collectives.base import SingleRank
 from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, plan_alone, to_bytes
-from services.executor.gpu.graphs import GraphedDecoder, Rerun, Shape, StepGraphs, Work, ladder, padded, rung_for
+from services.executor.gpu.graphs import GraphedDecoder, Rerun, StepGraphs, Work, ladder, padded
 from services.executor.gpu.inputs import (
     MOST_ALIKE,
     MOST_READ_AGAIN,
     InputLimits,
+    Shape,
     Staging,
     arrays_of,
     inputs_of,
     is_like_decodes,
+    rung_for,
 )
 from services.executor.kv_cache.codecs import INT8
 from services.executor.kv_cache.store import KvStore

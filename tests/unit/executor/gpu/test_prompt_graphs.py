@@ -16,7 +16,7 @@ from services.executor.core.progress import ProgressCounter
 from services.executor.core.step_plan import StepLimits, StepPlan, as_int32, plan_alone, to_bytes
 from services.executor.gpu.decoder import AuxHiddenStates
 from services.executor.gpu.graphs import GraphedDecoder, StepGraphs
-from services.executor.gpu.inputs import Staging, StepInputs, inputs_of
+from services.executor.gpu.inputs import Shape, Staging, StepInputs, inputs_of
 from services.executor.gpu.kernels.tiles import PREFILL_ROWS
 from services.executor.gpu.prompt_graphs import (
     MORE_TILES,
@@ -44,8 +44,8 @@ from tests.unit.executor.gpu.test_graphs import (
 )
 from tests.unit.executor.model.ring import BLOCK_SIZE, Script
 
-PROMPTS = PromptShape(BLOCK, 2, GROUP, 4, 48, LIMITS.max_sequences, alone=False, compresses=False)
-WIDE = PromptShape(16, 8, 4, 132, 8192, 64, alone=False, compresses=True)
+PROMPTS = PromptShape(SHAPE, LIMITS.max_sequences, compresses=False)
+WIDE = PromptShape(Shape(16, 8, 4, 132, 8192), 64, compresses=True)
 
 
 def with_prompts(layers: FakeLayers, capture: Rerun | None = None) -> tuple[PromptGraphs, GraphedDecoder]:
