@@ -274,14 +274,8 @@ def _as_graphs(settings: Any, config: Any) -> dict[str, Any]:
 
     context = settings.context_length or config.max_position_embeddings
     memory = 0 if settings.cuda_graphs == "off" else 1 << 30
-    limits = StepLimits(
-        settings.max_sequences,
-        settings.max_batch_tokens,
-        context,
-        memory,
-        settings.batch_invariant,
-        settings.cuda_graphs == "all",
-    )
+    steps = settings.max_sequences, settings.max_batch_tokens, context
+    limits = StepLimits(*steps, memory, settings.batch_invariant, settings.cuda_graphs == "all")
     return {"limits": limits, "capture": Rerun()}
 
 

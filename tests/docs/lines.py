@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 134_425,  # +315: graphs of steps with prompt chunks on GPUs; to come: 112,000
+    ("services", "shared"): 134_410,  # +300: graphs of steps with prompt chunks on GPUs; to come: 112,000
     ("benchmarks",): 13_645,  # +40: what checks and times these graphs; to come: 13,000
-    ("tests",): 144_110,  # +220: these graphs; to come: 120,000
+    ("tests",): 144_115,  # +225: these graphs; to come: 120,000
 }
 
 

@@ -86,6 +86,8 @@ def test_runs_of_one_machine_are_combined() -> None:
     both = combined([first, second], ["machine", "all"])
     assert [section.name for section in both.sections] == ["machine", "all"]
     assert both.row(BF16.key) == replace(BF16, figure=260.0)
+    later = replace(second, date="another day", machine=second.machine | {"transformers": "another"})
+    assert combined([first, later], []).date == f"{first.date} and another day"
     with pytest.raises(ValueError, match="different machines"):
         combined([first, replace(second, machine={})], [])
 
