@@ -26,7 +26,7 @@ from services.executor.scheduler.batcher import Scheduler
 
 QUIET_STEPS = 200  # steps of the streams alone; the first tenth is not counted
 STREAM_TOKENS = 200
-COUNTS = (1, 4, 8, 16)  # prompt tokens in a step
+COUNTS = (1, 4, 8, 16, 256)  # prompt tokens in a step
 ROUNDS = 15
 
 

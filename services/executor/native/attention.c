@@ -4,37 +4,13 @@
 #include <math.h>
 #include <string.h>
 
+#include "attention_scratch.h"
 #include "codec.h"
-#include "digits.h"
 #include "gemm.h"
-
-#define LOG2_E 1.44269504f
-
-/* What a thread holds while it works on a tile. Rows are as wide as the model's keys and values are, and follow each
- * other: further apart, they would take the same few sets of the caches. */
-typedef struct {
-    bf16 keys[KEYS * MAX_KEY_DIM];              /* [KEYS / PANEL][key_dim / 2][PANEL][2]: packed, pairs of d by keys */
-    bf16 values[MAX_VALUE_DIM * KEYS];          /* [value_dim / PANEL][KEYS / 2][PANEL][2]: packed, pairs of keys by d */
-    bf16 decoded[2][KEYS * MAX_KEY_DIM];        /* [KEYS][key_dim]: compressed keys and values as bf16 */
-    bf16 queries[TILE_QUERIES * MAX_KEY_DIM];   /* [rows * heads][key_dim] */
-    bf16 weights[TILE_QUERIES][KEYS];
-    float scores[TILE_QUERIES][KEYS];
-    float sums[TILE_QUERIES * MAX_VALUE_DIM];   /* [rows * heads][value_dim] */
-    float scales[2][KEYS];
-    float largest[TILE_QUERIES + LANES], total[TILE_QUERIES + LANES];
-    float peaks[TILE_QUERIES + LANES], keep[TILE_QUERIES + LANES]; /* a round's largest score; of the sums so far */
-    bf16 zeros[MAX_KEY_DIM];
-    /* Of rounds of codes of int8; the queries' numbers are read as whole vectors. */
-    uint8_t numbers[(TILE_QUERIES + LANES) * 2 * MAX_KEY_DIM]; /* [rows * heads][2][key_dim]: queries as digits */
-    uint8_t digits[TILE_QUERIES + LANES][2][KEYS];             /* weights */
-    int8_t packed_keys[KEYS * MAX_KEY_DIM], packed_values[KEYS * COLUMNS];
-    float units[TILE_QUERIES + LANES];               /* of `numbers` */
-    float added[TILE_QUERIES + LANES], share_units[TILE_QUERIES + LANES]; /* a round's sums of weights; of its sums */
-} scratch_memory;
 
 size_t rz_attention_scratch(void)
 {
-    return (sizeof(scratch_memory) + 63) / 64 * 64;
+    return (sizeof(rz_attention_memory) + 63) / 64 * 64;
 }
 
 /* --- reading blocks ---------------------------------------------------------------------------------- */
@@ -69,7 +45,7 @@ static row_run run_of(const rz_attention_shape *shape, const rz_cache *cache, co
 /* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. Where one line is
  * both, the keys' are the values'. */
 static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-                      const row_run *run, int first, int count, int which, scratch_memory *scratch, const bf16 **rows)
+                      const row_run *run, int first, int count, int which, rz_attention_memory *scratch, const bf16 **rows)
 {
     const int size = shape->block_size, d = shape->key_dim, planes = shape->lines * shape->kv_heads;
     for (int key = 0; key < count;) {
@@ -108,15 +84,6 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
 
 enum { ROUNDS_AHEAD = 2 /* one is over before its memory comes */ };
 
-/* The keys and values of the round after the next (at the end: of the next part) are asked for while this round's are
- * worked on, a few lines at a time: blocks lie anywhere in memory, and what is asked for all at once comes late. */
-typedef struct {
-    const char *planes[2 * KEYS]; /* one head of one block: keys or values */
-    long bytes;                   /* of a plane, at most */
-    int count, next;
-    long at;                      /* in the next plane */
-} upcoming;
-
 /* The first key that any row of the part sees, at the beginning of a round. */
 static int first_of(const rz_attention_shape *shape, const rz_attention_part *part)
 {
@@ -132,7 +99,7 @@ static int last_of(const rz_attention_part *part)
 }
 
 static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
-                       int last, upcoming *ahead)
+                       int last, rz_upcoming *ahead)
 {
     const int size = shape->block_size;
     const long values = (long)size * shape->key_dim;
@@ -161,21 +128,7 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     }
 }
 
-RZ_INLINE void pull(upcoming *ahead, int lines)
-{
-    if (ahead->next >= ahead->count)
-        return;
-    const char *from = ahead->planes[ahead->next] + ahead->at;
-    for (int line = 0; line < lines; line++)
-        __builtin_prefetch(from + line * 64, 0, 2); /* on to the second cache: the first is full of what is packed */
-    ahead->at += lines * 64;
-    if (ahead->at >= ahead->bytes) {
-        ahead->at = 0;
-        ahead->next++;
-    }
-}
-
-static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory *scratch, upcoming *ahead)
+static void pack_keys(int d, int panels, const bf16 *const *rows, rz_attention_memory *scratch, rz_upcoming *ahead)
 {
     for (int group = 0; group < panels * 2; group++) {
         int32_t *panel = (int32_t *)(scratch->keys + group / 2 * d * PANEL) + group % 2 * LANES;
@@ -186,7 +139,7 @@ static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory
     }
 }
 
-static void pack_values(int d, int keys, const bf16 *const *rows, scratch_memory *scratch, upcoming *ahead)
+static void pack_values(int d, int keys, const bf16 *const *rows, rz_attention_memory *scratch, rz_upcoming *ahead)
 {
     for (int key = 0; key < keys; key += 2) {
         for (int column = 0; column < d; column += PANEL) {
@@ -211,7 +164,7 @@ static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long 
 }
 
 /* Scores of one query, of the keys that it sees: [oldest, newest] of the round's first `used`. The largest is found. */
-static void scale_scores(const rz_attention_shape *shape, scratch_memory *scratch, int query, int oldest, int newest, int used)
+static void scale_scores(const rz_attention_shape *shape, rz_attention_memory *scratch, int query, int oldest, int newest, int used)
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     float *scores = scratch->scores[query];
@@ -238,7 +191,7 @@ static void scale_scores(const rz_attention_shape *shape, scratch_memory *scratc
 
 /* The largest scores so far of queries [begin, end), and what their sums so far are kept with. Where there was nothing to
  * see, 2^NaN is 0. */
-static void raise_largest(scratch_memory *scratch, int begin, int end)
+static void raise_largest(rz_attention_memory *scratch, int begin, int end)
 {
     for (int query = begin; query < end; query += LANES) {
         const lanes these = lanes_first(end - query);
@@ -250,7 +203,7 @@ static void raise_largest(scratch_memory *scratch, int begin, int end)
 }
 
 /* The scores of one query become weights of the largest so far; its sums are scaled to that. */
-RZ_INLINE void weigh_scores(const rz_attention_shape *shape, scratch_memory *scratch, int query, const int used)
+RZ_INLINE void weigh_scores(const rz_attention_shape *shape, rz_attention_memory *scratch, int query, const int used)
 {
     const float *scores = scratch->scores[query];
     const f32 base = f32_set1(scratch->largest[query]), keep = f32_set1(scratch->keep[query]);
@@ -261,7 +214,7 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, scratch_memory *scr
         total = f32_add(total, weight);
         f32_store_bf16(scratch->weights[query] + key, f32_mul(weight, f32_load(scratch->scales[1] + key)));
     }
-    float *sums = scratch->sums + query * shape->value_dim;
+    float *sums = scratch->sums + query * rz_sum_width(shape);
     for (int i = 0; i < shape->value_dim; i += LANES)
         f32_store(sums + i, f32_mul(f32_load(sums + i), keep));
     scratch->total[query] = scratch->total[query] * scratch->keep[query] + f32_sum(total);
@@ -271,7 +224,7 @@ _Static_assert(KEYS == 2 * PANEL, "a round's keys are one panel or two");
 
 /* Scores of queries [begin, end) of a part become weights of a round's first `used` keys. */
 static void soften(const rz_attention_shape *shape, const rz_attention_part *part, int begin, int end, int first_key,
-                   int used, scratch_memory *scratch)
+                   int used, rz_attention_memory *scratch)
 {
     for (int query = begin; query < end; query++) {
         const int newest = part->position + query / part->heads - first_key;
@@ -291,11 +244,11 @@ RZ_INLINE float with_sink(float total, float largest, const float *sink)
     return sink ? total + exp2f(*sink - largest) : total;
 }
 
-static void finish(const rz_attention_shape *shape, const rz_attention_part *part, const scratch_memory *scratch)
+static void finish(const rz_attention_shape *shape, const rz_attention_part *part, const rz_attention_memory *scratch)
 {
     const int d = shape->value_dim;
     for (int query = 0; query < part->rows * part->heads; query++) {
-        const float *sums = scratch->sums + query * d;
+        const float *sums = scratch->sums + query * rz_sum_width(shape);
         if (part->partial) {
             float *to = part->partial + (long)query * (d + 2);
             memcpy(to, sums, (size_t)d * sizeof(float));
@@ -314,7 +267,7 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
 
 /* Keys [first, last) of one round, for the rows of `run`. */
 static void attend_round(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-                         const row_run *run, int first, int last, scratch_memory *scratch, upcoming *ahead)
+                         const row_run *run, int first, int last, rz_attention_memory *scratch, rz_upcoming *ahead)
 {
     const int d = shape->key_dim, begin = run->first * part->heads, queries = (run->end - run->first) * part->heads;
     const int count = last - first < KEYS ? last - first : KEYS;
@@ -333,194 +286,30 @@ static void attend_round(const rz_attention_shape *shape, const rz_cache *cache,
     soften(shape, part, begin, begin + queries, first, used, scratch);
     for (int column = 0; column < shape->value_dim; column += PANEL)
         multiply(queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, used / 2,
-                 scratch->sums + begin * shape->value_dim + column, shape->value_dim, 1);
-}
-
-/* --- rounds of codes of int8 ------------------------------------------------------------------------- */
-
-enum { GROUPS = KEYS / LANES };
-
-/* The codes of a round's keys or values. */
-typedef struct {
-    const int8_t *groups[GROUPS]; /* each of LANES lines that follow each other */
-    float scales[KEYS];
-    float largest; /* of the scales */
-    float nothing; /* 0; NaN where a scale is no finite number */
-} coded_lines;
-
-/* `here` lines from `codes` on, which lie together: groups of them are read where they are, others are copied to `copies`
- * [KEYS][d]. */
-static void place_lines(coded_lines *lines, int key, int here, const int8_t *codes, long d, float scale, int8_t *copies)
-{
-    lines->largest = scale > lines->largest ? scale : lines->largest;
-    lines->nothing += 0.0f * scale;
-    for (; here >= LANES && key % LANES == 0; key += LANES, here -= LANES, codes += LANES * d) {
-        lines->groups[key / LANES] = codes;
-        f32_store(lines->scales + key, f32_set1(scale));
-    }
-    if (!here)
-        return;
-    memcpy(copies + key * d, codes, (size_t)(here * d));
-    for (int i = key; i < key + here; i++) {
-        lines->groups[i / LANES] = copies + i / LANES * LANES * d;
-        lines->scales[i] = scale;
-    }
-}
-
-/* Whether the round is one of keys that are all kept as codes, which is so of all before a row's own block; then `lines`
- * are its keys and values, or what is both. */
-static int find_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
-                      scratch_memory *scratch, coded_lines *lines)
-{
-    const int size = shape->block_size, planes = shape->lines * shape->kv_heads;
-    const long d = shape->key_dim;
-    const int32_t *table = part->table + first / size;
-    int offset = first % size;
-    for (int which = 0; which < shape->lines; which++)
-        lines[which].largest = lines[which].nothing = 0.0f;
-    for (int key = 0; key < KEYS; table++, offset = 0) {
-        const int here = size - offset < KEYS - key ? size - offset : KEYS - key;
-        if (*table < cache->num_writable)
-            return 0;
-        long plane = (*table - cache->num_writable) * planes + part->kv_head;
-        for (int which = 0; which < shape->lines; which++, plane += shape->kv_heads)
-            place_lines(&lines[which], key, here, (const int8_t *)cache->codes + (plane * size + offset) * d, d,
-                        cache->scales[plane], (int8_t *)scratch->decoded[which]);
-        key += here;
-    }
-    return 1;
-}
-
-/* Products of one query become scores, of which the first `unseen` keys have none, and the largest is found. */
-static void scale_codes(const rz_attention_shape *shape, scratch_memory *scratch, int query, int unseen,
-                        const float *scales)
-{
-    static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-    float *scores = scratch->scores[query];
-    const f32 factor = f32_set1(scratch->units[query] * shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
-    f32 peak = nothing;
-    for (int i = 0; i < KEYS / LANES; i++) {
-        f32 value = f32_mul(f32_mul(f32_load(scores + i * LANES), f32_load(scales + i * LANES)), factor);
-        if (shape->soft_cap > 0) {
-            const f32 capped = tanh_f32(f32_mul(value, f32_set1(1.0f / (LOG2_E * shape->soft_cap))));
-            value = f32_mul(capped, f32_set1(shape->soft_cap * LOG2_E));
-        }
-        if (unseen > i * LANES)
-            value = f32_select(i32_greater(i32_set1(unseen - i * LANES), i32_load(numbers)), nothing, value);
-        f32_store(scores + i * LANES, value);
-        peak = f32_max(peak, value);
-    }
-    scratch->peaks[query] = f32_largest(peak);
-}
-
-/* Its scores become weights of the largest one in the round, as digits: times `shares` [KEYS]. */
-static void weigh_codes(scratch_memory *scratch, int query, const float *shares)
-{
-    const float *scores = scratch->scores[query];
-    const f32 base = f32_set1(scratch->peaks[query]);
-    f32 total = f32_zero();
-    for (int i = 0; i < KEYS / LANES; i++) {
-        const f32 weight = exp2_f32(f32_sub(f32_load(scores + i * LANES), base));
-        total = f32_add(total, weight);
-        store_digits(&scratch->digits[query][0][i * LANES], &scratch->digits[query][1][i * LANES],
-                     f32_mul(weight, f32_load(shares + i * LANES)));
-    }
-    scratch->added[query] = f32_sum(total);
-}
-
-/* What the sums of queries [begin, end) so far are kept with, and what a round's are added with, whose weights are of
- * `unit`. Where there was nothing to see, 2^NaN is 0. */
-static void join_rounds(scratch_memory *scratch, int begin, int end, float unit)
-{
-    for (int query = begin; query < end; query += LANES) {
-        const lanes these = lanes_first(end - query);
-        const f32 before = f32_load(scratch->largest + query), peak = f32_load(scratch->peaks + query);
-        const f32 now = f32_max(before, peak);
-        const f32 keep = exp2_f32(f32_sub(before, now)), share = exp2_f32(f32_sub(peak, now));
-        const f32 total = f32_fma(f32_load(scratch->total + query), keep, f32_mul(f32_load(scratch->added + query), share));
-        const f32 nothing = f32_mul(f32_load(scratch->units + query), f32_zero());
-        f32_store_some(these, scratch->largest + query, now);
-        f32_store_some(these, scratch->total + query, total);
-        f32_store_some(these, scratch->keep + query, keep);
-        f32_store_some(these, scratch->share_units + query, f32_fma(share, f32_set1(unit), nothing));
-    }
-}
-
-/* Adds a round's sums of COLUMNS values from `column` on. */
-static void add_values(const rz_attention_shape *shape, scratch_memory *scratch, int query, int column)
-{
-    f32 four[COLUMNS / LANES];
-    for (int i = 0; i < COLUMNS / LANES; i++)
-        four[i] = f32_load(scratch->scores[query] + i * LANES);
-    transpose_quarters(four);
-    const f32 keep = f32_set1(scratch->keep[query]), unit = f32_set1(scratch->share_units[query]);
-    float *sums = scratch->sums + query * shape->value_dim + column;
-    for (int i = 0; i < COLUMNS / LANES && column + i * LANES < shape->value_dim; i++)
-        f32_store(sums + i * LANES, f32_fma(four[i], unit, f32_mul(f32_load(sums + i * LANES), keep)));
-}
-
-/* Keys [first, first + KEYS), all kept as codes of int8, for the rows of `run`, which see all of them but for what a window
- * leaves out. 0 where they are not. */
-static int attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-                        const row_run *run, int first, scratch_memory *scratch, upcoming *ahead)
-{
-    const int d = shape->key_dim, begin = run->first * part->heads, end = run->end * part->heads;
-    static const int32_t no_zero[COLUMNS];
-    coded_lines lines[2];
-    if (!find_codes(shape, cache, part, first, scratch, lines))
-        return 0;
-    const coded_lines *keys = &lines[0], *values = &lines[shape->lines - 1];
-    float shares[KEYS];
-    const f32 share = f32_set1(LARGEST_NUMBER / values->largest);
-    for (int key = 0; key < KEYS; key += LANES)
-        f32_store(shares + key, f32_mul(f32_load(values->scales + key), share));
-    int32_t zero[COLUMNS];
-    for (int key = 0; key < KEYS; key += LANES) {
-        for (int line = 0; line < d; line += COLUMNS)
-            pull(ahead, 16);
-        rz_pack_as_columns(scratch->packed_keys + key * 4, keys->groups[key / LANES], d);
-    }
-    rz_zero_products(zero, scratch->packed_keys, d / 4);
-    rz_multiply_digits(end - begin, scratch->numbers + begin * 2 * d, d, scratch->packed_keys, d / 4, zero,
-                       scratch->scores[begin], KEYS);
-    for (int query = begin; query < end; query++) {
-        const int position = part->position + query / part->heads;
-        scale_codes(shape, scratch, query, shape->window ? position - shape->window + 1 - first : 0, keys->scales);
-    }
-    for (int query = begin; query < end; query++)
-        weigh_codes(scratch, query, shares);
-    join_rounds(scratch, begin, end, values->largest / LARGEST_NUMBER + keys->nothing + values->nothing);
-    for (int column = 0; column < shape->value_dim; column += COLUMNS) {
-        for (int key = 0; key < KEYS; key += LANES) {
-            pull(ahead, 16);
-            rz_pack_as_lines(scratch->packed_values + key * COLUMNS, values->groups[key / LANES], column, shape->value_dim);
-        }
-        rz_multiply_digits(end - begin, scratch->digits[begin][0], KEYS, scratch->packed_values, KEYS / 4, no_zero,
-                           scratch->scores[begin], KEYS);
-        for (int query = begin; query < end; query++)
-            add_values(shape, scratch, query, column);
-    }
-    return 1;
+                 scratch->sums + begin * rz_sum_width(shape) + column, rz_sum_width(shape), 1);
 }
 
 void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                const rz_attention_part *next, void *memory)
 {
-    scratch_memory *scratch = memory;
+    rz_attention_memory *scratch = memory;
     const int d = shape->key_dim, queries = part->rows * part->heads, coded = codec_is_integer(cache->codec);
+    const int width = rz_sum_width(shape);
     for (int query = 0; query < queries; query++) {
         const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
         memcpy(scratch->queries + query * d, from, (size_t)d * sizeof(bf16));
-        memset(scratch->sums + query * shape->value_dim, 0, (size_t)shape->value_dim * sizeof(float));
+        memset(scratch->sums + query * width, 0, (size_t)width * sizeof(float));
+        scratch->turned[query] = (uint8_t)coded; /* zeros are so in any order */
         scratch->largest[query] = -INFINITY;
         scratch->total[query] = 0.0f;
         if (coded)
             scratch->units[query] = rz_store_numbers(scratch->numbers + query * 2 * d, d, from, d);
     }
     memset(scratch->zeros, 0, (size_t)d * sizeof(bf16));
+    memset(&scratch->zero, 0, sizeof scratch->zero);
     int first = first_of(shape, part);
     const int last = last_of(part);
-    upcoming ahead;
+    rz_upcoming ahead;
     look_ahead(shape, cache, part, first, last, &ahead);
     while (ahead.next < ahead.count)
         pull(&ahead, 16);
@@ -534,12 +323,15 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
         while (run.end < part->rows) {
             run = run_of(shape, cache, part, run.end, first);
             const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
-            if (coded && run.home < 0 && attend_codes(shape, cache, part, &run, first, scratch, &ahead))
+            const int begin = run.first * part->heads, end = run.end * part->heads;
+            if (coded && run.home < 0 && rz_attend_codes(shape, cache, part, begin, end, first, scratch, &ahead))
                 continue;
+            rz_turn_sums(shape, scratch, begin, end, 0);
             if (first < seen)
                 attend_round(shape, cache, part, &run, first, seen < last ? seen : last, scratch, &ahead);
         }
     }
+    rz_turn_sums(shape, scratch, 0, queries, 0);
     finish(shape, part, scratch);
 }
 

@@ -28,7 +28,7 @@
 enum {
     KEYS = 64,          /* keys of a round */
     SPLIT_KEYS = 512,   /* keys of a part: a multiple of KEYS */
-    TILE_QUERIES = 48,  /* queries of a tile, at most: scores and sums stay in the first cache */
+    TILE_QUERIES = 96,  /* queries of a tile, at most: sums and a round's packed keys and values stay in the second cache */
     MAX_KEY_DIM = 576,   /* of queries and keys */
     MAX_VALUE_DIM = 512,
 };

@@ -4,7 +4,6 @@
 #include <float.h>
 
 enum {
-    QUARTERS = COLUMNS / LANES,
     QUAD = 4 * COLUMNS, /* bytes of four k */
     MOST_NUMBERS = VECTORS == 32 ? 3 : 1, /* whose sums are in registers */
 };
@@ -79,7 +78,7 @@ void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width)
 
 /* --- products ---------------------------------------------------------------------------------------- */
 
-void rz_zero_products(int32_t *zero, const int8_t *packed, int quads)
+void rz_zero_products(digit_sums *zero, const int8_t *packed, int quads)
 {
     i32 sums[QUARTERS];
     for (int v = 0; v < QUARTERS; v++)
@@ -87,26 +86,23 @@ void rz_zero_products(int32_t *zero, const int8_t *packed, int quads)
     for (int quad = 0; quad < quads; quad++)
         for (int v = 0; v < QUARTERS; v++)
             sums[v] = i32_dot_u7(sums[v], bytes_set1(ZERO_NUMBER / UPPER), bytes_load(packed + quad * QUAD + v * 64));
-    for (int v = 0; v < QUARTERS; v++)
-        i32_store(zero + v * LANES, i32_sub(i32_set1(0), sums[v]));
-}
-
-/* Sums of upper and lower digits are below 2^24, exact as float32: only their addition rounds. */
-RZ_INLINE f32 joined(i32 upper, i32 lower)
-{
-    return f32_fma(f32_from_i32(upper), f32_set1(UPPER), f32_from_i32(lower));
+    for (int v = 0; v < QUARTERS; v++) {
+        const i32 negative = i32_sub(i32_set1(0), sums[v]);
+        for (int row = 0; row < NUMBERS_AT_ONCE; row++)
+            i32_store(zero->of[row][0] + v * LANES, negative);
+    }
 }
 
 /* `rows` rows by `vectors` vectors of columns, whose sums stay in registers. */
 RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *digits, long stride, const int8_t *packed,
-                            int quads, const int32_t *zero, float *c, long ldc)
+                            int quads, const int32_t (*start)[2][COLUMNS], int32_t (*sums)[2][COLUMNS], const int column)
 {
     i32 upper[MOST_NUMBERS][QUARTERS], lower[MOST_NUMBERS][QUARTERS];
 #pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            upper[row][v] = i32_load(zero + v * LANES);
+            upper[row][v] = start ? i32_load(start[0][0] + column + v * LANES) : i32_set1(0);
             lower[row][v] = i32_set1(0);
         }
     for (int quad = 0; quad < quads; quad++, packed += QUAD, digits += 4) {
@@ -128,28 +124,30 @@ RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *di
 #pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            f32_store(c + row * ldc + v * LANES, joined(upper[row][v], lower[row][v]));
+        for (int v = 0; v < vectors; v++) {
+            i32_store(sums[row][0] + column + v * LANES, upper[row][v]);
+            i32_store(sums[row][1] + column + v * LANES, lower[row][v]);
+        }
 }
 
-static void multiply_in_lanes(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
-                              const int32_t *zero, float *c, long ldc)
+static void multiply_in_lanes(const digit_product *product)
 {
     enum { AT_ONCE = VECTORS == 32 ? QUARTERS : QUARTERS / 2 };
+    const int32_t (*begin)[2][COLUMNS] = product->start ? product->start->of : NULL;
+    const long stride = product->stride;
     for (int v = 0; v < QUARTERS; v += AT_ONCE) {
-        const int8_t *from = packed + v * 64;
-        const int32_t *start = zero + v * LANES;
-        const uint8_t *at = digits;
-        float *to = c + v * LANES;
-        int left = rows;
+        const int8_t *from = product->packed + v * 64;
+        const uint8_t *at = product->digits;
+        int32_t (*to)[2][COLUMNS] = product->sums->of;
+        int left = product->rows;
 #if VECTORS == 32
-        for (; left >= 3 && left != 4; left -= 3, at += 6 * stride, to += 3 * ldc)
-            digits_block(3, AT_ONCE, at, stride, from, quads, start, to, ldc);
-        for (; left >= 2; left -= 2, at += 4 * stride, to += 2 * ldc)
-            digits_block(2, AT_ONCE, at, stride, from, quads, start, to, ldc);
+        for (; left >= 3 && left != 4; left -= 3, at += 6 * stride, to += 3)
+            digits_block(3, AT_ONCE, at, stride, from, product->quads, begin, to, v * LANES);
+        for (; left >= 2; left -= 2, at += 4 * stride, to += 2)
+            digits_block(2, AT_ONCE, at, stride, from, product->quads, begin, to, v * LANES);
 #endif
-        for (; left; left--, at += 2 * stride, to += ldc)
-            digits_block(1, AT_ONCE, at, stride, from, quads, start, to, ldc);
+        for (; left; left--, at += 2 * stride, to++)
+            digits_block(1, AT_ONCE, at, stride, from, product->quads, begin, to, v * LANES);
     }
 }
 
@@ -157,14 +155,14 @@ static void multiply_in_lanes(int rows, const uint8_t *digits, long stride, cons
 #include "levels/digits_amx.h"
 #endif
 
-void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
-                        const int32_t *zero, float *c, long ldc)
+void rz_multiply_quarter(const digit_product *product, int quarter)
 {
 #if defined(__AMX_INT8__)
-    if (rows >= FEWEST_FOR_DIGIT_TILES) { /* sums of integers are the same either way */
-        multiply_in_tiles(rows, digits, stride, packed, quads, zero, c, ldc);
+    if (product->rows >= FEWEST_FOR_DIGIT_TILES) { /* sums of integers are the same either way */
+        multiply_in_tiles(product, quarter);
         return;
     }
 #endif
-    multiply_in_lanes(rows, digits, stride, packed, quads, zero, c, ldc);
+    if (quarter == 0) /* in lanes, digits are spread once for all columns */
+        multiply_in_lanes(product);
 }

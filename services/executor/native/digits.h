@@ -1,6 +1,6 @@
 /* Products of numbers of 14 bits with codes of 8 bits, exact.
  *
- *     c[row][column] = sum over k of number[row][k] * code[k][column]          64 columns
+ *     sum[row][column] = sum over k of number[row][k] * code[k][column]          8 rows, 64 columns
  *
  * A number in units of its row is an integer below 2^14, kept as two bytes of seven bits (upper and lower), which
  * processors multiply with signed codes four at a time (vpdpbusd, sdot, tdpbusd). Sums of integers are the same in any
@@ -17,6 +17,7 @@
 
 enum {
     COLUMNS = 64,         /* of a product */
+    NUMBERS_AT_ONCE = 8,  /* rows of one, at most */
     UPPER = 128,          /* an upper digit, in lower ones */
     LARGEST_NUMBER = UPPER * (UPPER - 1), /* of those that have no sign; with one: a number that is 0 at ZERO_NUMBER */
     ZERO_NUMBER = UPPER * UPPER / 2,
@@ -42,12 +43,35 @@ void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width);
  * quarters of the four vectors are transposed, and transpose_quarters turns them back. */
 void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width);
 
-/* `zero` [COLUMNS]: what a product comes to for numbers that are all ZERO_NUMBER, negative, in upper digits. */
-void rz_zero_products(int32_t *zero, const int8_t *packed, int quads);
+/* Sums of the products of rows' upper digits and of their lower ones. */
+typedef struct {
+    int32_t of[NUMBERS_AT_ONCE][2][COLUMNS];
+} digit_sums;
 
-/* Products of `rows` rows of digits, lower ones `stride` behind the upper, rows 2 * `stride` apart. `zero`: what is
- * taken off where numbers have a sign, else zeros. Digits are read up to the next multiple of 8 rows. */
-void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
-                        const int32_t *zero, float *c, long ldc);
+/* The products of a row: LANES columns. */
+RZ_INLINE f32 digit_sum(const int32_t of[2][COLUMNS], int vector)
+{
+    return f32_from_i32(i32_join_sevens(i32_load(of[0] + vector * LANES), i32_load(of[1] + vector * LANES)));
+}
+
+/* The upper sums of `zero` become, for all rows, what they come to for numbers that are all ZERO_NUMBER, negative. */
+void rz_zero_products(digit_sums *zero, const int8_t *packed, int quads);
+
+/* Products of `rows` rows of digits, lower ones `stride` behind the upper, rows 2 * `stride` apart. `start`: what sums
+ * begin with; NULL: nothing. Digits are read as those of NUMBERS_AT_ONCE rows, and all sums may be written. */
+typedef struct {
+    int rows, quads;
+    const uint8_t *digits;
+    long stride;
+    const int8_t *packed;
+    const digit_sums *start;
+    digit_sums *sums;
+} digit_product;
+
+enum { QUARTERS = COLUMNS / LANES };
+
+/* The first, ... fourth LANES columns of it; they are there when all have been asked for. Between them, vectors may do
+ * something else: tiles multiply meanwhile, and what waits for them does not hold it up. */
+void rz_multiply_quarter(const digit_product *product, int quarter);
 
 #endif

@@ -37,8 +37,8 @@ LEVEL = "RYZANSTEIN_CPU_LEVEL"  # environment variable: the level where `choose_
 # Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
 # have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
 # multiplies int8 codes as integers. 3: activations share a scale over what an upper one of the weight's covers. 4: sums
-# of attention over bf16 keys are scaled by the kernels' own exponentials.
-ARITHMETIC = 4
+# of attention over bf16 keys are scaled by the kernels' own exponentials. 5: these are of another polynomial.
+ARITHMETIC = 5
 
 # What a step's time is spent on, as `decoder.h` numbers it.
 PARTS = (

@@ -29,7 +29,7 @@ typedef struct {
     int32_t expected[PROOF_ROWS * COLUMNS];
     bf16 inputs[PROOF_ROWS * PROOF_INPUTS], weights[COLUMNS * PROOF_INPUTS];
     float sums[PROOF_ROWS * COLUMNS];
-    int32_t zero[COLUMNS];
+    digit_sums digit_sums;
     uint8_t codes[COLUMNS * PROOF_INPUTS], digits[2 * PROOF_ROWS * PROOF_INPUTS];
     int32_t keys[2][PROOF_BLOCKS * PROOF_BLOCK * PROOF_DIM], queries[PROOF_HEADS * PROOF_DIM];
     bf16 asked[PROOF_HEADS * PROOF_DIM], writable[PROOF_BLOCKS * 2 * PROOF_BLOCK * PROOF_DIM];
@@ -152,10 +152,16 @@ static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
             of->w[column * inputs + i] = proof_draw(of, 3); /* sums stay below 2^24, where floats are exact */
             codes[(i / 4 * COLUMNS + column) * 4 + i % 4] = (int8_t)of->w[column * inputs + i];
         }
-    for (int i = 0; i < COLUMNS; i++)
-        of->zero[i] = 0;
     rz_reference_products(rows, COLUMNS, inputs, of->x, of->w, of->expected);
-    rz_multiply_digits(rows, of->digits, STRIDE, codes, quads, of->zero, of->sums, COLUMNS);
+    for (int row = 0; row < rows; row++) {
+        const int first = row - row % NUMBERS_AT_ONCE;
+        const digit_product product = { rows - row < NUMBERS_AT_ONCE ? rows - row : NUMBERS_AT_ONCE, quads,
+                                        of->digits + 2L * row * STRIDE, STRIDE, codes, NULL, &of->digit_sums };
+        for (int quarter = 0; quarter < QUARTERS && row == first; quarter++)
+            rz_multiply_quarter(&product, quarter);
+        for (int v = 0; v < COLUMNS; v += LANES)
+            f32_store(of->sums + row * COLUMNS + v, digit_sum(of->digit_sums.of[row - first], v / LANES));
+    }
     return proof_holds(of, rows, COLUMNS, 0, COLUMNS, 1, 0);
 }
 

@@ -11,6 +11,7 @@
 #define RZ_OF_LEVEL(name) RZ_NAMED(name, RZ_LEVEL)
 
 #define rz_attend RZ_OF_LEVEL(rz_attend)
+#define rz_attend_codes RZ_OF_LEVEL(rz_attend_codes)
 #define rz_attend_rows RZ_OF_LEVEL(rz_attend_rows)
 #define rz_attention_scratch RZ_OF_LEVEL(rz_attention_scratch)
 #define rz_best_of RZ_OF_LEVEL(rz_best_of)
@@ -56,7 +57,7 @@
 #define rz_multiply RZ_OF_LEVEL(rz_multiply)
 #define rz_multiply_experts RZ_OF_LEVEL(rz_multiply_experts)
 #define rz_multiply_heads RZ_OF_LEVEL(rz_multiply_heads)
-#define rz_multiply_digits RZ_OF_LEVEL(rz_multiply_digits)
+#define rz_multiply_quarter RZ_OF_LEVEL(rz_multiply_quarter)
 #define rz_norm_rows RZ_OF_LEVEL(rz_norm_rows)
 #define rz_norm_sampled RZ_OF_LEVEL(rz_norm_sampled)
 #define rz_now RZ_OF_LEVEL(rz_now)
@@ -101,6 +102,7 @@
 #define rz_summarise RZ_OF_LEVEL(rz_summarise)
 #define rz_tap_rows RZ_OF_LEVEL(rz_tap_rows)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
+#define rz_turn_sums RZ_OF_LEVEL(rz_turn_sums)
 #define rz_unpack_codes RZ_OF_LEVEL(rz_unpack_codes)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
 #define rz_unpack_rows RZ_OF_LEVEL(rz_unpack_rows)
@@ -122,6 +124,7 @@
 #include "../activations.c"
 #include "../adapters.c"
 #include "../attention.c"
+#include "../attention_codes.c"
 #include "../attention_plan.c"
 #include "../attention_stages.c"
 #include "../blocks.c"

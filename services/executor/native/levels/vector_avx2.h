@@ -93,17 +93,20 @@ RZ_INLINE f32 f32_round(f32 a)
     return (f32){ _mm256_round_ps(a.low, RZ_NEAREST), _mm256_round_ps(a.high, RZ_NEAREST) };
 }
 
+RZ_INLINE __m256 fraction(__m256 a) { return _mm256_sub_ps(a, _mm256_floor_ps(a)); }
+RZ_INLINE f32 f32_fraction(f32 a) { return HALVES(f32, fraction, a); }
+
 /* In two factors, of which each is a normal number. */
-RZ_INLINE __m256 times_power(__m256 a, __m256 whole)
+RZ_INLINE __m256 times_power(__m256 a, __m256 power)
 {
     const __m256i bias = _mm256_set1_epi32(127);
-    __m256i power = _mm256_cvtps_epi32(_mm256_min_ps(whole, _mm256_set1_ps(250.0f)));
-    __m256i half = _mm256_srai_epi32(power, 1), rest = _mm256_sub_epi32(power, half);
+    __m256i whole = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_floor_ps(power), _mm256_set1_ps(250.0f)));
+    __m256i half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
     a = _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
     return _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
 }
 
-RZ_INLINE f32 f32_times_power(f32 a, f32 whole) { return HALVES2(f32, times_power, a, whole); }
+RZ_INLINE f32 f32_times_power(f32 a, f32 power) { return HALVES2(f32, times_power, a, power); }
 
 /* In the order of AVX-512's. */
 RZ_INLINE float f32_sum(f32 a)
@@ -203,6 +206,14 @@ RZ_INLINE i32 i32_load_i8(const int8_t *from)
 }
 
 RZ_INLINE f32 f32_from_i32(i32 a) { return HALVES(f32, _mm256_cvtepi32_ps, a); }
+RZ_INLINE i32 i32_from_f32(f32 a) { return HALVES(i32, _mm256_cvtps_epi32, a); }
+
+RZ_INLINE i32 i32_join_sevens(i32 a, i32 b)
+{
+    return (i32){ _mm256_add_epi32(_mm256_slli_epi32(a.low, 7), b.low),
+                  _mm256_add_epi32(_mm256_slli_epi32(a.high, 7), b.high) };
+}
+
 RZ_INLINE f32 f32_load_i8(const int8_t *from) { return f32_from_i32(i32_load_i8(from)); }
 
 RZ_INLINE void f32_store_i8(int8_t *to, f32 a)
@@ -378,6 +389,36 @@ RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b)
 }
 
 /* --- layouts --- */
+
+RZ_INLINE void store_sevens(uint8_t *upper, uint8_t *lower, const i32 *four)
+{
+    const __m256i low = _mm256_set1_epi16(127);
+    /* Four bytes lie together by then: of the first half's first quarter, of the second's, of the next vector. */
+    const __m256i in_order = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    for (int i = 0; i < 4; i += 2, upper += 32, lower += 32) {
+        const __m256i first = _mm256_packus_epi32(four[i].low, four[i].high);
+        const __m256i second = _mm256_packus_epi32(four[i + 1].low, four[i + 1].high);
+        const __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(first, 7), _mm256_srli_epi16(second, 7));
+        const __m256i rest = _mm256_packus_epi16(_mm256_and_si256(first, low), _mm256_and_si256(second, low));
+        _mm256_storeu_si256((__m256i *)upper, _mm256_permutevar8x32_epi32(high, in_order));
+        _mm256_storeu_si256((__m256i *)lower, _mm256_permutevar8x32_epi32(rest, in_order));
+    }
+}
+
+#define FOUR_REDUCED(to, four, combine, combine_halves)                                                               \
+    do {                                                                                                              \
+        __m256 a_[4];                                                                                                 \
+        for (int i_ = 0; i_ < 4; i_++)                                                                                \
+            a_[i_] = combine((four)[i_].low, (four)[i_].high);                                                        \
+        const __m256 two_ = combine(_mm256_unpacklo_ps(a_[0], a_[1]), _mm256_unpackhi_ps(a_[0], a_[1]));              \
+        const __m256 more_ = combine(_mm256_unpacklo_ps(a_[2], a_[3]), _mm256_unpackhi_ps(a_[2], a_[3]));             \
+        const __m256d x_ = _mm256_castps_pd(two_), y_ = _mm256_castps_pd(more_);                                      \
+        const __m256 all_ = combine(_mm256_castpd_ps(_mm256_unpacklo_pd(x_, y_)), _mm256_castpd_ps(_mm256_unpackhi_pd(x_, y_))); \
+        _mm_storeu_ps(to, combine_halves(_mm256_castps256_ps128(all_), _mm256_extractf128_ps(all_, 1)));              \
+    } while (0)
+
+RZ_INLINE void f32_store_largest(float *to, const f32 *four) { FOUR_REDUCED(to, four, _mm256_max_ps, _mm_max_ps); }
+RZ_INLINE void f32_store_sums(float *to, const f32 *four) { FOUR_REDUCED(to, four, _mm256_add_ps, _mm_add_ps); }
 
 RZ_INLINE void transpose_quarters(f32 *four)
 {

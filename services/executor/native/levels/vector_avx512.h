@@ -46,8 +46,10 @@ RZ_INLINE f32 f32_min(f32 a, f32 b) { return _mm512_min_ps(a, b); }
 RZ_INLINE f32 f32_abs(f32 a) { return _mm512_abs_ps(a); }
 /* To the nearest integer, half to even. */
 RZ_INLINE f32 f32_round(f32 a) { return _mm512_roundscale_ps(a, RZ_NEAREST); }
-/* a * 2^whole, for integers `whole` of at least -150 */
-RZ_INLINE f32 f32_times_power(f32 a, f32 whole) { return _mm512_scalef_ps(a, whole); }
+/* What is above the next lower integer. */
+RZ_INLINE f32 f32_fraction(f32 a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+/* a * 2^power, for powers of at least -150, rounded down to integers */
+RZ_INLINE f32 f32_times_power(f32 a, f32 power) { return _mm512_scalef_ps(a, power); }
 /* The largest power of two that is at most |a|; 0 for zeros and denormals. */
 RZ_INLINE f32 f32_power_below(f32 a) { return _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000))); }
 RZ_INLINE float f32_sum(f32 a) { return _mm512_reduce_add_ps(a); }
@@ -145,6 +147,10 @@ RZ_INLINE i32 i32_pair(i32 low, i32 high)
 
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere) { return _mm512_mask_mov_epi32(elsewhere, some, there); }
 RZ_INLINE f32 f32_from_i32(i32 a) { return _mm512_cvtepi32_ps(a); }
+/* Rounded to nearest even. */
+RZ_INLINE i32 i32_from_f32(f32 a) { return _mm512_cvtps_epi32(a); }
+/* a * 128 + b */
+RZ_INLINE i32 i32_join_sevens(i32 a, i32 b) { return _mm512_add_epi32(_mm512_slli_epi32(a, 7), b); }
 
 /* --- bytes, and products of integers --- */
 
@@ -238,6 +244,41 @@ RZ_INLINE bytes bytes_of_i32(i32 a) { return a; }
 RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b) { return _mm512_dpwssd_epi32(sum, a, b); }
 
 /* --- layouts --- */
+
+/* The upper and the lower seven bits of 64 numbers below 2^14. */
+RZ_INLINE void store_sevens(uint8_t *upper, uint8_t *lower, const i32 *four)
+{
+    const __m512i first = _mm512_packus_epi32(four[0], four[1]), second = _mm512_packus_epi32(four[2], four[3]);
+    const __m512i low = _mm512_set1_epi16(127);
+    /* Four bytes of each vector lie together by then, first those of all first quarters. */
+    const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(first, 7), _mm512_srli_epi16(second, 7));
+    const __m512i rest = _mm512_packus_epi16(_mm512_and_si512(first, low), _mm512_and_si512(second, low));
+    _mm512_storeu_si512(upper, _mm512_permutexvar_epi32(in_order, high));
+    _mm512_storeu_si512(lower, _mm512_permutexvar_epi32(in_order, rest));
+}
+
+/* The largest value of each of four vectors, or its sum: what lies side by side is combined, then quarters are. */
+#define FOUR_REDUCED(to, four, combine, combine_halves, combine_quarters)                                             \
+    do {                                                                                                              \
+        const f32 *a_ = (four);                                                                                       \
+        const f32 two_ = combine(_mm512_unpacklo_ps(a_[0], a_[1]), _mm512_unpackhi_ps(a_[0], a_[1]));                 \
+        const f32 more_ = combine(_mm512_unpacklo_ps(a_[2], a_[3]), _mm512_unpackhi_ps(a_[2], a_[3]));                \
+        const __m512d x_ = _mm512_castps_pd(two_), y_ = _mm512_castps_pd(more_);                                      \
+        const f32 all_ = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(x_, y_)), _mm512_castpd_ps(_mm512_unpackhi_pd(x_, y_))); \
+        const __m256 half_ = combine_halves(_mm512_castps512_ps256(all_), _mm512_extractf32x8_ps(all_, 1));           \
+        _mm_storeu_ps(to, combine_quarters(_mm256_castps256_ps128(half_), _mm256_extractf128_ps(half_, 1)));          \
+    } while (0)
+
+RZ_INLINE void f32_store_largest(float *to, const f32 *four)
+{
+    FOUR_REDUCED(to, four, _mm512_max_ps, _mm256_max_ps, _mm_max_ps);
+}
+
+RZ_INLINE void f32_store_sums(float *to, const f32 *four)
+{
+    FOUR_REDUCED(to, four, _mm512_add_ps, _mm256_add_ps, _mm_add_ps);
+}
 
 /* Quarter i of vector j becomes quarter j of vector i. */
 RZ_INLINE void transpose_quarters(f32 *four)

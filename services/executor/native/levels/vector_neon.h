@@ -83,17 +83,19 @@ RZ_INLINE f32 f32_power_below(f32 a)
     PARTS(f32, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.part[i]), exponent)));
 }
 
+RZ_INLINE f32 f32_fraction(f32 a) { PARTS(f32, vsubq_f32(a.part[i], vrndmq_f32(a.part[i]))); }
+
 /* In two factors, of which each is a normal number. */
-RZ_INLINE float32x4_t times_power(float32x4_t a, float32x4_t whole)
+RZ_INLINE float32x4_t times_power(float32x4_t a, float32x4_t power)
 {
     const int32x4_t bias = vdupq_n_s32(127);
-    int32x4_t power = vcvtq_s32_f32(vminnmq_f32(whole, vdupq_n_f32(250.0f)));
-    int32x4_t half = vshrq_n_s32(power, 1), rest = vsubq_s32(power, half);
+    int32x4_t whole = vcvtmq_s32_f32(vminnmq_f32(power, vdupq_n_f32(250.0f)));
+    int32x4_t half = vshrq_n_s32(whole, 1), rest = vsubq_s32(whole, half);
     a = vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23)));
     return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(rest, bias), 23)));
 }
 
-RZ_INLINE f32 f32_times_power(f32 a, f32 whole) { PARTS(f32, times_power(a.part[i], whole.part[i])); }
+RZ_INLINE f32 f32_times_power(f32 a, f32 power) { PARTS(f32, times_power(a.part[i], power.part[i])); }
 
 /* In the order of AVX-512's. */
 RZ_INLINE float f32_sum(f32 a)
@@ -205,6 +207,8 @@ RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere)
 }
 
 RZ_INLINE f32 f32_from_i32(i32 a) { PARTS(f32, vcvtq_f32_s32(a.part[i])); }
+RZ_INLINE i32 i32_from_f32(f32 a) { PARTS(i32, vcvtnq_s32_f32(a.part[i])); }
+RZ_INLINE i32 i32_join_sevens(i32 a, i32 b) { PARTS(i32, vaddq_s32(vshlq_n_s32(a.part[i], 7), b.part[i])); }
 RZ_INLINE f32 f32_load_i8(const int8_t *from) { return f32_from_i32(i32_load_i8(from)); }
 
 RZ_INLINE void f32_store_i8(int8_t *to, f32 a)
@@ -334,6 +338,29 @@ RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b)
 }
 
 /* --- layouts --- */
+
+RZ_INLINE void store_sevens(uint8_t *upper, uint8_t *lower, const i32 *four)
+{
+    const uint16x8_t low = vdupq_n_u16(127);
+    for (int i = 0; i < 4; i++, upper += LANES, lower += LANES) {
+        const int32x4_t *part = four[i].part;
+        const uint16x8_t first = vqmovun_high_s32(vqmovun_s32(part[0]), part[1]);
+        const uint16x8_t second = vqmovun_high_s32(vqmovun_s32(part[2]), part[3]);
+        vst1q_u8(upper, vshrn_high_n_u16(vshrn_n_u16(first, 7), second, 7));
+        vst1q_u8(lower, vmovn_high_u16(vmovn_u16(vandq_u16(first, low)), vandq_u16(second, low)));
+    }
+}
+
+#define FOUR_REDUCED(to, four, combine, combine_pairs)                                                                \
+    do {                                                                                                              \
+        float32x4_t a_[4];                                                                                            \
+        for (int i_ = 0; i_ < 4; i_++)                                                                                \
+            a_[i_] = combine(combine((four)[i_].part[0], (four)[i_].part[2]), combine((four)[i_].part[1], (four)[i_].part[3])); \
+        vst1q_f32(to, combine_pairs(combine_pairs(a_[0], a_[1]), combine_pairs(a_[2], a_[3])));                       \
+    } while (0)
+
+RZ_INLINE void f32_store_largest(float *to, const f32 *four) { FOUR_REDUCED(to, four, vmaxnmq_f32, vpmaxnmq_f32); }
+RZ_INLINE void f32_store_sums(float *to, const f32 *four) { FOUR_REDUCED(to, four, vaddq_f32, vpaddq_f32); }
 
 RZ_INLINE void transpose_quarters(f32 *four)
 {
