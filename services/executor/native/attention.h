@@ -28,7 +28,7 @@
 enum {
     KEYS = 64,          /* keys of a round */
     SPLIT_KEYS = 512,   /* keys of a part: a multiple of KEYS */
-    TILE_QUERIES = 96,  /* queries of a tile, at most: sums and a round's packed keys and values stay in the second cache */
+    TILE_QUERIES = 96,  /* queries of a tile, at most: sums and what is packed for a round stay in the second cache */
     MAX_KEY_DIM = 576,   /* of queries and keys */
     MAX_VALUE_DIM = 512,
 };
