@@ -14,7 +14,7 @@ typedef struct {
     const int8_t *codes;
     const float *scales, *sums;
     const int32_t *starts;
-    long stride, blocks;
+    long stride, apart; /* apart: of what is kept of each row, to the next block or group */
 } tile_rows;
 
 /* sums[rows][32] += those of `sides` sides of a slab of `blocks` blocks. Every row is summed in the same order, however
@@ -43,7 +43,7 @@ RZ_INLINE void multiply_sides(const int rows, const int sides, const int bits, c
             i32 dots[ROWS][2];
 #pragma GCC unroll 6
             for (int row = 0; row < rows; row++)
-                dots[row][0] = dots[row][1] = i32_set1(x.starts[row * x.blocks * 2 + block * halves + half]);
+                dots[row][0] = dots[row][1] = i32_set1(x.starts[group * x.apart + row]);
             const int8_t *here = x.codes + block * BLOCK;
 #define ADD_QUADS(first, last) \
     add_quads(rows, sides, bits, zeros, dots, codes, side, &amend, from->ahead, here, x.stride, first, last, NULL, NULL, 0)
@@ -65,7 +65,7 @@ RZ_INLINE void multiply_sides(const int rows, const int sides, const int bits, c
                     parts[row][i] = f32_fma(f32_from_i32(dots[row][i]), scales[i], parts[row][i]);
                     if (half + 1 == halves)
                         totals[row][i] =
-                            f32_fma(parts[row][i], f32_set1(x.scales[row * x.blocks + block]), totals[row][i]);
+                            f32_fma(parts[row][i], f32_set1(x.scales[block * x.apart + row]), totals[row][i]);
                 }
             if (minimums)
 #pragma GCC unroll 6
@@ -73,7 +73,7 @@ RZ_INLINE void multiply_sides(const int rows, const int sides, const int bits, c
 #pragma GCC unroll 2
                     for (int i = 0; i < sides; i++)
                         totals[row][i] =
-                            f32_fma(f32_set1(x.sums[row * x.blocks * 2 + group]),
+                            f32_fma(f32_set1(x.sums[group * x.apart + row]),
                                     f32_load(from->minimums[group] + (side + i) * LANES), totals[row][i]);
         }
         codes += block_bytes(bits);
@@ -236,9 +236,9 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
         here.ahead = in_place ? at.ahead : 0;
         for (long row = 0, left = (rows + ROWS - 1) / ROWS; left; left--) {
             const long count = (rows - row + left - 1) / left, r = first + row;
-            tile_rows some_rows = { x->codes + r * x->stride + block * BLOCK, x->scales + r * blocks + block,
-                                    x->sums + r * blocks * 2 + block * halves, x->starts + r * blocks * 2 + block * halves,
-                                    x->stride, blocks };
+            tile_rows some_rows = { x->codes + r * x->stride + block * BLOCK, x->scales + block * x->rows + r,
+                                    x->sums + block * halves * x->rows + r, x->starts + block * halves * x->rows + r,
+                                    x->stride, x->rows };
             tiles[count](&here, some, some_rows, sums + row * PANEL);
             row += count;
             here.ahead = 0;

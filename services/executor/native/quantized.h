@@ -32,14 +32,15 @@
 
 enum { BLOCK = 32 /* columns, which share a scale of the activations unless a span does (spans.h) */ };
 
-/* Activations of some rows, rounded for one linear layer. */
+/* Activations of some rows, rounded for one linear layer. What is kept of each row lies side by side for all rows. */
 typedef struct {
+    long rows;
     long stride;     /* of a row's codes: whole blocks, and a line more, so that rows do not share the cache's places */
     int8_t *codes;   /* [rows][stride] */
-    float *scales;   /* [rows][columns / 32]; of spans as many as there are */
-    int32_t *starts; /* [rows][columns / 16]: what a sum begins with, for the offset of the weight's codes; by half
+    float *scales;   /* [columns / 32][rows]; of spans as many as there are */
+    int32_t *starts; /* [columns / 16][rows]: what a sum begins with, for the offset of the weight's codes; by half
                       * blocks where groups have 16 columns, else by blocks */
-    float *sums;     /* [rows][columns / 16]: of the values, by groups */
+    float *sums;     /* [columns / 16][rows]: of the values, by groups */
     int32_t *pairs;  /* in their place, of spans: sums of two groups' codes, 16 bits each, or of all codes */
 } rz_rounded;
 

@@ -22,7 +22,7 @@ typedef struct {
     const int8_t *codes;
     const float *scales;
     const int32_t *starts, *pairs;
-    long stride, scale_stride, start_stride; /* in elements */
+    long stride, apart; /* in elements; of what is kept of each row, to the next span or group: rows lie side by side */
 } span_rows;
 
 /* --- a panel's share --------------------------------------------------------------------------------- */
@@ -121,9 +121,10 @@ static void take_unpacked(const rz_format *format, const places *at, span_slab *
 
 /* --- products ------------------------------------------------------------------------------------------ */
 
-/* sums[rows][32] += what span `span` comes to: `wholes`, and the rows' own sums of each two groups, or of all. */
-RZ_INLINE void add_span(const int rows, const int sides, const span_slab *from, long span, int side, i32 (*wholes)[2],
-                        span_rows x, float *sums)
+/* sums[rows][32] += what span `span` comes to: `wholes`, and with `minimums` the rows' own sums of each two groups, or of
+ * all. */
+RZ_INLINE void add_span(const int rows, const int sides, const int minimums, const span_slab *from, long span, int side,
+                        i32 (*wholes)[2], span_rows x, float *sums)
 {
     const float *scales = from->scale[span], *under = from->minimum[span];
     f32 values[ROWS][2];
@@ -134,19 +135,19 @@ RZ_INLINE void add_span(const int rows, const int sides, const span_slab *from, 
         for (int row = 0; row < rows; row++)
             values[row][i] = f32_mul(f32_from_i32(wholes[row][i]), scale);
     }
-    if (from->minimums) {
+    if (minimums) {
         i32 least[ROWS][2];
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++)
-            least[row][0] = least[row][1] = i32_set1(from->pairs ? 0 : x.pairs[row * x.start_stride]);
+            least[row][0] = least[row][1] = i32_set1(from->pairs ? 0 : x.pairs[row]);
         for (int pair = 0; pair < from->pairs; pair++)
 #pragma GCC unroll 2
             for (int i = 0; i < sides; i++) {
-                const bytes minimums = bytes_load(from->least[span * from->pairs + pair] + (side + i) * LANES);
+                const bytes two = bytes_load(from->least[span * from->pairs + pair] + (side + i) * LANES);
 #pragma GCC unroll 6
                 for (int row = 0; row < rows; row++)
                     least[row][i] =
-                        i32_dot_shorts(least[row][i], minimums, bytes_repeat4(x.pairs + row * x.start_stride + pair));
+                        i32_dot_shorts(least[row][i], two, bytes_repeat4(x.pairs + pair * x.apart + row));
             }
 #pragma GCC unroll 2
         for (int i = 0; i < sides; i++) {
@@ -161,17 +162,18 @@ RZ_INLINE void add_span(const int rows, const int sides, const span_slab *from, 
 #pragma GCC unroll 2
         for (int i = 0; i < sides; i++) {
             float *to = sums + row * PANEL + (side + i) * LANES;
-            f32_store(to, f32_fma(values[row][i], f32_set1(x.scales[row * x.scale_stride]), f32_load(to)));
+            f32_store(to, f32_fma(values[row][i], f32_set1(x.scales[row]), f32_load(to)));
         }
 }
 
 /* Subtracts what codes are too large by, where sums of 16 bits have no room for it. */
-RZ_INLINE i32 subtract_offsets(const span_slab *from, int side, i32 whole, const int32_t *starts, long first, int groups)
+RZ_INLINE i32 subtract_offsets(const span_slab *from, int side, i32 whole, const int32_t *starts, long apart, long first,
+                               int groups)
 {
     static const int32_t one = 1; /* and a zero, of 16 bits */
     for (long group = first; group < first + groups; group++) {
         const i32 scale = i32_dot_shorts(i32_set1(0), bytes_load(from->scales[group] + side * LANES), bytes_repeat4(&one));
-        whole = i32_add(whole, i32_mul(scale, i32_set1(starts[group])));
+        whole = i32_add(whole, i32_mul(scale, i32_set1(starts[group * apart])));
     }
     return whole;
 }
@@ -204,13 +206,13 @@ RZ_INLINE void add_group(const int rows, const int sides, const int bits, const 
     for (int i = 0; i < sides && grouping != BY_SPANS; i++)
         scales[i] = bytes_load(from->scales[group] + (side + i) * LANES);
     if (SUMS_OF_16_BITS && grouping != BY_SPANS) {
-        ADD_QUADS(wholes, scales, from->wide_starts ? &nothing : x.starts + group, from->wide_starts ? 0 : x.start_stride);
+        ADD_QUADS(wholes, scales, from->wide_starts ? &nothing : x.starts + group * x.apart, from->wide_starts ? 0 : 1);
         return;
     }
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++)
         dots[row][0] = dots[row][1] = i32_set1(
-            grouping == BY_SPANS || grouping == BY_HALVED_BLOCKS ? 0 : x.starts[row * x.start_stride + group]);
+            grouping == BY_SPANS || grouping == BY_HALVED_BLOCKS ? 0 : x.starts[group * x.apart + row]);
     ADD_QUADS(dots, NULL, NULL, 0);
 #undef ADD_QUADS
 #pragma GCC unroll 6
@@ -243,7 +245,7 @@ RZ_INLINE void multiply_span_sides(const int rows, const int sides, const int bi
         }
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++)
-            wholes[row][0] = wholes[row][1] = i32_set1(grouping == BY_SPANS ? x.starts[row * x.start_stride + span] : 0);
+            wholes[row][0] = wholes[row][1] = i32_set1(grouping == BY_SPANS ? x.starts[span * x.apart + row] : 0);
         while (block < end) {
 #pragma GCC unroll 2
             for (int half = 0; half < halves; half++)
@@ -255,11 +257,11 @@ RZ_INLINE void multiply_span_sides(const int rows, const int sides, const int bi
         if (SUMS_OF_16_BITS && grouping != BY_SPANS && from->wide_starts)
             for (int row = 0; row < rows; row++)
                 for (int i = 0; i < sides; i++)
-                    wholes[row][i] = subtract_offsets(from, side + i, wholes[row][i], x.starts + row * x.start_stride,
+                    wholes[row][i] = subtract_offsets(from, side + i, wholes[row][i], x.starts + row, x.apart,
                                               span * from->each * halves, (int)from->each * halves);
-        add_span(rows, sides, from, span, side, wholes, x, sums);
-        x.scales++;
-        x.pairs += from->pairs ? from->pairs : 1;
+        add_span(rows, sides, from->minimums, from, span, side, wholes, x, sums);
+        x.scales += x.apart;
+        x.pairs += (from->pairs ? from->pairs : 1) * x.apart;
     }
 }
 
@@ -378,20 +380,19 @@ static long blocks_at_once(const rz_format *format)
 /* Rows from `first` on, from the first column of span `span` on. */
 static span_rows rows_of_spans(const rz_format *format, const rz_rounded *x, long first, long span)
 {
-    const long blocks = blocks_of(format);
     const int groups = groups_of_span(format);
-    return (span_rows){ x->codes + first * x->stride + span * span_of(format), x->scales + first * blocks + span,
-                        x->starts + first * blocks * 2 + span * groups,
-                        x->pairs + first * blocks * 2 + span * ((groups + 1) / 2), x->stride, blocks, blocks * 2 };
+    return (span_rows){ x->codes + first * x->stride + span * span_of(format), x->scales + span * x->rows + first,
+                        x->starts + span * groups * x->rows + first,
+                        x->pairs + span * ((groups + 1) / 2) * x->rows + first, x->stride, x->rows };
 }
 
 /* The rows from row `row` of these on. */
 RZ_INLINE span_rows rows_from(span_rows x, long row)
 {
     x.codes += row * x.stride;
-    x.scales += row * x.scale_stride;
-    x.starts += row * x.start_stride;
-    x.pairs += row * x.start_stride;
+    x.scales += row;
+    x.starts += row;
+    x.pairs += row;
     return x;
 }
 

@@ -150,73 +150,86 @@ RZ_INLINE tile_part tile_part_of(long begin, long rows)
 RZ_INLINE span_rows next_span(const span_slab *from, span_rows x)
 {
     x.codes += from->each * BLOCK;
-    x.scales++;
-    x.starts++; /* where groups have no scales: else factors have none */
-    x.pairs += from->pairs ? from->pairs : 1;
+    x.scales += x.apart;
+    x.starts += x.apart; /* where groups have no scales: else factors have none */
+    x.pairs += (from->pairs ? from->pairs : 1) * x.apart;
     return x;
 }
 
 enum { ADDED_AT_ONCE = 4 /* rows of a tile */ };
 
-/* Adds `rows` rows of one side of a tile. `at`: sums, of factors lower and upper ones. */
-RZ_INLINE void add_tile_rows(const int grouping, const int rows, const span_slab *from, long span, int side, span_rows x,
-                             const int32_t (*at)[LANES], float *sums)
+/* Adds `rows` rows of tiles. `at`: lower and upper sums of one side of factors; of codes the sums of both sides. */
+RZ_INLINE void add_tile_rows(const int grouping, const int rows, const int minimums, const span_slab *from, long span, int side,
+                             span_rows x, const int32_t (*at)[ROWS_OF_TILE][LANES], long row, float *sums)
 {
+    const int sides = grouping == BY_SPANS ? 2 : 1;
     i32 wholes[ROWS][2];
 #pragma GCC unroll 4
-    for (int row = 0; row < rows; row++) {
-        const i32 more = grouping == BY_SPANS ? i32_set1(x.starts[row * x.start_stride])
-                                              : _mm512_slli_epi32(i32_load(at[ROWS_OF_TILE + row]), 8);
-        wholes[row][0] = i32_add(i32_load(at[row]), more);
-    }
-    add_span(rows, 1, from, span, side, wholes, x, sums);
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < sides; j++)
+            wholes[i][j] = i32_add(i32_load(at[j][row + i]), grouping == BY_SPANS
+                                                                   ? i32_set1(x.starts[i])
+                                                                   : _mm512_slli_epi32(i32_load(at[1][row + i]), 8));
+    add_span(rows, sides, minimums, from, span, side, wholes, x, sums);
 }
 
-/* All of one side: rows [0, count). */
-static __attribute__((noinline)) void add_tile_sums(const int grouping, const span_slab *from, long span, int side, span_rows x,
-                                                    const int32_t (*at)[LANES], long count, float *sums)
-{
-    long row = 0;
-    for (; row + ADDED_AT_ONCE <= count; row += ADDED_AT_ONCE)
-        add_tile_rows(grouping, ADDED_AT_ONCE, from, span, side, rows_from(x, row), at + row, sums + row * PANEL);
-    for (; row < count; row++)
-        add_tile_rows(grouping, 1, from, span, side, rows_from(x, row), at + row, sums + row * PANEL);
-}
-
-/* `x`: of the span. */
-RZ_INLINE void add_tiles(const int grouping, const span_slab *from, long span, span_rows x,
+/* The rows of one part. `x`: of the span. */
+RZ_INLINE void add_tiles(const int grouping, const int minimums, const span_slab *from, long span, int side, span_rows x,
                          const int32_t (*at)[ROWS_OF_TILE][LANES], tile_part part, float *sums)
 {
-    const int planes = grouping == BY_SPANS ? 1 : 2;
-    for (int side = 0; side < 2; side++)
-        add_tile_sums(grouping, from, span, side, rows_from(x, part.begin), at[side * planes] + part.begin - part.row,
-                      part.end - part.begin, sums + part.begin * PANEL);
+    long row = part.begin;
+    for (; row + ADDED_AT_ONCE <= part.end; row += ADDED_AT_ONCE)
+        add_tile_rows(grouping, ADDED_AT_ONCE, minimums, from, span, side, rows_from(x, row), at, row - part.row,
+                      sums + row * PANEL);
+    for (; row < part.end; row++)
+        add_tile_rows(grouping, 1, minimums, from, span, side, rows_from(x, row), at, row - part.row, sums + row * PANEL);
 }
 
-static void multiply_factors(const span_slab *from, long span, span_rows x, long rows, span_work *work, float *sums)
+RZ_INLINE void multiply_factors(const int minimums, const span_slab *from, span_rows x, long rows, span_work *work, float *sums)
 {
-    for (long begin = 0; begin < rows; begin += ROWS_OF_TILE) {
-        const tile_part part = tile_part_of(begin, rows);
-        sum_factors((const factors (*)[2])work->tiles + span * from->each / 2, from->each / 2, x.codes + part.row * x.stride,
-                    x.stride, work->sums);
-        add_tiles(BY_BLOCKS, from, span, x, work->sums, part, sums);
+    const int32_t (*at)[ROWS_OF_TILE][LANES] = (const int32_t (*)[ROWS_OF_TILE][LANES])work->sums;
+    const factors (*of)[2] = (const factors (*)[2])work->tiles;
+    const long tiles = from->each / 2;
+    for (long span = 0; span * from->each < from->blocks; span++, of += tiles, x = next_span(from, x))
+        for (long begin = 0; begin < rows; begin += ROWS_OF_TILE) {
+            const tile_part part = tile_part_of(begin, rows);
+            sum_factors(of, tiles, x.codes + part.row * x.stride, x.stride, work->sums);
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; side++)
+                add_tiles(BY_BLOCKS, minimums, from, span, side, x, at + side * 2, part, sums);
+        }
+}
+
+RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_rows x, long rows, span_work *work, float *sums)
+{
+    const int32_t (*at)[ROWS_OF_TILE][LANES] = (const int32_t (*)[ROWS_OF_TILE][LANES])work->sums;
+    const uint8_t *codes = from->of.codes;
+    for (long span = 0, left = from->blocks; left > 0; span++, left -= from->each, x = next_span(from, x)) {
+        const long blocks = least(left, from->each);
+        if (from->of.ahead)
+            ask_for(codes + from->of.ahead, (size_t)blocks * BLOCK_BYTES);
+        for (long begin = 0; begin < rows; begin += 2 * ROWS_OF_TILE) {
+            const tile_part part = tile_part_of(begin, rows), next = tile_part_of(begin + ROWS_OF_TILE, rows);
+            sum_codes(codes, (blocks + 1) / 2, x.codes + part.row * x.stride, x.codes + next.row * x.stride, x.stride, work->sums);
+            add_tiles(BY_SPANS, minimums, from, span, 0, x, at, part, sums);
+            if (next.begin < rows)
+                add_tiles(BY_SPANS, minimums, from, span, 0, x, at + 2, next, sums);
+        }
+        codes += from->each * BLOCK_BYTES;
     }
 }
 
-static void multiply_codes(const span_slab *from, long span, span_rows x, long rows, span_work *work, float *sums)
-{
-    const long left = from->blocks - span * from->each, tiles = (least(left, from->each) + 1) / 2;
-    const uint8_t *codes = from->of.codes + span * from->each * BLOCK_BYTES;
-    if (from->of.ahead)
-        ask_for(codes + from->of.ahead, (size_t)least(left, from->each) * BLOCK_BYTES);
-    for (long begin = 0; begin < rows; begin += 2 * ROWS_OF_TILE) {
-        const tile_part part = tile_part_of(begin, rows), next = tile_part_of(begin + ROWS_OF_TILE, rows);
-        sum_codes(codes, tiles, x.codes + part.row * x.stride, x.codes + next.row * x.stride, x.stride, work->sums);
-        add_tiles(BY_SPANS, from, span, x, work->sums, part, sums);
-        if (next.begin < rows)
-            add_tiles(BY_SPANS, from, span, x, work->sums + 2, next, sums);
+/* By what is added: what does not change in a panel is known where rows are added. */
+#define MULTIPLY_TILES(name, multiply, minimums) \
+    static __attribute__((noinline)) void name(const span_slab *from, span_rows x, long rows, span_work *work, float *sums) \
+    { \
+        multiply(minimums, from, x, rows, work, sums); \
     }
-}
+MULTIPLY_TILES(factors_without_minimums, multiply_factors, 0)
+MULTIPLY_TILES(factors_with_minimums, multiply_factors, 1)
+MULTIPLY_TILES(codes_without_minimums, multiply_codes, 0)
+MULTIPLY_TILES(codes_with_minimums, multiply_codes, 1)
 
 /* Codes, unpacked; those of 8 bits where they lie. They end with whole tiles. */
 static void take_codes(const rz_format *format, const places *at, span_slab *from)
@@ -237,6 +250,9 @@ static void multiply_spans_in_tiles(const rz_format *format, const places *at, c
     const int whole = has_whole_scales(format);
     /* Codes of 8 bits are read where they lie, which is a piece after the other. */
     const long blocks = blocks_of(format), most = whole ? blocks_at_once(format) : PIECE;
+    void (*const multiply)(const span_slab *, span_rows, long, span_work *, float *) =
+        has_minimums(format) ? whole ? factors_with_minimums : codes_with_minimums
+                             : whole ? factors_without_minimums : codes_without_minimums;
     span_work work;
     span_slab here;
     shape_tiles(2 * ROWS_OF_TILE);
@@ -247,9 +263,7 @@ static void multiply_spans_in_tiles(const rz_format *format, const places *at, c
             make_factors(format, at, &here, &work);
         else
             take_codes(format, at, &here);
-        span_rows rows_here = rows_of_spans(format, x, first, block / here.each);
-        for (long span = 0; span * here.each < here.blocks; span++, rows_here = next_span(&here, rows_here))
-            (whole ? multiply_factors : multiply_codes)(&here, span, rows_here, rows, &work, sums);
+        multiply(&here, rows_of_spans(format, x, first, block / here.each), rows, &work, sums);
     }
 }
 
