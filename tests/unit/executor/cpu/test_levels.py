@@ -27,10 +27,10 @@ OPTIONS = ["-std=gnu11", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-buil
 RECORDED = "184afc50ccabf82612c86006e070d5dd61cb44ffb7795241162c664c45c58349"
 # Of a sum, as a share of the largest of its line: sums of products of bf16, in another order.
 TOLERANCE = 1e-6
-# The same behind tens of thousands of sums that are rounded to bf16, some of which fall the other way.
+# The same behind layers whose sums are rounded to bf16, a few of which fall the other way.
 ROUNDED = 4e-3
 # Of what is rounded between two products: adapters' columns go through all of a layer's, to 8 bits as codes.
-TOLERANCES = {"latents": ROUNDED, "adapted": 1e-2, "coded": 3e-2}
+TOLERANCES = {"latents": ROUNDED, "logits": ROUNDED, "adapted": 1e-2, "coded": 3e-2}
 
 
 PROGRAMS = tempfile.TemporaryDirectory()
@@ -148,7 +148,7 @@ BUGS = (
     Bug(
         "avx512bf16",
         "quantized.c",
-        "i32_set1(x.starts[row * x.blocks * 2 + block * halves + half])",
+        "i32_set1(x.starts[group * x.apart + row])",
         "i32_set1(0)",
         "products of int8",
     ),
@@ -170,8 +170,8 @@ BUGS = (
     Bug(
         "amx",
         "levels/spans_amx.h",
-        "_mm512_slli_epi32(i32_load(at[ROWS_OF_TILE + row]), 8)",
-        "_mm512_slli_epi32(i32_load(at[ROWS_OF_TILE + row]), 7)",
+        "_mm512_slli_epi32(i32_load(at[1][row + i]), 8)",
+        "_mm512_slli_epi32(i32_load(at[1][row + i]), 7)",
         "products of int8",
     ),
     Bug("amx", "levels/spans_amx.h", "tile_load(7, codes + LINE_BYTES", "tile_load(7, codes", "products of int8"),
