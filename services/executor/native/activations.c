@@ -103,7 +103,8 @@ RZ_INLINE void sum_span(const rz_format *format, int offset, int as_shorts, cons
     }
     for (int group = 0; group < groups; group++) {
         sums[group] = groups == count ? halves[group] : halves[group * 2] + halves[group * 2 + 1];
-        starts[group * apart] = as_shorts ? short_starts(codes + group * format->group, format->group, offset) : -offset * sums[group];
+        starts[group * apart] =
+            as_shorts ? short_starts(codes + group * format->group, format->group, offset) : -offset * sums[group];
     }
     for (int group = 0; group < groups; group += 2)
         pairs[group / 2 * apart] = (sums[group] & 0xffff) | (int32_t)((uint32_t)sums[group + 1] << 16);

@@ -211,7 +211,8 @@ RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_ro
             ask_for(codes + from->of.ahead, (size_t)blocks * BLOCK_BYTES);
         for (long begin = 0; begin < rows; begin += 2 * ROWS_OF_TILE) {
             const tile_part part = tile_part_of(begin, rows), next = tile_part_of(begin + ROWS_OF_TILE, rows);
-            sum_codes(codes, (blocks + 1) / 2, x.codes + part.row * x.stride, x.codes + next.row * x.stride, x.stride, work->sums);
+            sum_codes(codes, (blocks + 1) / 2, x.codes + part.row * x.stride, x.codes + next.row * x.stride, x.stride,
+                      work->sums);
             add_tiles(BY_SPANS, minimums, from, span, 0, x, at, part, sums);
             if (next.begin < rows)
                 add_tiles(BY_SPANS, minimums, from, span, 0, x, at + 2, next, sums);

@@ -12,6 +12,7 @@ from benchmarks.errors import BenchError
 from benchmarks.peers.__main__ import random_model
 from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers, fingerprint
 from benchmarks.peers.rounds import gguf_path, prompt_seed, schedule
+from benchmarks.peers.source_build import commands
 from benchmarks.serve.workloads import WORKLOADS
 
 PLACE = Place(
@@ -126,6 +127,19 @@ def test_releases_are_pinned() -> None:
         for step in peer.environment.steps if peer.environment else ():
             if step[:3] == ("-m", "pip", "install"):
                 assert all("==" in word for word in step[3:] if not word.startswith("-"))
+
+
+def test_what_has_no_releases_is_built_at_a_fixed_commit() -> None:
+    environment = PEERS["ik_llama.cpp-q4_0"].environment
+    assert environment is not None
+    _, (script, url, commit, folder, target, *options) = environment.steps
+    assert Path(script).is_file()
+    assert (commit, len(commit)) == (environment.commit, 40)
+    run = commands(url, commit, Path("/venv") / folder, target, options)
+    assert ["git", "-C", "/venv/sources", "fetch", "--quiet", "--depth", "1", url, commit] in run
+    assert all(option in run[-2] for option in options)
+    binary = PEERS["ik_llama.cpp"].launch(replace(PLACE, venv=Path("/venv"))).command[0]
+    assert binary == f"{run[-1][2]}/bin/{run[-1][-1]}"
 
 
 def test_peers_are_chosen_by_name() -> None:
