@@ -199,7 +199,7 @@ static const slab_function *packed_tiles(const rz_format *format, long rows)
 
 long rz_most_together(const rz_format *format)
 {
-    return has_whole_scales(format) || format->bits == 8 ? MOST_ROUNDED_TOGETHER : 0;
+    return span_of(format) || format->bits == 8 ? MOST_ROUNDED_TOGETHER : 0;
 }
 
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
