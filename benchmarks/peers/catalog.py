@@ -357,7 +357,11 @@ PEERS: dict[str, Peer] = {
             against=tuple(name for name in DEFAULT if name != OURS),
         ),
         _RYZANSTEIN_PLAIN,
-        *(_with_file(peer, weights) for peer in (_LLAMA_SERVER, _IK_LLAMA_SERVER, _OPENVINO_GENAI) for weights in _GGUF),
+        *(
+            _with_file(peer, weights)
+            for peer in (_LLAMA_SERVER, _IK_LLAMA_SERVER, _OPENVINO_GENAI)
+            for weights in _GGUF
+        ),
         *(_with_file(_RYZANSTEIN_PLAIN, weights, *_peers_with(weights), _RYZANSTEIN_PLAIN.name) for weights in _GGUF),
         _LLAMA_AVX2,
         _RYZANSTEIN_AVX2,

@@ -145,13 +145,7 @@ class Bug(NamedTuple):
 
 BUGS = (
     Bug("avx512bf16", "gemm.c", "panel += 2 * PANEL;", "panel += PANEL;", "products of bf16"),
-    Bug(
-        "avx512bf16",
-        "quantized.c",
-        "i32_set1(x.starts[group * x.apart + row])",
-        "i32_set1(0)",
-        "products of int8",
-    ),
+    Bug("avx512bf16", "quantized.c", "i32_set1(x.starts[group * x.apart + row])", "i32_set1(0)", "products of int8"),
     Bug(
         "avx512bf16",
         "levels/vector_avx512.h",
