@@ -21,9 +21,9 @@ typedef struct {
     uint8_t lower[TILE_BYTES], upper[TILE_BYTES];
 } factors;
 
-/* What the tiles of spans are made of, and sums. */
+/* What the tiles of spans are made of: left, right; and sums. */
 typedef struct {
-    _Alignas(LINE_BYTES) factors tiles[LONGEST_SPAN / TILE_COLUMNS][2]; /* left, right */
+    _Alignas(LINE_BYTES) factors tiles[2][LONGEST_SPAN / TILE_COLUMNS][2]; /* of what is multiplied, and of what comes next */
     int32_t sums[4][ROWS_OF_TILE][LANES];
 } span_work;
 
@@ -37,58 +37,75 @@ RZ_INLINE void store_factors(factors *to, int row, bytes codes, bytes scales, by
     bytes_store(to->upper + row * LINE_BYTES, bytes_or(bytes_right(even, 8), _mm512_andnot_si512(low, odd)));
 }
 
-RZ_INLINE void make_factors_of(const int bits, const int halves, const places *at, const span_slab *from, int offset,
-                               span_work *work)
+/* Of one side of block `block` of those here. */
+RZ_INLINE void make_factors_of(const int bits, const int halves, const int side, const span_slab *from, long block, int offset,
+                               factors (*to)[2])
 {
     const bytes shift = _mm512_set1_epi16((short)offset);
-    const uint8_t *codes = from->of.codes;
-    for (long block = 0; block < from->blocks; codes += block_bytes(bits)) {
-        if (bits < 8)
-            ask_for(codes + at->ahead, block_bytes(bits));
+    const uint8_t *codes = from->of.codes + block * block_bytes(bits);
+    if (from->of.head)
+        codes += ((from->first + block) / PIECE - from->first / PIECE) * (long)from->of.head;
+    if (bits < 8 && side == 0)
+        ask_for(codes + from->of.ahead, block_bytes(bits));
 #pragma GCC unroll 2
-        for (int half = 0; half < halves; half++)
-#pragma GCC unroll 2
-            for (int side = 0; side < 2; side++) {
-                const i32 scale = i32_load(from->scales[block * halves + half] + side * LANES);
-                const bytes scales = i32_pair(scale, scale);
+    for (int half = 0; half < halves; half++) {
+        const i32 scale = i32_load(from->scales[block * halves + half] + side * LANES);
+        const bytes scales = i32_pair(scale, scale);
 #pragma GCC unroll 8
-                for (int i = 0; i < QUADS / halves; i++) {
-                    const int quad = half * QUADS / halves + i;
-                    store_factors(&work->tiles[block / 2][side], (int)(block % 2) * QUADS + quad,
-                                  codes_at(bits, codes, quad, side, 0), scales, shift);
-                }
-            }
-        if ((from->first + ++block) % PIECE == 0)
-            codes += from->of.head;
+        for (int i = 0; i < QUADS / halves; i++) {
+            const int quad = half * QUADS / halves + i;
+            store_factors(&to[block / 2][side], (int)(block % 2) * QUADS + quad, codes_at(bits, codes, quad, side, 0), scales,
+                          shift);
+        }
     }
 }
 
-static __attribute__((noinline)) void make_factors(const rz_format *format, const places *at, span_slab *from, span_work *work)
+typedef void (*factor_maker)(const span_slab *, long block, int offset, factors (*)[2]);
+
+#define MAKE_FACTORS(bits, halves, side) \
+    static void make_factors_##bits##_##halves##_##side(const span_slab *from, long block, int offset, factors (*to)[2]) \
+    { \
+        make_factors_of(bits, halves, side, from, block, offset, to); \
+    }
+#define FACTOR_MAKER(bits, halves, side) [bits][halves][side] = make_factors_##bits##_##halves##_##side,
+#define FACTORS_OF(make, bits) make(bits, 1, 0) make(bits, 1, 1) make(bits, 2, 0) make(bits, 2, 1)
+#define ALL_FACTORS(make) \
+    FACTORS_OF(make, 2) FACTORS_OF(make, 3) FACTORS_OF(make, 4) FACTORS_OF(make, 5) FACTORS_OF(make, 6) FACTORS_OF(make, 8)
+ALL_FACTORS(MAKE_FACTORS)
+
+/* By bits, halves of a block that have scales, and sides. */
+static const factor_maker FACTOR_MAKERS[9][3][2] = { ALL_FACTORS(FACTOR_MAKER) };
+
+/* Blocks that are made into factors, a side at a time, between the products of others: vectors and tiles overlap only where
+ * few instructions of one stand between those of the other. */
+typedef struct {
+    const span_slab *from;
+    factors (*to)[2];
+    const factor_maker *make;
+    int offset;
+    long made, sides; /* of blocks */
+} factor_making;
+
+static void take_factors(const rz_format *format, const places *at, long first, long blocks, span_slab *from, factor_making *to)
 {
-    const int halves = format->group == BLOCK / 2 ? 2 : 1, offset = unpacked_offset(format);
-    if (format->has_table)
-        take_unpacked(format, at, from);
-    else
-        take_packed(format, at, from);
-#define MAKE_FACTORS(n) \
-    case n: \
-        if (halves == 2) \
-            make_factors_of(n, 2, at, from, offset, work); \
-        else \
-            make_factors_of(n, 1, at, from, offset, work); \
-        break
-    switch (format->has_table ? 8 : format->bits) {
-        MAKE_FACTORS(2);
-        MAKE_FACTORS(3);
-        MAKE_FACTORS(4);
-        MAKE_FACTORS(5);
-        MAKE_FACTORS(6);
-        MAKE_FACTORS(8);
+    take_spans(format, at, first, blocks, from);
+    (format->has_table ? take_unpacked : take_packed)(format, at, from);
+    to->from = from;
+    to->made = 0;
+    to->sides = 2 * blocks;
+}
+
+RZ_INLINE void make_some(factor_making *of)
+{
+    if (of->made < of->sides) {
+        of->make[of->made % 2](of->from, of->made / 2, of->offset, of->to);
+        of->made++;
     }
 }
 
 /* Sums of 16 rows of a span of `tiles` tiles: lower and upper ones of the left outputs, then of the right ones. */
-static void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, long stride, int32_t (*sums)[ROWS_OF_TILE][LANES])
+static void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, long stride, int32_t (*sums)[ROWS_OF_TILE][LANES],
+                        factor_making *next)
 {
     tile_zero(0);
     tile_zero(1);
@@ -101,10 +118,12 @@ static void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, lon
         tile_multiply_signed_unsigned(0, 4, 5);
         tile_load(6, left->upper, LINE_BYTES);
         tile_multiply_signed(1, 4, 6);
+        make_some(next);
         tile_load(7, right->lower, LINE_BYTES);
         tile_multiply_signed_unsigned(2, 4, 7);
         tile_load(5, right->upper, LINE_BYTES);
         tile_multiply_signed(3, 4, 5);
+        make_some(next);
     }
     tile_store(0, sums[0], LINE_BYTES);
     tile_store(1, sums[1], LINE_BYTES);
@@ -186,19 +205,21 @@ RZ_INLINE void add_tiles(const int grouping, const int minimums, const span_slab
         add_tile_rows(grouping, 1, minimums, from, span, side, rows_from(x, row), at, row - part.row, sums + row * PANEL);
 }
 
-RZ_INLINE void multiply_factors(const int minimums, const span_slab *from, span_rows x, long rows, span_work *work, float *sums)
+RZ_INLINE void multiply_factors(const int minimums, const span_slab *from, const factors (*of)[2], span_rows x, long rows,
+                                span_work *work, factor_making *next, float *sums)
 {
     const int32_t (*at)[ROWS_OF_TILE][LANES] = (const int32_t (*)[ROWS_OF_TILE][LANES])work->sums;
-    const factors (*of)[2] = (const factors (*)[2])work->tiles;
     const long tiles = from->each / 2;
     for (long span = 0; span * from->each < from->blocks; span++, of += tiles, x = next_span(from, x))
         for (long begin = 0; begin < rows; begin += ROWS_OF_TILE) {
             const tile_part part = tile_part_of(begin, rows);
-            sum_factors(of, tiles, x.codes + part.row * x.stride, x.stride, work->sums);
+            sum_factors(of, tiles, x.codes + part.row * x.stride, x.stride, work->sums, next);
 #pragma GCC unroll 2
             for (int side = 0; side < 2; side++)
                 add_tiles(BY_BLOCKS, minimums, from, span, side, x, at + side * 2, part, sums);
         }
+    while (next->made < next->sides)
+        make_some(next);
 }
 
 RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_rows x, long rows, span_work *work, float *sums)
@@ -221,17 +242,6 @@ RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_ro
     }
 }
 
-/* By what is added: what does not change in a panel is known where rows are added. */
-#define MULTIPLY_TILES(name, multiply, minimums) \
-    static __attribute__((noinline)) void name(const span_slab *from, span_rows x, long rows, span_work *work, float *sums) \
-    { \
-        multiply(minimums, from, x, rows, work, sums); \
-    }
-MULTIPLY_TILES(factors_without_minimums, multiply_factors, 0)
-MULTIPLY_TILES(factors_with_minimums, multiply_factors, 1)
-MULTIPLY_TILES(codes_without_minimums, multiply_codes, 0)
-MULTIPLY_TILES(codes_with_minimums, multiply_codes, 1)
-
 /* Codes, unpacked; those of 8 bits where they lie. They end with whole tiles. */
 static void take_codes(const rz_format *format, const places *at, span_slab *from)
 {
@@ -245,27 +255,66 @@ static void take_codes(const rz_format *format, const places *at, span_slab *fro
     memset(from->of.unpacked + from->blocks * BLOCK_BYTES, 0, BLOCK_BYTES); /* columns of no one */
 }
 
+/* Rows by the panel's factors: those of the next spans are made while these are multiplied. */
+RZ_INLINE void multiply_panel_of_factors(const int minimums, const rz_format *format, const places *at, const rz_rounded *x,
+                                         long first, long rows, float *sums)
+{
+    const long blocks = blocks_of(format), most = blocks_at_once(format);
+    span_work work;
+    span_slab slabs[2];
+    factor_making making = { .make = FACTOR_MAKERS[format->has_table ? 8 : format->bits][format->group == BLOCK / 2 ? 2 : 1],
+                             .offset = unpacked_offset(format), .to = work.tiles[0] };
+    describe_spans(format, &slabs[0]);
+    describe_spans(format, &slabs[1]);
+    take_factors(format, at, 0, least(most, blocks), &slabs[0], &making);
+    while (making.made < making.sides)
+        make_some(&making);
+    for (long block = 0, turn = 0; block < blocks; block += most, turn = !turn) {
+        making.sides = making.made = 0;
+        making.to = work.tiles[!turn];
+        if (block + most < blocks)
+            take_factors(format, at, block + most, least(most, blocks - block - most), &slabs[!turn], &making);
+        multiply_factors(minimums, &slabs[turn], (const factors (*)[2])work.tiles[turn],
+                         rows_of_spans(format, x, first, block / slabs[turn].each), rows, &work, &making, sums);
+    }
+}
+
+/* Rows by the panel's codes as they are. */
+RZ_INLINE void multiply_panel_of_codes(const int minimums, const rz_format *format, const places *at, const rz_rounded *x,
+                                       long first, long rows, float *sums)
+{
+    span_work work;
+    span_slab here;
+    describe_spans(format, &here);
+    /* Codes of 8 bits are read where they lie, which is a piece after the other. */
+    for (long block = 0; block < blocks_of(format); block += PIECE) {
+        take_spans(format, at, block, least(PIECE, blocks_of(format) - block), &here);
+        take_codes(format, at, &here);
+        multiply_codes(minimums, &here, rows_of_spans(format, x, first, block / here.each), rows, &work, sums);
+    }
+}
+
+/* By what is added: what does not change in a panel is known where rows are added. */
+#define MULTIPLY_PANEL(name, multiply, minimums) \
+    static __attribute__((noinline)) void name(const rz_format *format, const places *at, const rz_rounded *x, long first, \
+                                               long rows, float *sums) \
+    { \
+        multiply(minimums, format, at, x, first, rows, sums); \
+    }
+MULTIPLY_PANEL(factors_without_minimums, multiply_panel_of_factors, 0)
+MULTIPLY_PANEL(factors_with_minimums, multiply_panel_of_factors, 1)
+MULTIPLY_PANEL(codes_without_minimums, multiply_panel_of_codes, 0)
+MULTIPLY_PANEL(codes_with_minimums, multiply_panel_of_codes, 1)
+
 static void multiply_spans_in_tiles(const rz_format *format, const places *at, const rz_rounded *x, long first, long rows,
                                     float *sums)
 {
     const int whole = has_whole_scales(format);
-    /* Codes of 8 bits are read where they lie, which is a piece after the other. */
-    const long blocks = blocks_of(format), most = whole ? blocks_at_once(format) : PIECE;
-    void (*const multiply)(const span_slab *, span_rows, long, span_work *, float *) =
-        has_minimums(format) ? whole ? factors_with_minimums : codes_with_minimums
-                             : whole ? factors_without_minimums : codes_without_minimums;
-    span_work work;
-    span_slab here;
     shape_tiles(2 * ROWS_OF_TILE);
-    describe_spans(format, &here);
-    for (long block = 0; block < blocks; block += most) {
-        take_spans(format, at, block, least(most, blocks - block), &here);
-        if (whole)
-            make_factors(format, at, &here, &work);
-        else
-            take_codes(format, at, &here);
-        multiply(&here, rows_of_spans(format, x, first, block / here.each), rows, &work, sums);
-    }
+    if (has_minimums(format))
+        (whole ? factors_with_minimums : codes_with_minimums)(format, at, x, first, rows, sums);
+    else
+        (whole ? factors_without_minimums : codes_without_minimums)(format, at, x, first, rows, sums);
 }
 
 #endif
