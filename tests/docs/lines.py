@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT
 # By the folders that are counted together.
 CEILINGS = {
     ("services", "shared"): 134_410,  # +300: graphs of steps with prompt chunks on GPUs; to come: 112,000
-    ("benchmarks",): 13_720,  # +75: a peer that is built from its sources; to come: 13,000
+    ("benchmarks",): 13_725,  # +80: a peer that is built from its sources; to come: 13,000
     ("tests",): 144_135,  # +20: that peer, a dump of a ring that waits; to come: 120,000
 }
 
