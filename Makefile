@@ -16,8 +16,8 @@ WORKERS ?= 4
 # Which tests, as pytest's -m takes it.
 SELECTED ?= not chaos and not slow and not nightly
 # Percent of the lines that the fast tests must have run, as test-all asks for of one part of the project in turn
-# (COVERED_PART, of tests/covered.py; `turn`: as it comes; empty: of all). Slow tests are never traced. Empty: it is
-# not measured, for tracing makes Python less than half as fast.
+# (COVERED_PART, of tests/covered.py; `turn`: as it comes; empty: of all). Slow tests are traced where a part names
+# them. Empty: it is not measured, for tracing makes Python less than half as fast.
 COVERED ?=
 export COVERED_PART ?=
 # make chaos: how long random faults come, and which.

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from coverage import CoverageData
 
+from tests.covered import PARTS, Traced
+
 ROOT = Path(__file__).parents[2]
 PROJECT = {
     ".coveragerc": "[run]\nparallel = true\npatch = subprocess, _exit\nsource = .\n",
@@ -52,3 +54,18 @@ def test_lines_of_slow_tests_do_not_count(tmp_path: Path, tests: str) -> None:
         measured |= set(data.lines(str(tmp_path / "product.py")) or ())
     assert {2, 8} <= measured
     assert 5 not in measured
+
+
+@pytest.mark.parametrize("name", PARTS["others"].also)
+def test_a_part_names_slow_tests_that_alone_run_its_files(name: str) -> None:
+    """The others' turn alone traces them."""
+    assert (ROOT / name).is_file()
+
+    class Item:
+        nodeid = f"{name}::test"
+
+        def get_closest_marker(self, marker: str) -> bool:
+            return marker == "slow"
+
+    traced = [part for part in PARTS if Traced(part)._is_traced(Item())]  # type: ignore[arg-type]
+    assert traced == ["others"]
