@@ -56,7 +56,8 @@ void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const
 enum { MOST_ROUNDED_TOGETHER = 256 /* rows by a panel: their sums stay in the first cache */ };
 
 /* How many rows a panel is best multiplied with at once, where tiles do it: codes times scales are made once for all of
- * them, and codes of 8 bits are many bytes. Others gain less than their sums cost. */
+ * them, codes of 8 bits are many bytes, and those of groups of 64 or more are unpacked once. Others gain less than their
+ * sums cost. */
 long rz_most_together(const rz_format *format);
 
 /* sums[rows][32] of a panel, from `rows` rows of `x` from `first` on, at most MOST_ROUNDED_TOGETHER. `coming`: the panel
