@@ -65,7 +65,7 @@ def load_one_rank(
     layout = ShardLayout.from_config(config, 1, 0)
     model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None, weights)
     settings = ExecutorSettings(block_size=BLOCK, sparse_attention=summaries)
-    shape = store_shape(settings, kind, layer_states(config, layout), dtype)
+    shape = store_shape(settings, kind, layer_states(config, layout), dtype, in_groups=True)
     quantized, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
     store = KvStore(shape, num_blocks, device, quantized, slots)
     return backend_of(device).runner(RunnerRequest(model, store, layout, SingleRank(), device, threads)), store

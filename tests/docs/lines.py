@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 134_410,  # +300: graphs of steps with prompt chunks on GPUs; to come: 112,000
+    ("services", "shared"): 134_505,  # +95: the order of KV codes that attention multiplies; to come: 112,000
     ("benchmarks",): 13_725,  # +80: a peer that is built from its sources; to come: 13,000
-    ("tests",): 144_155,  # +40: that peer, a dump of a ring that waits, what is covered by slow tests; to come: 120,000
+    ("tests",): 144_255,  # +100: that order, against the order of tokens; to come: 120,000
 }
 
 

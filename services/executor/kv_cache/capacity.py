@@ -312,19 +312,20 @@ def plan_store(
     platform's kernels read none of such. Raises `ConfigurationError` when one sequence of `context` tokens does not
     fit, or --kv-dtype-layers does not fit the model.
     """
+    in_groups = reads_compressed and platform_of(device).reads_groups
     plain = store_shape(settings, AS_COMPUTED, states, dtype, of_draft)
     if (
         settings.kv_dtype == "auto"
         and reads_compressed
         and (platform_of(device).compresses_uneven_layers or _are_uniform(plain, of_draft))
     ):
-        shape = store_shape(settings, PREFERRED.name, states, dtype, of_draft)
+        shape = store_shape(settings, PREFERRED.name, states, dtype, of_draft, in_groups=in_groups)
         blocks = _agreed(shape, context, settings, device, collectives, widths)
         if blocks.writable:
             return shape, blocks
     shape = plain
     if settings.kv_dtype != "auto":
-        shape = store_shape(settings, settings.kv_dtype, states, dtype, of_draft)
+        shape = store_shape(settings, settings.kv_dtype, states, dtype, of_draft, in_groups=in_groups)
     mine = _my_blocks(shape, context, settings, device, widths)
     return shape, BlockCounts(*smallest(mine, device, collectives))
 
@@ -376,10 +377,16 @@ def smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectiv
 
 
 def store_shape(
-    settings: ExecutorSettings, kind: BlockDType, states: LayerStates, dtype: torch.dtype, of_draft: LayerStates = ()
+    settings: ExecutorSettings,
+    kind: BlockDType,
+    states: LayerStates,
+    dtype: torch.dtype,
+    of_draft: LayerStates = (),
+    *,
+    in_groups: bool = False,
 ) -> StoreShape:
     """Of a model whose layers keep `states` on this rank, with full blocks of `kind`; then what its draft model's keep
-    in the same blocks."""
+    in the same blocks. `in_groups`: see `StoreShape`."""
     dtypes = layer_dtypes(kind, parse_layers(settings.kv_dtype_layers), len(states))
     codecs = codecs_of([dtypes[layer] for layer in layer_of_pages(states)])
     slot = tuple(state.slot for state in states if state.slot)
@@ -387,7 +394,7 @@ def store_shape(
     if not pages:
         pages, codecs = (_pages_of_snapshots(slot, settings.block_size, dtype),), (None,)
     is_mapped = settings.kv_mapped_memory > 0
-    shape = StoreShape(settings.block_size, dtype, pages, codecs, slot, choosing_pages(states), is_mapped)
+    shape = StoreShape(settings.block_size, dtype, pages, codecs, slot, choosing_pages(states), is_mapped, in_groups)
     shape = shape.with_summaries() if settings.sparse_attention else shape
     return shape.followed_by(page_layers(of_draft), codecs_of([kind])[0])
 

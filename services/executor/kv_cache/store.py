@@ -7,6 +7,7 @@
                                                       └─ block             └─ of one head: block_size, of each token one
     quantized  codes  of those that share a codec too [layers, num_quantized, parts, heads, lines, width]
                scales [layers, num_quantized, parts, heads] float32        value = code * scale
+               the codes of a head are in the order of tokens, or in groups (code_groups.py)
     slot       block id * block_size + offset in the block
 
 A page layer is what one layer of the model keeps for every token (`core/layer_state.py`): mostly keys and values, two
@@ -29,6 +30,7 @@ from torch.nn.functional import pad
 
 from services.executor.core.layer_state import Pages
 from services.executor.kv_cache.block_memory import MappedFiles, zeros
+from services.executor.kv_cache.code_groups import from_groups, to_groups
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.store_shape import StoreShape, state_bytes
 
@@ -56,6 +58,8 @@ class QuantizedBlocks:
         mapped = files if self.is_mapped else None
         self.codes = zeros(size, dtype, device) if mapped is None else mapped.zeros(size, dtype)
         self.scales = None if codec is None else zeros(rows, torch.float32, device)
+        self.in_groups = shape.lies_in_groups(self.layers[0])
+        self._heads, self._block_size = pages.heads, shape.block_size
 
     def part(self, first: int, count: int) -> "QuantizedBlocks | None":
         """Those of the store's page layers [first, first + count), counted from `first`, in the same memory; None:
@@ -83,6 +87,8 @@ class QuantizedBlocks:
             self.codes[own].index_copy_(1, blocks, values)
             return
         codes, scales = self.codec.encode(values.flatten(-2))
+        if self.in_groups:
+            codes = to_groups(codes, self._block_size)
         # index_copy_ knows no eight-bit floats; bytes are bytes.
         as_bytes = self.codes[own].view(torch.int8)
         as_bytes.index_copy_(1, blocks, codes.view(torch.int8).view(*codes.shape[:-1], *as_bytes.shape[-2:]))
@@ -97,8 +103,10 @@ class QuantizedBlocks:
         if self.codec is None or self.scales is None:
             torch.index_select(codes, 0, rows, out=out)
             return
-        scales = self.scales[position].view(-1).index_select(0, rows)
-        out.copy_(self.codec.decode(codes.index_select(0, rows), scales))
+        scales, chosen = self.scales[position].view(-1).index_select(0, rows), codes.index_select(0, rows)
+        if self.in_groups:
+            chosen = from_groups(chosen, rows.div(self._heads, rounding_mode="floor") % 2, self._block_size)
+        out.copy_(self.codec.decode(chosen, scales))
 
     def wholes(self) -> list[Tensor]:
         """What blocks consist of, in the order in which they are saved."""
@@ -244,6 +252,10 @@ class KvStore:
         """The codec's dtype (without one: model dtype) [num_quantized, parts, heads, lines, width], as `writable`."""
         quantized, position = self._places[layer]
         return quantized.codes[position]
+
+    def is_in_groups(self, layer: int) -> bool:
+        """Whether the codes of a block's head are in the order of `code_groups.py`, not in that of its tokens."""
+        return self._places[layer][0].in_groups
 
     def scales(self, layer: int) -> Tensor | None:
         """float32 [num_quantized, parts, heads], as `writable`: value = code * scale. None without a codec."""

@@ -12,6 +12,7 @@ import torch
 
 from services.executor.core.layer_state import Pages, StateTensor
 from services.executor.kv_cache.block_memory import CACHE_LINE
+from services.executor.kv_cache.code_groups import lie_in_groups
 from services.executor.kv_cache.codecs import Codec
 from shared.errors import ConfigurationError
 
@@ -33,6 +34,8 @@ class StoreShape:
     choosing: tuple[int, ...] = ()
     # Whether full blocks lie in a mapped file, all but their scales and summaries (`block_memory.py`).
     is_mapped: bool = False
+    # Whether codes are in groups where they can be (`code_groups.py`).
+    in_groups: bool = False
 
     def __post_init__(self) -> None:
         if len(self.codecs) not in (0, self.num_layers):
@@ -123,6 +126,9 @@ class StoreShape:
     def codec(self, layer: int) -> Codec | None:
         return self.codecs[layer] if self.codecs else None
 
+    def lies_in_groups(self, layer: int) -> bool:
+        return self.in_groups and lie_in_groups(self.pages[layer], self.codec(layer), self.block_size)
+
     @property
     def values_per_block(self) -> int:
         """Values of one block over all page layers."""
@@ -136,7 +142,7 @@ class StoreShape:
     @property
     def format(self) -> str:
         """What a full block's bytes mean: stores of one format can read each other's."""
-        codecs = ",".join("-" if codec is None else codec.name for codec in self.codecs)
+        codecs = ",".join(map(self._described_codec, range(len(self.codecs))))
         described = codecs if self.compresses else ""
         if self.is_uniform and not self.slot and not any(pages.summary for pages in self.pages):
             sizes = (self.num_layers, self.block_size, self.kv_heads, self.head_dim)
@@ -147,6 +153,15 @@ class StoreShape:
             for layer in self.slot
         )
         return f"{FORMAT_VERSION}:{self.block_size}:{pages}:{self.dtype}:{described}:{slot}"
+
+    @property
+    def numerics(self) -> str:
+        """`format` but for the order of codes: what the results of attention depend on."""
+        return replace(self, in_groups=False).format
+
+    def _described_codec(self, layer: int) -> str:
+        codec = self.codec(layer)
+        return "-" if codec is None else codec.name + " in groups" * self.lies_in_groups(layer)
 
     @property
     def bytes_per_block(self) -> int:

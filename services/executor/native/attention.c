@@ -42,6 +42,20 @@ static row_run run_of(const rz_attention_shape *shape, const rz_cache *cache, co
     return (row_run){ row, border < part->rows ? border : part->rows, home, part->slots[row] / size };
 }
 
+/* As `decode`, of `count` rows of groups: of keys (which = 0) or values. */
+static void decode_groups(int codec, const int8_t *codes, int which, int count, int d, bf16 *rows)
+{
+    for (; count > 0; count -= LANES, codes += LANES * d, rows += LANES * d) {
+        int8_t lines[LANES * MAX_KEY_DIM];
+        if (which)
+            rz_unpack_lines(lines, codes, d);
+        else
+            rz_unpack_columns(lines, codes, d);
+        for (int i = 0; i < LANES && i < count; i++)
+            decode(codec, (const uint8_t *)lines + i * d, d, rows + i * d);
+    }
+}
+
 /* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. Where one line is
  * both, the keys' are the values'. */
 static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
@@ -63,11 +77,14 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
             long at = (plane * size + offset) * d;
             if (cache->codec != RZ_CODEC_NONE)
                 scale = cache->scales[plane] * codec_unit(cache->codec);
+            if (cache->in_groups)
+                decode_groups(cache->codec, (const int8_t *)cache->codes + at, which, here, d,
+                              scratch->decoded[which] + key * d);
             for (int i = 0; i < here; i++) {
                 bf16 *row = scratch->decoded[which] + (key + i) * d;
                 if (cache->codec == RZ_CODEC_NONE)
                     row = (bf16 *)cache->codes + at + (long)i * d;
-                else
+                else if (!cache->in_groups)
                     decode(cache->codec, (const uint8_t *)cache->codes + at + (long)i * d, d, row);
                 rows[key + i] = row;
             }
@@ -105,7 +122,7 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     const long values = (long)size * shape->key_dim;
     ahead->count = ahead->next = 0;
     ahead->at = 0;
-    ahead->bytes = values * (long)sizeof(bf16);
+    ahead->bytes = values * part->kv_heads * (long)sizeof(bf16);
     if (last > first + KEYS)
         last = first + KEYS;
     const int32_t *table = part->table + first / size;
@@ -117,7 +134,7 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
             block -= cache->num_writable;
             base = cache->codes;
             value_bytes = cache->codec == RZ_CODEC_NONE ? 2 : 1;
-            ahead->bytes = values * value_bytes;
+            ahead->bytes = values * part->kv_heads * value_bytes;
         }
         for (int which = 0; which < shape->lines; which++) {
             const long plane = (block * shape->lines + which) * shape->kv_heads + part->kv_head;
@@ -223,11 +240,11 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, rz_attention_memory
 _Static_assert(KEYS == 2 * PANEL, "a round's keys are one panel or two");
 
 /* Scores of queries [begin, end) of a part become weights of a round's first `used` keys. */
-static void soften(const rz_attention_shape *shape, const rz_attention_part *part, int begin, int end, int first_key,
-                   int used, rz_attention_memory *scratch)
+static void soften(const rz_attention_shape *shape, const head_part *head, int begin, int end, int first_key, int used,
+                   rz_attention_memory *scratch)
 {
     for (int query = begin; query < end; query++) {
-        const int newest = part->position + query / part->heads - first_key;
+        const int newest = head->part.position + row_of(head, query) - first_key;
         scale_scores(shape, scratch, query, shape->window ? newest - shape->window + 1 : 0, newest, used);
     }
     raise_largest(scratch, begin, end);
@@ -244,21 +261,23 @@ RZ_INLINE float with_sink(float total, float largest, const float *sink)
     return sink ? total + exp2f(*sink - largest) : total;
 }
 
-static void finish(const rz_attention_shape *shape, const rz_attention_part *part, const rz_attention_memory *scratch)
+static void finish(const rz_attention_shape *shape, const head_part *head, const rz_attention_memory *memory)
 {
+    const rz_attention_part *part = &head->part;
     const int d = shape->value_dim;
     for (int query = 0; query < part->rows * part->heads; query++) {
-        const float *sums = scratch->sums + query * rz_sum_width(shape);
+        const int at = head->first_query + query;
+        const float *sums = memory->sums + at * rz_sum_width(shape);
         if (part->partial) {
             float *to = part->partial + (long)query * (d + 2);
             memcpy(to, sums, (size_t)d * sizeof(float));
-            to[d] = scratch->largest[query];
-            to[d + 1] = scratch->total[query];
+            to[d] = memory->largest[at];
+            to[d + 1] = memory->total[at];
             continue;
         }
         bf16 *out = part->out + query / part->heads * part->out_stride + query % part->heads * d;
         const float *sink = shape->sinks ? shape->sinks + part->first_head + query % part->heads : NULL;
-        const float total = with_sink(scratch->total[query], scratch->largest[query], sink);
+        const float total = with_sink(memory->total[at], memory->largest[at], sink);
         f32 share = f32_set1(total > 0 ? 1.0f / total : 0.0f);
         for (int i = 0; i < d; i += LANES)
             f32_store_bf16(out + i, f32_mul(f32_load(sums + i), share));
@@ -266,10 +285,12 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
 }
 
 /* Keys [first, last) of one round, for the rows of `run`. */
-static void attend_round(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+static void attend_round(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head,
                          const row_run *run, int first, int last, rz_attention_memory *scratch, rz_upcoming *ahead)
 {
-    const int d = shape->key_dim, begin = run->first * part->heads, queries = (run->end - run->first) * part->heads;
+    const rz_attention_part *part = &head->part;
+    const int d = shape->key_dim, begin = head->first_query + run->first * part->heads;
+    const int queries = (run->end - run->first) * part->heads;
     const int count = last - first < KEYS ? last - first : KEYS;
     const int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
     const bf16 *rows[KEYS];
@@ -283,30 +304,63 @@ static void attend_round(const rz_attention_shape *shape, const rz_cache *cache,
     else
         memcpy(scratch->scales[1], scratch->scales[0], sizeof scratch->scales[0]);
     pack_values(shape->value_dim, used, rows, scratch, ahead);
-    soften(shape, part, begin, begin + queries, first, used, scratch);
+    soften(shape, head, begin, begin + queries, first, used, scratch);
     for (int column = 0; column < shape->value_dim; column += PANEL)
         multiply(queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, used / 2,
                  scratch->sums + begin * rz_sum_width(shape) + column, rz_sum_width(shape), 1);
 }
 
-void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-               const rz_attention_part *next, void *memory)
+/* The queries of one KV head, and nothing that they have seen. */
+static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head,
+                       rz_attention_memory *memory)
 {
-    rz_attention_memory *scratch = memory;
-    const int d = shape->key_dim, queries = part->rows * part->heads, coded = codec_is_integer(cache->codec);
-    const int width = rz_sum_width(shape);
-    for (int query = 0; query < queries; query++) {
+    const rz_attention_part *part = &head->part;
+    const int d = shape->key_dim, width = rz_sum_width(shape), coded = codec_is_integer(cache->codec);
+    for (int query = 0; query < part->rows * part->heads; query++) {
+        const int at = head->first_query + query;
         const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
-        memcpy(scratch->queries + query * d, from, (size_t)d * sizeof(bf16));
-        memset(scratch->sums + query * width, 0, (size_t)width * sizeof(float));
-        scratch->turned[query] = (uint8_t)coded; /* zeros are so in any order */
-        scratch->largest[query] = -INFINITY;
-        scratch->total[query] = 0.0f;
+        memcpy(memory->queries + at * d, from, (size_t)d * sizeof(bf16));
+        memset(memory->sums + at * width, 0, (size_t)width * sizeof(float));
+        memory->turned[at] = (uint8_t)coded; /* zeros are so in any order */
+        memory->largest[at] = -INFINITY;
+        memory->total[at] = 0.0f;
         if (coded)
-            scratch->units[query] = rz_store_numbers(scratch->numbers + query * 2 * d, d, from, d);
+            memory->units[at] = rz_store_numbers(memory->numbers + at * 2 * d, d, from, d);
     }
-    memset(scratch->zeros, 0, (size_t)d * sizeof(bf16));
-    memset(&scratch->zero, 0, sizeof scratch->zero);
+}
+
+/* The round of keys from `first` on, for one KV head. */
+static void attend_head(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int first,
+                        rz_attention_memory *memory, rz_upcoming *ahead)
+{
+    const rz_attention_part *part = &head->part;
+    const int last = last_of(part);
+    row_run run = { 0, 0, -1, 0 };
+    while (run.end < part->rows) {
+        run = run_of(shape, cache, part, run.end, first);
+        const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
+        const int begin = head->first_query + run.first * part->heads, end = head->first_query + run.end * part->heads;
+        if (codec_is_integer(cache->codec) && run.home < 0
+            && rz_attend_codes(shape, cache, head, begin, end, first, memory, ahead))
+            continue;
+        rz_turn_sums(shape, memory, begin, end, 0);
+        if (first < seen)
+            attend_round(shape, cache, head, &run, first, seen < last ? seen : last, memory, ahead);
+    }
+}
+
+void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+               const rz_attention_part *next, void *scratch)
+{
+    rz_attention_memory *memory = scratch;
+    const int queries = part->rows * part->heads;
+    head_part heads[MOST_TOGETHER];
+    for (int i = 0; i < part->kv_heads; i++) {
+        heads[i] = (head_part){ rz_part_of_head(shape, part, i), i * queries };
+        begin_head(shape, cache, &heads[i], memory);
+    }
+    memset(memory->zeros, 0, (size_t)shape->key_dim * sizeof(bf16));
+    memset(&memory->zero, 0, sizeof memory->zero);
     int first = first_of(shape, part);
     const int last = last_of(part);
     rz_upcoming ahead;
@@ -319,20 +373,12 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
             look_ahead(shape, cache, part, coming, last, &ahead);
         else if (next)
             look_ahead(shape, cache, next, first_of(shape, next) + (coming - last) / KEYS * KEYS, last_of(next), &ahead);
-        row_run run = { 0, 0, -1, 0 };
-        while (run.end < part->rows) {
-            run = run_of(shape, cache, part, run.end, first);
-            const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
-            const int begin = run.first * part->heads, end = run.end * part->heads;
-            if (coded && run.home < 0 && rz_attend_codes(shape, cache, part, begin, end, first, scratch, &ahead))
-                continue;
-            rz_turn_sums(shape, scratch, begin, end, 0);
-            if (first < seen)
-                attend_round(shape, cache, part, &run, first, seen < last ? seen : last, scratch, &ahead);
-        }
+        for (int i = 0; i < part->kv_heads; i++)
+            attend_head(shape, cache, &heads[i], first, memory, &ahead);
     }
-    rz_turn_sums(shape, scratch, 0, queries, 0);
-    finish(shape, part, scratch);
+    rz_turn_sums(shape, memory, 0, part->kv_heads * queries, 0);
+    for (int i = 0; i < part->kv_heads; i++)
+        finish(shape, &heads[i], memory);
 }
 
 void rz_merge(const float *partial, int parts, long stride, int value_dim, const float *sink, bf16 *out)

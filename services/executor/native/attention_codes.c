@@ -66,23 +66,54 @@ static int find_codes(const rz_attention_shape *shape, const rz_cache *cache, co
     return 1;
 }
 
-/* Packs a round's keys and values. */
-static void pack_round(const rz_attention_shape *shape, const coded_lines *keys, const coded_lines *values,
-                       rz_attention_memory *memory, rz_upcoming *ahead)
+/* What of a round is multiplied, and where: groups of its keys, as columns, and of its values, as lines. */
+typedef struct {
+    const int8_t *keys[QUARTERS], *values[QUARTERS];
+    long values_ahead; /* from COLUMNS values of a group to the next */
+} round_groups;
+
+_Static_assert((int)GROUPS == (int)QUARTERS, "a round's keys are the columns of a product");
+
+/* Values as the cache keeps them, side by side. */
+static void gather_values(const rz_attention_shape *shape, const coded_lines *values, int8_t *packed)
 {
-    const int d = shape->key_dim;
-    for (int key = 0; key < KEYS; key += LANES) {
-        for (int line = 0; line < d; line += COLUMNS)
-            pull(ahead, 16);
-        rz_pack_as_columns(memory->packed_keys + key * 4, keys->groups[key / LANES], d);
-    }
-    rz_zero_products(&memory->zero, memory->packed_keys, d / 4);
     for (int column = 0; column < shape->value_dim; column += COLUMNS)
-        for (int key = 0; key < KEYS; key += LANES) {
+        for (int group = 0; group < GROUPS; group++, packed += GROUP_COLUMNS)
+            memcpy(packed, values->groups[group] + column * LANES, GROUP_COLUMNS);
+}
+
+static void pack_values_of(const rz_attention_shape *shape, const coded_lines *values, int8_t *packed, rz_upcoming *ahead)
+{
+    for (int column = 0; column < shape->value_dim; column += COLUMNS)
+        for (int group = 0; group < GROUPS; group++, packed += GROUP_COLUMNS) {
             pull(ahead, 16);
-            rz_pack_as_lines(memory->packed_values + column * KEYS + key * COLUMNS,
-                             values->groups[key / LANES], column, shape->value_dim);
+            rz_pack_as_lines(packed, values->groups[group], column, shape->value_dim);
         }
+}
+
+/* Finds a round's groups, or packs what is no group in the cache. */
+static void find_groups(const rz_attention_shape *shape, const rz_cache *cache, const coded_lines *keys,
+                        const coded_lines *values, rz_attention_memory *memory, rz_upcoming *ahead, round_groups *found)
+{
+    const int d = shape->key_dim, padded = (d + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const int copied = !cache->in_groups || rz_has_digit_tiles();
+    for (int group = 0; group < GROUPS; group++) {
+        found->keys[group] = keys->groups[group];
+        found->values[group] = copied ? memory->packed_values + group * GROUP_COLUMNS : values->groups[group];
+        if (!cache->in_groups) {
+            int8_t *packed = memory->packed_keys + (long)group * LANES * padded;
+            for (int line = 0; line < d; line += COLUMNS)
+                pull(ahead, 16);
+            rz_pack_as_columns(packed, keys->groups[group], d);
+            found->keys[group] = packed;
+        }
+    }
+    found->values_ahead = copied ? GROUPS * GROUP_COLUMNS : GROUP_COLUMNS;
+    if (!cache->in_groups)
+        pack_values_of(shape, values, memory->packed_values, ahead);
+    else if (copied)
+        gather_values(shape, values, memory->packed_values);
+    rz_zero_products(&memory->zero, found->keys, d / 4);
 }
 
 /* Products of one query become scores [KEYS], of which the first `unseen` keys have none. Returns the largest of LANES. */
@@ -146,29 +177,36 @@ static some_queries queries_from(int query, int end, int turn)
     return (some_queries){ query, left < 0 ? 0 : left < NUMBERS_AT_ONCE ? left : NUMBERS_AT_ONCE, turn };
 }
 
-static void ask_for_keys(const rz_attention_shape *shape, rz_attention_memory *memory, const some_queries *queries,
-                         asked_products *asked)
+static void ask_for_keys(const rz_attention_shape *shape, const round_groups *groups, rz_attention_memory *memory,
+                         const some_queries *queries, asked_products *asked)
 {
     const int d = shape->key_dim;
     if (queries->count)
         asked->products[asked->count++] = (digit_product){
-            queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, memory->packed_keys, &memory->zero,
+            queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, groups->keys, 0, &memory->zero,
             &memory->products[queries->turn] };
 }
 
-static void ask_for_values(const rz_attention_shape *shape, rz_attention_memory *memory, const some_queries *queries,
-                           asked_products *asked)
+static void ask_for_values(const rz_attention_shape *shape, const round_groups *groups, rz_attention_memory *memory,
+                           const some_queries *queries, asked_products *asked)
 {
-    for (int column = 0; queries->count && column < shape->value_dim; column += COLUMNS)
+    for (int i = 0; queries->count && i * COLUMNS < shape->value_dim; i++)
         asked->products[asked->count++] = (digit_product){
-            queries->count, KEYS / 4, memory->digits[queries->turn][0][0], KEYS, memory->packed_values + column * KEYS, NULL,
-            &memory->gains[column / COLUMNS] };
+            queries->count, 0, memory->digits[queries->turn][0][0], KEYS, groups->values, i * groups->values_ahead, NULL,
+            &memory->gains[i] };
 }
 
-/* Products of some queries become weights, as digits. */
-static void soften_products(const rz_attention_shape *shape, const rz_attention_part *part, int first,
+static void pull_times(rz_upcoming *ahead, int times)
+{
+    for (; times > 0; times--)
+        pull(ahead, 16);
+}
+
+/* Products of some queries become weights, as digits. Where nothing was packed, what comes is asked for here: `pulls` times
+ * twice for each query. */
+static void soften_products(const rz_attention_shape *shape, const head_part *head, int first,
                             const some_queries *queries, const float *scales, const float *shares,
-                            rz_attention_memory *memory, asked_products *asked)
+                            rz_attention_memory *memory, rz_upcoming *ahead, int pulls, asked_products *asked)
 {
     const digit_sums *products = &memory->products[queries->turn];
     const int all = asked->count * QUARTERS;
@@ -177,9 +215,10 @@ static void soften_products(const rz_attention_shape *shape, const rz_attention_
         const int these = queries->query + at;
         f32 four[AT_ONCE_REDUCED];
         for (int i = 0; i < here; i++) {
-            const int oldest = shape->window ? part->position + (these + i) / part->heads - shape->window + 1 - first : 0;
+            const int oldest = shape->window ? head->part.position + row_of(head, these + i) - shape->window + 1 - first : 0;
             four[i] = scale_products(shape, products->of[at + i], scales, memory->units[these + i], oldest,
                                      memory->scores[at + i]);
+            pull_times(ahead, pulls);
         }
         for (int i = here; i < AT_ONCE_REDUCED; i++)
             four[i] = four[0];
@@ -187,6 +226,7 @@ static void soften_products(const rz_attention_shape *shape, const rz_attention_
         for (int i = 0; i < here; i++) {
             four[i] = weigh_scores_as_digits(memory->scores[at + i], memory->peaks[these + i], shares,
                                              memory->digits[queries->turn][at + i]);
+            pull_times(ahead, pulls);
             multiply_until(asked, all * (at + i + 1) / NUMBERS_AT_ONCE);
         }
         f32_store_sums(memory->added + these, four);
@@ -226,29 +266,31 @@ static void add_gains(const rz_attention_shape *shape, rz_attention_memory *memo
     }
 }
 
-int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int begin,
-                    int end, int first, rz_attention_memory *memory, rz_upcoming *ahead)
+int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int begin, int end,
+                    int first, rz_attention_memory *memory, rz_upcoming *ahead)
 {
     coded_lines lines[2];
-    if (!find_codes(shape, cache, part, first, memory, lines))
+    if (!find_codes(shape, cache, &head->part, first, memory, lines))
         return 0;
     const coded_lines *keys = &lines[0], *values = &lines[shape->lines - 1];
     const float unit = values->largest / LARGEST_NUMBER + keys->nothing + values->nothing;
     float shares[KEYS];
     for (int key = 0; key < KEYS; key += LANES)
         f32_store(shares + key, f32_mul(f32_load(values->scales + key), f32_set1(LARGEST_NUMBER / values->largest)));
-    pack_round(shape, keys, values, memory, ahead);
+    round_groups groups;
+    find_groups(shape, cache, keys, values, memory, ahead, &groups);
     rz_turn_sums(shape, memory, begin, end, 1);
+    const int pulls = cache->in_groups ? 1 + (shape->key_dim / 16 - 1) / (end - begin) : 0;
     some_queries last = { 0, 0, 0 }, these = queries_from(begin, end, 0);
     asked_products asked = { .count = 0 };
-    ask_for_keys(shape, memory, &these, &asked);
+    ask_for_keys(shape, &groups, memory, &these, &asked);
     multiply_until(&asked, QUARTERS);
     while (these.count || last.count) {
         const some_queries coming = queries_from(these.query + NUMBERS_AT_ONCE, end, !these.turn);
         asked.count = asked.done = 0;
-        ask_for_keys(shape, memory, &coming, &asked);
-        ask_for_values(shape, memory, &last, &asked);
-        soften_products(shape, part, first, &these, keys->scales, shares, memory, &asked);
+        ask_for_keys(shape, &groups, memory, &coming, &asked);
+        ask_for_values(shape, &groups, memory, &last, &asked);
+        soften_products(shape, head, first, &these, keys->scales, shares, memory, ahead, pulls, &asked);
         add_gains(shape, memory, &last);
         join_rounds(memory, &these, unit);
         last = these;

@@ -20,6 +20,7 @@ typedef struct {
     const rz_heads *heads;
     rz_attention_plan *plan;
     int tile;     /* rows of one */
+    int together; /* KV heads of a part, at most */
     int chooses;  /* rows may choose in some layer with these heads */
     int writes;   /* else it counts */
 } planning;
@@ -35,7 +36,7 @@ typedef struct {
 
 static int parts_of(int keys)
 {
-    return (keys + SPLIT_KEYS - 1) / SPLIT_KEYS;
+    return (int)whole_parts(keys, SPLIT_KEYS);
 }
 
 /* Gives a tile's attention for each shared head to one of its two ranks: to the first as long as it is not above
@@ -96,8 +97,29 @@ static void make_room(const planning *job, long rows, int parts)
         plan->most_partial = needed;
 }
 
-/* The parts of the query heads [begin, end) of a KV head. */
-static void add_parts(const planning *job, const attending_rows *tile, int kv_head, int begin, int end)
+/* KV heads that parts have together: as many as leave each thread some parts to take. Two ranks that share a head decide
+ * head by head. */
+static int heads_together(const rz_decoder *decoder, const rz_step *step, const rz_heads *heads, int tile)
+{
+    enum { PARTS_OF_A_THREAD = 8 };
+    long parts = 0;
+    for (int i = 0; i < step->sequences; i++)
+        parts += parts_of(step->context_lens[i]) * whole_parts(step->query_lens[i], tile);
+    const long some = parts * heads->kv_heads / (PARTS_OF_A_THREAD * rz_threads_count(decoder->threads));
+    return heads->shared_here ? 1 : (int)least(least(some, MOST_TOGETHER), heads->kv_heads);
+}
+
+/* KV heads of the next parts of a tile, of those from `kv_head` on. */
+static int heads_of_parts(const planning *job, const attending_rows *tile, int kv_head)
+{
+    const rz_heads *heads = job->heads;
+    const int queries = tile->rows * (heads->q_heads / heads->kv_heads);
+    const long together = tile->table_stride || queries > TILE_QUERIES ? 1 : least(job->together, TILE_QUERIES / queries);
+    return together < 1 ? 1 : (int)least(together, heads->kv_heads - kv_head);
+}
+
+/* The parts of the query heads [begin, end) of each of `kv_heads` KV heads. */
+static void add_parts(const planning *job, const attending_rows *tile, int kv_head, int kv_heads, int begin, int end)
 {
     rz_attention_plan *plan = job->plan;
     const rz_heads *heads = job->heads;
@@ -105,7 +127,7 @@ static void add_parts(const planning *job, const attending_rows *tile, int kv_he
     const int group = heads->q_heads / heads->kv_heads, keys = tile->position + tile->rows, parts = parts_of(keys);
     const long queries = (long)heads->q_heads * heads->key_dim, values = (long)heads->q_heads * heads->value_dim;
     const long column = (long)kv_head * group + begin;
-    const long size = parts > 1 ? (long)tile->rows * (end - begin) * (heads->value_dim + 2) : 0;
+    const long size = parts > 1 ? (long)tile->rows * kv_heads * (end - begin) * (heads->value_dim + 2) : 0;
     if (!job->writes) {
         plan->count += parts;
         plan->merges += parts > 1;
@@ -133,6 +155,7 @@ static void add_parts(const planning *job, const attending_rows *tile, int kv_he
             .parts = part ? 0 : parts,
             .from_layer = tile->from_layer,
             .until_layer = tile->until_layer,
+            .kv_heads = kv_heads,
         };
 }
 
@@ -142,9 +165,11 @@ static void add_tile(const planning *job, const attending_rows *tile)
     const rz_heads *heads = job->heads;
     const int group = heads->q_heads / heads->kv_heads, tiles = tiles_of_group(heads);
     make_room(job, tile->rows, parts_of(tile->position + tile->rows));
-    for (int at = 0; at < heads->kv_heads * tiles; at++)
-        if (is_mine(job, tile->row, at / tiles))
-            add_parts(job, tile, at / tiles, group * (at % tiles) / tiles, group * (at % tiles + 1) / tiles);
+    for (int head = 0, count; head < heads->kv_heads; head += count) {
+        count = heads_of_parts(job, tile, head);
+        for (int at = 0; at < tiles && is_mine(job, tile->row, head); at++)
+            add_parts(job, tile, head, count, group * at / tiles, group * (at + 1) / tiles);
+    }
 }
 
 /* A row that reads its own tables, once these are filled. */
@@ -229,7 +254,9 @@ static void plan_heads(const planning *job)
 static planning planning_of(const rz_decoder *decoder, const rz_step *step, rz_attention_plan *plans, int heads)
 {
     const rz_model *model = &decoder->model;
-    planning job = { decoder, step, &model->heads[heads], &plans[heads], tile_of(&model->heads[heads]), 0, 0 };
+    const int tile = tile_of(&model->heads[heads]);
+    planning job = { decoder, step, &model->heads[heads], &plans[heads], tile,
+                     heads_together(decoder, step, &model->heads[heads], tile), 0, 0 };
     for (int i = 0; i < model->layers; i++)
         job.chooses |= model->layer[i].heads == heads && model->layer[i].chooses;
     return job;

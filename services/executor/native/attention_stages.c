@@ -21,7 +21,8 @@ typedef struct {
 
 rz_cache rz_cache_of(const rz_layer *layer)
 {
-    return (rz_cache){ layer->writable, layer->codes, layer->scales, layer->num_writable, (int)layer->codec };
+    return (rz_cache){ layer->writable, layer->codes, layer->scales, layer->num_writable, (int)layer->codec,
+                       (int)layer->in_groups };
 }
 
 /* Values of a projected row: queries, keys and values, and gates of what is attended where there are any. */
@@ -150,7 +151,8 @@ static void compress_task(void *argument, long task, long next, int thread)
     const rz_heads *heads = job->heads;
     const long planes = (long)heads->lines * heads->kv_heads;
     const int32_t *pair = job->decoder->step->compressions + task / planes * 2;
-    rz_compress_plane(&job->cache, (long)job->decoder->model.block_size * heads->key_dim, pair[0] * planes + task % planes,
+    rz_compress_plane(&job->cache, job->decoder->model.block_size, heads->key_dim, (int)(task % planes / heads->kv_heads),
+                      pair[0] * planes + task % planes,
                       (pair[1] - job->cache.num_writable) * planes + task % planes);
 }
 
@@ -176,7 +178,7 @@ static void attend_task(void *argument, long task, long next, int thread)
         atomic_fetch_add_explicit(job->decoder->step->progress, 1, memory_order_relaxed);
 }
 
-/* The partial results of one tile: part after part, each [rows * heads][value_dim + 2]. */
+/* The partial results of one tile: part after part, each [kv_heads * rows * heads][value_dim + 2]. */
 static void merge_task(void *argument, long task, long next, int thread)
 {
     (void)next, (void)thread;
@@ -185,11 +187,15 @@ static void merge_task(void *argument, long task, long next, int thread)
     const rz_attention_part *part = part_of_layer(job, job->plan->first_parts[job->done.merges + task] - job->done.parts);
     if (!part)
         return;
-    const long size = (long)part->rows * part->heads * (d + 2);
-    const float *sinks = job->shape.sinks ? job->shape.sinks + part->first_head : NULL;
-    for (int query = 0; query < part->rows * part->heads; query++)
-        rz_merge(part->partial + (long)query * (d + 2), part->parts, size, d, sinks ? sinks + query % part->heads : NULL,
-                 part->out + query / part->heads * part->out_stride + query % part->heads * d);
+    const int queries = part->rows * part->heads;
+    const long size = (long)part->kv_heads * queries * (d + 2);
+    for (int head = 0; head < part->kv_heads; head++) {
+        const rz_attention_part own = rz_part_of_head(&job->shape, part, head);
+        const float *sinks = job->shape.sinks ? job->shape.sinks + own.first_head : NULL;
+        for (int query = 0; query < queries; query++)
+            rz_merge(own.partial + (long)query * (d + 2), part->parts, size, d, sinks ? sinks + query % part->heads : NULL,
+                     own.out + query / part->heads * part->out_stride + query % part->heads * d);
+    }
 }
 
 /* Round by round: what is merged makes room for the next one's partial results. */

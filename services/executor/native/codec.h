@@ -67,8 +67,8 @@ RZ_INLINE void codec_store(int codec, void *codes, f32 values)
  * The same codes and scales as the Python codec gives. */
 void rz_encode(int codec, const bf16 *values, long count, void *codes, float *scale);
 
-/* The same from a writable plane of a layer's cache to a quantized one, both counted in planes of `count` values from
- * the first writable block on, and from the first quantized one. */
-void rz_compress_plane(const rz_cache *cache, long count, long writable, long quantized);
+/* The same from a writable plane of a layer's cache to a quantized one, of `size` keys (which = 0) or values of `width`,
+ * both counted in planes from the first writable block on, and from the first quantized one. */
+void rz_compress_plane(const rz_cache *cache, int size, int width, int which, long writable, long quantized);
 
 #endif

@@ -170,6 +170,7 @@ typedef struct {
     const float *scales;
     int64_t num_writable;
     int64_t codec;
+    int64_t in_groups;
     /* [blocks, 2, kv_heads, key_dim]: mean and deviation of each block's keys, see sparse.h; NULL: there are none */
     void *summaries, *quantized_summaries;
     int64_t chooses; /* rows may read some of the blocks before them only */

@@ -4,6 +4,7 @@
 #include <float.h>
 
 enum {
+    QUAD_BYTES = 4 * LANES, /* of LANES columns */
     QUAD = 4 * COLUMNS, /* bytes of four k */
     MOST_NUMBERS = VECTORS == 32 ? 3 : 1, /* whose sums are in registers */
 };
@@ -46,7 +47,7 @@ void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width)
             copy_ends(ends, rows, LANES, width);
         for (int i = 0; i < LANES; i++)
             pairs[i] = (const bf16 *)(whole ? rows + i * width + column : ends + i * COLUMNS);
-        transpose_pairs(pairs, 0, to + column / 4 * COLUMNS, COLUMNS);
+        transpose_pairs(pairs, 0, to + column / 4 * LANES, LANES);
     }
 }
 
@@ -76,16 +77,38 @@ void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width)
     }
 }
 
+void rz_unpack_columns(int8_t *rows, const int8_t *packed, int width)
+{
+    const bf16 *quads[LANES];
+    for (int column = 0; column < width; column += COLUMNS, packed += GROUP_COLUMNS) {
+        for (int i = 0; i < LANES; i++)
+            quads[i] = (const bf16 *)(packed + i * LANES * 4);
+        transpose_pairs(quads, 0, (int32_t *)(rows + column), width / 4);
+    }
+}
+
+void rz_unpack_lines(int8_t *rows, const int8_t *packed, int width)
+{
+    for (int column = 0; column < width; column += COLUMNS)
+        for (int k = 0; k < LANES; k += 4, packed += 4 * COLUMNS) {
+            int8_t once[4 * COLUMNS], twice[4 * COLUMNS]; /* packed three times, bytes are where they were */
+            pack_quad(once, packed, COLUMNS);
+            pack_quad(twice, once, COLUMNS);
+            for (int i = 0; i < 4; i++)
+                memcpy(rows + (k + i) * width + column, twice + i * COLUMNS, COLUMNS);
+        }
+}
+
 /* --- products ---------------------------------------------------------------------------------------- */
 
-void rz_zero_products(digit_sums *zero, const int8_t *packed, int quads)
+void rz_zero_products(digit_sums *zero, const int8_t *const *groups, int quads)
 {
     i32 sums[QUARTERS];
     for (int v = 0; v < QUARTERS; v++)
         sums[v] = i32_set1(0);
     for (int quad = 0; quad < quads; quad++)
         for (int v = 0; v < QUARTERS; v++)
-            sums[v] = i32_dot_u7(sums[v], bytes_set1(ZERO_NUMBER / UPPER), bytes_load(packed + quad * QUAD + v * 64));
+            sums[v] = i32_dot_u7(sums[v], bytes_set1(ZERO_NUMBER / UPPER), bytes_load(groups[v] + quad * QUAD_BYTES));
     for (int v = 0; v < QUARTERS; v++) {
         const i32 negative = i32_sub(i32_set1(0), sums[v]);
         for (int row = 0; row < NUMBERS_AT_ONCE; row++)
@@ -93,62 +116,74 @@ void rz_zero_products(digit_sums *zero, const int8_t *packed, int quads)
     }
 }
 
-/* `rows` rows by `vectors` vectors of columns, whose sums stay in registers. */
-RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *digits, long stride, const int8_t *packed,
-                            int quads, const int32_t (*start)[2][COLUMNS], int32_t (*sums)[2][COLUMNS], const int column)
+/* `rows` rows from `row` on by `vectors` vectors of columns, whose sums stay in registers. */
+RZ_INLINE void digits_block(const digit_product *product, const int are_lines, const int row, const int rows, const int vector,
+                            const int vectors)
 {
+    const int runs = are_lines ? QUARTERS : 1, quads = are_lines ? LANES / 4 : product->quads;
+    const long stride = product->stride, step = are_lines ? QUAD : QUAD_BYTES;
+    const uint8_t *digits = product->digits + 2 * row * stride;
     i32 upper[MOST_NUMBERS][QUARTERS], lower[MOST_NUMBERS][QUARTERS];
 #pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
+    for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            upper[row][v] = start ? i32_load(start[0][0] + column + v * LANES) : i32_set1(0);
-            lower[row][v] = i32_set1(0);
+            upper[i][v] = product->start ? i32_load(product->start->of[0][0] + (vector + v) * LANES) : i32_set1(0);
+            lower[i][v] = i32_set1(0);
         }
-    for (int quad = 0; quad < quads; quad++, packed += QUAD, digits += 4) {
-        bytes codes[QUARTERS];
+    for (int run = 0; run < runs; run++) {
+        const int8_t *at[QUARTERS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            codes[v] = bytes_load_once(packed + v * 64);
+        for (int v = vector; v < vector + vectors; v++)
+            at[v - vector] = product->groups[are_lines ? run : v] + product->offset + (are_lines ? v * QUAD_BYTES : 0);
+#pragma GCC unroll 1
+        for (int quad = 0; quad < quads; quad++, digits += 4) {
+            bytes codes[QUARTERS];
 #pragma GCC unroll 4
-        for (int row = 0; row < rows; row++) {
-            const bytes high = bytes_repeat4(digits + 2 * row * stride);
-            const bytes low = bytes_repeat4(digits + (2 * row + 1) * stride);
+            for (int v = 0; v < vectors; v++)
+                codes[v] = bytes_load_once(at[v] + quad * step);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) {
-                i32_add_dot_u7(&upper[row][v], high, codes[v]);
-                i32_add_dot_u7(&lower[row][v], low, codes[v]);
+            for (int i = 0; i < rows; i++) {
+                const bytes high = bytes_repeat4(digits + 2 * i * stride), low = bytes_repeat4(digits + (2 * i + 1) * stride);
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; v++) {
+                    i32_add_dot_u7(&upper[i][v], high, codes[v]);
+                    i32_add_dot_u7(&lower[i][v], low, codes[v]);
+                }
             }
         }
     }
 #pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
+    for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            i32_store(sums[row][0] + column + v * LANES, upper[row][v]);
-            i32_store(sums[row][1] + column + v * LANES, lower[row][v]);
+            i32_store(product->sums->of[row + i][0] + (vector + v) * LANES, upper[i][v]);
+            i32_store(product->sums->of[row + i][1] + (vector + v) * LANES, lower[i][v]);
         }
 }
 
-static void multiply_in_lanes(const digit_product *product)
+RZ_INLINE void multiply_all(const digit_product *product, const int are_lines)
 {
     enum { AT_ONCE = VECTORS == 32 ? QUARTERS : QUARTERS / 2 };
-    const int32_t (*begin)[2][COLUMNS] = product->start ? product->start->of : NULL;
-    const long stride = product->stride;
     for (int v = 0; v < QUARTERS; v += AT_ONCE) {
-        const int8_t *from = product->packed + v * 64;
-        const uint8_t *at = product->digits;
-        int32_t (*to)[2][COLUMNS] = product->sums->of;
-        int left = product->rows;
+        int row = 0;
 #if VECTORS == 32
-        for (; left >= 3 && left != 4; left -= 3, at += 6 * stride, to += 3)
-            digits_block(3, AT_ONCE, at, stride, from, product->quads, begin, to, v * LANES);
-        for (; left >= 2; left -= 2, at += 4 * stride, to += 2)
-            digits_block(2, AT_ONCE, at, stride, from, product->quads, begin, to, v * LANES);
+        for (; product->rows - row >= 3 && product->rows - row != 4; row += 3)
+            digits_block(product, are_lines, row, 3, v, AT_ONCE);
+        for (; product->rows - row >= 2; row += 2)
+            digits_block(product, are_lines, row, 2, v, AT_ONCE);
 #endif
-        for (; left; left--, at += 2 * stride, to++)
-            digits_block(1, AT_ONCE, at, stride, from, product->quads, begin, to, v * LANES);
+        for (; row < product->rows; row++)
+            digits_block(product, are_lines, row, 1, v, AT_ONCE);
     }
+}
+
+static __attribute__((noinline)) void multiply_in_lanes(const digit_product *product)
+{
+    if (product->quads)
+        multiply_all(product, 0);
+    else
+        multiply_all(product, 1);
 }
 
 #if defined(__AMX_INT8__)

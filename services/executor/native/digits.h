@@ -6,9 +6,13 @@
  * processors multiply with signed codes four at a time (vpdpbusd, sdot, tdpbusd). Sums of integers are the same in any
  * order, and one rounding makes a float32 of each: what comes out is the same bits whatever is computed beside it.
  *
- * Codes are packed in quads of k, and in four vectors of 16 columns:
+ * Codes lie in quads of k. Of lines that follow each other, 16 are a group, which is one of two:
  *
- *     k 0..3 of columns 0..15 | k 0..3 of columns 16..31 | ..48..63 | k 4..7 of columns 0..15 | ...       4 bytes each
+ *     as columns  the lines are 16 of the columns       k 0..3 of lines 0..15 | k 4..7 of lines 0..15 | ...
+ *     as lines    the lines are 16 k, of 64 columns each    lines 0..3 of columns 0..15 | .. 16..31 | .. 32..47 | .. 48..63 |
+ *                                                           lines 4..7 of columns 0..15 | ...
+ *
+ * 4 bytes each. Both take as many bytes as the lines do, where these are whole: keys and values may be kept so.
  */
 #ifndef RZ_DIGITS_H
 #define RZ_DIGITS_H
@@ -36,12 +40,18 @@ RZ_INLINE void store_digits(uint8_t *upper, uint8_t *lower, f32 in_units)
  * behind. Returns their unit; NaN where a value is none or infinite. */
 float rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count);
 
-/* LANES rows of `width` codes, a multiple of 32, that follow each other become one vector's columns of `packed`. */
+enum { GROUP_COLUMNS = LANES * COLUMNS /* bytes of a group that lies as lines, of COLUMNS columns */ };
+
+/* A group of `width` codes a line, a multiple of 32, becomes columns; at the end of the last quads there are zeros. */
 void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width);
 
-/* COLUMNS codes of each of LANES such rows from `column` on, or 32 at their end, become lines. A column's place: the
+/* COLUMNS codes of each line of such a group from `column` on, or 32 at their end, become lines. A column's place: the
  * quarters of the four vectors are transposed, and transpose_quarters turns them back. */
 void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width);
+
+/* The other way, of lines of whole COLUMNS. */
+void rz_unpack_columns(int8_t *rows, const int8_t *packed, int width);
+void rz_unpack_lines(int8_t *rows, const int8_t *packed, int width);
 
 /* Sums of the products of rows' upper digits and of their lower ones. */
 typedef struct {
@@ -54,21 +64,33 @@ RZ_INLINE f32 digit_sum(const int32_t of[2][COLUMNS], int vector)
     return f32_from_i32(i32_join_sevens(i32_load(of[0] + vector * LANES), i32_load(of[1] + vector * LANES)));
 }
 
-/* The upper sums of `zero` become, for all rows, what they come to for numbers that are all ZERO_NUMBER, negative. */
-void rz_zero_products(digit_sums *zero, const int8_t *packed, int quads);
+enum { QUARTERS = COLUMNS / LANES };
+
+/* The upper sums of `zero` become, for all rows, what they come to for numbers that are all ZERO_NUMBER, negative.
+ * `groups`: [QUARTERS], as columns. */
+void rz_zero_products(digit_sums *zero, const int8_t *const *groups, int quads);
 
 /* Products of `rows` rows of digits, lower ones `stride` behind the upper, rows 2 * `stride` apart. `start`: what sums
  * begin with; NULL: nothing. Digits are read as those of NUMBERS_AT_ONCE rows, and all sums may be written. */
 typedef struct {
-    int rows, quads;
+    int rows, quads;              /* quads: of a group as columns; 0: groups lie as lines */
     const uint8_t *digits;
     long stride;
-    const int8_t *packed;
+    const int8_t *const *groups;  /* [QUARTERS]; for tiles, groups as lines are GROUP_COLUMNS apart */
+    long offset;                  /* in each group */
     const digit_sums *start;
     digit_sums *sums;
 } digit_product;
 
-enum { QUARTERS = COLUMNS / LANES };
+/* Whether tiles may multiply. */
+RZ_INLINE int rz_has_digit_tiles(void)
+{
+#if defined(__AMX_INT8__)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 /* The first, ... fourth LANES columns of it; they are there when all have been asked for. Between them, vectors may do
  * something else: tiles multiply meanwhile, and what waits for them does not hold it up. */

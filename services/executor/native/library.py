@@ -208,6 +208,7 @@ class RzLayer(ctypes.Structure):
         ("scales", c_void_p),
         ("num_writable", c_int64),
         ("codec", c_int64),
+        ("in_groups", c_int64),
         ("summaries", c_void_p),
         ("quantized_summaries", c_void_p),
         ("chooses", c_int64),

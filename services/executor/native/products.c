@@ -24,11 +24,6 @@ typedef struct {
     long panel, coming, first, rows;
 } piece;
 
-RZ_INLINE long whole_parts(long all, long each)
-{
-    return (all + each - 1) / each;
-}
-
 RZ_INLINE long panels_of(const rz_linear *linear)
 {
     return whole_parts(linear->outputs, PANEL);

@@ -17,8 +17,8 @@ enum {
     PROOF_INPUTS = 256, /* at most */
     PROOF_ROWS = 32,
     PROOF_KEYS = 150, /* two rounds, and a part of another */
-    PROOF_DIM = 64,
-    PROOF_BLOCK = 16,
+    PROOF_DIM = COLUMNS,
+    PROOF_BLOCK = LANES,
     PROOF_BLOCKS = (PROOF_KEYS + PROOF_BLOCK - 1) / PROOF_BLOCK,
     PROOF_HEADS = 2,
 };
@@ -150,13 +150,16 @@ static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
     for (int column = 0; column < COLUMNS; column++)
         for (int i = 0; i < inputs; i++) {
             of->w[column * inputs + i] = proof_draw(of, 3); /* sums stay below 2^24, where floats are exact */
-            codes[(i / 4 * COLUMNS + column) * 4 + i % 4] = (int8_t)of->w[column * inputs + i];
+            codes[((column / LANES * quads + i / 4) * LANES + column % LANES) * 4 + i % 4] = (int8_t)of->w[column * inputs + i];
         }
+    const int8_t *groups[QUARTERS];
+    for (int group = 0; group < QUARTERS; group++)
+        groups[group] = codes + (long)group * quads * 4 * LANES;
     rz_reference_products(rows, COLUMNS, inputs, of->x, of->w, of->expected);
     for (int row = 0; row < rows; row++) {
         const int first = row - row % NUMBERS_AT_ONCE;
         const digit_product product = { rows - row < NUMBERS_AT_ONCE ? rows - row : NUMBERS_AT_ONCE, quads,
-                                        of->digits + 2L * row * STRIDE, STRIDE, codes, NULL, &of->digit_sums };
+                                        of->digits + 2L * row * STRIDE, STRIDE, groups, 0, NULL, &of->digit_sums };
         for (int quarter = 0; quarter < QUARTERS && row == first; quarter++)
             rz_multiply_quarter(&product, quarter);
         for (int v = 0; v < COLUMNS; v += LANES)
@@ -174,11 +177,16 @@ static void proof_keep(proof *of, int codec, float unit)
         for (int line = 0; line < 2; line++) {
             const long at = (full * 2L + line) * PROOF_BLOCK * PROOF_DIM;
             int32_t *numbers = of->keys[line] + (long)block * PROOF_BLOCK * PROOF_DIM;
+            int8_t lines[PROOF_BLOCK * PROOF_DIM];
             proof_fill(of, numbers, of->writable + at, PROOF_BLOCK * PROOF_DIM, codec ? 127 : 8);
             for (long i = 0; i < PROOF_BLOCK * PROOF_DIM; i++) {
-                of->coded[at + i] = (int8_t)numbers[i];
+                lines[i] = (int8_t)numbers[i];
                 of->writable[at + i] = bf16_of_number(numbers[i], unit);
             }
+            if (line == 0)
+                rz_pack_as_columns(of->coded + at, lines, PROOF_DIM);
+            else
+                rz_pack_as_lines(of->coded + at, lines, 0, PROOF_DIM);
             of->scales[full * 2 + line] = unit;
         }
     }
@@ -194,11 +202,11 @@ static int proof_of_attention(proof *of, int codec, void *scratch)
     const int32_t slot = of->table[PROOF_BLOCKS - 1] * PROOF_BLOCK + (PROOF_KEYS - 1) % PROOF_BLOCK;
     const rz_attention_shape shape = { .kv_heads = 1, .lines = 2, .key_dim = PROOF_DIM, .value_dim = PROOF_DIM,
                                        .block_size = PROOF_BLOCK, .scale = 0.01f };
-    const rz_cache cache = { of->writable, of->coded, of->scales, PROOF_BLOCKS, codec };
+    const rz_cache cache = { of->writable, of->coded, of->scales, PROOF_BLOCKS, codec, 1 };
     const rz_attention_part part = { .table = of->table, .slots = &slot, .queries = of->asked, .partial = of->partial,
                                      .q_stride = PROOF_HEADS * PROOF_DIM, .out_stride = PROOF_HEADS * PROOF_DIM, .rows = 1,
                                      .heads = PROOF_HEADS, .position = PROOF_KEYS - 1, .last_key = PROOF_KEYS, .parts = 1,
-                                     .until_layer = 1 };
+                                     .until_layer = 1, .kv_heads = 1 };
     rz_attend(&shape, &cache, &part, NULL, scratch);
     for (int head = 0; head < PROOF_HEADS; head++) {
         double expected[PROOF_DIM];

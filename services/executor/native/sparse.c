@@ -71,10 +71,18 @@ static bf16 *summary_at(const rz_layer *layer, const rz_heads *heads, long block
                                   : (bf16 *)layer->quantized_summaries + (block - layer->num_writable) * values;
 }
 
-/* 2 * LANES values of a key, over the scale of its plane. */
-RZ_INLINE void load_key(const rz_cache *cache, int is_quantized, long at, f32 *first, f32 *second)
+/* 2 * LANES values from `column` on of token `token` of a plane of `size` keys, over its scale. */
+RZ_INLINE void load_key(const rz_cache *cache, int is_quantized, long plane, int size, int d, int token, int column,
+                        f32 *first, f32 *second)
 {
-    if (is_quantized && cache->codec != RZ_CODEC_NONE) {
+    const long at = (plane * size + token) * d + column;
+    if (is_quantized && cache->in_groups) {
+        const int8_t *codes = (const int8_t *)cache->codes + (plane * size + token / LANES * LANES) * d;
+        int8_t key[2 * LANES];
+        for (int i = 0; i < 2 * LANES; i += 4)
+            memcpy(key + i, codes + (column + i) * LANES + token % LANES * 4, 4);
+        codec_load(cache->codec, key, first, second);
+    } else if (is_quantized && cache->codec != RZ_CODEC_NONE) {
         codec_load(cache->codec, (const uint8_t *)cache->codes + at, first, second);
     } else {
         const bf16 *from = is_quantized ? cache->codes : cache->writable;
@@ -98,14 +106,14 @@ static void summarise_head(const summarising *job, long block, int head)
         f32 sums[2] = { f32_zero(), f32_zero() }, squares[2] = { f32_zero(), f32_zero() }, key[2];
         float roots[2 * LANES];
         for (int token = 0; token < size; token++) {
-            load_key(cache, is_quantized, (plane * size + token) * d + i, &key[0], &key[1]);
+            load_key(cache, is_quantized, plane, size, d, token, i, &key[0], &key[1]);
             for (int half = 0; half < 2; half++)
                 sums[half] = f32_add(sums[half], key[half]);
         }
         for (int half = 0; half < 2; half++)
             sums[half] = f32_mul(sums[half], share);
         for (int token = 0; token < size; token++) {
-            load_key(cache, is_quantized, (plane * size + token) * d + i, &key[0], &key[1]);
+            load_key(cache, is_quantized, plane, size, d, token, i, &key[0], &key[1]);
             for (int half = 0; half < 2; half++) {
                 const f32 apart = f32_sub(key[half], sums[half]);
                 squares[half] = f32_fma(apart, apart, squares[half]);

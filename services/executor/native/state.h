@@ -84,6 +84,12 @@ RZ_INLINE long least(long a, long b)
     return a < b ? a : b;
 }
 
+/* How many parts of `each` `all` takes. */
+RZ_INLINE long whole_parts(long all, long each)
+{
+    return (all + each - 1) / each;
+}
+
 /* `count`: a multiple of LANES. */
 RZ_INLINE void to_bf16(bf16 *to, const float *from, long count)
 {

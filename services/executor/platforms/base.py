@@ -47,6 +47,8 @@ class Platform(Protocol):
     multiplies_float_codes: bool
     # Whether compressed KV blocks are read fast, too, where page layers differ in shape.
     compresses_uneven_layers: bool
+    # Whether its kernels read codes in groups (`kv_cache/code_groups.py`).
+    reads_groups: bool
 
     def is_available(self) -> bool:
         """Whether this host has such devices, and torch can use them."""

@@ -18,6 +18,7 @@ class Cpu(Platform):
     collectives = ("shm", "gloo")
     multiplies_float_codes = True
     compresses_uneven_layers = True
+    reads_groups = True
 
     def is_available(self) -> bool:
         return True

@@ -32,6 +32,7 @@ class Cuda(Platform):
     is_host = False
     collectives = ("nccl", "gloo")
     multiplies_float_codes = False
+    reads_groups = False
     compresses_uneven_layers = False  # Triton's kernels read page layers of one shape
 
     def is_available(self) -> bool:

@@ -383,7 +383,7 @@ class Worker:
             address = (spec.rank, settings.ring_host, settings.handover_port)
             size = storage.shape.bytes_per_spilled_block
             runner.connect(RankEndpoint(storage.store, size, handover.rank(spec.rank), *address))
-        numerics = _numerics(settings, runner, storage.own_store.shape.format, facts.made_for)
+        numerics = _numerics(settings, runner, storage.own_store.shape.numerics, facts.made_for)
         models = [model for model in (directory, where.draft) if model is not None]
         recovered = storage.recover(settings, models, numerics, collectives)
         laps.over("warm_up")

@@ -104,6 +104,8 @@
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_turn_sums RZ_OF_LEVEL(rz_turn_sums)
 #define rz_unpack_codes RZ_OF_LEVEL(rz_unpack_codes)
+#define rz_unpack_columns RZ_OF_LEVEL(rz_unpack_columns)
+#define rz_unpack_lines RZ_OF_LEVEL(rz_unpack_lines)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
 #define rz_unpack_rows RZ_OF_LEVEL(rz_unpack_rows)
 #define rz_unpack_scales RZ_OF_LEVEL(rz_unpack_scales)

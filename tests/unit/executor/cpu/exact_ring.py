@@ -88,13 +88,15 @@ class Ranks:
         *,
         summaries: bool = False,
         mapped: bool = False,
+        in_groups: bool = True,
     ) -> None:
-        """`mapped`: full blocks lie in files beside the model."""
+        """`mapped`: full blocks lie in files beside the model. `in_groups`: where their codes can."""
         config = load_config(directory)
         self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
         self.block_size, self.writable = block_size, writable
         self._plans: list[queue.Queue[StepPlan | None]] = []
         self.files: list[MappedFiles] = []
+        self.stores: list[KvStore] = []
         self.threads = 2 if world_size == 1 else 1  # those of several ranks wait for each other's cores
         area = make_area(world_size, self.threads) if world_size > 1 else None
 
@@ -104,13 +106,16 @@ class Ranks:
             states = layer_states(config, layout)
             slot = tuple(state.slot for state in states if state.slot)
             choosing = choosing_pages(states)
-            shape = StoreShape(block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing, mapped)
+            shape = StoreShape(
+                block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing, mapped, in_groups
+            )
             shape = shape.with_summaries() if summaries else shape
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
             files = MappedFiles(directory) if mapped else None
             store = KvStore(shape, writable, CPU, quantized, STATES + DRAFT_STATES if slot else 0, files=files)
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
+            self.stores.append(store)
             made = backend_of(CPU).runner(RunnerRequest(model, store, layout, collectives, CPU, self.threads, spill))
             assert made.is_native
             return made

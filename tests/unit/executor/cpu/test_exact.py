@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from services.executor.kv_cache.code_groups import to_groups
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.native.library import why_not
 from shared.messages import GenerationRequest, SamplingParams, SparseAttention
@@ -37,6 +40,7 @@ class Case(NamedTuple):
 PAGES = SparseAttention(threshold=12, sinks=5, recent=7, budget=8, share=0.25, dense_layers=1)
 WINDOW = SparseAttention("window", threshold=12, sinks=5, recent=7, dense_layers=0)
 SMALL = {"head_dim": 32}
+WIDE = {"head_dim": 64}  # whose codes lie in groups, in blocks of 16
 # Whose snapshots take a block or two.
 RECURRENT = {
     **SMALL,
@@ -62,7 +66,7 @@ CASES = {
     "fp8": Case(SMALL, "llama", [FP8] * 3, 4, 1, (9, 23, 40), 24),
     "mixed": Case(SMALL, "llama", [INT8, None, FP8], 4, 1, (9, 23, 40), 24),
     "heads of their own": Case(
-        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2}, "llama", [INT8] * 3, 16, 1, (70, 33), 24
+        {**WIDE, "num_attention_heads": 2, "num_key_value_heads": 2}, "llama", [INT8] * 3, 16, 1, (70, 33), 24
     ),
     "windows": Case({**SMALL, "sliding_window": 10}, "mistral", [INT8] * 3, 4, 1, (9, 23, 40), 24),
     "latent": Case(SMALL, "deepseek_v3", [INT8] * 3, 4, 1, (9, 23, 40), 24),
@@ -78,7 +82,7 @@ CASES = {
     "two ranks": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 2, (9, 23, 40), 24),
     "three ranks": Case(SMALL, "llama", [INT8, None, INT8], 4, 3, (9, 23, 40), 24),
     "long": Case(
-        {**SMALL, "max_position_embeddings": 640, "num_hidden_layers": 1}, "llama", [INT8], 16, 1, (500, 530), 30
+        {**WIDE, "max_position_embeddings": 640, "num_hidden_layers": 1}, "llama", [INT8], 16, 1, (500, 530), 30
     ),
     "sparse": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 1, (9, 33, 60), 24, PAGES),
     "sparse as written": Case(SMALL, "llama", [], 4, 1, (9, 33, 60), 24, PAGES),
@@ -91,7 +95,7 @@ CASES = {
         SMALL, "llama", [None] * 3, 4, 2, (9, 33, 60), 24, PAGES, mapped=True
     ),
     "sparse over parts": Case(
-        {**SMALL, "max_position_embeddings": 1400, "num_hidden_layers": 2},
+        {**WIDE, "max_position_embeddings": 1400, "num_hidden_layers": 2},
         "llama",
         [INT8] * 2,
         16,
@@ -208,6 +212,25 @@ def test_a_request_that_finds_its_prompt_in_the_cache_says_what_it_said_before(r
         again.run(_attempt(ring, which, 0, number) for which in range(count))
     assert again.compared >= 2 * count * ring.case.outputs
     assert again.batcher.cached_tokens > 0
+
+
+@pytest.mark.parametrize("sparse", [None, structs.replace(PAGES, budget=16)], ids=["all", "pages"])
+def test_codes_in_groups_say_what_codes_in_order_do(tmp_path: Path, sparse: SparseAttention | None) -> None:
+    case = Case(WIDE, "llama", [INT8, FP8, INT8], 16, 1, (40, 70), 40, sparse)
+    directory = make_model(tmp_path, case.model_type, **case.model)
+    rings, stores = [], []
+    for in_groups in (False, True):
+        ranks = Ranks(directory, case.codecs, 16, 160, 400, 1, summaries=bool(sparse), in_groups=in_groups)
+        rings.append(ExactRing(ranks, ALONE))
+        rings[-1].run(_requests(case))
+        stores += ranks.stores
+        ranks.close()
+    plain, grouped = rings
+    assert plain.said == grouped.said
+    ordered, there = stores
+    assert [there.is_in_groups(layer) for layer in range(3)] == [True, False, True]
+    assert ordered.codes(0).any()
+    assert torch.equal(to_groups(ordered.codes(0).flatten(-2), 16), there.codes(0).flatten(-2))
 
 
 def _attempt(ring: Ring, which: int, done: int, number: int) -> GenerationRequest:

@@ -612,6 +612,24 @@ static void attend_slowly(const rz_attention_shape *shape, const rz_cache *cache
         out[i] /= total;
 }
 
+/* Codes of keys and values in turns, `size` lines of each, become groups; taken apart they are what they were. */
+static void put_in_groups(int8_t *codes, int lines, int d, int size)
+{
+    int8_t *packed = room((size_t)(LANES * d)), *back = room((size_t)(LANES * d));
+    for (int line = 0; line < lines; line += LANES, codes += LANES * d) {
+        if (line / size % 2 == 0)
+            rz_pack_as_columns(packed, codes, d);
+        for (int column = 0; column < d && line / size % 2; column += COLUMNS)
+            rz_pack_as_lines(packed + column * LANES, codes, column, d);
+        if (line / size % 2)
+            rz_unpack_lines(back, packed, d);
+        else
+            rz_unpack_columns(back, packed, d);
+        must(!memcmp(back, codes, (size_t)(LANES * d)), "a group taken apart");
+        memcpy(codes, packed, (size_t)(LANES * d));
+    }
+}
+
 /* Rounds of keys that are all codes, in blocks of `size`: near what they are by the definition, and a row the same bits
  * alone. */
 static void check_coded_attention(int d, int size, int window)
@@ -633,9 +651,10 @@ static void check_coded_attention(int d, int size, int window)
     const rz_attention_shape shape = { 1, 2, d, d, size, window, 0.125f, 0, NULL };
     const rz_cache cache = { writable, codes, scales, 1, RZ_CODEC_INT8 };
     float together[CODED_ROWS * CODED_HEADS][MAX_VALUE_DIM + 2], alone[CODED_HEADS][MAX_VALUE_DIM + 2];
+    float apart[CODED_ROWS * CODED_HEADS][MAX_VALUE_DIM + 2];
     void *scratch = aligned_alloc(64, rz_attention_scratch());
     rz_attention_part part = { table, slots, queries, NULL, together[0], width, width, CODED_ROWS, 0, 0, CODED_HEADS,
-                               CODED_KEYS, 0, CODED_KEYS, 1, 0, 1 };
+                               CODED_KEYS, 0, CODED_KEYS, 1, 0, 1, 1 };
     rz_attend(&shape, &cache, &part, NULL, scratch);
     const long result = CODED_HEADS * (d + 2);
     for (int row = 0; row < CODED_ROWS; row++) {
@@ -652,6 +671,13 @@ static void check_coded_attention(int d, int size, int window)
         }
     }
     show_floats("attention", together[0], result);
+    if (d % COLUMNS || size % LANES)
+        return;
+    put_in_groups(codes, blocks * 2 * size, d, size);
+    const rz_cache grouped = { writable, codes, scales, 1, RZ_CODEC_INT8, 1 };
+    part.rows = CODED_ROWS, part.position = CODED_KEYS, part.queries = queries, part.partial = apart[0];
+    rz_attend(&shape, &grouped, &part, NULL, scratch);
+    must(!memcmp(apart, together, (size_t)(CODED_ROWS * result) * sizeof(float)), "attention over groups, of that in order");
 }
 
 #ifndef ONLY_TILES
@@ -693,6 +719,7 @@ int main(int arguments, char **words)
     check_spans(5, 32, 8, RZ_MINIMUMS, 0);
     check_spans(6, 32, 4, RZ_NO_MINIMUMS, 0);
     check_coded_attention(64, 16, 0);
+    check_coded_attention(128, 32, 100);
     check_coded_attention(96, 8, 100);
     check_coded_attention(32, 24, 0);
     return 0;
