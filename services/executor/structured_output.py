@@ -260,7 +260,7 @@ class DraftMatcher:
         """int32 [drafts, words]: what may follow behind each of `drafts`, which fit. Raises RuntimeError."""
         self._catch_up()
         words = self._vocabulary.words
-        masks = np.zeros((len(drafts), words), np.int32)
+        masks, spare = np.zeros((len(drafts), words), np.int32), np.zeros(words, np.int32)
         self._usable = False  # until it is back
         for row, draft in enumerate(drafts):
             if self._matcher.consume_token(draft):
@@ -268,6 +268,10 @@ class DraftMatcher:
             if self._matcher.is_error():
                 raise RuntimeError(self._matcher.get_error())
         self._usable = self._matcher.rollback(len(drafts))
+        if self._usable:
+            # llguidance 1.9.1 may give the mask that it computed last to another text, one that goes on from before a
+            # rollback: so the last one is of what was not rolled back.
+            self._matcher.unsafe_compute_mask_ptr(spare.ctypes.data, words * 4)
         return masks
 
     def _open(self, valid: Sequence[int]) -> int:

@@ -432,7 +432,7 @@ async def test_models_that_compute_come_sleep_and_give_their_memory_back(
         await host.unload("e")
         await host.gone("e")
         await host.load_again("e", str(kept), kv_memory=4 << 20)
-        assert "there is no" in (await host.said("e", "failed")).error.lower()
+        assert str(kept) in (await host.said("e", "failed")).error  # of the directory, or of what was still in it
         assert not kept.exists()
 
 

@@ -119,6 +119,14 @@ def test_masks_behind_drafts_are_those_of_the_text_that_has_them(
     assert state.complete == state_of(compiler, grammar, *text).complete
 
 
+def test_a_mask_behind_drafts_that_were_not_put_out_says_nothing_of_another_text(compiler: GrammarCompiler) -> None:
+    state = state_of(compiler, GRAMMARS["query"], *b"SELECT a")
+    assert [behind.allowed()[ord(",")] for behind in state.after_each(list(b",b"))] == [False, True]
+    state.advance(*b" FROM ")
+    [behind] = state.after_each(list(b"c"))
+    assert not behind.allowed()[ord(",")]
+
+
 @quick
 @given(name=st.sampled_from(sorted(GRAMMARS)), seed=st.integers(0, 20))
 def test_forced_tokens_are_the_only_ones_where_a_token_is_a_byte(
