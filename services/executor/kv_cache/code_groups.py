@@ -6,8 +6,9 @@
                                                          tokens 0..3 of codes 4..7, 20..23, 36..39, 52..55 | ...
                                                          tokens 4..7 of codes 0..3, ... | ...
 
-A key's four codes, or those of four tokens of a value, are what processors multiply at once (native/digits.h). A block
-takes as many bytes as in the order of its tokens.
+A key's four codes, or those of four tokens of a value, are what processors multiply at once, unsigned bytes by signed
+ones (native/digits.h): weights have no sign, so values keep theirs, and codes of keys are kept 128 above what they
+are. A block takes as many bytes as in the order of its tokens.
 """
 
 from functools import cache
@@ -21,6 +22,7 @@ from services.executor.kv_cache.codecs import INT8, Codec
 TOKENS = 16  # of a group
 COLUMNS = 64  # codes that lie together, of values
 _QUAD = 4
+_RAISED = -128  # what its bits are turned by in a code that is 128 above what it stands for, as a byte without a sign
 
 
 def lie_in_groups(pages: Pages, codec: Codec | None, block_size: int) -> bool:
@@ -42,11 +44,14 @@ def group_order(block_size: int, width: int) -> Tensor:
 def to_groups(codes: Tensor, block_size: int) -> Tensor:
     """int8 [..., 2, heads, block_size * width], which are in the order of tokens."""
     order = group_order(block_size, codes.shape[-1] // block_size).unsqueeze(1)
-    return codes.take_along_dim(order.expand_as(codes), -1)
+    grouped = codes.take_along_dim(order.expand_as(codes), -1)
+    grouped[..., 0, :, :] ^= _RAISED
+    return grouped
 
 
 def from_groups(codes: Tensor, parts: Tensor, block_size: int) -> Tensor:
     """int8 [n, block_size * width], keys where `parts` int64 [n] is 0 and values where it is 1: in the order of
     tokens."""
     order = group_order(block_size, codes.shape[1] // block_size)
-    return torch.empty_like(codes).scatter_(1, order[parts], codes)
+    ordered = torch.empty_like(codes).scatter_(1, order[parts], codes)
+    return ordered ^ torch.where(parts == 0, _RAISED, 0).to(torch.int8).unsqueeze(1)

@@ -324,8 +324,11 @@ static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, c
         memory->turned[at] = (uint8_t)coded; /* zeros are so in any order */
         memory->largest[at] = -INFINITY;
         memory->total[at] = 0.0f;
-        if (coded)
-            memory->units[at] = rz_store_numbers(memory->numbers + at * 2 * d, d, from, d);
+        if (!coded)
+            continue;
+        const number_row numbers = rz_store_numbers(memory->numbers + at * 2 * d, d, from, d);
+        memory->units[at] = numbers.unit;
+        memory->surplus[at] = numbers.surplus;
     }
 }
 
@@ -360,7 +363,6 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
         begin_head(shape, cache, &heads[i], memory);
     }
     memset(memory->zeros, 0, (size_t)shape->key_dim * sizeof(bf16));
-    memset(&memory->zero, 0, sizeof memory->zero);
     int first = first_of(shape, part);
     const int last = last_of(part);
     rz_upcoming ahead;

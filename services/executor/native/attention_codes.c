@@ -113,18 +113,19 @@ static void find_groups(const rz_attention_shape *shape, const rz_cache *cache, 
         pack_values_of(shape, values, memory->packed_values, ahead);
     else if (copied)
         gather_values(shape, values, memory->packed_values);
-    rz_zero_products(&memory->zero, found->keys, d / 4);
 }
 
 /* Products of one query become scores [KEYS], of which the first `unseen` keys have none. Returns the largest of LANES. */
 RZ_INLINE f32 scale_products(const rz_attention_shape *shape, const int32_t products[2][COLUMNS], const float *scales,
-                             float unit, int unseen, float *scores)
+                             number_row query, int unseen, float *scores)
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-    const f32 factor = f32_set1(unit * shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
+    const f32 factor = f32_set1(query.unit * shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
+    const i32 surplus = i32_set1(query.surplus);
     f32 peak = nothing;
     for (int i = 0; i < GROUPS; i++) {
-        f32 value = f32_mul(f32_mul(digit_sum(products, i), f32_load(scales + i * LANES)), factor);
+        const i32 product = i32_sub(digit_sum(products, i), surplus);
+        f32 value = f32_mul(f32_mul(f32_from_i32(product), f32_load(scales + i * LANES)), factor);
         if (shape->soft_cap > 0) {
             const f32 capped = tanh_f32(f32_mul(value, f32_set1(1.0f / (LOG2_E * shape->soft_cap))));
             value = f32_mul(capped, f32_set1(shape->soft_cap * LOG2_E));
@@ -183,7 +184,7 @@ static void ask_for_keys(const rz_attention_shape *shape, const round_groups *gr
     const int d = shape->key_dim;
     if (queries->count)
         asked->products[asked->count++] = (digit_product){
-            queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, groups->keys, 0, &memory->zero,
+            queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, groups->keys, 0,
             &memory->products[queries->turn] };
 }
 
@@ -192,7 +193,7 @@ static void ask_for_values(const rz_attention_shape *shape, const round_groups *
 {
     for (int i = 0; queries->count && i * COLUMNS < shape->value_dim; i++)
         asked->products[asked->count++] = (digit_product){
-            queries->count, 0, memory->digits[queries->turn][0][0], KEYS, groups->values, i * groups->values_ahead, NULL,
+            queries->count, 0, memory->digits[queries->turn][0][0], KEYS, groups->values, i * groups->values_ahead,
             &memory->gains[i] };
 }
 
@@ -216,8 +217,8 @@ static void soften_products(const rz_attention_shape *shape, const head_part *he
         f32 four[AT_ONCE_REDUCED];
         for (int i = 0; i < here; i++) {
             const int oldest = shape->window ? head->part.position + row_of(head, these + i) - shape->window + 1 - first : 0;
-            four[i] = scale_products(shape, products->of[at + i], scales, memory->units[these + i], oldest,
-                                     memory->scores[at + i]);
+            const number_row query = { memory->units[these + i], memory->surplus[these + i] };
+            four[i] = scale_products(shape, products->of[at + i], scales, query, oldest, memory->scores[at + i]);
             pull_times(ahead, pulls);
         }
         for (int i = here; i < AT_ONCE_REDUCED; i++)
@@ -260,7 +261,7 @@ static void add_gains(const rz_attention_shape *shape, rz_attention_memory *memo
         const f32 keep = f32_set1(memory->keep[query]), unit = f32_set1(memory->share_units[query]);
         float *sums = memory->sums + query * width;
         for (int column = 0; column < width; column += LANES) {
-            const f32 gain = digit_sum(memory->gains[column / COLUMNS].of[row], column % COLUMNS / LANES);
+            const f32 gain = f32_from_i32(digit_sum(memory->gains[column / COLUMNS].of[row], column % COLUMNS / LANES));
             f32_store(sums + column, f32_fma(gain, unit, f32_mul(f32_load(sums + column), keep)));
         }
     }

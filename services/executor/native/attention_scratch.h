@@ -25,8 +25,9 @@ typedef struct {
     uint8_t numbers[(TILE_QUERIES + LANES) * 2 * MAX_KEY_DIM]; /* [rows * heads][2][key_dim]: queries as digits */
     uint8_t digits[2][NUMBERS_AT_ONCE][2][KEYS];               /* weights, of these queries and of the last */
     int8_t packed_keys[KEYS * MAX_KEY_DIM], packed_values[KEYS * MAX_VALUE_DIM];
-    digit_sums zero, products[2], gains[MAX_VALUE_DIM / COLUMNS]; /* of keys; of weights with values */
-    float units[TILE_QUERIES + LANES];               /* of `numbers` */
+    digit_sums products[2], gains[MAX_VALUE_DIM / COLUMNS]; /* of keys; of weights with values */
+    float units[TILE_QUERIES + LANES];               /* of `numbers`, and their surplus */
+    int32_t surplus[TILE_QUERIES];
     float added[TILE_QUERIES + LANES], share_units[TILE_QUERIES + LANES]; /* a round's sums of weights; of its sums */
     uint8_t turned[TILE_QUERIES]; /* whether a query's sums have the order of rz_pack_as_lines */
 } rz_attention_memory;

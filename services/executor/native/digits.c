@@ -9,20 +9,30 @@ enum {
     MOST_NUMBERS = VECTORS == 32 ? 3 : 1, /* whose sums are in registers */
 };
 
-float rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count)
+/* LANES whole numbers with signs. */
+RZ_INLINE void store_digits(int8_t *upper, int8_t *lower, f32 whole)
 {
-    f32 peak = f32_zero(), nothing = f32_zero();
+    const f32 high = f32_round(f32_mul(whole, f32_set1(1.0f / UPPER)));
+    f32_store_i8(upper, high);
+    f32_store_i8(lower, f32_fma(high, f32_set1(-UPPER), whole));
+}
+
+number_row rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count)
+{
+    f32 peak = f32_zero(), nothing = f32_zero(), sums = f32_zero();
     for (long i = 0; i < count; i += LANES) {
         const f32 value = f32_load_bf16(values + i);
         peak = f32_max(peak, f32_abs(value));
         nothing = f32_fma(value, f32_zero(), nothing); /* NaN, of what is no finite number */
     }
-    const float largest = f32_largest(peak) / (ZERO_NUMBER - 1), unit = largest > FLT_MIN ? largest : FLT_MIN;
+    const float largest = f32_largest(peak) / LARGEST_SIGNED, unit = largest > FLT_MIN ? largest : FLT_MIN;
     for (long i = 0; i < count; i += LANES) {
-        const f32 in_units = f32_div(f32_load_bf16(values + i), f32_set1(unit));
-        store_digits(digits + i, digits + stride + i, f32_add(f32_round(in_units), f32_set1(ZERO_NUMBER)));
+        const f32 whole = f32_round(f32_div(f32_load_bf16(values + i), f32_set1(unit)));
+        store_digits((int8_t *)digits + i, (int8_t *)digits + stride + i, whole);
+        sums = f32_add(sums, whole);
     }
-    return unit + f32_sum(nothing);
+    const float sum = f32_sum(sums), none = f32_sum(nothing); /* whole numbers below 2^24 */
+    return (number_row){ unit + none, none == 0.0f ? (int32_t)sum * COUNTS_MORE_BY : 0 };
 }
 
 /* --- packing ----------------------------------------------------------------------------------------- */
@@ -34,6 +44,13 @@ static void copy_ends(int8_t *ends, const int8_t *rows, int count, int width)
         memcpy(ends + i * COLUMNS, rows + (i + 1) * width - COLUMNS / 2, COLUMNS / 2);
         memset(ends + i * COLUMNS + COLUMNS / 2, 0, COLUMNS / 2);
     }
+}
+
+/* `count` codes, a multiple of LINE_BYTES: above what they are by 128, or no more so. */
+RZ_INLINE void raise_codes(int8_t *codes, long count)
+{
+    for (long i = 0; i < count; i += LINE_BYTES)
+        bytes_store(codes + i, bytes_xor(bytes_load(codes + i), bytes_set1(128)));
 }
 
 void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width)
@@ -49,6 +66,7 @@ void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width)
             pairs[i] = (const bf16 *)(whole ? rows + i * width + column : ends + i * COLUMNS);
         transpose_pairs(pairs, 0, to + column / 4 * LANES, LANES);
     }
+    raise_codes(packed, (long)LANES * width);
 }
 
 /* Four rows of COLUMNS codes, `stride` apart. */
@@ -85,6 +103,7 @@ void rz_unpack_columns(int8_t *rows, const int8_t *packed, int width)
             quads[i] = (const bf16 *)(packed + i * LANES * 4);
         transpose_pairs(quads, 0, (int32_t *)(rows + column), width / 4);
     }
+    raise_codes(rows, (long)LANES * width);
 }
 
 void rz_unpack_lines(int8_t *rows, const int8_t *packed, int width)
@@ -101,19 +120,12 @@ void rz_unpack_lines(int8_t *rows, const int8_t *packed, int width)
 
 /* --- products ---------------------------------------------------------------------------------------- */
 
-void rz_zero_products(digit_sums *zero, const int8_t *const *groups, int quads)
+RZ_INLINE void add_products(i32 *sum, const int are_lines, bytes digits, bytes codes)
 {
-    i32 sums[QUARTERS];
-    for (int v = 0; v < QUARTERS; v++)
-        sums[v] = i32_set1(0);
-    for (int quad = 0; quad < quads; quad++)
-        for (int v = 0; v < QUARTERS; v++)
-            sums[v] = i32_dot_u7(sums[v], bytes_set1(ZERO_NUMBER / UPPER), bytes_load(groups[v] + quad * QUAD_BYTES));
-    for (int v = 0; v < QUARTERS; v++) {
-        const i32 negative = i32_sub(i32_set1(0), sums[v]);
-        for (int row = 0; row < NUMBERS_AT_ONCE; row++)
-            i32_store(zero->of[row][0] + v * LANES, negative);
-    }
+    if (are_lines)
+        i32_add_dot_u7(sum, digits, codes);
+    else
+        i32_add_dot_raised(sum, codes, digits);
 }
 
 /* `rows` rows from `row` on by `vectors` vectors of columns, whose sums stay in registers. */
@@ -128,7 +140,7 @@ RZ_INLINE void digits_block(const digit_product *product, const int are_lines, c
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            upper[i][v] = product->start ? i32_load(product->start->of[0][0] + (vector + v) * LANES) : i32_set1(0);
+            upper[i][v] = i32_set1(0);
             lower[i][v] = i32_set1(0);
         }
     for (int run = 0; run < runs; run++) {
@@ -147,8 +159,8 @@ RZ_INLINE void digits_block(const digit_product *product, const int are_lines, c
                 const bytes high = bytes_repeat4(digits + 2 * i * stride), low = bytes_repeat4(digits + (2 * i + 1) * stride);
 #pragma GCC unroll 4
                 for (int v = 0; v < vectors; v++) {
-                    i32_add_dot_u7(&upper[i][v], high, codes[v]);
-                    i32_add_dot_u7(&lower[i][v], low, codes[v]);
+                    add_products(&upper[i][v], are_lines, high, codes[v]);
+                    add_products(&lower[i][v], are_lines, low, codes[v]);
                 }
             }
         }

@@ -2,9 +2,11 @@
  *
  *     sum[row][column] = sum over k of number[row][k] * code[k][column]          8 rows, 64 columns
  *
- * A number in units of its row is an integer below 2^14, kept as two bytes of seven bits (upper and lower), which
- * processors multiply with signed codes four at a time (vpdpbusd, sdot, tdpbusd). Sums of integers are the same in any
- * order, and one rounding makes a float32 of each: what comes out is the same bits whatever is computed beside it.
+ * A number in units of its row is an integer of 14 bits, kept as two bytes (upper and lower): of seven bits without a sign
+ * for codes that lie as lines; up to 64 with one for codes that lie as columns, which are kept 128 above what they are.
+ * Processors multiply unsigned bytes with signed ones four at a time (vpdpbusd, sdot, tdpbusd, tdpbsud). Sums of integers
+ * are the same in any order, and one rounding makes a float32 of each: what comes out is the same bits whatever is computed
+ * beside it.
  *
  * Codes lie in quads of k. Of lines that follow each other, 16 are a group, which is one of two:
  *
@@ -23,26 +25,23 @@ enum {
     COLUMNS = 64,         /* of a product */
     NUMBERS_AT_ONCE = 8,  /* rows of one, at most */
     UPPER = 128,          /* an upper digit, in lower ones */
-    LARGEST_NUMBER = UPPER * (UPPER - 1), /* of those that have no sign; with one: a number that is 0 at ZERO_NUMBER */
-    ZERO_NUMBER = UPPER * UPPER / 2,
+    LARGEST_NUMBER = UPPER * (UPPER - 1),   /* of those that have no sign */
+    LARGEST_SIGNED = UPPER * UPPER / 2 - 1, /* of those that have one: digits of both signs, up to 64 */
 };
 
-/* Numbers in units, up to LARGEST_NUMBER, as digits: LANES of each. */
-RZ_INLINE void store_digits(uint8_t *upper, uint8_t *lower, f32 in_units)
-{
-    const f32 whole = f32_round(in_units);
-    const f32 high = f32_round(f32_fma(whole, f32_set1(1.0f / UPPER), f32_set1(-63.5f / UPPER))); /* rounded down */
-    f32_store_i8((int8_t *)upper, high);
-    f32_store_i8((int8_t *)lower, f32_fma(high, f32_set1(-UPPER), whole));
-}
+/* What a row's values are as numbers. */
+typedef struct {
+    float unit;      /* NaN where a value is none or infinite */
+    int32_t surplus; /* that codes which count COUNTS_MORE_BY more than they are add to each product */
+} number_row;
 
-/* `count` values, a multiple of LANES, as numbers around ZERO_NUMBER: upper digits to `digits`, lower ones `stride`
- * behind. Returns their unit; NaN where a value is none or infinite. */
-float rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count);
+/* `count` values, a multiple of LANES, as numbers with signs: upper digits to `digits`, lower ones `stride` behind. */
+number_row rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count);
 
 enum { GROUP_COLUMNS = LANES * COLUMNS /* bytes of a group that lies as lines, of COLUMNS columns */ };
 
-/* A group of `width` codes a line, a multiple of 32, becomes columns; at the end of the last quads there are zeros. */
+/* A group of `width` codes a line, a multiple of 32, becomes columns, each code 128 above what it is; behind them, up to
+ * whole COLUMNS, there are zeros. */
 void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width);
 
 /* COLUMNS codes of each line of such a group from `column` on, or 32 at their end, become lines. A column's place: the
@@ -59,26 +58,21 @@ typedef struct {
 } digit_sums;
 
 /* The products of a row: LANES columns. */
-RZ_INLINE f32 digit_sum(const int32_t of[2][COLUMNS], int vector)
+RZ_INLINE i32 digit_sum(const int32_t of[2][COLUMNS], int vector)
 {
-    return f32_from_i32(i32_join_sevens(i32_load(of[0] + vector * LANES), i32_load(of[1] + vector * LANES)));
+    return i32_join_sevens(i32_load(of[0] + vector * LANES), i32_load(of[1] + vector * LANES));
 }
 
 enum { QUARTERS = COLUMNS / LANES };
 
-/* The upper sums of `zero` become, for all rows, what they come to for numbers that are all ZERO_NUMBER, negative.
- * `groups`: [QUARTERS], as columns. */
-void rz_zero_products(digit_sums *zero, const int8_t *const *groups, int quads);
-
-/* Products of `rows` rows of digits, lower ones `stride` behind the upper, rows 2 * `stride` apart. `start`: what sums
- * begin with; NULL: nothing. Digits are read as those of NUMBERS_AT_ONCE rows, and all sums may be written. */
+/* Products of `rows` rows of digits, lower ones `stride` behind the upper, rows 2 * `stride` apart. Digits are read as those
+ * of NUMBERS_AT_ONCE rows, and all sums may be written. */
 typedef struct {
     int rows, quads;              /* quads: of a group as columns; 0: groups lie as lines */
     const uint8_t *digits;
     long stride;
     const int8_t *const *groups;  /* [QUARTERS]; for tiles, groups as lines are GROUP_COLUMNS apart */
     long offset;                  /* in each group */
-    const digit_sums *start;
     digit_sums *sums;
 } digit_product;
 

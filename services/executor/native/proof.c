@@ -143,14 +143,16 @@ static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
     memset(codes, 0, (size_t)quads * 4 * COLUMNS);
     memset(of->digits, 0x55, sizeof of->digits);
     for (int i = 0; i < rows * inputs; i++) {
-        of->x[i] = LARGEST_NUMBER / 2 + proof_draw(of, LARGEST_NUMBER / 2);
+        of->x[i] = proof_draw(of, LARGEST_SIGNED);
         uint8_t *digit = of->digits + i / inputs * 2 * STRIDE + i % inputs;
-        digit[0] = (uint8_t)(of->x[i] / UPPER), digit[STRIDE] = (uint8_t)(of->x[i] % UPPER);
+        const int upper = (of->x[i] + LARGEST_SIGNED + 1 + UPPER / 2) / UPPER - UPPER / 2;
+        digit[0] = (uint8_t)upper, digit[STRIDE] = (uint8_t)(of->x[i] - UPPER * upper);
     }
     for (int column = 0; column < COLUMNS; column++)
         for (int i = 0; i < inputs; i++) {
             of->w[column * inputs + i] = proof_draw(of, 3); /* sums stay below 2^24, where floats are exact */
-            codes[((column / LANES * quads + i / 4) * LANES + column % LANES) * 4 + i % 4] = (int8_t)of->w[column * inputs + i];
+            codes[((column / LANES * quads + i / 4) * LANES + column % LANES) * 4 + i % 4]
+                = (int8_t)(of->w[column * inputs + i] ^ -128);
         }
     const int8_t *groups[QUARTERS];
     for (int group = 0; group < QUARTERS; group++)
@@ -159,11 +161,15 @@ static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
     for (int row = 0; row < rows; row++) {
         const int first = row - row % NUMBERS_AT_ONCE;
         const digit_product product = { rows - row < NUMBERS_AT_ONCE ? rows - row : NUMBERS_AT_ONCE, quads,
-                                        of->digits + 2L * row * STRIDE, STRIDE, groups, 0, NULL, &of->digit_sums };
+                                        of->digits + 2L * row * STRIDE, STRIDE, groups, 0, &of->digit_sums };
         for (int quarter = 0; quarter < QUARTERS && row == first; quarter++)
             rz_multiply_quarter(&product, quarter);
+        int32_t sum = 0;
+        for (int i = 0; i < inputs; i++)
+            sum += of->x[row * inputs + i];
         for (int v = 0; v < COLUMNS; v += LANES)
-            f32_store(of->sums + row * COLUMNS + v, digit_sum(of->digit_sums.of[row - first], v / LANES));
+            f32_store(of->sums + row * COLUMNS + v, f32_from_i32(i32_sub(digit_sum(of->digit_sums.of[row - first], v / LANES),
+                                                                         i32_set1(sum * COUNTS_MORE_BY))));
     }
     return proof_holds(of, rows, COLUMNS, 0, COLUMNS, 1, 0);
 }

@@ -81,6 +81,8 @@ RZ_INLINE void load_key(const rz_cache *cache, int is_quantized, long plane, int
         int8_t key[2 * LANES];
         for (int i = 0; i < 2 * LANES; i += 4)
             memcpy(key + i, codes + (column + i) * LANES + token % LANES * 4, 4);
+        for (int i = 0; i < 2 * LANES; i++)
+            key[i] = (int8_t)(key[i] ^ -128);
         codec_load(cache->codec, key, first, second);
     } else if (is_quantized && cache->codec != RZ_CODEC_NONE) {
         codec_load(cache->codec, (const uint8_t *)cache->codes + at, first, second);

@@ -17,20 +17,21 @@ _Static_assert(2 * NUMBERS_AT_ONCE == ROWS_OF_TILE, "a tile is the digits of row
  * takes as long as to multiply one. */
 static void multiply_in_tiles(const digit_product *product, int quarter)
 {
-    const long line = COLUMNS * sizeof(int32_t);
-    const int quads = product->quads ? product->quads : QUADS_OF_TILE;
-    const int8_t *codes = product->groups[product->quads ? quarter : 0] + product->offset + (product->quads ? 0 : quarter * QUAD_BYTES);
     shape_tiles(2 * ROWS_OF_TILE);
-    if (product->start)
-        tile_load(0, product->start->of[0][0] + quarter * LANES, line);
-    else
-        tile_zero(0);
-    for (int quad = 0; quad < quads; quad += QUADS_OF_TILE) {
-        tile_load(4, product->digits + 4 * quad, product->stride);
-        tile_load(5, codes + quad * QUAD_BYTES, product->quads ? QUAD_BYTES : QUAD);
+    tile_zero(0);
+    if (product->quads) {
+        const int8_t *codes = product->groups[quarter] + product->offset;
+        for (int quad = 0; quad < product->quads; quad += QUADS_OF_TILE) {
+            tile_load(4, product->digits + 4 * quad, product->stride);
+            tile_load(5, codes + quad * QUAD_BYTES, QUAD_BYTES);
+            tile_multiply_signed_unsigned(0, 4, 5);
+        }
+    } else {
+        tile_load(4, product->digits, product->stride);
+        tile_load(5, product->groups[0] + product->offset + quarter * QUAD_BYTES, QUAD);
         tile_multiply_bytes(0, 4, 5);
     }
-    tile_store(0, product->sums->of[0][0] + quarter * LANES, line);
+    tile_store(0, product->sums->of[0][0] + quarter * LANES, COLUMNS * sizeof(int32_t));
 }
 
 #endif

@@ -121,7 +121,6 @@
 #define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
 #define rz_workspace_reserve_recurrent RZ_OF_LEVEL(rz_workspace_reserve_recurrent)
 #define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
-#define rz_zero_products RZ_OF_LEVEL(rz_zero_products)
 
 #include "../activations.c"
 #include "../adapters.c"

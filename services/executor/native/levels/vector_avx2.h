@@ -365,6 +365,11 @@ RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 
 RZ_INLINE void i32_add_dot_u7(i32 *sum, bytes a, bytes b) { *sum = i32_dot_u7(*sum, a, b); }
 
+/* Signed codes, kept 128 above what they are, by signed bytes of 64 at most (two products fit 16 bits); a code counts so
+ * much more than it is. */
+enum { COUNTS_MORE_BY = 128 };
+RZ_INLINE void i32_add_dot_raised(i32 *sum, bytes raised, bytes digits) { i32_add_dot_u7(sum, raised, digits); }
+
 RZ_INLINE bytes shorts_dot_u7(bytes a, bytes b) { return HALVES2(bytes, _mm256_maddubs_epi16, a, b); }
 /* Where it stands: compilers put additions off, and run out of registers for what is to be added. */
 RZ_INLINE bytes shorts_add(bytes a, bytes b)

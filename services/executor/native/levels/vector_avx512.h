@@ -227,6 +227,10 @@ RZ_INLINE void i32_add_dot_u7(i32 *sum, bytes a, bytes b)
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(a), "v"(b));
 }
 
+/* Signed codes, kept 128 above what they are, by signed bytes of 64 at most; a code counts so much more than it is. */
+enum { COUNTS_MORE_BY = 128 };
+RZ_INLINE void i32_add_dot_raised(i32 *sum, bytes raised, bytes digits) { i32_add_dot_u7(sum, raised, digits); }
+
 /* Whether there is no such instruction, and sums of 16 bits are faster where they are enough. */
 #define SUMS_OF_16_BITS 0
 /* The products of two unsigned bytes of `a`, below 128, with two signed ones of `b`, as 16 bits. */

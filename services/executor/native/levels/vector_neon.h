@@ -282,6 +282,13 @@ RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b)
 
 RZ_INLINE void i32_add_dot_u7(i32 *sum, bytes a, bytes b) { *sum = i32_dot_u7(*sum, a, b); }
 
+/* Signed codes, kept 128 above what they are, by signed bytes; a code counts as what it is. */
+enum { COUNTS_MORE_BY = 0 };
+RZ_INLINE void i32_add_dot_raised(i32 *sum, bytes raised, bytes digits)
+{
+    i32_add_dot_u7(sum, bytes_xor(raised, bytes_set1(128)), digits);
+}
+
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define FASTER_BELOW_128 0
 

@@ -229,8 +229,9 @@ def test_codes_in_groups_say_what_codes_in_order_do(tmp_path: Path, sparse: Spar
     assert plain.said == grouped.said
     ordered, there = stores
     assert [there.is_in_groups(layer) for layer in range(3)] == [True, False, True]
-    assert ordered.codes(0).any()
-    assert torch.equal(to_groups(ordered.codes(0).flatten(-2), 16), there.codes(0).flatten(-2))
+    written = ordered.codes(0).flatten(1).any(1)
+    assert written.any()
+    assert torch.equal(to_groups(ordered.codes(0)[written].flatten(-2), 16), there.codes(0)[written].flatten(-2))
 
 
 def _attempt(ring: Ring, which: int, done: int, number: int) -> GenerationRequest:

@@ -43,9 +43,9 @@ def test_a_store_in_groups_gives_what_one_in_order_does() -> None:
     table = torch.tensor([WRITABLE + 2, 1, WRITABLE, 2])
     for layer in range(2):
         assert torch.equal(plain.gather(layer, table, 2).clone(), grouped.gather(layer, table, 2))
-    ordered = plain.codes(0).flatten(-2)
-    assert torch.equal(to_groups(ordered, SIZE), grouped.codes(0).flatten(-2))
-    assert not torch.equal(ordered, grouped.codes(0).flatten(-2))
+    ordered, there = plain.codes(0)[[0, 2]].flatten(-2), grouped.codes(0)[[0, 2]].flatten(-2)
+    assert torch.equal(to_groups(ordered, SIZE), there)
+    assert not torch.equal(ordered, there)
 
 
 def test_their_bytes_are_of_another_format_and_mean_the_same_numbers() -> None:
