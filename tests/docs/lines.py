@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 134_515,  # +105: the order of KV codes that attention multiplies; to come: 112,000
+    ("services", "shared"): 134_505,  # +95: the order of KV codes that attention multiplies; to come: 112,000
     ("benchmarks",): 13_725,  # +80: a peer that is built from its sources; to come: 13,000
-    ("tests",): 144_265,  # +110: that order, and a mask that was of another text; to come: 120,000
+    ("tests",): 144_280,  # +125: that order, heads together, a mask that was of another text; to come: 120,000
 }
 
 

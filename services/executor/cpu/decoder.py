@@ -259,7 +259,7 @@ class NativeDecoder:
         into.writable, into.num_writable = writable.data_ptr(), writable.shape[0]
         codec, scales = self._store.codec(layer.page), self._store.scales(layer.page)
         into.codec = 0 if codec is None else codec.number
-        into.in_groups = self._store.is_in_groups(layer.page)
+        into.in_groups = self._store.shape.is_in_groups(layer.page)
         into.codes = self._store.codes(layer.page).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
         if self._store.is_mapped(layer.page):

@@ -25,8 +25,8 @@ _QUAD = 4
 _RAISED = -128  # what its bits are turned by in a code that is 128 above what it stands for, as a byte without a sign
 
 
-def lie_in_groups(pages: Pages, codec: Codec | None, block_size: int) -> bool:
-    """Whether such blocks can: of int8, keys and values of each token, in whole groups."""
+def fits_groups(pages: Pages, codec: Codec | None, block_size: int) -> bool:
+    """Whether such blocks can be in groups: of int8, keys and values of each token, in whole groups."""
     whole = pages.width % COLUMNS == 0 and block_size % TOKENS == 0
     return codec is INT8 and pages.parts == 2 and pages.tokens == 1 and not pages.summary and whole
 

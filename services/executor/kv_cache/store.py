@@ -58,7 +58,7 @@ class QuantizedBlocks:
         mapped = files if self.is_mapped else None
         self.codes = zeros(size, dtype, device) if mapped is None else mapped.zeros(size, dtype)
         self.scales = None if codec is None else zeros(rows, torch.float32, device)
-        self.in_groups = shape.lies_in_groups(self.layers[0])
+        self.in_groups = shape.is_in_groups(self.layers[0])
         self._heads, self._block_size = pages.heads, shape.block_size
 
     def part(self, first: int, count: int) -> "QuantizedBlocks | None":
@@ -252,10 +252,6 @@ class KvStore:
         """The codec's dtype (without one: model dtype) [num_quantized, parts, heads, lines, width], as `writable`."""
         quantized, position = self._places[layer]
         return quantized.codes[position]
-
-    def is_in_groups(self, layer: int) -> bool:
-        """Whether the codes of a block's head are in the order of `code_groups.py`, not in that of its tokens."""
-        return self._places[layer][0].in_groups
 
     def scales(self, layer: int) -> Tensor | None:
         """float32 [num_quantized, parts, heads], as `writable`: value = code * scale. None without a codec."""

@@ -12,7 +12,7 @@ import torch
 
 from services.executor.core.layer_state import Pages, StateTensor
 from services.executor.kv_cache.block_memory import CACHE_LINE
-from services.executor.kv_cache.code_groups import lie_in_groups
+from services.executor.kv_cache.code_groups import fits_groups
 from services.executor.kv_cache.codecs import Codec
 from shared.errors import ConfigurationError
 
@@ -126,8 +126,9 @@ class StoreShape:
     def codec(self, layer: int) -> Codec | None:
         return self.codecs[layer] if self.codecs else None
 
-    def lies_in_groups(self, layer: int) -> bool:
-        return self.in_groups and lie_in_groups(self.pages[layer], self.codec(layer), self.block_size)
+    def is_in_groups(self, layer: int) -> bool:
+        """Whether the codes of a block's head are in the order of `code_groups.py`, not in that of its tokens."""
+        return self.in_groups and fits_groups(self.pages[layer], self.codec(layer), self.block_size)
 
     @property
     def values_per_block(self) -> int:
@@ -161,7 +162,7 @@ class StoreShape:
 
     def _described_codec(self, layer: int) -> str:
         codec = self.codec(layer)
-        return "-" if codec is None else codec.name + " in groups" * self.lies_in_groups(layer)
+        return "-" if codec is None else codec.name + " in groups" * self.is_in_groups(layer)
 
     @property
     def bytes_per_block(self) -> int:

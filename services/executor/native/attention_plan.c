@@ -97,8 +97,8 @@ static void make_room(const planning *job, long rows, int parts)
         plan->most_partial = needed;
 }
 
-/* KV heads that parts have together: as many as leave each thread some parts to take. Two ranks that share a head decide
- * head by head. */
+/* KV heads that parts have together, at most: as many as leave each thread some parts to take; 0 is as 1. Two ranks that
+ * share a head decide head by head. */
 static int heads_together(const rz_decoder *decoder, const rz_step *step, const rz_heads *heads, int tile)
 {
     enum { PARTS_OF_A_THREAD = 8 };
@@ -114,7 +114,7 @@ static int heads_of_parts(const planning *job, const attending_rows *tile, int k
 {
     const rz_heads *heads = job->heads;
     const int queries = tile->rows * (heads->q_heads / heads->kv_heads);
-    const long together = tile->table_stride || queries > TILE_QUERIES ? 1 : least(job->together, TILE_QUERIES / queries);
+    const long together = tile->table_stride ? 1 : least(job->together, TILE_QUERIES / queries);
     return together < 1 ? 1 : (int)least(together, heads->kv_heads - kv_head);
 }
 

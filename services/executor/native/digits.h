@@ -48,6 +48,15 @@ void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width);
  * quarters of the four vectors are transposed, and transpose_quarters turns them back. */
 void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width);
 
+/* `count` codes from `column` on of one line of a group that lies as columns, as they are. */
+RZ_INLINE void unpack_line_of_columns(int8_t *codes, const int8_t *packed, int line, int column, int count)
+{
+    for (int i = 0; i < count; i += 4)
+        memcpy(codes + i, packed + (column + i) * LANES + line * 4, 4);
+    for (int i = 0; i < count; i++)
+        codes[i] = (int8_t)(codes[i] ^ -128);
+}
+
 /* The other way, of lines of whole COLUMNS. */
 void rz_unpack_columns(int8_t *rows, const int8_t *packed, int width);
 void rz_unpack_lines(int8_t *rows, const int8_t *packed, int width);

@@ -208,7 +208,7 @@ static int proof_of_attention(proof *of, int codec, void *scratch)
     const int32_t slot = of->table[PROOF_BLOCKS - 1] * PROOF_BLOCK + (PROOF_KEYS - 1) % PROOF_BLOCK;
     const rz_attention_shape shape = { .kv_heads = 1, .lines = 2, .key_dim = PROOF_DIM, .value_dim = PROOF_DIM,
                                        .block_size = PROOF_BLOCK, .scale = 0.01f };
-    const rz_cache cache = { of->writable, of->coded, of->scales, PROOF_BLOCKS, codec, 1 };
+    const rz_cache cache = { of->writable, of->coded, of->scales, PROOF_BLOCKS, codec, codec != RZ_CODEC_NONE };
     const rz_attention_part part = { .table = of->table, .slots = &slot, .queries = of->asked, .partial = of->partial,
                                      .q_stride = PROOF_HEADS * PROOF_DIM, .out_stride = PROOF_HEADS * PROOF_DIM, .rows = 1,
                                      .heads = PROOF_HEADS, .position = PROOF_KEYS - 1, .last_key = PROOF_KEYS, .parts = 1,

@@ -5,6 +5,7 @@
 
 #include "attention_stages.h"
 #include "codec.h"
+#include "digits.h"
 #include "fetch.h"
 
 enum {
@@ -77,12 +78,9 @@ RZ_INLINE void load_key(const rz_cache *cache, int is_quantized, long plane, int
 {
     const long at = (plane * size + token) * d + column;
     if (is_quantized && cache->in_groups) {
-        const int8_t *codes = (const int8_t *)cache->codes + (plane * size + token / LANES * LANES) * d;
+        const int8_t *group = (const int8_t *)cache->codes + (plane * size + token / LANES * LANES) * d;
         int8_t key[2 * LANES];
-        for (int i = 0; i < 2 * LANES; i += 4)
-            memcpy(key + i, codes + (column + i) * LANES + token % LANES * 4, 4);
-        for (int i = 0; i < 2 * LANES; i++)
-            key[i] = (int8_t)(key[i] ^ -128);
+        unpack_line_of_columns(key, group, token % LANES, column, 2 * LANES);
         codec_load(cache->codec, key, first, second);
     } else if (is_quantized && cache->codec != RZ_CODEC_NONE) {
         codec_load(cache->codec, (const uint8_t *)cache->codes + at, first, second);

@@ -89,15 +89,17 @@ class Ranks:
         summaries: bool = False,
         mapped: bool = False,
         in_groups: bool = True,
+        threads: int = 2,
     ) -> None:
-        """`mapped`: full blocks lie in files beside the model. `in_groups`: where their codes can."""
+        """`mapped`: full blocks lie in files beside the model. `in_groups`: where their codes can. `threads`: of a
+        ring of one."""
         config = load_config(directory)
         self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
         self.block_size, self.writable = block_size, writable
         self._plans: list[queue.Queue[StepPlan | None]] = []
         self.files: list[MappedFiles] = []
         self.stores: list[KvStore] = []
-        self.threads = 2 if world_size == 1 else 1  # those of several ranks wait for each other's cores
+        self.threads = threads if world_size == 1 else 1  # those of several ranks wait for each other's cores
         area = make_area(world_size, self.threads) if world_size > 1 else None
 
         def runner(collectives: Collectives) -> ModelRunner:

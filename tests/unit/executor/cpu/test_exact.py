@@ -228,10 +228,24 @@ def test_codes_in_groups_say_what_codes_in_order_do(tmp_path: Path, sparse: Spar
     plain, grouped = rings
     assert plain.said == grouped.said
     ordered, there = stores
-    assert [there.is_in_groups(layer) for layer in range(3)] == [True, False, True]
+    assert [there.shape.is_in_groups(layer) for layer in range(3)] == [True, False, True]
     written = ordered.codes(0).flatten(1).any(1)
     assert written.any()
     assert torch.equal(to_groups(ordered.codes(0)[written].flatten(-2), 16), there.codes(0)[written].flatten(-2))
+
+
+def test_heads_that_are_attended_together_say_what_each_says_alone(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    long = {**WIDE, **heads, "max_position_embeddings": 640, "num_hidden_layers": 1}
+    case = Case(long, "llama", [INT8], 16, 1, (500, 530), 30)
+    ranks = Ranks(make_model(tmp_path, case.model_type, **case.model), case.codecs, 16, 160, 400, 1, threads=1)
+    alone = ExactRing(ranks, ALONE)
+    alone.run(_requests(case))
+    # Four sequences of two parts each are enough for a thread, with both KV heads in one.
+    together = ExactRing(ranks, ALONE._replace(sequences=4), alone.said)
+    together.run(_requests(case))
+    assert together.compared
+    ranks.close()
 
 
 def _attempt(ring: Ring, which: int, done: int, number: int) -> GenerationRequest:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.executor.core.layer_state import Pages
-from services.executor.kv_cache.code_groups import group_order, lie_in_groups, to_groups
+from services.executor.kv_cache.code_groups import fits_groups, group_order, to_groups
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -39,7 +39,7 @@ def test_a_store_in_groups_gives_what_one_in_order_does() -> None:
         for layer in range(2):
             one.writable(layer).copy_(content[layer])
         one.compress([[0, WRITABLE + 2], [2, WRITABLE]])
-    assert [grouped.is_in_groups(layer) for layer in range(2)] == [True, False]
+    assert [grouped.shape.is_in_groups(layer) for layer in range(2)] == [True, False]
     table = torch.tensor([WRITABLE + 2, 1, WRITABLE, 2])
     for layer in range(2):
         assert torch.equal(plain.gather(layer, table, 2).clone(), grouped.gather(layer, table, 2))
@@ -69,5 +69,5 @@ def test_their_bytes_are_of_another_format_and_mean_the_same_numbers() -> None:
     ],
 )
 def test_what_lies_in_order(pages: Pages, codec: Codec | None, block_size: int) -> None:
-    assert lie_in_groups(Pages(2, 1, 64), INT8, 16)
-    assert not lie_in_groups(pages, codec, block_size)
+    assert fits_groups(Pages(2, 1, 64), INT8, 16)
+    assert not fits_groups(pages, codec, block_size)
