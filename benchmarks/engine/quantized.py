@@ -29,22 +29,22 @@ ROWS = (1, 2, 4, 16, 64, 256)
 COPIES_OF = 160 << 20  # bytes of each format that take turns at few rows: more than the caches hold
 
 
-def formats() -> Iterator[tuple[str, Weight]]:
+def formats(outputs: int = OUTPUTS, inputs: int = INPUTS) -> Iterator[tuple[str, Weight]]:
     """(name, a weight in it) of random codes."""
-    weight = torch.randn(OUTPUTS, INPUTS) * 0.02
+    weight = torch.randn(outputs, inputs) * 0.02
     yield "bf16", weight.bfloat16()
     for name, codec in CODECS.items():
-        room = codec.empty(OUTPUTS, INPUTS)
+        room = codec.empty(outputs, inputs)
         codec.encode_into(room, weight)
         yield name, room
-    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8)
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     for group in (32, 128):
-        scales = torch.rand(OUTPUTS, INPUTS // group).half()
+        scales = torch.rand(outputs, inputs // group).half()
         yield f"4 bits, {group}", QuantizedRows(codes, 4, group, scales, offset=8)
         zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
         yield f"4 bits, {group}, zero points", QuantizedRows(codes, 4, group, scales, zeros=zeros)
-    scales = torch.randint(-32, 32, (OUTPUTS, INPUTS // 16), dtype=torch.int8)
-    supers = torch.rand(OUTPUTS, INPUTS // 256).half()
+    scales = torch.randint(-32, 32, (outputs, inputs // 16), dtype=torch.int8)
+    supers = torch.rand(outputs, inputs // 256).half()
     yield "q3_k", QuantizedRows(codes % 8, 3, 16, scales, offset=4, supers=supers, per=16)
 
 

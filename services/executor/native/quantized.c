@@ -219,6 +219,10 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
     const long most = rows <= FEWEST && format->bits < 8 ? PIECE : SLAB;
     slab here;
+#if SUMS_OF_16_BITS
+    const int bits = packed ? format->bits : unpacked_bits(format);
+    int8_t wide[ROWS * SHORTS_ROW];
+#endif
     memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
     for (long block = 0; block < blocks; block += most) {
         const long some = blocks - block < most ? blocks - block : most;
@@ -239,6 +243,12 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
             tile_rows some_rows = { x->codes + r * x->stride + block * BLOCK, x->scales + block * x->rows + r,
                                     x->sums + block * halves * x->rows + r, x->starts + block * halves * x->rows + r,
                                     x->stride, x->rows };
+#if SUMS_OF_16_BITS
+            if (takes_shorts(bits, (int)count)) {
+                widen_rows(wide, some_rows.codes, x->stride, count, some * BLOCK);
+                some_rows.codes = wide;
+            }
+#endif
             tiles[count](&here, some, some_rows, sums + row * PANEL);
             row += count;
             here.ahead = 0;

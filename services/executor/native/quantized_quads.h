@@ -82,6 +82,51 @@ RZ_INLINE bytes codes_at(const int bits, const uint8_t *block, int quad, int sid
     return SUMS_OF_16_BITS && bits == 8 ? field(codes, plane * 4, 15) : codes;
 }
 
+#if SUMS_OF_16_BITS
+/* Codes of 8 bits are multiplied as 16 bits each, by activations that were widened for it: of each four columns the first
+ * and the third, and SHORTS_APART bytes on the second and the fourth. */
+enum { SHORTS_APART = SLAB * BLOCK, SHORTS_ROW = 2 * SHORTS_APART };
+
+/* Whether `rows` rows of such codes, which no whole scale multiplies, are. */
+RZ_INLINE int takes_shorts(int bits, int rows) { return bits == 8 && rows > FEWEST; }
+
+/* to[rows][SHORTS_ROW], from `columns` columns, whole blocks. */
+static void widen_rows(int8_t *to, const int8_t *x, long stride, long rows, long columns)
+{
+    for (long row = 0; row < rows; row++, x += stride, to += SHORTS_ROW)
+        for (long i = 0; i < columns; i += BLOCK)
+            store_shorts(to + i, to + i + SHORTS_APART, x + i);
+}
+
+/* As add_quads. */
+RZ_INLINE void add_quads_of_shorts(const int rows, const int sides, i32 (*dots)[2], const uint8_t *codes, int side,
+                                   ptrdiff_t ahead, const int8_t *x, const int from, const int end)
+{
+    static const int32_t even = 0x00ff00ff;
+#pragma GCC unroll 8
+    for (int quad = from; quad < end; quad++) {
+        if (side == 0)
+            ask_for(codes + ahead + quad * 2 * LINE_BYTES, 2 * LINE_BYTES);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            bytes here[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < sides; i++) {
+                const bytes line = bytes_load(codes + (quad * 2 + side + i) * LINE_BYTES);
+                here[i] = odd ? bytes_right(line, 8) : bytes_and(line, bytes_repeat4(&even));
+            }
+#pragma GCC unroll 6
+            for (int row = 0; row < rows; row++) {
+                const bytes two = bytes_repeat4(x + row * SHORTS_ROW + odd * SHORTS_APART + quad * 4);
+#pragma GCC unroll 2
+                for (int i = 0; i < sides; i++)
+                    dots[row][i] = i32_dot_shorts(dots[row][i], here[i], two);
+            }
+        }
+    }
+}
+#endif
+
 /* dots[row] += quads [from, end) of `sides` sides of a block, from `side` on. Where products are summed in 16 bits, and
  * there are `scales` (of each side, each twice as 16 bits), they are multiplied by them; `starts` of each row, two of 16
  * bits each, are what such sums begin with, or NULL: zeros. */
@@ -91,6 +136,12 @@ RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const 
                          long start_stride)
 {
     const int width = bits > 10 ? bits - 10 : bits + zeros, planes = SUMS_OF_16_BITS && width == 8 ? 2 : 1;
+#if SUMS_OF_16_BITS
+    if (!scales && takes_shorts(width, rows)) {
+        add_quads_of_shorts(rows, sides, dots, codes, side, ahead, x, from, end);
+        return;
+    }
+#endif
     /* How many quads' products fit into sums of 16 bits. */
     const int fit = planes == 2 || width <= 4 ? QUADS : width == 5 ? 4 : width == 6 ? 2 : 1;
     const int run = !SUMS_OF_16_BITS ? 1 : fit < end - from ? fit : end - from;

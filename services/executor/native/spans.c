@@ -14,6 +14,7 @@ typedef struct {
     int pairs;          /* of groups that have minimums of their own, of a span */
     int short_sums;     /* whether scales are 16 bits, to multiply sums of 16 */
     long each;          /* blocks of a span */
+    int bits;           /* of codes that no whole number scales, as they are multiplied; else 0 */
     int wide_starts;    /* whether what codes are too large by is subtracted from whole sums, not from those of 16 bits */
 } span_slab;
 
@@ -404,7 +405,15 @@ static void multiply_slab_of_spans(span_tiles tiles, span_slab *from, span_rows 
 {
     for (long row = 0, left = (rows + ROWS - 1) / ROWS; left; left--) {
         const long count = (rows - row + left - 1) / left;
-        (count <= FEWEST ? tiles.few[count] : tiles.more[count - FEWEST - 1])(from, rows_from(x, row), sums + row * PANEL);
+        span_rows some = rows_from(x, row);
+#if SUMS_OF_16_BITS
+        int8_t wide[ROWS * SHORTS_ROW];
+        if (takes_shorts(from->bits, (int)count)) {
+            widen_rows(wide, some.codes, x.stride, count, from->blocks * BLOCK);
+            some.codes = wide;
+        }
+#endif
+        (count <= FEWEST ? tiles.few[count] : tiles.more[count - FEWEST - 1])(from, some, sums + row * PANEL);
         row += count;
         from->of.ahead = 0;
     }
@@ -416,16 +425,19 @@ static void multiply_spans(const rz_format *format, const places *at, const rz_r
     const long blocks = blocks_of(format), most = blocks_at_once(format);
     const int zeros = format->minimums == RZ_ZEROS && format->bits < 8, packed = span_grouping(format, 1);
     span_tiles tiles = { 0 };
+    int bits = format->bits;
     if (!format->has_table)
-        tiles = span_tiles_of(packed, zeros, format->bits);
+        tiles = span_tiles_of(packed, zeros, bits);
     const int in_place = rows <= FEWEST ? tiles.few != NULL : tiles.few && tiles.more;
     if (!in_place) {
-        tiles = span_tiles_of(span_grouping(format, 0), 0, unpacked_width(unpacked_most(format)));
+        bits = unpacked_width(unpacked_most(format));
+        tiles = span_tiles_of(span_grouping(format, 0), 0, bits);
         if (!tiles.few)
-            tiles = span_tiles_of(span_grouping(format, 0), 0, 8);
+            tiles = span_tiles_of(span_grouping(format, 0), 0, bits = 8);
     }
     span_slab here; /* of which little is used */
     describe_spans(format, &here);
+    here.bits = has_whole_scales(format) ? 0 : bits;
     here.short_sums = in_place && sums_are_short(format->bits, packed);
     for (long block = 0; block < blocks; block += most) {
         take_spans(format, at, block, blocks - block < most ? blocks - block : most, &here);

@@ -5,13 +5,16 @@ import sys
 
 import pytest
 
-from benchmarks.regressions import counts
+from benchmarks.regressions import counts, instructions
 
 
-def test_no_work_has_grown() -> None:
+@pytest.mark.parametrize("kernels", ["--no-kernels", pytest.param("--kernels", marks=pytest.mark.slow)])
+def test_no_work_has_grown(kernels: str) -> None:
     """In a process of its own: what other tests have set up would count."""
+    if kernels == "--kernels" and instructions.missing():
+        pytest.skip(f"instructions are not counted: {instructions.missing()}")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.regressions.counts"],
+        [sys.executable, "-m", "benchmarks.regressions.counts", kernels],
         capture_output=True,
         text=True,
         check=False,

@@ -387,10 +387,20 @@ RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 
 RZ_INLINE bytes bytes_of_i32(i32 a) { return a; }
 
-/* sum + the products of each lane's two of 16 bits, with their signs. */
+/* sum + the products of each lane's two of 16 bits, with their signs: where it stands, as of shorts_add. */
 RZ_INLINE i32 i32_dot_shorts(i32 sum, bytes a, bytes b)
 {
-    return i32_add(sum, HALVES2(i32, _mm256_madd_epi16, a, b));
+    sum = i32_add(sum, HALVES2(i32, _mm256_madd_epi16, a, b));
+    __asm__("" : "+x"(sum.low), "+x"(sum.high));
+    return sum;
+}
+
+/* 32 bytes as 16 bits each: even ones and odd ones. */
+RZ_INLINE void store_shorts(int8_t *even, int8_t *odd, const int8_t *from)
+{
+    const __m256i all = _mm256_loadu_si256((const __m256i *)from);
+    _mm256_storeu_si256((__m256i *)even, _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
+    _mm256_storeu_si256((__m256i *)odd, _mm256_srai_epi16(all, 8));
 }
 
 /* --- layouts --- */
