@@ -65,7 +65,7 @@ def functions(library: Path, level: str) -> dict[str, list[Instruction]]:
 
     Raises BenchError.
     """
-    listing, symbols = _objdump("--disassemble", "--no-show-raw-insn", library), _objdump("--syms", "", library)
+    listing, symbols = _objdump(library, "-d", "--no-show-raw-insn"), _objdump(library, "--syms")
     code = {
         int(start, 16): [Instruction(int(at, 16), text.strip()) for at, text in _INSTRUCTION.findall(body)]
         for start, body in re.findall(r"^([0-9a-f]+) <[^>]+>:\n((?:.+\n)*)", listing, re.MULTILINE)
@@ -77,8 +77,8 @@ def functions(library: Path, level: str) -> dict[str, list[Instruction]]:
     return {name: code[int(start, 16)] for start, name in places if int(start, 16) in code}
 
 
-def _objdump(what: str, how: str, library: Path) -> str:
-    command = ["objdump", *filter(None, [what, how]), str(library)]
+def _objdump(library: Path, *options: str) -> str:
+    command = ["objdump", *options, str(library)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -49,7 +49,9 @@ class Engine:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = _CACHE_GB
         scheduler.enable_prefix_caching = True
-        properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "bf16"}
+        # A processor without bf16 instructions has its pipeline refuse them; f32 is its default there.
+        precision = "bf16" if "_bf16" in Path("/proc/cpuinfo").read_text() else "f32"
+        properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(weights), scheduler, "CPU", properties)
         self._waiting: queue.SimpleQueue[Generation] = queue.SimpleQueue()
         self._running: dict[int, tuple[Any, Generation]] = {}

@@ -46,15 +46,19 @@ def count() -> dict[str, int]:
         product = f"rz_multiply_{COUNTED}"
         watch = ("--collect-atstart=no", f"--toggle-collect={product}", f"--dump-after={product}")
         command = ["valgrind", "--tool=callgrind", *watch, f"--callgrind-out-file={scratch}/counted"]
-        done = subprocess.run(
-            [*command, sys.executable, "-c", f"from {__name__} import multiply; multiply({scratch!r})"],
-            cwd=ROOT,
-            env=os.environ | {LEVEL: COUNTED},
-            capture_output=True,
-            text=True,
-            timeout=_TIME_LIMIT,
-            check=False,
-        )
+        child = [sys.executable, "-c", f"from {__name__} import multiply; multiply({scratch!r})"]
+        try:
+            done = subprocess.run(
+                [*command, *child],
+                cwd=ROOT,
+                env=os.environ | {LEVEL: COUNTED},
+                capture_output=True,
+                text=True,
+                timeout=_TIME_LIMIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"Counting instructions took longer than {_TIME_LIMIT:g} s.") from None
         if done.returncode:
             raise BenchError(f"Counting instructions failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
         works = [f"kernels: {COUNTED}, {said} by {kind}, instructions" for kind in KINDS for said in ROWS.values()]

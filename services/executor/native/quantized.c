@@ -244,7 +244,7 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
                                     x->sums + block * halves * x->rows + r, x->starts + block * halves * x->rows + r,
                                     x->stride, x->rows };
 #if SUMS_OF_16_BITS
-            if (takes_shorts(bits, (int)count)) {
+            if (bits == 8) {
                 widen_rows(wide, some_rows.codes, x->stride, count, some * BLOCK);
                 some_rows.codes = wide;
             }

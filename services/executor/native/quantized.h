@@ -21,8 +21,8 @@
  * registers, by the vector units that do not multiply; those with a table, and other rare ones, are first unpacked to 8
  * bits for many rows, and so are all where registers are few. AVX2 has no such instruction: it sums products in 16 bits,
  * of as many quads as fit (8 with codes of 4 bits, 4 with 5, 2 with 6), before it widens them; codes of 8 bits are
- * multiplied as two of 4 by few rows, and as 16 bits by more. A row's sums are in the same order either way, so its bits
- * do not depend on the others. What comes from memory is the packed form, and is asked for one panel ahead.
+ * multiplied as 16 bits, or, where whole numbers scale them, as two of 4. A row's sums are in the same order either way,
+ * so its bits do not depend on the others. What comes from memory is the packed form, and is asked for one panel ahead.
  */
 #ifndef RZ_QUANTIZED_H
 #define RZ_QUANTIZED_H

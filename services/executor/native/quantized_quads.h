@@ -83,12 +83,9 @@ RZ_INLINE bytes codes_at(const int bits, const uint8_t *block, int quad, int sid
 }
 
 #if SUMS_OF_16_BITS
-/* Codes of 8 bits are multiplied as 16 bits each, by activations that were widened for it: of each four columns the first
- * and the third, and SHORTS_APART bytes on the second and the fourth. */
+/* Codes of 8 bits that no whole number scales are multiplied as 16 bits each, by activations that were widened for it: of
+ * each four columns the first and the third, and SHORTS_APART bytes on the second and the fourth. */
 enum { SHORTS_APART = SLAB * BLOCK, SHORTS_ROW = 2 * SHORTS_APART };
-
-/* Whether `rows` rows of such codes, which no whole scale multiplies, are. */
-RZ_INLINE int takes_shorts(int bits, int rows) { return bits == 8 && rows > FEWEST; }
 
 /* to[rows][SHORTS_ROW], from `columns` columns, whole blocks. */
 static void widen_rows(int8_t *to, const int8_t *x, long stride, long rows, long columns)
@@ -137,7 +134,7 @@ RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const 
 {
     const int width = bits > 10 ? bits - 10 : bits + zeros, planes = SUMS_OF_16_BITS && width == 8 ? 2 : 1;
 #if SUMS_OF_16_BITS
-    if (!scales && takes_shorts(width, rows)) {
+    if (!scales && width == 8) {
         add_quads_of_shorts(rows, sides, dots, codes, side, ahead, x, from, end);
         return;
     }

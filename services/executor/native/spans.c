@@ -28,31 +28,35 @@ typedef struct {
 
 /* --- a panel's share --------------------------------------------------------------------------------- */
 
-RZ_INLINE i32 whole_at(const uint8_t *from, const int type, long at)
+/* 16 whole numbers at `low` and 16 at `high`: two of 16 bits in each lane. */
+RZ_INLINE i32 whole_pairs(const uint8_t *low, const uint8_t *high, const int type)
 {
-    return type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at);
+    return type == RZ_U8 ? i32_load_pairs_u8(low, high) : i32_load_pairs_i8((const int8_t *)low, (const int8_t *)high);
 }
 
-/* Scales of `groups` groups from `first` on, and their minimums, as the whole numbers that they are. */
+RZ_INLINE i32 whole_at(const uint8_t *from, const int type)
+{
+    return type == RZ_U8 ? i32_load_u8(from) : i32_load_i8((const int8_t *)from);
+}
+
+/* Scales of `groups` groups from `first` on, an even number that begins with an even one, and their minimums, as the whole
+ * numbers that they are. Two groups lie side by side: a piece has an even number of them. */
 RZ_INLINE void take_whole_scales(const int type, const int minimums, const places *at, long first, int groups, span_slab *to)
 {
     const ptrdiff_t least = at->minimums - at->scales;
-    i32 before[2] = { i32_set1(0), i32_set1(0) };
-    for (int i = 0; i < groups; i++) {
+    for (int i = 0; i < groups; i += 2) {
         const uint8_t *here = group_at(at, at->scales, 1, first + i);
-#pragma GCC unroll 2
-        for (int side = 0; side < 2; side++) {
-            const i32 scale = whole_at(here, type, side * LANES);
-            i32_store(to->scales[i] + side * LANES, SUMS_OF_16_BITS ? i32_pair(scale, scale)
-                                                    : to->short_sums ? i32_pair(scale, i32_set1(0))
-                                                                     : scale);
-            if (!minimums)
-                continue;
-            const i32 minimum = whole_at(here + least, type, side * LANES);
-            if (i % 2)
-                i32_store(to->least[i / 2] + side * LANES, i32_pair(before[side], minimum));
-            before[side] = minimum;
+        int32_t *scales = to->scales[i];
+#pragma GCC unroll 4
+        for (int side = 0; side < 2 * PANEL; side += LANES) { /* of one group, and of the next */
+            const i32 scale = whole_at(here + side, type);
+            i32_store(scales + side, SUMS_OF_16_BITS ? whole_pairs(here + side, here + side, type)
+                                            : to->short_sums ? i32_pair(scale, i32_set1(0))
+                                                             : scale);
         }
+#pragma GCC unroll 2
+        for (int side = 0; side < PANEL && minimums; side += LANES)
+            i32_store(to->least[i / 2] + side, whole_pairs(here + least + side, here + least + PANEL + side, type));
     }
 }
 
@@ -408,7 +412,7 @@ static void multiply_slab_of_spans(span_tiles tiles, span_slab *from, span_rows 
         span_rows some = rows_from(x, row);
 #if SUMS_OF_16_BITS
         int8_t wide[ROWS * SHORTS_ROW];
-        if (takes_shorts(from->bits, (int)count)) {
+        if (from->bits == 8) {
             widen_rows(wide, some.codes, x.stride, count, from->blocks * BLOCK);
             some.codes = wide;
         }

@@ -274,6 +274,19 @@ RZ_INLINE i32 i32_pair(i32 low, i32 high)
                   _mm256_blend_epi16(low.high, _mm256_slli_epi32(high.high, 16), 0xaa) };
 }
 
+/* Two of 16 bits in each lane: of `low`, and above them of `high`. */
+RZ_INLINE i32 i32_load_pairs_u8(const uint8_t *low, const uint8_t *high)
+{
+    const __m128i a = _mm_loadu_si128((const __m128i *)low), b = _mm_loadu_si128((const __m128i *)high);
+    return (i32){ _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b)) };
+}
+
+RZ_INLINE i32 i32_load_pairs_i8(const int8_t *low, const int8_t *high)
+{
+    const __m128i a = _mm_loadu_si128((const __m128i *)low), b = _mm_loadu_si128((const __m128i *)high);
+    return (i32){ _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b)) };
+}
+
 RZ_INLINE lanes i32_greater(i32 a, i32 b) { return HALVES2(lanes, _mm256_cmpgt_epi32, a, b); }
 
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere)

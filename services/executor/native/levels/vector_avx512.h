@@ -144,6 +144,9 @@ RZ_INLINE i32 i32_pair(i32 low, i32 high)
 {
     return _mm512_mask_mov_epi16(low, 0xaaaaaaaa, _mm512_slli_epi32(high, 16));
 }
+/* Two of 16 bits in each lane: of `low`, and above them of `high`. */
+RZ_INLINE i32 i32_load_pairs_u8(const uint8_t *low, const uint8_t *high) { return i32_pair(i32_load_u8(low), i32_load_u8(high)); }
+RZ_INLINE i32 i32_load_pairs_i8(const int8_t *low, const int8_t *high) { return i32_pair(i32_load_i8(low), i32_load_i8(high)); }
 
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere) { return _mm512_mask_mov_epi32(elsewhere, some, there); }
 RZ_INLINE f32 f32_from_i32(i32 a) { return _mm512_cvtepi32_ps(a); }

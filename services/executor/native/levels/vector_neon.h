@@ -199,6 +199,9 @@ RZ_INLINE i32 i32_sub(i32 a, i32 b) { PARTS(i32, vsubq_s32(a.part[i], b.part[i])
 RZ_INLINE i32 i32_mul(i32 a, i32 b) { PARTS(i32, vmulq_s32(a.part[i], b.part[i])); }
 /* The lower 16 bits of each: of `low`, and above them of `high`. */
 RZ_INLINE i32 i32_pair(i32 low, i32 high) { PARTS(i32, vsliq_n_s32(low.part[i], high.part[i], 16)); }
+/* Two of 16 bits in each lane: of `low`, and above them of `high`. */
+RZ_INLINE i32 i32_load_pairs_u8(const uint8_t *low, const uint8_t *high) { return i32_pair(i32_load_u8(low), i32_load_u8(high)); }
+RZ_INLINE i32 i32_load_pairs_i8(const int8_t *low, const int8_t *high) { return i32_pair(i32_load_i8(low), i32_load_i8(high)); }
 RZ_INLINE lanes i32_greater(i32 a, i32 b) { PARTS(lanes, vcgtq_s32(a.part[i], b.part[i])); }
 
 RZ_INLINE i32 i32_select(lanes some, i32 there, i32 elsewhere)
