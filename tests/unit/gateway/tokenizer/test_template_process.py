@@ -118,7 +118,8 @@ async def test_it_has_none_of_the_gateways_settings(
 
 
 async def test_a_prompt_has_a_size_at_most(made: list[TemplateProcess]) -> None:
-    process = await probed("{{ 'a' * 70000000 if messages[0].content == 'Hi' }}", made)
+    # Not a constant, which would be computed as the template is compiled: two seconds of a slow processor.
+    process = await probed("{{ messages[0].content * 35000000 if messages[0].content == 'Hi' }}", made)
     with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_text"):
         await process.render(CHAT, None, PLAIN)
     assert await process.render([{"role": "user", "content": "Hello"}], None, PLAIN) == ""
