@@ -99,8 +99,9 @@ def built(name: str, compiler: str, optimization: str, tiles: bool) -> list[str]
 
 
 @cache
-def lines_of(name: str, compiler: str = "gcc", optimization: str = "1", which: str = "") -> list[list[str]]:
-    """What `levels/check.c` says of a level, all or `which` part."""
+def lines_of(name: str, compiler: str = "gcc", optimization: str = "g", which: str = "") -> list[list[str]]:
+    """What `levels/check.c` says of a level, all or `which` part. `-Og` takes a third to two thirds of the time of
+    `-O1` to compile, and what it makes is as fast."""
     command = [*built(name, compiler, optimization, which == "tiles"), which]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout.splitlines()[-1:] + ran.stderr.splitlines()
