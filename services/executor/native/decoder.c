@@ -440,7 +440,7 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
         return RZ_NO_MEMORY;
     if (!rz_workspace_reserve_bests(&decoder->space, (long)step->sampled * rz_threads_count(decoder->threads)))
         return RZ_NO_MEMORY;
-    if (!rz_workspace_reserve_rounded(&decoder->space, decoder->rounded_row * (size_t)step->tokens))
+    if (!rz_workspace_reserve_prepared(&decoder->space, decoder->prepared_row * (size_t)step->tokens))
         return RZ_NO_MEMORY;
     if (!rz_plan_adapters(decoder, step))
         return RZ_NO_MEMORY;
@@ -489,7 +489,7 @@ static void multiply_alone(void *argument, int thread)
 
 int rz_decoder_multiply(rz_decoder *decoder, const rz_linear *linear, const void *x, int rows, float *out)
 {
-    if (!rz_workspace_reserve_rounded(&decoder->space, rz_rounded_row(linear) * (size_t)rows))
+    if (!rz_workspace_reserve_prepared(&decoder->space, rz_prepared_row(linear) * (size_t)rows))
         return RZ_NO_MEMORY;
     multiplication job = { decoder, { .linear = linear, .x = x, .rows = rows, .end = STORE, .out = out, .scale = 1 } };
     rz_threads_run(decoder->threads, multiply_alone, &job);
@@ -530,22 +530,22 @@ void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int 
     rz_threads_run(decoder->threads, search_rows, &job);
 }
 
-/* Of the widest quantized linear. */
-static size_t rounded_row_of(const rz_model *model)
+/* Of the linear that takes most. */
+static size_t prepared_row_of(const rz_model *model)
 {
-    size_t most = rz_rounded_row(&model->head);
-    const size_t of_inputs = rz_rounded_row(&model->inputs.projection);
+    size_t most = rz_prepared_row(&model->head);
+    const size_t of_inputs = rz_prepared_row(&model->inputs.projection);
     most = of_inputs > most ? of_inputs : most;
     for (int i = 0; i < model->layers; i++) {
         const rz_layer *layer = &model->layer[i];
         const rz_linear *linears[] = { &layer->qkv, &layer->output, &layer->gate_up, &layer->down, &layer->input_gate,
                                        &layer->input_projection };
         for (int j = 0; j < 6; j++) {
-            const size_t bytes = rz_rounded_row(linears[j]);
+            const size_t bytes = rz_prepared_row(linears[j]);
             most = bytes > most ? bytes : most;
         }
-        const size_t of_experts = rz_experts_rounded(layer->experts);
-        const size_t of_queries = layer->latent ? rz_rounded_row(&layer->latent->query_b) : 0;
+        const size_t of_experts = rz_experts_prepared(layer->experts);
+        const size_t of_queries = layer->latent ? rz_prepared_row(&layer->latent->query_b) : 0;
         most = of_experts > most ? of_experts : most;
         most = of_queries > most ? of_queries : most;
     }
@@ -564,7 +564,7 @@ static rz_decoder *new_on(rz_threads *threads, int borrowed, const rz_model *mod
     decoder->model = *model;
     decoder->threads = threads;
     decoder->borrowed = borrowed;
-    decoder->rounded_row = rounded_row_of(model);
+    decoder->prepared_row = prepared_row_of(model);
     decoder->tail.from = rz_first_of_tail(model);
     if (!rz_workspace_new(&decoder->space, model, rz_threads_count(threads))) {
         rz_decoder_free(decoder);

@@ -218,10 +218,10 @@ void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, 
         .weights = space->weights, .scale = scale }, experts->count, space->groups, space->count);
 }
 
-size_t rz_experts_rounded(const rz_experts *experts)
+size_t rz_experts_prepared(const rz_experts *experts)
 {
     if (!experts)
         return 0;
-    const size_t in = rz_rounded_row(&experts->gate_up), out = rz_rounded_row(&experts->down);
+    const size_t in = rz_prepared_row(&experts->gate_up), out = rz_prepared_row(&experts->down);
     return (in > out ? in : out) * (size_t)experts->chosen;
 }

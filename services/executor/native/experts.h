@@ -4,8 +4,8 @@
 
 #include "products.h"
 
-/* Bytes that the rounded activations of a layer's experts take for a token. */
-size_t rz_experts_rounded(const rz_experts *experts);
+/* Bytes that the activations of a layer's experts take for a token as products take them. */
+size_t rz_experts_prepared(const rz_experts *experts);
 
 /* Chooses the experts of the normed rows. This and what follows: called by all threads alike. */
 void rz_choose_experts(rz_decoder *decoder, int thread, const rz_experts *experts);

@@ -8,7 +8,7 @@ enum {
     SPAN = RZ_FLOAT_SPAN,             /* columns that are unpacked together, and summed before they are scaled */
     PAIR = 2 * PANEL,                 /* values of a line, unpacked */
     FEW_ROWS = VECTORS >= 32 ? 8 : 1, /* that are multiplied as codes are unpacked */
-    TURNS_OF_FEW = VECTORS >= 32 ? 12 : 1, /* so often a group is, before it is worth unpacking it for tiles */
+    TURNS_OF_FEW = VECTORS < 32 ? 1 : TURNS == 2 ? 2 : 12, /* so often a group is, before it is worth unpacking it for tiles */
 };
 
 /* How lines are unpacked: of 4 bits; of 8, in parts; of 8, where tables of 128 bytes are looked up. */
@@ -233,22 +233,6 @@ static const few_function FEW_TILES[WAYS][FEW_ROWS + 1] = {
 #pragma GCC pop_options
 #endif
 
-#if !defined(__AMX_BF16__)
-static void few_rows(const rz_format *format, const decoding *by, const places *at, const bf16 *x, long stride,
-                     long rows, long first, long end, float *part)
-{
-    if (TURNS == 1) {
-        FEW_TILES[way_of(format)][rows](by, at, (const operand *)x + first, stride, first, end, part);
-        return;
-    }
-    operand inputs[FEW_ROWS * SPAN];
-    for (long row = 0; row < rows; row++)
-        for (long i = 0; i < end - first; i++)
-            inputs[row * SPAN + i] = (operand)bf16_to_float(x[row * stride + first + i]);
-    FEW_TILES[way_of(format)][rows](by, at, inputs, SPAN, first, end, part);
-}
-#endif
-
 /* sums += part * the scales of the group of `column`. */
 RZ_INLINE void add_scaled(const rz_format *format, const places *at, long column, long rows, const float *part,
                           float *sums)
@@ -262,7 +246,7 @@ RZ_INLINE void add_scaled(const rz_format *format, const places *at, long column
     }
 }
 
-void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const bf16 *x,
+void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const operand *x,
                           long stride, long rows, float *sums)
 {
     places at = places_of(format, panel);
@@ -280,7 +264,7 @@ void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const u
             const long end = first + together < columns ? first + together : columns;
             for (long row = 0, turns = (rows + FEW_ROWS - 1) / FEW_ROWS; turns; turns--) {
                 const long here = (rows - row + turns - 1) / turns;
-                few_rows(format, &by, row ? &again : &at, x + row * stride, stride, here, first, end, part);
+                FEW_TILES[way_of(format)][here](&by, row ? &again : &at, x + row * stride + first, stride, first, end, part);
                 add_scaled(format, &at, first, here, part, sums + row * PANEL);
                 row += here;
             }
@@ -296,8 +280,8 @@ void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const u
             const long here = (rows - row + tiles - 1) / tiles;
             for (long first = begin; first < last; first += together) {
                 const long end = first + together < last ? first + together : last;
-                rz_tile((int)here, x + row * stride + first, stride, span + (first - begin) * PANEL, (end - first) / 2,
-                        part, PANEL, 0, NULL);
+                rz_tile_operands((int)here, x + row * stride + first, stride, span + (first - begin) * PANEL,
+                                 (end - first) / 2, part, PANEL, 0, NULL);
                 add_scaled(format, &at, first, here, part, sums + row * PANEL);
             }
             row += here;

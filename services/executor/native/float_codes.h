@@ -20,8 +20,8 @@
 #include "decoder.h"
 #include "vector.h"
 
-/* sums[rows][32] of a panel, from `rows` rows of `x`, `stride` apart. `coming`: as rz_quantized_panel has it. */
-void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const bf16 *x,
+/* sums[rows][32] of a panel, from `rows` rows of operands (gemm.h), `stride` apart. `coming`: as rz_quantized_panel has it. */
+void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const operand *x,
                           long stride, long rows, float *sums);
 
 enum { RZ_FLOAT_SPAN = 256 /* columns that are unpacked together */ };

@@ -5,8 +5,6 @@
 #include "levels/tile_amx.h"
 #else
 
-enum { PAIRS_AT_ONCE = 64 /* whose inputs are widened at once: they stay in the first cache */ };
-
 /* `rows` rows by `vectors` vectors of a panel, whose sums stay in registers. Every row is summed in the same order,
  * however many rows there are: what a row comes to does not depend on its neighbours. */
 RZ_INLINE void block(const int rows, const int vectors, const operand *x, long ldx, const bf16 *panel, long pairs,
@@ -74,37 +72,14 @@ static const block_function BLOCKS[MOST_AT_ONCE + 1] = {
 #endif
 };
 
-static void blocks(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-                   const char *ahead, long step)
+static void tile(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+                 const char *ahead, long step)
 {
     int count = (rows + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
     for (int done = 0; count; count--) {
         int here = (rows - done + count - 1) / count;
         BLOCKS[here](x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, ahead, step);
         done += here;
-    }
-}
-
-static void widen(int rows, const bf16 *x, long ldx, long count, operand *to, long ld_to)
-{
-    for (int row = 0; row < rows; row++)
-        for (long i = 0; i < count; i++)
-            to[row * ld_to + i] = (operand)bf16_to_float(x[row * ldx + i]);
-}
-
-static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-                 const char *ahead, long step)
-{
-    if (TURNS == 1) {
-        blocks(rows, (const operand *)x, ldx, panel, pairs, c, ldc, add, ahead, step);
-        return;
-    }
-    operand inputs[TILE_ROWS * 2 * PAIRS_AT_ONCE];
-    for (long pair = 0; pair < pairs; pair += PAIRS_AT_ONCE) {
-        long here = pairs - pair < PAIRS_AT_ONCE ? pairs - pair : PAIRS_AT_ONCE;
-        widen(rows, x + 2 * pair, ldx, 2 * here, inputs, 2 * PAIRS_AT_ONCE);
-        blocks(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair,
-               ahead + pair * step, step);
     }
 }
 #endif
@@ -122,13 +97,30 @@ rz_ahead rz_look_ahead(const bf16 *panel, long tiles)
     return (rz_ahead){ (const char *)panel, panel ? 2 * PANEL * (long)sizeof(bf16) / tiles : 0 };
 }
 
-void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
-             rz_ahead *ahead)
+void rz_tile_operands(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+                      rz_ahead *ahead)
 {
     long step = ahead ? ahead->step : 0;
     tile(rows, x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step);
     if (step)
         ahead->next += step * pairs;
+}
+
+void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+             rz_ahead *ahead)
+{
+    enum { PAIRS_AT_ONCE = 64 /* whose inputs are widened at once: they stay in the first cache */ };
+    if (TURNS == 1) {
+        rz_tile_operands(rows, (const operand *)x, ldx, panel, pairs, c, ldc, add, ahead);
+        return;
+    }
+    operand inputs[TILE_ROWS * 2 * PAIRS_AT_ONCE];
+    for (long pair = 0; pair < pairs; pair += PAIRS_AT_ONCE) {
+        const long here = pairs - pair < PAIRS_AT_ONCE ? pairs - pair : PAIRS_AT_ONCE;
+        for (int row = 0; row < rows; row++)
+            widen(inputs + row * 2 * PAIRS_AT_ONCE, x + row * ldx + 2 * pair, 2 * here);
+        rz_tile_operands(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair, ahead);
+    }
 }
 
 size_t rz_packed_bytes(long outputs, long inputs)

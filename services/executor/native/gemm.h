@@ -8,7 +8,8 @@
  *     panel p   k 0,1 of outputs 32p .. 32p+31 | k 2,3 of outputs 32p .. 32p+31 | ...      4 bytes each
  *
  * One tile is up to TILE_ROWS rows of x by one panel; its sums stay in registers as long as they fit. Without such
- * an instruction bf16 is widened, which is a shift or a mask, and multiplied in float32.
+ * an instruction bf16 is widened, which is a shift or a mask, and multiplied in float32: weights as they are loaded,
+ * activations ahead, as what the level calls operands.
  */
 #ifndef RZ_GEMM_H
 #define RZ_GEMM_H
@@ -40,6 +41,17 @@ rz_ahead rz_look_ahead(const bf16 *panel, long tiles);
  * `pairs`: k / 2. Adds to what is in c where `add` is set. `ahead` moves on by one tile; or NULL. */
 void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
              rz_ahead *ahead);
+
+/* The same of rows that are the level's operands. */
+void rz_tile_operands(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
+                      rz_ahead *ahead);
+
+/* Values as operands: float32 where the two of a pair are multiplied in turns, else what they are. */
+RZ_INLINE void widen(operand *to, const bf16 *x, long count)
+{
+    for (long i = 0; i < count; i++)
+        to[i] = TURNS == 1 ? (operand)x[i] : (operand)bf16_to_float(x[i]);
+}
 
 /* Gives back what products have taken of this thread. Whatever calls them does so before it returns to other code, which
  * may use the same registers. */

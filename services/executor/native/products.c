@@ -14,6 +14,8 @@ typedef struct {
     long before, outputs; /* of the linears before it, and of all */
     long origin;          /* the linear's output that is the first here */
     rz_rounded rounded;   /* the activations, where it is quantized */
+    operand *operands;    /* the activations, `apart` of each row, where they were widened for all panels; or NULL */
+    long apart;
     const rz_expansion *added; /* by adapters; or NULL */
     long shrinks;         /* that are tasks of this one's stage */
     long together;        /* rows of a task */
@@ -145,26 +147,48 @@ static void expand_rows(const segment *part, piece at, float *sums)
     rz_expand(part->added, at.first, at.rows, at.panel * PANEL, at.coming < 0 ? -1 : at.coming * PANEL, sums);
 }
 
+/* Widened rows by one panel, some inputs of all rows after the other: their weights stay in the first cache. */
+static void multiply_widened(const segment *part, piece at, const bf16 *weights, rz_ahead *ahead, float *sums)
+{
+    enum { PAIRS_AT_ONCE = 512 };
+    const long pairs = (part->linear->inputs + 1) / 2;
+    for (long pair = 0; pair < pairs; pair += PAIRS_AT_ONCE) {
+        const operand *x = part->operands + at.first * part->apart + 2 * pair;
+        const long count = least(PAIRS_AT_ONCE, pairs - pair);
+        for (long row = 0, tiles = whole_parts(at.rows, TILE_ROWS); tiles; tiles--) {
+            const long here = whole_parts(at.rows - row, tiles);
+            rz_tile_operands((int)here, x + row * part->apart, part->apart, weights + pair * 2 * PANEL, count,
+                             sums + row * PANEL, PANEL, pair > 0, ahead);
+            row += here;
+        }
+    }
+}
+
 static void multiply_bf16(const segment *part, piece at, int thread)
 {
     const rz_product *job = part->job;
     const long stride = stride_of(job), pairs = (part->linear->inputs + 1) / 2;
     const bf16 *panels = part->linear->packed, *weights = panels + at.panel * pairs * 2 * PANEL;
     float sums[ROWS_OF_TASK * PANEL], *to = sums;
-    long tiles = (at.rows + TILE_ROWS - 1) / TILE_ROWS;
+    long tiles = whole_parts(at.rows, TILE_ROWS);
     rz_ahead ahead = rz_look_ahead(at.coming < 0 ? NULL : panels + at.coming * pairs * 2 * PANEL, tiles);
-    for (long row = at.first, last = at.first + at.rows; tiles; tiles--) {
-        int here = (int)((last - row + tiles - 1) / tiles);
-        rz_tile(here, job->x + row * stride, stride, weights, pairs, to, PANEL, 0, &ahead);
-        row += here;
-        if (part->added) /* by all rows at once */
-            to += here * PANEL;
-        else
-            end_rows(part, sums, row - here, here, at.panel * PANEL, thread);
-    }
-    if (!part->added)
+    const int together = part->added || part->operands; /* whether all rows are ended at once */
+    if (part->operands)
+        multiply_widened(part, at, weights, &ahead, sums);
+    else
+        for (long row = at.first, last = at.first + at.rows; tiles; tiles--) {
+            const long here = whole_parts(last - row, tiles);
+            rz_tile((int)here, job->x + row * stride, stride, weights, pairs, to, PANEL, 0, &ahead);
+            row += here;
+            if (together)
+                to += here * PANEL;
+            else
+                end_rows(part, sums, row - here, here, at.panel * PANEL, thread);
+        }
+    if (!together)
         return;
-    expand_rows(part, at, sums);
+    if (part->added)
+        expand_rows(part, at, sums);
     end_rows(part, sums, at.first, at.rows, at.panel * PANEL, thread);
 }
 
@@ -179,8 +203,9 @@ static void multiply_quantized(const segment *part, piece at, int thread)
     if (rz_rounds(linear)) {
         rz_quantized_panel(&linear->format, here, coming, &part->rounded, at.first, at.rows, sums);
     } else {
-        const long stride = stride_of(part->job);
-        rz_float_codes_panel(&linear->format, here, coming, part->job->x + at.first * stride, stride, at.rows, sums);
+        const long stride = TURNS == 1 ? stride_of(part->job) : part->apart;
+        const operand *x = TURNS == 1 ? (const operand *)part->job->x : part->operands;
+        rz_float_codes_panel(&linear->format, here, coming, x + at.first * stride, stride, at.rows, sums);
     }
     if (part->added)
         expand_rows(part, at, sums);
@@ -239,13 +264,48 @@ static void round_task(void *argument, long row, long next, int thread)
     rz_round_row(&part->rounded, &part->linear->format, row, x, part->linear->inputs);
 }
 
-/* The activations, for a quantized linear. */
-static void round_rows(rz_decoder *decoder, int thread, int booked, segment *part)
+static void widen_task(void *argument, long row, long next, int thread)
 {
-    if (!rz_rounds(part->linear))
-        return;
-    part->rounded = rz_rounded_in(decoder->space.rounded, &part->linear->format, part->job->rows);
-    rz_run_rows(decoder, thread, booked, part->job->rows, round_task, part);
+    (void)next, (void)thread;
+    const segment *part = argument;
+    const long inputs = part->linear->inputs;
+    operand *to = part->operands + row * part->apart;
+    widen(to, part->job->x + row * stride_of(part->job), inputs);
+    to[inputs] = 0; /* of the last pair, where it is half a one */
+}
+
+/* Values of a widened row: a line more than there are, so that rows do not share the cache's places. */
+RZ_INLINE long widened_row(const rz_linear *linear)
+{
+    return whole_parts(linear->inputs, LANES) * LANES + LANES;
+}
+
+RZ_INLINE size_t widened_bytes(const rz_linear *linear)
+{
+    return (size_t)widened_row(linear) * sizeof(operand);
+}
+
+/* Whether activations are widened ahead. Fewer rows by bf16 are one block, which waits for weights from memory. */
+RZ_INLINE int are_widened(const rz_linear *linear, long rows)
+{
+    return TURNS == 2 && (linear->format.bits ? linear->format.floats : rows > MOST_AT_ONCE);
+}
+
+/* The activations as products take them: rounded for integers, widened for floats where there is room; there is for
+ * codes, see rz_prepared_row. */
+static void prepare_rows(rz_decoder *decoder, int thread, int booked, segment *part)
+{
+    const rz_linear *linear = part->linear;
+    const long rows = part->job->rows;
+    part->operands = NULL;
+    if (rz_rounds(linear)) {
+        part->rounded = rz_rounded_in(decoder->space.prepared, &linear->format, rows);
+        rz_run_rows(decoder, thread, booked, rows, round_task, part);
+    } else if (are_widened(linear, rows) && (size_t)rows * widened_bytes(linear) <= decoder->space.prepared_room) {
+        part->operands = decoder->space.prepared;
+        part->apart = widened_row(linear);
+        rz_run_rows(decoder, thread, booked, rows, widen_task, part);
+    }
 }
 
 void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
@@ -263,7 +323,7 @@ void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
     }
     for (const rz_linear *linear = job.linear; linear; linear = linear->next) {
         part.linear = linear;
-        round_rows(decoder, thread, booked, &part);
+        prepare_rows(decoder, thread, booked, &part);
         part.together = rows_of_task(decoder, &part);
         const long tasks = panels_of(linear) * whole_parts(job.rows, part.together);
         if (part.added) {
@@ -445,18 +505,20 @@ void rz_multiply_experts(rz_decoder *decoder, int thread, int booked, rz_product
         all.added = &added;
         rz_run_stage(decoder, thread, booked, activate_tasks(&all) / all.panels, shrink_expert_task, &all);
     }
-    round_rows(decoder, thread, booked, &all.part);
+    prepare_rows(decoder, thread, booked, &all.part);
     if (job.end == ADD)
         rz_run_stage(decoder, thread, booked, all.panels, add_task, &all);
     else
         rz_run_stage(decoder, thread, booked, activate_tasks(&all), activate_task, &all);
 }
 
-size_t rz_rounded_row(const rz_linear *linear)
+size_t rz_prepared_row(const rz_linear *linear)
 {
     size_t most = 0;
     for (; linear; linear = linear->next) {
-        const size_t bytes = rz_rounds(linear) ? rz_rounded_bytes(linear->format.columns) : 0;
+        size_t bytes = rz_rounds(linear) ? rz_rounded_bytes(linear->format.columns) : 0;
+        if (are_widened(linear, MOST_AT_ONCE + 1))
+            bytes = widened_bytes(linear);
         most = bytes > most ? bytes : most;
     }
     return most;

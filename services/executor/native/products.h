@@ -31,7 +31,7 @@ RZ_INLINE int rz_rounds(const rz_linear *linear)
 }
 
 /* Called by all threads alike; its time is booked on `part`. Where a linear is quantized, there must be room for the
- * rounded rows: rz_workspace_reserve_rounded. */
+ * rounded rows: rz_workspace_reserve_prepared. Those of bf16 are widened ahead where there is room. */
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
 
 enum {
@@ -63,7 +63,7 @@ void rz_multiply_experts(rz_decoder *decoder, int thread, int part, rz_product j
  * inputs of a head lie `step` behind those of the head before it, its outputs `out_step`. */
 void rz_multiply_heads(rz_decoder *decoder, int thread, int part, rz_product job, long heads, long step, long out_step);
 
-/* Bytes of one rounded row of its inputs; 0 where nothing of it is quantized. */
-size_t rz_rounded_row(const rz_linear *linear);
+/* Bytes of one row of its inputs as products take it, rounded or widened; 0 where that is as it is. */
+size_t rz_prepared_row(const rz_linear *linear);
 
 #endif

@@ -54,7 +54,7 @@ struct rz_decoder {
     const rz_attention_plan *attention; /* of that, for each of the model's heads */
     rz_attention_plan whole[RZ_HEADS]; /* of the caller's step */
     rz_tail tail;
-    size_t rounded_row; /* bytes of a row of rounded activations, at most; 0 where no linear is quantized */
+    size_t prepared_row; /* bytes of a row of activations as products take it, at most; 0: as it is */
     const rz_adapter_rows *adapter_rows; /* of `step`; NULL: no sequence has an adapter */
     rz_adapter_rows whole_rows;          /* of the caller's step */
     operand *shrunk;                     /* [rows of a product, shrunk_stride] */

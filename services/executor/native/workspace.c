@@ -221,12 +221,12 @@ int rz_workspace_reserve_bests(rz_workspace *space, long bests)
     return there;
 }
 
-int rz_workspace_reserve_rounded(rz_workspace *space, size_t bytes)
+int rz_workspace_reserve_prepared(rz_workspace *space, size_t bytes)
 {
-    if (bytes <= space->rounded_room)
+    if (bytes <= space->prepared_room)
         return 1;
-    int there = renew(&space->rounded, bytes);
-    space->rounded_room = there ? bytes : 0;
+    int there = renew(&space->prepared, bytes);
+    space->prepared_room = there ? bytes : 0;
     return there;
 }
 
@@ -259,7 +259,7 @@ void rz_workspace_free(rz_workspace *space)
 {
     free_routing(&space->routing);
     free_recurrent(&space->recurrent);
-    free(space->rounded);
+    free(space->prepared);
     free(space->bests);
     free(space->residual);
     free(space->delta);

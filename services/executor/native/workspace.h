@@ -107,8 +107,8 @@ typedef struct {
     long partial_room;
     rz_best *bests; /* [threads, sampled]: see LARGEST of products.h */
     long bests_room;
-    void *rounded; /* activations for a quantized linear: see quantized.h */
-    size_t rounded_room;
+    void *prepared; /* activations as products take them: see prepare_rows in products.c */
+    size_t prepared_room;
     unsigned char *scratch; /* one piece per thread */
     size_t scratch_piece;
     rz_routing routing;
@@ -133,7 +133,7 @@ int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens, long copies
 /* Notes what a recurrent layer needs. */
 void rz_workspace_measure(rz_workspace *space, const rz_recurrent *layer);
 int rz_workspace_reserve_bests(rz_workspace *space, long bests);
-int rz_workspace_reserve_rounded(rz_workspace *space, size_t bytes);
+int rz_workspace_reserve_prepared(rz_workspace *space, size_t bytes);
 void rz_workspace_free(rz_workspace *space);
 
 #endif

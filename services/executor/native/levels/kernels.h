@@ -32,7 +32,7 @@
 #define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
 #define rz_embed_rows RZ_OF_LEVEL(rz_embed_rows)
 #define rz_encode RZ_OF_LEVEL(rz_encode)
-#define rz_experts_rounded RZ_OF_LEVEL(rz_experts_rounded)
+#define rz_experts_prepared RZ_OF_LEVEL(rz_experts_prepared)
 #define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
 #define rz_float_codes_span RZ_OF_LEVEL(rz_float_codes_span)
 #define rz_end_products RZ_OF_LEVEL(rz_end_products)
@@ -87,7 +87,7 @@
 #define rz_round_row RZ_OF_LEVEL(rz_round_row)
 #define rz_rounded_bytes RZ_OF_LEVEL(rz_rounded_bytes)
 #define rz_rounded_in RZ_OF_LEVEL(rz_rounded_in)
-#define rz_rounded_row RZ_OF_LEVEL(rz_rounded_row)
+#define rz_prepared_row RZ_OF_LEVEL(rz_prepared_row)
 #define rz_run_experts RZ_OF_LEVEL(rz_run_experts)
 #define rz_run_rows RZ_OF_LEVEL(rz_run_rows)
 #define rz_run_stage RZ_OF_LEVEL(rz_run_stage)
@@ -102,6 +102,7 @@
 #define rz_summarise RZ_OF_LEVEL(rz_summarise)
 #define rz_tap_rows RZ_OF_LEVEL(rz_tap_rows)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
+#define rz_tile_operands RZ_OF_LEVEL(rz_tile_operands)
 #define rz_turn_sums RZ_OF_LEVEL(rz_turn_sums)
 #define rz_unpack_codes RZ_OF_LEVEL(rz_unpack_codes)
 #define rz_unpack_columns RZ_OF_LEVEL(rz_unpack_columns)
@@ -120,7 +121,7 @@
 #define rz_workspace_reserve_attention RZ_OF_LEVEL(rz_workspace_reserve_attention)
 #define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
 #define rz_workspace_reserve_recurrent RZ_OF_LEVEL(rz_workspace_reserve_recurrent)
-#define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
+#define rz_workspace_reserve_prepared RZ_OF_LEVEL(rz_workspace_reserve_prepared)
 
 #include "../activations.c"
 #include "../adapters.c"

@@ -283,7 +283,7 @@ static void check_all_spans(void)
 /* e4m3 (8 bits), or a table of 16: all their codes. */
 static void check_float_codes(int bits)
 {
-    enum { OUTPUTS = 40, COLUMNS = 256, GROUPS = 4, ROWS_TRIED = 13 };
+    enum { OUTPUTS = 40, COLUMNS = 256, GROUPS = 4, ROWS_DRAWN = 13, ROWS_TRIED = 20 /* more than few */ };
     rz_format format = { .bits = bits, .group = COLUMNS / GROUPS, .scale_type = RZ_F32, .columns = COLUMNS,
                          .floats = bits == 8 ? RZ_E4M3 : RZ_FLOAT_TABLE };
     uint8_t *codes = room(OUTPUTS * COLUMNS);
@@ -302,11 +302,14 @@ static void check_float_codes(int bits)
         rz_quantized_row(row, &format, packed, output);
         show_floats("row", row, COLUMNS);
     }
-    bf16 x[ROWS_TRIED * COLUMNS];
-    for (int i = 0; i < ROWS_TRIED * COLUMNS; i++)
-        x[i] = to_bf16_of(draw_float());
+    bf16 drawn[ROWS_DRAWN * COLUMNS];
+    for (int i = 0; i < ROWS_DRAWN * COLUMNS; i++)
+        drawn[i] = to_bf16_of(draw_float());
+    operand x[ROWS_TRIED * COLUMNS];
+    widen(x, drawn, ROWS_DRAWN * COLUMNS);
+    widen(x + ROWS_DRAWN * COLUMNS, drawn, (ROWS_TRIED - ROWS_DRAWN) * COLUMNS);
     rz_float_codes_panel(&format, packed, NULL, x, COLUMNS, ROWS_TRIED, all);
-    show_floats("float_codes", all, ROWS_TRIED * PANEL);
+    show_floats("float_codes", all, ROWS_DRAWN * PANEL);
     for (int rows = 1; rows < ROWS_TRIED; rows++) {
         rz_float_codes_panel(&format, packed, NULL, x + (ROWS_TRIED - rows) * COLUMNS, COLUMNS, rows, some);
         must(!memcmp(some, all + (ROWS_TRIED - rows) * PANEL, (size_t)(rows * PANEL) * sizeof *some),
