@@ -168,14 +168,14 @@ static void pack_values(int d, int keys, const bf16 *const *rows, rz_attention_m
 
 /* --- scores and weights ------------------------------------------------------------------------------ */
 
-static void multiply(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
+static void multiply(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add)
 {
     int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int done = 0; tiles; tiles--) {
         int here = (rows - done + tiles - 1) / tiles;
         if (ROWS_ALIKE > 1 && rows - done > TILE_ROWS) /* 48 are 32 and 16, not 24 twice */
             here = (here + ROWS_ALIKE - 1) / ROWS_ALIKE * ROWS_ALIKE;
-        rz_tile(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, NULL);
+        rz_tile_operands(here, x + done * ldx, ldx, panel, pairs, c + done * ldc, ldc, add, NULL);
         done += here;
     }
 }
@@ -229,7 +229,7 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, rz_attention_memory
     for (int key = 0; key < used; key += LANES) {
         const f32 weight = exp2_f32(f32_sub(f32_load(scores + key), base));
         total = f32_add(total, weight);
-        f32_store_bf16(scratch->weights[query] + key, f32_mul(weight, f32_load(scratch->scales[1] + key)));
+        f32_store_operands(scratch->weights[query] + key, f32_mul(weight, f32_load(scratch->scales[1] + key)));
     }
     float *sums = scratch->sums + query * rz_sum_width(shape);
     for (int i = 0; i < shape->value_dim; i += LANES)
@@ -319,7 +319,7 @@ static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, c
     for (int query = 0; query < part->rows * part->heads; query++) {
         const int at = head->first_query + query;
         const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
-        memcpy(memory->queries + at * d, from, (size_t)d * sizeof(bf16));
+        widen(memory->queries + at * d, from, d);
         memset(memory->sums + at * width, 0, (size_t)width * sizeof(float));
         memory->turned[at] = (uint8_t)coded; /* zeros are so in any order */
         memory->largest[at] = -INFINITY;

@@ -13,8 +13,8 @@ typedef struct {
     bf16 keys[KEYS * MAX_KEY_DIM];              /* [KEYS / PANEL][key_dim / 2][PANEL][2]: packed, pairs of d by keys */
     bf16 values[MAX_VALUE_DIM * KEYS];          /* [value_dim / PANEL][KEYS / 2][PANEL][2]: packed, pairs of keys by d */
     bf16 decoded[2][KEYS * MAX_KEY_DIM];        /* [KEYS][key_dim]: compressed keys and values as bf16 */
-    bf16 queries[TILE_QUERIES * MAX_KEY_DIM];   /* [rows * heads][key_dim] */
-    bf16 weights[TILE_QUERIES][KEYS];
+    operand queries[TILE_QUERIES * MAX_KEY_DIM]; /* [rows * heads][key_dim] */
+    operand weights[TILE_QUERIES][KEYS];
     float scores[TILE_QUERIES][KEYS];
     float sums[TILE_QUERIES * MAX_VALUE_DIM];   /* [rows * heads][rz_sum_width] */
     float scales[2][KEYS];

@@ -34,6 +34,15 @@ RZ_INLINE float bf16_to_float(bf16 value)
     return both.value;
 }
 
+/* 16 values rounded to bf16, as gemm.c multiplies them: bf16, or float32 where the two of a pair take turns. */
+RZ_INLINE void f32_store_operands(operand *to, f32 a)
+{
+    bf16 rounded[LANES];
+    f32_store_bf16(TURNS == 1 ? (bf16 *)to : rounded, a);
+    if (TURNS == 2)
+        f32_store((float *)to, f32_load_bf16(rounded));
+}
+
 /* 2^x, relative error below 1.5e-7 (of the polynomials of degree 5 that are 1 at 0, the one with the smallest relative
  * error on [0, 1]); 0 for -inf and NaN. */
 RZ_INLINE f32 exp2_f32(f32 x)
