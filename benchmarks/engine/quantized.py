@@ -26,6 +26,7 @@ from services.executor.native.library import RzModel, load_library
 
 OUTPUTS, INPUTS = 11264, 2048  # gate and up of a model of 1.1B parameters
 ROWS = (1, 2, 4, 16, 64, 256)
+PYTORCH = "float32, PyTorch"  # by oneDNN or MKL
 COPIES_OF = 160 << 20  # bytes of each format that take turns at few rows: more than the caches hold
 
 
@@ -80,16 +81,26 @@ def products(threads: int, rounds: int) -> Sheet:
     decoder = library.rz_decoder_new(ctypes.byref(RzModel()), threads, None)
     with ThreadPoolExecutor(threads) as pool:
         products = {name: Products(library, decoder, weight, pool) for name, weight in formats()}
-    best: dict[str, list[float]] = {name: [] for name in products}
+    plain = torch.randn(OUTPUTS, INPUTS)
+    sizes = {name: made.nbytes for name, made in products.items()} | {PYTORCH: plain.nbytes}
+    best: dict[str, list[float]] = {name: [] for name in sizes}
+    torch.set_num_threads(threads)
     for rows in ROWS:
         x, out = torch.randn(rows, INPUTS).bfloat16(), torch.empty(rows, OUTPUTS)
         work = {name: partial(made.seconds, x, out) for name, made in products.items()}
+        work[PYTORCH] = partial(_seconds_of_pytorch, x.float(), plain)
         for name, taken in in_turns(work, rounds).items():
             best[name].append(min(taken))
     library.rz_decoder_free(decoder)
     head = ("format", *(f"{rows} rows, {'GB/s' if rows < ROWS[3] else 'GOPS'}" for rows in ROWS))
-    cells = [(name, *_cells(made.nbytes, best[name], best["bf16"])) for name, made in products.items()]
+    cells = [(name, *_cells(size, best[name], best["bf16"])) for name, size in sizes.items()]
     return Sheet(head, cells, f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16")
+
+
+def _seconds_of_pytorch(x: torch.Tensor, weight: torch.Tensor) -> float:
+    began = time.perf_counter()
+    torch.nn.functional.linear(x, weight)
+    return time.perf_counter() - began
 
 
 def _cells(nbytes: int, times: Sequence[float], plain: Sequence[float]) -> Iterator[str]:

@@ -100,7 +100,7 @@ rz_ahead rz_look_ahead(const bf16 *panel, long tiles)
 void rz_tile_operands(int rows, const operand *x, long ldx, const bf16 *panel, long pairs, float *c, long ldc, int add,
                       rz_ahead *ahead)
 {
-    long step = ahead ? ahead->step : 0;
+    const long step = ahead ? ahead->step : 0;
     tile(rows, x, ldx, panel, pairs, c, ldc, add, step ? ahead->next : (const char *)x, step);
     if (step)
         ahead->next += step * pairs;
@@ -115,12 +115,16 @@ void rz_tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pairs, f
         return;
     }
     operand inputs[TILE_ROWS * 2 * PAIRS_AT_ONCE];
+    const long step = ahead ? ahead->step : 0;
+    const char *next = step ? ahead->next : (const char *)x;
     for (long pair = 0; pair < pairs; pair += PAIRS_AT_ONCE) {
         const long here = pairs - pair < PAIRS_AT_ONCE ? pairs - pair : PAIRS_AT_ONCE;
         for (int row = 0; row < rows; row++)
             widen(inputs + row * 2 * PAIRS_AT_ONCE, x + row * ldx + 2 * pair, 2 * here);
-        rz_tile_operands(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair, ahead);
+        tile(rows, inputs, 2 * PAIRS_AT_ONCE, panel + pair * 2 * PANEL, here, c, ldc, add || pair, next + pair * step, step);
     }
+    if (step)
+        ahead->next += step * pairs;
 }
 
 size_t rz_packed_bytes(long outputs, long inputs)
