@@ -10,9 +10,9 @@
  *     8 bits   byte 16q + 8h + 2j + k      input k of a pair, of output 16h + 4q + j
  *     4 bits   word 2j + k, nibble 2p + h  input k of pair p, of output 16h + j
  *
- * A block of 8 bits has 16 lines, of 4 bits 8. With 32 registers, rows multiply what was just
- * unpacked, eight of them at a time; else, but for one row, a span of columns is unpacked into the first cache, for the
- * tiles of gemm.h. A row's sums are in the same order either way.
+ * A block of 8 bits has 16 lines, of 4 bits 8. With 32 registers, rows multiply what was just unpacked, eight of them at a
+ * time, up to 96, or 16 where bf16 is multiplied as float32. More rows, and more than one with 16 registers, have a span
+ * of columns unpacked into the first cache, for the tiles of gemm.h. A row's sums are in the same order either way.
  */
 #ifndef RZ_FLOAT_CODES_H
 #define RZ_FLOAT_CODES_H
@@ -20,7 +20,7 @@
 #include "decoder.h"
 #include "vector.h"
 
-/* sums[rows][32] of a panel, from `rows` rows of operands (gemm.h), `stride` apart. `coming`: as rz_quantized_panel has it. */
+/* sums[rows][32] of a panel, from `rows` rows of operands (gemm.h), `stride` apart. `coming`: as for rz_quantized_panel. */
 void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const operand *x,
                           long stride, long rows, float *sums);
 

@@ -147,7 +147,7 @@ static void expand_rows(const segment *part, piece at, float *sums)
     rz_expand(part->added, at.first, at.rows, at.panel * PANEL, at.coming < 0 ? -1 : at.coming * PANEL, sums);
 }
 
-/* Widened rows by one panel, some inputs of all rows after the other: their weights stay in the first cache. */
+/* Widened rows by one panel, some inputs of all rows after the other: their weights stay in the second cache. */
 static void multiply_widened(const segment *part, piece at, const bf16 *weights, rz_ahead *ahead, float *sums)
 {
     enum { PAIRS_AT_ONCE = 512 };
