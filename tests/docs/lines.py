@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 134_505,  # +95: the order of KV codes that attention multiplies; to come: 112,000
     ("benchmarks",): 13_985,  # +260: AVX2's instructions and static cycles, PyTorch's float32 products; to come: 13,000
-    ("tests",): 144_320,  # +40: these counts; to come: 120,000
+    ("tests",): 144_325,  # +5: unpacked rows of an odd number of blocks; to come: 120,000
 }
 
 

@@ -2,7 +2,7 @@
  *
  * A panel is unpacked a span of columns at a time, which stays in the first cache while its rows are written:
  *
- *     codes of 32 outputs ──slab──▶ row by row: (code - offset) * scale + minimum ──▶ bf16 or float32
+ *     codes of 32 outputs ──slab──▶ transposed ──▶ row by row: (code - offset) * scale + minimum ──▶ bf16 or float32
  */
 #include <string.h>
 
@@ -39,17 +39,36 @@ static void store_row(const destination *to, long row, long column, const float 
     }
 }
 
-/* Whole blocks of output `lane` of the panel that `from` was unpacked of. */
-static void row_of_slab(const rz_format *format, const slab *from, long lane, long blocks, float *values)
+/* Codes of `blocks` blocks by outputs, [32][SPAN_COLUMNS], of the sides [first, end) of a panel. A quad of a side is a
+ * line of 16 lanes; 16 lines, transposed, are 64 columns of each of 16 outputs. */
+static void codes_by_outputs(const uint8_t *quads, long blocks, long first, long end, uint8_t *codes)
+{
+    for (long column = 0; column < blocks * BLOCK; column += LINE_BYTES) {
+        const long quad = column / 4, last = blocks * QUADS - 1;
+        for (long side = first; side < end; side++) {
+            const bf16 *lines[LANES]; /* four codes are moved as two pairs; behind an odd block, its last line */
+            for (long i = 0; i < LANES; i++)
+                lines[i] = (const bf16 *)(quads + ((quad + i < last ? quad + i : last) * 2 + side) * LINE_BYTES);
+            transpose_pairs(lines, 0, (int32_t *)(codes + side * LANES * SPAN_COLUMNS + column), SPAN_COLUMNS / 4);
+        }
+    }
+}
+
+/* Whole blocks of output `lane` of the panel that `from` was unpacked of; `codes`: that output's. */
+static void row_of_slab(const rz_format *format, const slab *from, long lane, const uint8_t *codes, long blocks,
+                        float *values)
 {
     const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
-    const uint8_t *quads = from->codes + lane / LANES * LINE_BYTES + lane % LANES * 4;
-    const int offset = unpacked_offset(format), added = has_minimums(format);
-    for (long column = 0; column < blocks * BLOCK; column += 4, quads += 2 * LINE_BYTES) {
-        const long group = column / together;
-        const float scale = from->scales[group][lane], least = added ? from->minimums[group][lane] : 0;
-        for (int i = 0; i < 4; i++)
-            values[column + i] = (float)(quads[i] - offset) * scale + least;
+    const long columns = blocks * BLOCK;
+    const i32 offset = i32_set1(unpacked_offset(format));
+    for (long column = 0, group = 0; column < columns; group++) {
+        const long end = column + together < columns ? column + together : columns;
+        const f32 scale = f32_set1(from->scales[group][lane]);
+        const f32 least = has_minimums(format) ? f32_set1(from->minimums[group][lane]) : f32_zero();
+        for (; column < end; column += LANES) {
+            const f32 code = f32_from_i32(i32_sub(i32_load_u8(codes + column), offset));
+            f32_store(values + column, f32_fma(code, scale, least));
+        }
     }
 }
 
@@ -65,13 +84,15 @@ static void unpack_panel(const rz_format *format, const uint8_t *panel, const lo
     const places at = places_of(format, panel);
     const long blocks = blocks_of(format);
     slab here;
+    _Alignas(LINE_BYTES) uint8_t codes[PANEL * SPAN_COLUMNS];
     for (long block = 0; block < blocks; block += SPAN_BLOCKS) {
         const long some = blocks - block < SPAN_BLOCKS ? blocks - block : SPAN_BLOCKS, column = block * BLOCK;
         const long left = format->columns - column, count = left < some * BLOCK ? left : some * BLOCK;
         rz_unpack_slab(format, &at, block, some, &here);
+        codes_by_outputs(here.codes, some, lanes[0] / LANES, lanes[rows - 1] / LANES + 1, codes);
         for (long i = 0; i < rows; i++) {
             float values[SPAN_COLUMNS];
-            row_of_slab(format, &here, lanes[i], some, values);
+            row_of_slab(format, &here, lanes[i], codes + lanes[i] * SPAN_COLUMNS, some, values);
             store_row(to, to_row + i, column, values, count);
         }
     }

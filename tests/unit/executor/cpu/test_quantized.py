@@ -107,25 +107,30 @@ def test_products_are_sums_of_what_the_weight_stands_for(kernels: Kernels, form:
 
 @pytest.mark.parametrize("form", [*FORMS, "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_unpacked_are_what_the_weight_stands_for(kernels: Kernels, form: str, dtype: torch.dtype) -> None:
-    """Of gate and up, whose rows alternate: all of them, and some from the middle of a panel on."""
-    weights: list[QuantizedRows | Tensor] = [torch.randn(48, COLUMNS).bfloat16() for _ in range(2)]
+@pytest.mark.parametrize(("columns", "per"), [(COLUMNS, 5), (COLUMNS - 32, 19)])
+def test_rows_that_are_unpacked_are_what_the_weight_stands_for(
+    kernels: Kernels, form: str, dtype: torch.dtype, columns: int, per: int
+) -> None:
+    """Of gate and up, whose rows alternate: all of them, and some from the middle of a panel on; also of the most bits
+    and an odd number of blocks, of which two are unpacked together."""
+    bits = 4 if columns == COLUMNS else widths(form)[-1]
+    weights: list[QuantizedRows | Tensor] = [torch.randn(48, columns).bfloat16() for _ in range(2)]
     if form != "bf16":
-        weights = [random_rows(form, 48, COLUMNS, 4, 32, seed=seed, per=5) for seed in range(2)]
+        weights = [random_rows(form, 48, columns, bits, 32, seed=seed, per=per) for seed in range(2)]
     gate, up = weights
     linear = kernels.pack(*alternating((gate, None), (up, None)))
     described = RzFormat() if linear.form is None else linear.form.describe(None)
     for first, weight in ((0, gate), (16, up)):
         plain = weight.float() if isinstance(weight, Tensor) else weight.dequantized()
         for begin, end in ((0, 48), (5, 37), (47, 48)):
-            rows = torch.full((end - begin, COLUMNS + 3), torch.nan, dtype=dtype)
+            rows = torch.full((end - begin, columns + 3), torch.nan, dtype=dtype)
             kernels.library.rz_unpack_rows(
                 *(rows.data_ptr(), dtype is torch.float32, rows.stride(0), ctypes.byref(described)),
-                *(linear.packed.data_ptr(), COLUMNS, first, 16, 32, begin, end),
+                *(linear.packed.data_ptr(), columns, first, 16, 32, begin, end),
             )
             close = {"rtol": 0.0, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
-            torch.testing.assert_close(rows[:, :COLUMNS].float(), plain[begin:end], **close)
-            assert rows[:, COLUMNS:].isnan().all(), "nothing is written behind a row"
+            torch.testing.assert_close(rows[:, :columns].float(), plain[begin:end], **close)
+            assert rows[:, columns:].isnan().all(), "nothing is written behind a row"
 
 
 @pytest.mark.parametrize("form", FORMS)
