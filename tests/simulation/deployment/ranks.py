@@ -25,7 +25,7 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.plan_channel import PlanSender
 from services.executor.ipc.rank_pipe import DRAIN, RankEvent, RankSpec
-from services.executor.leader import leader as leading
+from services.executor.leader import group_leader
 from services.executor.leader.leader import Leader
 from services.executor.rank import failed, stub_settings
 from services.executor.supervisor import group, ring
@@ -44,8 +44,9 @@ CRASH, EXIT = -11, 3  # codes with which `stub_fault` ends a rank: SIGSEGV, and 
 def stand_in() -> None:
     """For what executors ask their machine. Idempotent."""
     group.is_stopped = is_stopped  # type: ignore[attr-defined]
+    group.with_descendants = lambda pids: pids  # type: ignore[attr-defined]
     ring.oom_kills = lambda: 0  # type: ignore[attr-defined]
-    leading.freeze_gc_after_startup = lambda: None  # type: ignore[attr-defined]
+    group_leader.freeze_gc_after_startup = lambda: None  # type: ignore[attr-defined]
 
 
 _directories: weakref.WeakKeyDictionary[World, tempfile.TemporaryDirectory[str]] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from services.executor.core.settings import ExecutorSettings
 from services.executor.gpu.linear import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
-from services.executor.leader.leader import fingerprint_of
+from services.executor.leader.group_leader import fingerprint_of
 from services.executor.model.quantizing import CODECS, codec_of
 from shared.config import load_settings
 from shared.data_types import WeightDType

@@ -6,7 +6,8 @@ from pydantic import ValidationError
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.settings import ExecutorSettings
-from services.executor.leader.leader import max_drafts, with_parsers
+from services.executor.leader.group_leader import with_parsers
+from services.executor.leader.leader import max_drafts
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 
