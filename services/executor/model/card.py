@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.executor.core.engine import EngineSpec, with_tasks
-from services.executor.model.adapters.widths import adapter_widths
+from services.executor.model.adapter_widths import adapter_widths
 from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.loading.gguf_metadata import check_sampling
 from services.executor.model.pooling import matryoshka_dimensions, read_prompts

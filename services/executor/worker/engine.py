@@ -43,7 +43,7 @@ from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import encoder_config, read_card
 from services.executor.model.dtypes import agree_on_bf16
-from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.model.loading.checkpoints import model_directory
 from services.executor.model.loading.gguf_errors import told_of_file
 from services.executor.model.pooling import is_classifier, read_vectors
 from services.executor.model.tokenizer_files import check_templates, read_json
@@ -63,7 +63,6 @@ from services.executor.worker.storage import RankStorage
 from services.executor.worker.weights import Share, ShareRequest, context_of
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import ModelCard, SparseKind
-from shared.model_store.locks import hold_model
 from shared.models import linked_gguf
 from shared.service.logs import adopt_loggers
 
@@ -474,10 +473,3 @@ def _numerics(settings: ExecutorSettings, runner: ModelRunner, kv_format: str, r
     adapters = "" if settings.adapter_dtype == "auto" else f"adapters-{settings.adapter_dtype}"
     arithmetic = f"arithmetic-{ARITHMETIC}" if runner.is_native else ""
     return " ".join(part for part in (runner.kernels, arithmetic, kv_format, adapters, rotary) if part)
-
-
-def model_directory(settings: ExecutorSettings) -> Path:
-    """The directory of the model that the settings name. Raises `ModelLoadError`."""
-    directory = resolve_model(settings.model, settings.store, lambda *step: None, settings.revision)
-    hold_model(directory, settings.model_cache)  # as long as this process lives
-    return directory

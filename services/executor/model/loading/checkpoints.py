@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.executor.core.settings import ExecutorSettings
 from services.executor.families.gguf import GgufArchitecture
 from services.executor.families.gguf_architectures import gguf_architecture
 from services.executor.model.catalogue import ORIGINAL_LENGTH, check_sizes
@@ -25,7 +26,7 @@ from services.executor.model.loading.gguf_tokenizer import WHOLE, chat_templates
 from services.executor.model.tokenizer_files import CONFIG, TOKENIZER, read_bundle
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
-from shared.model_store.locks import claimed
+from shared.model_store.locks import claimed, hold_model
 from shared.model_store.programs import CONVERSION, recommend
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
@@ -37,6 +38,14 @@ if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does witho
 log = structlog.get_logger(__name__)
 
 ConversionProgress = Callable[[str, int, int], None]  # called with (stage, stages done, stages in all)
+
+
+def model_directory(settings: ExecutorSettings) -> Path:
+    """The directory of the model that the settings name, which nobody removes as long as this process lives. Raises as
+    `resolve_model`."""
+    directory = resolve_model(settings.model, settings.store, lambda *step: None, settings.revision)
+    hold_model(directory, settings.model_cache)
+    return directory
 
 
 def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress, revision: str = "") -> Path:
