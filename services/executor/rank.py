@@ -7,6 +7,7 @@ means that the supervisor is gone, and the rank goes too. Rank 0 is the leader.
 torch is imported only where the settings ask for it.
 """
 
+import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -140,13 +141,29 @@ def failed(error: Exception, who: str) -> Failed:
 
 
 def _lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe) -> None:
-    from services.executor.leader.leader import Leader
-
     about: Attributes = {"ryzanstein.group": spec.group, "ryzanstein.rank": spec.rank, "ryzanstein.epoch": spec.epoch}
     tracing.configure("executor", spec.instance, about)
+    if settings.serving_engine:
+        uvloop.run(_lead_engine(settings, spec, board, supervisor))
+        return
+    from services.executor.leader.leader import Leader
+
     engine = make_engine(settings, spec, board, supervisor.send)
     leader = Leader(settings, spec, board, engine, supervisor)
     uvloop.run(leader.run())
+
+
+async def _lead_engine(
+    settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe
+) -> None:
+    """With an engine that schedules for itself."""
+    from services.executor.engines.catalog import ENGINES
+    from services.executor.engines.leader import EngineLeader
+    from services.executor.model.loading.checkpoints import model_directory
+
+    directory = await asyncio.to_thread(model_directory, settings)
+    engine = ENGINES[settings.serving_engine](settings, directory)
+    await EngineLeader(settings, spec, board, supervisor, engine, directory).run()
 
 
 def _follow(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, supervisor: SupervisorPipe) -> None:

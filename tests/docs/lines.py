@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 134_505,  # +95: the order of KV codes that attention multiplies; to come: 112,000
+    ("services", "shared"): 138_660,  # +4,155: engines that schedule for themselves as groups; to come: 112,000
     ("benchmarks",): 13_985,  # +260: AVX2's instructions and static cycles, PyTorch's float32 products; to come: 13,000
-    ("tests",): 144_325,  # +5: unpacked rows of an odd number of blocks; to come: 120,000
+    ("tests",): 146_500,  # +2,180: engine groups, against engines that are scripted; to come: 120,000
 }
 
 

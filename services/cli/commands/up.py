@@ -20,6 +20,9 @@ from shared.messages import ModelSpec
 from shared.model_store import catalog as model_store
 from shared.models import REASONING_PARSERS, TOOL_PARSERS, here
 
+ENGINES = ("torch", "vllm", "stub")
+ENGINE_KINDS = ("vllm", "sglang", "llama.cpp")
+
 if TYPE_CHECKING:
     from shared.registry import DeclaredAdapter
 
@@ -106,8 +109,40 @@ def up(
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
     engine: Annotated[
-        str, typer.Option(help="torch, or stub: tokens at a set speed, for tests of the control plane.")
+        str,
+        typer.Option(
+            help="What computes: torch, the executors' own; vllm, a vLLM that is installed; stub: tokens at a set "
+            "speed, for tests of the control plane.",
+            metavar="|".join(ENGINES),
+        ),
     ] = "torch",
+    engine_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="The Python of the environment that has vLLM, with --engine vllm.",
+            dir_okay=False,
+            show_default="the one that runs",
+        ),
+    ] = None,
+    engine_args: Annotated[
+        str,
+        typer.Option(
+            help="vLLM's own arguments, with --engine vllm, such as '--tensor-parallel-size 2'.", metavar="'...'"
+        ),
+    ] = "",
+    engine_url: Annotated[
+        str,
+        typer.Option(
+            help="A server that runs already and computes --model, which gives the tokenizer. With --engine-kind.",
+            metavar="http://HOST:PORT",
+        ),
+    ] = "",
+    engine_kind: Annotated[
+        str, typer.Option(help="What answers at --engine-url.", metavar="vllm|sglang|llama.cpp")
+    ] = "",
+    engine_credentials: Annotated[
+        Path | None, typer.Option(help="File with the key that this server asks for.", dir_okay=False)
+    ] = None,
     tls_certificate: Annotated[
         Path | None,
         typer.Option(help="Certificate chain (PEM): the API is at https:// then. With --tls-key.", dir_okay=False),
@@ -137,7 +172,13 @@ def up(
 ) -> None:
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
     _check_choice("--dtype", dtype, DTYPES)
-    _check_choice("--engine", engine, ("torch", "stub"))
+    _check_choice("--engine", engine, ENGINES)
+    if engine_kind:
+        _check_choice("--engine-kind", engine_kind, ENGINE_KINDS)
+    if engine == "vllm" or engine_url:
+        chosen = {"--weight-dtype": weight_dtype, "--kv-dtype": kv_dtype, "--weights-memory": weights_memory}
+        more = {"--draft-model": draft_model, "--tp": tp > 1, "a second --model": len(model or []) > 1}
+        _check_of_ring({**chosen, **more})
     _check_choice("--weight-dtype", weight_dtype, WEIGHT_DTYPES)
     _check_choice("--kv-dtype", kv_dtype, KV_DTYPES)
     for service in ("gateway",) if engine == "stub" else ("gateway", "executor"):
@@ -167,6 +208,11 @@ def up(
         draft_model=here(draft_model),
         weights_memory=weights_memory,
         engine=engine,
+        engine_python=str(engine_python.absolute()) if engine_python else "",
+        engine_args=engine_args,
+        engine_url=engine_url,
+        engine_kind=engine_kind,
+        engine_credentials=str(engine_credentials.resolve()) if engine_credentials else "",
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         grpc_port=grpc_port,
@@ -179,6 +225,15 @@ def up(
         return await Up(plan, settings, console(), nats_url=nats_url, smoke_test=smokes).run()
 
     raise typer.Exit(asyncio.run(run()))
+
+
+def _check_of_ring(options: dict[str, object]) -> None:
+    """Raises `ConfigurationError` for what only the executors' own rings know."""
+    if given := [name for name, value in options.items() if value]:
+        raise ConfigurationError(
+            f"{given[0]} is for the executors' own rings; leave it out with --engine vllm and with --engine-url, and "
+            "set the like in the engine's own arguments."
+        )
 
 
 def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec], "list[DeclaredAdapter]"]:

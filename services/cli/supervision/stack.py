@@ -139,6 +139,21 @@ LOOK_INTERVAL = 0.1  # seconds between two looks at whether a process has ended 
 
 Tell = Callable[[str], None]
 
+# Options of executors as the plan has them, where it has some.
+PASSED_ON = (
+    "weight_dtype",
+    "kv_dtype",
+    "tool_parser",
+    "reasoning_parser",
+    "model",
+    "draft_model",
+    "engine_python",
+    "engine_args",
+    "engine_url",
+    "engine_kind",
+    "engine_credentials",
+)
+
 
 class StackPlan(msgspec.Struct, frozen=True):
     data_dir: Path
@@ -154,6 +169,11 @@ class StackPlan(msgspec.Struct, frozen=True):
     # Bytes of weights that each rank keeps in memory; None: as the executors' own settings say.
     weights_memory: int | None = None
     engine: str = "torch"
+    engine_python: str = ""  # the Python that has the engine; empty: the executors' own
+    engine_args: str = ""  # of the engine, as it spells them
+    engine_url: str = ""  # of a server that computes instead; empty: there is none
+    engine_kind: str = ""  # what answers there
+    engine_credentials: str = ""  # file with its key
     gpus: list[str] = []  # CUDA_VISIBLE_DEVICES of each group; empty: as it stands
     nats: CommonSettings | None = None  # an existing NATS to use; None: start one
     # How the model writes tool calls; None: as the executors' own settings say.
@@ -164,6 +184,11 @@ class StackPlan(msgspec.Struct, frozen=True):
     further: list[ModelSpec] = []
     adapters: "list[DeclaredAdapter]" = []  # LoRA adapters of these; the scheduler has them read
     draft_model: str = ""  # of the executors' own model; empty: it has none
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether executors compute in rings of their own."""
+        return self.engine != "vllm" and not self.engine_url
 
     def own_spec(self) -> ModelSpec | None:
         """The model that the executors are started with, as the registry has it; None: they are started without one.
@@ -370,16 +395,17 @@ class LocalStack:
 
     def _executor_arguments(self, replica: int) -> list[str]:
         plan, settings = self.plan, self._settings
-        arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
-        arguments += ["--engine", plan.engine, "--takes-models"]
+        arguments = ["--group", f"group-{self._mark}{replica}", "--dtype", plan.dtype, "--engine", plan.engine]
+        if plan.has_rings:
+            arguments += ["--tp", str(plan.tp), "--takes-models"]
         if plan.served_model_name:
             arguments += ["--served-model-name", plan.served_model_name]
-        for name in ("weight_dtype", "kv_dtype", "tool_parser", "reasoning_parser", "model", "draft_model"):
+        for name in PASSED_ON:
             if value := getattr(plan, name):
                 arguments += [f"--{name.replace('_', '-')}", value]
         if plan.weights_memory is not None:
             arguments += ["--weights-memory", str(plan.weights_memory)]
-        if not settings.threads:
+        if not settings.threads and plan.has_rings:
             cores = len(os.sched_getaffinity(0))
             arguments += ["--threads", str(max(1, cores // (plan.replicas * plan.tp)))]
         if not settings.replicas_on_host:

@@ -235,11 +235,11 @@ class Up:
 
     async def _gpus(self) -> list[str]:
         plan = self._plan
-        if plan.engine == "stub" or self._settings.device == "cpu":
+        if plan.engine == "stub" or plan.engine_url or self._settings.device == "cpu":
             return []
         gpus = await find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         each = plan.tp
-        if plan.further:  # which may need what the executors' own model leaves
+        if not plan.has_rings or plan.further:  # vLLM shards by itself; further models may need what the first leaves
             each = max(each, len(gpus) // plan.replicas)
         return assign_gpus(gpus, tp=each, replicas=plan.replicas)
 

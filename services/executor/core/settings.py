@@ -177,9 +177,22 @@ class ExecutorSettings(ModelStoreSettings):
     and output head are `q6_k`, with `fp8` `q8_0`. On GPUs `int8` and `fp8` leave both as they are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ring computes; `auto`: CUDA GPUs where there are any, else CPUs."""
-    engine: Literal["torch", "stub"] = "torch"
-    """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane; of a `model` it only
-    uses the tokenizer."""
+    engine: Literal["torch", "stub", "vllm"] = "torch"
+    """What computes: `torch`, the executor's own ring; `vllm`, a vLLM of its own, which batches, shards and caches by
+    itself (docs/engines.md). `stub` computes nothing at a set speed, for tests and benchmarks of the control plane; of
+    a `model` it only uses the tokenizer."""
+    engine_python: Path | None = None
+    """The Python of the environment that has vLLM, with `--engine vllm`; not set: the one that runs the executor."""
+    engine_args: str = ""
+    """Arguments of the engine, as `vllm serve` has them, with `--engine vllm`: `--tensor-parallel-size 2
+    --kv-cache-dtype fp8`. `max_sequences`, `context_length` and `dtype` are passed on by themselves."""
+    engine_url: str = ""
+    """URL of a server that runs already and computes for the group, such as `http://127.0.0.1:8000`; the `model` is the
+    same one's directory or name, whose tokenizer the gateways have."""
+    engine_kind: Literal["", "vllm", "sglang", "llama.cpp"] = ""
+    """What answers at `engine_url`."""
+    engine_credentials: Path | None = None
+    """File with the key that the server at `engine_url` asks for."""
     weight_cache_bytes: int = Field(default=16 << 30, ge=0)
     """Most bytes on disk for weights as the native CPU kernels lay them out, so that a later start of the same model
     reads them instead of packing them again. Least recently used models are deleted first. 0: none."""
@@ -298,6 +311,10 @@ class ExecutorSettings(ModelStoreSettings):
     """Seconds without progress, with work in flight, after which the ring is killed and restarted. Progress is told
     layer by layer: set it above what the longest layer takes (a large expert layer in a long prompt on few cores).
     The health monitor reads the same variable, and where it is unset takes 2.5."""
+    engine_step_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that a step may take with `--engine vllm` or `--engine-url`: such an engine tells of no layers, and
+    compiles some kernels when it first needs them. Beyond that it stands still, as it does at once while one of its
+    processes is stopped, and is killed after `hung_after` seconds more."""
     start_timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a ring may take to load."""
     drain_grace: float = Field(default=10.0, ge=0)
@@ -354,6 +371,13 @@ class ExecutorSettings(ModelStoreSettings):
         if self.takes_models is None:
             return not self.model and self.engine == "torch" and self.nnodes == 1
         return self.takes_models
+
+    @property
+    def serving_engine(self) -> str:
+        """The engine that schedules for itself (`engines/catalog.py`); empty: the executor's own ring computes."""
+        if self.engine_url:
+            return "server"
+        return self.engine if self.engine == "vllm" else ""
 
     @property
     def ranks_here(self) -> int:
@@ -437,6 +461,56 @@ def packed_name(model: Path, share: Iterable[object]) -> str:
 
 
 STUB_MODEL = "stub"
+
+
+# What only the executor's own rings read: an engine that schedules for itself has its own words for it.
+RING_ONLY = (
+    "weight_dtype",
+    "device",
+    "tp",
+    "nnodes",
+    "takes_models",
+    "weights_memory",
+    "max_batch_tokens",
+    "prefill_stretch",
+    "prefill_gap",
+    "speculation",
+    "draft_model",
+    "kv_dtype",
+    "kv_dtype_layers",
+    "kv_memory",
+    "collectives",
+    "threads",
+)
+
+
+# What only one of these engines reads.
+ENGINE_ONLY = {"vllm": ("engine_python", "engine_args"), "server": ("engine_kind", "engine_credentials")}
+
+
+def check_engine(settings: ExecutorSettings) -> None:
+    """Of the settings as they were given. Raises `ConfigurationError` where some do not go with the engine."""
+    if settings.serving_engine:
+        fields = type(settings).model_fields
+        wrong = [name for name in RING_ONLY if getattr(settings, name) != fields[name].default]
+        if wrong:
+            raise ConfigurationError(
+                f"{_option(wrong[0])} is for the executor's own rings; leave it out with --engine vllm and with "
+                "--engine-url, and set the like in the engine's own arguments."
+            )
+    for engine, names in ENGINE_ONLY.items():
+        given = [name for name in names if getattr(settings, name)]
+        if given and settings.serving_engine != engine:
+            needed = "--engine vllm" if engine == "vllm" else "--engine-url"
+            raise ConfigurationError(f"{_option(given[0])} goes with {needed}; set that too, or leave it out.")
+    if settings.engine_url and settings.engine != "torch":
+        raise ConfigurationError("--engine-url names a server that computes; leave --engine out.")
+    if settings.engine_url and not settings.engine_kind:
+        raise ConfigurationError("--engine-url needs --engine-kind: vllm, sglang or llama.cpp.")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 _NUMERIC = (

@@ -18,7 +18,7 @@ from services.executor.core.gpu_errors import EXTERNAL, HUNG
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.diagnostics.dump import GroupDump
-from services.executor.supervisor.diagnostics.processes import is_stopped
+from services.executor.supervisor.diagnostics.processes import is_stopped, with_descendants
 from services.executor.supervisor.diagnostics.service import DebugService
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector
@@ -373,5 +373,5 @@ class GroupSupervisor:
 
 
 def _cause_of_standing(ring: Ring) -> str:
-    """Processes that somebody has stopped stand still as well."""
-    return EXTERNAL if any(map(is_stopped, ring.pids)) else HUNG
+    """Processes that somebody has stopped stand still as well, those of an engine that ranks have started too."""
+    return EXTERNAL if any(map(is_stopped, with_descendants(ring.pids))) else HUNG

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings, check_engine
 from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.group import GroupSupervisor
 from services.executor.supervisor.host.jobs import HostJobKind
@@ -52,7 +52,8 @@ class ExecutorService(Service):
         """`start_rank`: its processes."""
         super().__init__(settings)
         self.start_rank = start_rank
-        if not settings.model and not settings.is_host and settings.engine == "torch":
+        check_engine(settings)
+        if not settings.model and not settings.is_host and settings.engine != "stub":
             raise ConfigurationError(
                 "No model is named; give --model or set RYZANSTEIN_MODEL to a directory, a GGUF file "
                 "or a hub name, or have the executor load what it is told to with --takes-models."

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -92,6 +93,14 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 def is_stopped(pid: int) -> bool:
     return _STATES.get(_state(Path("/proc") / str(pid))) in STOPPED
+
+
+def with_descendants(pids: Iterable[int]) -> Iterator[int]:
+    """These processes and all that they have started; those that end meanwhile are left out."""
+    for pid in pids:
+        yield pid
+        for thread in (Path("/proc") / str(pid) / "task").glob("*"):
+            yield from with_descendants(int(child) for child in _text(thread / "children").split())
 
 
 def _state(proc: Path) -> str:

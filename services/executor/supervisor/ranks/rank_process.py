@@ -293,7 +293,11 @@ class LocalRank:
                 self._process.kill()
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        code = await self._process.wait()
+        if not self.is_forked:  # what it has started itself (an engine) is in its process group, and ends with it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        return code
 
     def close(self) -> None:
         """Reads no more events, and tells nothing more."""
@@ -337,6 +341,6 @@ def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
 def fork_client(settings: ExecutorSettings) -> ForkClient:
     """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
     client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
-    if settings.engine == "stub" or settings.fork_server == "off":
+    if settings.engine == "stub" or settings.serving_engine or settings.fork_server == "off":
         client.disable()
     return client

@@ -102,7 +102,7 @@ class HostTrainings:
         key = tenant_key(job.tenant, job.id)
         devices = await self._promise(training, job, settings)
         directory = ""
-        if settings.engine == "torch":
+        if settings.engine != "stub":
             path = await asyncio.to_thread(StoredModel(settings).directory)
             self._held[key] = hold_model(path, settings.store.cache)
             directory = str(path)

@@ -1,0 +1,1 @@
+"""Engines that schedule for themselves, as executor groups."""

@@ -1,0 +1,1 @@
+"""What servers speak, a module for each kind."""

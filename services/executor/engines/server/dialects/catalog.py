@@ -1,0 +1,15 @@
+"""The kinds of servers, by the names that operators write."""
+
+from collections.abc import Callable
+
+from services.executor.engines.server.client import ServerClient
+from services.executor.engines.server.dialects.base import Dialect
+from services.executor.engines.server.dialects.llamacpp import LlamaCppDialect
+from services.executor.engines.server.dialects.sglang import SglangDialect
+from services.executor.engines.server.dialects.vllm import VllmDialect
+
+DIALECTS: dict[str, Callable[[ServerClient], Dialect]] = {
+    "vllm": VllmDialect,
+    "sglang": SglangDialect,
+    "llama.cpp": LlamaCppDialect,
+}

@@ -1,0 +1,186 @@
+"""SGLang's server: `/generate`, with `input_ids`.
+
+Written after its documentation and tried against no server: what does not fit is told as a fault of one request, and
+never taken for tokens.
+
+    data: {"output_ids": [...], "meta_info": {"completion_tokens": 7, "finish_reason": null, ...}}
+
+`output_ids` are all tokens so far, or with --incremental-streaming-output those that are new: `completion_tokens` tells
+which. A seed is of use with --enable-deterministic-inference alone, where SGLang draws by (seed, position) itself.
+`ignore_eos` switches its stop tokens off, too.
+"""
+
+from typing import Any
+
+import msgspec
+
+from services.executor.engines.base import EngineFacts, EngineRequest
+from services.executor.engines.server.client import Answer, ServerClient, ServerFault
+from services.executor.engines.server.dialects import base
+from services.executor.engines.server.dialects.base import Identity, Piece, Progress
+from shared.messages import TokenLogprobs
+
+# A salt that an older version leaves out of its cache's keys would be no error there.
+UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "prompt_logprobs", "cache_salt"]
+
+_KV_USED = "sglang:token_usage"
+_PROGRESS = (_KV_USED, "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:gen_throughput")
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str
+    is_generation: bool
+    weight_version: str | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    version: str = ""
+    dtype: str = ""
+    quantization: str | None = None
+    max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
+    enable_deterministic_inference: bool = False
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    finish_reason: _Finish | None = None
+    cached_tokens: int = 0
+    # Of each token: its log probability, its id, and its text or nothing.
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] = []
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] | None = None
+    meta_info: _Meta | None = None
+    error: base.Failure | None = None
+
+
+class SglangDialect:
+    path = "/generate"
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._seeded = False
+        self._answered = 0
+
+    async def identify(self) -> Identity:
+        model = base.decoded(self._client, await self._info("model_info"), _ModelInfo, "SGLang", "/model_info")
+        if not model.is_generation:
+            raise base.exchanges_no_tokens(self._client, "SGLang", f"{model.model_path} generates nothing")
+        told = await self._server()
+        listed = await base.only_model(self._client, "SGLang")
+        weights = "" if model.weight_version in (None, "default") else f" of weights {model.weight_version}"
+        return Identity(
+            f"SGLang {told.version}".strip(), model.model_path + weights, context_length=listed.max_model_len or 0
+        )
+
+    async def examine(self, identity: Identity, vocab_size: int) -> EngineFacts:
+        def probe(token: int) -> dict[str, Any]:
+            return {"input_ids": [token], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+
+        body = await base.check_vocabulary_by_asking(self._client, self.path, probe, vocab_size)
+        if len(self._event(body).output_ids or []) != 1:
+            raise base.exchanges_no_tokens(self._client, "SGLang", "an answer has no output_ids")
+        told = await self._server()
+        self._seeded = told.enable_deterministic_inference
+        return EngineFacts(
+            name=identity.server,
+            vocab_size=vocab_size,
+            context_length=identity.context_length,
+            unsupported=UNSUPPORTED,
+            numerics=" ".join(filter(None, [identity.server, f"dtype={told.dtype}", told.quantization])),
+            places=told.max_running_requests or 0,
+            kv_tokens=told.max_total_num_tokens or 0,
+        )
+
+    def body(self, request: EngineRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        params: dict[str, Any] = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": request.stop_token_ids,
+            "ignore_eos": not request.stop_token_ids,
+            "min_new_tokens": base.min_tokens(request, sampling.min_tokens),
+            "no_stop_trim": True,
+        }
+        if sampling.logit_bias:
+            params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        if self._seeded:
+            params["sampling_seed"] = sampling.seed % (1 << 63)
+        body = {"input_ids": list(request.tokens), "stream": True, "sampling_params": params}
+        if sampling.logprobs >= 0:
+            body |= {"return_logprob": True, "top_logprobs_num": sampling.logprobs, "logprob_start_len": -1}
+        return body
+
+    def reader(self, request: EngineRequest) -> base.Reader:
+        return SglangReader(request.sampling.logprobs).read
+
+    async def progress(self) -> Progress:
+        answer = await self._client.ask("/metrics")
+        if answer.status == 200:
+            return base.progress_of(answer.body, _PROGRESS, _KV_USED)
+        # Without --enable-metrics. This one is answered by what computes, between two of its steps.
+        self._answered += (await self._info("server_info")).status == 200
+        return f"answer {self._answered}", 0.0
+
+    async def _server(self) -> _ServerInfo:
+        return base.decoded(self._client, await self._info("server_info"), _ServerInfo, "SGLang", "/server_info")
+
+    async def _info(self, name: str) -> Answer:
+        """By its name of today, or as it was called before."""
+        answer = await self._client.ask(f"/{name}")
+        return await self._client.ask(f"/get_{name}") if answer.status == 404 else answer
+
+    def _event(self, body: bytes) -> _Event:
+        try:
+            return msgspec.json.decode(body, type=_Event)
+        except msgspec.MsgspecError as error:
+            raise base.exchanges_no_tokens(self._client, "SGLang", str(error)) from None
+
+
+class SglangReader:
+    def __init__(self, logprobs: int) -> None:
+        self._wanted = logprobs
+        self._sent = 0
+
+    def read(self, event: bytes) -> Piece:
+        told = msgspec.json.decode(event, type=_Event)
+        if told.error is not None:
+            return told.error.piece()
+        if told.meta_info is None or told.output_ids is None:
+            raise ServerFault("it sent an event without output_ids")
+        return self._piece(told.output_ids, told.meta_info)
+
+    def _piece(self, ids: list[int], meta: _Meta) -> Piece:
+        finish = meta.finish_reason
+        piece = base.ending(finish.type) if finish is not None else Piece()
+        if finish is not None and isinstance(finish.matched, int) and ids[-1:] != [finish.matched]:
+            ids = [*ids, finish.matched]  # taken off as the end of a text would be
+        total, fresh = meta.completion_tokens, meta.completion_tokens - self._sent
+        piece.tokens = ids[self._sent :] if len(ids) == total else ids
+        if len(piece.tokens) != fresh:
+            raise ServerFault(f"it sent {len(ids)} tokens, and counts {total} after {self._sent}")
+        piece.cached_tokens = meta.cached_tokens
+        if self._wanted >= 0 and fresh:
+            piece.logprobs = self._logprobs(meta, fresh)
+        self._sent = total
+        return piece
+
+    def _logprobs(self, meta: _Meta, fresh: int) -> list[TokenLogprobs]:
+        chosen = [logprob for logprob, _, _ in meta.output_token_logprobs[-fresh:]]
+        tops = [[(token, logprob) for logprob, token, _ in top or []] for top in meta.output_top_logprobs[-fresh:]]
+        return base.ranked(fresh, chosen, tops or [None] * fresh, self._wanted)

@@ -1,0 +1,1 @@
+"""vLLM in a process and an environment of its own."""

@@ -1,0 +1,66 @@
+"""The arguments that vLLM is started with: ours, then the operator's, as vLLM spells them.
+
+    --engine-args '--tensor-parallel-size 2 --kv-cache-dtype fp8'
+
+What would take away what a group relies on is refused by name.
+"""
+
+import shlex
+from pathlib import Path
+
+from services.executor.core.settings import ExecutorSettings
+from shared.errors import ConfigurationError
+from shared.models import linked_gguf
+
+PROCESSOR = "ryzanstein_vllm.processor:KeyedSampling"
+
+# What of vLLM's arguments is refused, and why: half a sentence behind "since".
+REFUSED = {
+    "--model": "the model is named with --model of Ryzanstein",
+    "--tokenizer": "gateways have the model's own tokenizer",
+    "--skip-tokenizer-init": "structured output needs the tokenizer",
+    "--tokenizer-mode": "gateways have the model's own tokenizer",
+    "--logits-processors": "tokens are chosen by a processor of Ryzanstein's, so that answers can be continued",
+    "--logprobs-mode": "log probabilities are those of the model, before sampling parameters",
+    "--speculative-config": "vLLM takes no logits processors beside speculative decoding",
+    "-sc": "vLLM takes no logits processors beside speculative decoding",
+    "--speculative-model": "vLLM takes no logits processors beside speculative decoding",
+    "--async-scheduling": "the processor must know each token before it chooses the next one",
+    "--disable-log-stats": "the steps that it counts are the sign that the engine is alive",
+    "--runner": "the group generates",
+    "--task": "the group generates",
+    "--headless": "the engine runs in the executor's own process group",
+    "--generation-config": "gateways apply the model's generation_config.json",
+    "--override-generation-config": "gateways apply the model's generation_config.json",
+}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def split_arguments(text: str) -> list[str]:
+    """`--engine-args` as a shell would have it. Raises `ConfigurationError`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--engine-args cannot be read ({error}); quote it as for a shell.") from None
+
+
+def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
+    """For the model in `directory`. Raises `ConfigurationError`."""
+    if linked_gguf(directory):
+        raise ConfigurationError(
+            f"{settings.model} has its weights in a GGUF file, which vLLM does not serve; make a directory with "
+            "safetensors of it with `ryzanstein models convert`, and name that."
+        )
+    given = split_arguments(settings.engine_args)
+    names = {one.partition("=")[0].replace("_", "-") for one in given if one.startswith("-")}
+    for name in sorted(names & REFUSED.keys()):
+        raise ConfigurationError(f"--engine-args has {name}, which cannot be set, since {REFUSED[name]}; leave it out.")
+    own = ["--model", str(directory), "--logits-processors", PROCESSOR, "--no-async-scheduling"]
+    own += ["--generation-config", "vllm"]
+    if settings.context_length:
+        own += ["--max-model-len", str(settings.context_length)]
+    if settings.dtype != "auto":
+        own += ["--dtype", _DTYPES.get(settings.dtype, settings.dtype)]
+    if "--max-num-seqs" not in names:
+        own += ["--max-num-seqs", str(settings.max_sequences)]
+    return [*own, *given]

@@ -1,0 +1,1 @@
+"""Sampling by (seed, position) for vLLM: see `processor`."""
