@@ -23,6 +23,7 @@ from services.executor.engines.vllm.arguments import vllm_arguments
 from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import LENGTH, MOST_BYTES, Start
 from services.executor.supervisor.diagnostics.processes import is_stopped, with_descendants
 from shared.errors import ConfigurationError, ModelLoadError, RingLost
+from shared.process import die_with_parent
 
 log = structlog.get_logger(__name__)
 
@@ -122,6 +123,7 @@ class VllmEngine:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(fd,),
+            preexec_fn=die_with_parent(signal.SIGKILL),  # also where it is stopped
             start_new_session=True,  # all that it starts is in one process group, which ends with it
             env={**VARIABLES, **os.environ, "PYTHONPATH": path},
         )

@@ -14,9 +14,7 @@ process is killed.
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -32,7 +30,6 @@ OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
-_PR_SET_PDEATHSIG = 1
 # Ends with the process that it is given, and takes the whole process group along.
 _GUARD = """
 import os, select, signal, sys
@@ -402,9 +399,8 @@ async def _fail(writer: asyncio.StreamWriter, error: str) -> None:
 
 
 def _guard() -> None:
-    """Nothing that vLLM starts outlives this process, and this process not the leader."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Nothing that vLLM starts outlives this process, which ends with the leader."""
+    if hasattr(os, "pidfd_open"):
         subprocess.Popen([sys.executable, "-S", "-c", _GUARD, str(os.getpid())])  # noqa: S603  # our own
 
 

@@ -1,0 +1,264 @@
+"""An executor whose engine schedules for itself, on a real NATS: what reaches the log when the engine works, lies, dies
+or stands still. The engine is scripted (`scripted_engine.py`) and speaks as vLLM's worker does."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from shared.config import CommonSettings
+from shared.messages import (
+    Cancel,
+    ControlCommand,
+    ControlReply,
+    DispatchBatch,
+    DispatchReply,
+    Drain,
+    GenerationRequest,
+    Grammar,
+    Heartbeat,
+    ModelCard,
+    SamplingParams,
+    TokenFrame,
+)
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from tests.integration.executor.reader import Reader
+from tests.integration.executor.scripted_engine import WRONG, token_at
+from tests.processes import ServiceProcess, service_process
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+ENGINE = Path(__file__).parent / "scripted_engine.py"
+CONFIG = {"model_type": "llama", "vocab_size": 258, "max_position_embeddings": 512, "eos_token_id": 1}
+
+
+@pytest.fixture
+async def reader(bus: Bus) -> Reader:
+    found = Reader()
+    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def executor(
+    bus: Bus, settings: CommonSettings, directory: Path, *arguments: str, **script: object
+) -> AsyncIterator[ServiceProcess]:
+    model = directory / "tiny"
+    model.mkdir()
+    for name, content in {**tiny_files(), "config.json": json.dumps(CONFIG).encode()}.items():
+        (model / name).write_bytes(content)
+    (directory / "script").write_text(json.dumps(script))
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {ENGINE} {directory / "script"} "$@"\n')
+    python.chmod(0o755)
+    base = ("--engine", "vllm", "--engine-python", str(python), "--model", str(model), "--group", "g")
+    async with service_process(
+        bus, settings, "services.executor", directory, *base, *arguments, instance="executor-test"
+    ) as process:
+        yield process
+
+
+def request(name: str, *, max_tokens: int = 8, seed: int = 1, generated: list[int] | None = None) -> GenerationRequest:
+    return GenerationRequest(
+        generation_id=name,
+        request_id=f"request-of-{name}",
+        model="tiny",
+        consumer="me",
+        prompt=[4, 5, 6],
+        max_tokens=max_tokens,
+        sampling=SamplingParams(seed=seed),
+        generated=generated or [],
+        attempt=1 if generated else 0,
+    )
+
+
+def expected(seed: int, start: int, stop: int) -> list[int]:
+    return [token_at(seed, position) for position in range(start, stop)]
+
+
+async def dispatch(bus: Bus, *requests: GenerationRequest) -> DispatchReply:
+    return await bus.request(subjects.dispatch("g"), DispatchBatch(list(requests)), DispatchReply, timeout=30)
+
+
+async def control(bus: Bus, command: ControlCommand) -> ControlReply:
+    return await bus.request(subjects.control("g"), command, ControlReply, timeout=30)
+
+
+@pytest.mark.parametrize("wide", [1, 3])
+async def test_tokens_come_once_and_a_continuation_goes_on(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader, wide: int
+) -> None:
+    options = ("--context-length", "300", "--engine-args", "--kv-cache-dtype 'fp8'")
+    async with executor(bus, nats_settings, tmp_path, *options, wide=wide) as process:
+        beat = await process.wait_ready()
+        assert beat.group is not None
+        assert beat.group.kernels == "Scripted 1.0"
+        card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
+        assert card is not None
+        assert (card.value.exact, card.value.vocab_size, card.value.tasks) == (True, 258, ["generate"])
+        arguments = (tmp_path / "arguments").read_text().split("\n")
+        assert arguments[-2:] == ["--kv-cache-dtype", "fp8"]
+        assert "300" in arguments
+        reply = await dispatch(bus, *(request(f"r{n}", seed=n) for n in range(20)))
+        assert len(reply.accepted) == 20
+        assert (await dispatch(bus, request("r3", seed=3))).accepted == ["r3"], "a repeat is not computed twice"
+        for n in range(20):
+            tokens, last = await reader.finish(f"r{n}")
+            assert (tokens, last.finish) == (expected(n, 0, 8), "length")
+        await dispatch(bus, request("c", seed=9, max_tokens=10, generated=expected(9, 0, 4)))
+        assert (await reader.finish("c"))[0] == expected(9, 4, 10)
+        assert await process.end() == 0
+
+
+async def test_an_engine_that_dies_is_started_again(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, once="die") as process:
+        before = await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=100))
+        await process.wait_for(lambda beat: is_later(beat, before))
+        told = [token for entry in reader.entries for token in entry.tokens]
+        assert told == expected(1, 0, len(told)), "what was told stays valid"
+        await dispatch(bus, request("a", max_tokens=30, generated=told))
+        assert (await reader.finish("a"))[0] == expected(1, 0, 30)
+        assert "vLLM has ended: signal 9" in process.log.read_text()
+
+
+async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--hung-after", "1", once="stop") as process:
+        before = await process.wait_ready()
+        (engine,) = engines_of(process)
+        await dispatch(bus, request("a", max_tokens=100))
+        await process.wait_for(lambda beat: is_later(beat, before))
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        log = process.log.read_text()
+        assert '"cause": "external"' in log, "who stops a process is to blame, and not the requests"
+        await dispatch(bus, request("b", max_tokens=30, seed=2))
+        assert (await reader.finish("b"))[0] == expected(2, 0, 30)
+
+
+async def test_an_engine_that_goes_on_and_computes_nothing_is_seen_by_its_tokens(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    options = ("--hung-after", "1", "--engine-step-timeout", "1")
+    async with executor(bus, nats_settings, tmp_path, *options, once="mute") as process:
+        before = await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=100))
+        await process.wait_for(lambda beat: is_later(beat, before))
+        assert '"cause": "hung"' in process.log.read_text()
+
+
+async def test_cancel_is_an_abort_and_batch_work_makes_way(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    """The engine has one place."""
+    async with executor(bus, nats_settings, tmp_path, places=1) as process:
+        await process.wait_ready()
+        await dispatch(bus, msgspec.structs.replace(request("b", max_tokens=120), lane="batch"))
+        await reader.some()
+        await dispatch(bus, request("i", seed=2, max_tokens=20))
+        assert (await reader.finish("i"))[0] == expected(2, 0, 20)
+        assert (await reader.finish("b"))[0] == expected(1, 0, 120), "it goes on where it was"
+        await dispatch(bus, request("c", max_tokens=400))
+        assert (await control(bus, Cancel(["c"]))).ok
+        assert (await reader.finish("c"))[1].finish == "cancelled"
+        await dispatch(bus, request("d", seed=3))
+        await reader.finish("d")
+        assert (tmp_path / "aborted").read_text().split() == ["b/0/1", "c/0/1"]
+
+
+async def test_a_drain_hands_back_what_is_not_over(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, "--drain-grace", "0") as process:
+        await process.wait_ready()
+        await dispatch(bus, request("a", max_tokens=400))
+        await reader.some()
+        await control(bus, Drain())
+        tokens, last = await reader.finish("a")
+        assert (last.finish, last.retryable) == ("error", True)
+        assert tokens == expected(1, 0, len(tokens))
+        assert await asyncio.wait_for(process.process.wait(), 20) == 0
+
+
+async def test_what_the_engine_cannot_do_is_refused_by_its_name(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, unsupported=["grammar", "penalties"]) as process:
+        await process.wait_ready()
+        told = request("g")
+        asked = (
+            msgspec.structs.replace(told, grammar=Grammar("regex", "a+")),
+            msgspec.structs.replace(told, sampling=SamplingParams(frequency_penalty=1.0)),
+            msgspec.structs.replace(told, embed=True, max_tokens=1),
+            msgspec.structs.replace(told, adapter="0" * 64),
+        )
+        for one, what in zip(asked, ("grammar", "penalties", "embeddings", "LoRA adapters"), strict=True):
+            (refused,) = (await dispatch(bus, one)).refused
+            assert (refused.code, refused.retryable) == ("invalid_request", False)
+            assert refused.message.startswith("Scripted 1.0, which computes this model, does not support")
+            assert what in refused.message
+
+
+async def test_a_token_that_cannot_be_ends_its_request_alone(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with executor(bus, nats_settings, tmp_path) as process:
+        await process.wait_ready()
+        wrong = msgspec.structs.replace(request("w"), prompt=[WRONG, 5])
+        await dispatch(bus, wrong, request("a", seed=2))
+        tokens, last = await reader.finish("w")
+        assert (tokens, last.error_code) == ([], "internal_error")
+        assert "Scripted 1.0 answered with the token 9999" in last.error
+        assert (await reader.finish("a"))[0] == expected(2, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ({"refuses": "vLLM did not start: no such device"}, "vLLM did not start: no such device; look into the log"),
+        ({"exits": "torch.OutOfMemoryError"}, "vLLM did not start: exit code 3, after: torch.OutOfMemoryError."),
+    ],
+)
+async def test_an_engine_that_does_not_start_is_told_in_a_sentence(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, script: dict[str, str], words: str
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, **script) as process:
+        assert await asyncio.wait_for(process.process.wait(), 60) == 1
+        assert f"error: {words}" in process.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--engine-args", "--speculative-config {}"), "--engine-args has --speculative-config, which cannot be set"),
+        (("--engine-python", "/nowhere/python"), "/nowhere/python cannot be started (No such file or directory)"),
+        (("--tp", "2"), "--tp is for the executor's own rings"),
+    ],
+)
+async def test_settings_that_do_not_go_with_it_are_refused(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    async with executor(bus, nats_settings, tmp_path, *options) as process:
+        assert await asyncio.wait_for(process.process.wait(), 60) == 1
+        assert f"error: {words}" in process.log.read_text()
+
+
+def is_later(beat: Heartbeat, before: Heartbeat) -> bool:
+    """Whether a later engine is ready."""
+    assert before.group is not None
+    return beat.group is not None and beat.group.state == "ready" and beat.group.epoch > before.group.epoch
+
+
+def engines_of(process: ServiceProcess) -> list[psutil.Process]:
+    children = psutil.Process(process.process.pid).children(recursive=True)
+    return [child for child in children if str(ENGINE) in child.cmdline()]
