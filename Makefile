@@ -107,6 +107,17 @@ test-all: lint test-only test-again-avx2 ## Lint, fast and slow tests, coverage 
 test-nightly: SELECTED := nightly and not chaos
 test-nightly: test-only ## What CI has no room for: every variant of kernels and models, long training, the compiled wheel
 
+# vLLM's environment and a model are made once, in build/engines; VLLM_PYTHON and VLLM_MODEL name others.
+.PHONY: test-engines
+test-engines: export VLLM_PYTHON ?= $(CURDIR)/build/engines/vllm/venv/bin/python
+test-engines: export VLLM_MODEL ?= $(CURDIR)/build/engines/SmolLM2-135M
+test-engines: $(INSTALLED) ## Kill and stop a real vLLM under answers: the texts must be the undisturbed ones
+	@test -d "$(VLLM_MODEL)" || { $(BIN)/ryzanstein models pull && \
+	  $(BIN)/ryzanstein models convert SmolLM2-135M-Instruct "$(VLLM_MODEL)" --to safetensors; }
+	@test -x "$(VLLM_PYTHON)" || $(BIN)/python -m benchmarks.peers --model "$(VLLM_MODEL)" --peers vllm \
+	  --prepare-only --work-dir build/engines
+	@$(BIN)/pytest tests/e2e/test_vllm.py -m nightly $(ARGS)
+
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only
 test-only: export PYTHONDONTWRITEBYTECODE :=
