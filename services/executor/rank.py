@@ -120,7 +120,10 @@ def main(events_fd: int) -> int:
         else:
             _follow(settings, spec, board, supervisor)
     except Exception as error:
-        supervisor.send(failed(error, f"Rank {spec.rank} of group {spec.group}"))
+        event = failed(error, f"Rank {spec.rank} of group {spec.group}")
+        if settings.serving_engine:  # no other rank is there that could say more
+            event = msgspec.structs.replace(event, missed=False)
+        supervisor.send(event)
         return 1
     finally:
         tracing.close()  # last: a collector that is away must not keep anybody waiting for what was said before

@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 138_660,  # +4,155: engines that schedule for themselves as groups; to come: 112,000
+    ("services", "shared"): 138_700,  # +4,195: engines that schedule for themselves as groups; to come: 112,000
     ("benchmarks",): 13_985,  # +260: AVX2's instructions and static cycles, PyTorch's float32 products; to come: 13,000
     ("tests",): 146_500,  # +2,180: engine groups, against engines that are scripted; to come: 120,000
 }

@@ -83,6 +83,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Why it ends: one sentence."""
 
     error: str
+    crashed: bool = True  # whether what it computed may be why; False: somebody ended a process of it
 
 
 # What some engine cannot do, and what a client is told that it asked for.
@@ -116,8 +117,8 @@ class ServingEngine(Protocol):
         ...
 
     async def next(self) -> EngineStep:
-        """Waits for the next step, or for several that have come since. Raises `RingLost` where the engine is gone:
-        it is of no more use then."""
+        """Waits for the next step, or for several that have come since. Raises `RingLost` where the engine is gone,
+        `InternalError` where what it computed may be why: it is of no more use then."""
         ...
 
     def is_stopped(self) -> bool:

@@ -17,12 +17,14 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from services.executor.core.gpu_errors import CRASHED
 from services.executor.core.settings import ExecutorSettings
 from services.executor.engines.base import EngineAbort, EngineFacts, EngineFailed, EngineRequest, EngineStep
 from services.executor.engines.vllm.arguments import vllm_arguments
 from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import LENGTH, MOST_BYTES, Start
 from services.executor.supervisor.diagnostics.processes import is_stopped, with_descendants
-from shared.errors import ConfigurationError, ModelLoadError, RingLost
+from services.executor.supervisor.failure_detection import cause_of_exit
+from shared.errors import ConfigurationError, InternalError, ModelLoadError, RingLost, RyzansteinError
 from shared.process import die_with_parent
 
 log = structlog.get_logger(__name__)
@@ -89,11 +91,14 @@ class VllmEngine:
         try:
             data = await self._receive()
         except EOFError:
-            raise RingLost(f"vLLM has ended: {await self._end()}.") from None
+            reason = f"vLLM has ended: {await self._end()}."
+            assert self._process is not None, "it has been started"
+            raise _lost(reason, crashed=cause_of_exit(self._process.returncode or 0, 0) == CRASHED) from None
         try:
             return _steps.decode(data)
         except msgspec.ValidationError:
-            raise RingLost(f"{_failures.decode(data).error}: {await self._end()}.") from None
+            failed = _failures.decode(data)
+            raise _lost(f"{failed.error}: {await self._end()}.", crashed=failed.crashed) from None
 
     def is_stopped(self) -> bool:
         pid = 0 if self._process is None else self._process.pid
@@ -173,3 +178,7 @@ class VllmEngine:
             return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError(str(error)) from None
+
+
+def _lost(reason: str, *, crashed: bool) -> RyzansteinError:
+    return InternalError(reason) if crashed else RingLost(reason)

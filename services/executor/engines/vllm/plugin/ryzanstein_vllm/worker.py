@@ -14,7 +14,9 @@ process is killed.
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -30,11 +32,14 @@ OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
+_ENDED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that somebody else has ended
 # Ends with the process that it is given, and takes the whole process group along.
 _GUARD = """
 import os, select, signal, sys
-select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
-os.killpg(0, signal.SIGKILL)
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+finally:
+    os.killpg(0, signal.SIGKILL)
 """
 
 
@@ -99,8 +104,11 @@ class Step(msgspec.Struct, array_like=True, omit_defaults=True, tag="step"):
     kv_used: float = 0.0
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class Failed(msgspec.Struct, omit_defaults=True, tag="failed"):
+    """As `EngineFailed`."""
+
     error: str
+    crashed: bool = True
 
 
 _commands = msgspec.msgpack.Decoder(Generate | Abort)
@@ -359,6 +367,7 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
     except Exception as error:  # said in one sentence; vLLM has logged the rest
         await _fail(writer, f"vLLM did not start: {' '.join(str(error).split())[:500] or type(error).__name__}")
         return
+    processes = multiprocessing.active_children()  # vLLM's
     await _warm_up(llm)
     facts = facts_of(llm)
     engine = Engine(llm, facts.vocab_size, writer, failures)
@@ -368,7 +377,8 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
     ends: set[asyncio.Future[Any]] = {commands, engine.dead}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if engine.dead.done():
-        await _fail(writer, engine.dead.result())
+        codes = [one.exitcode for one in processes if one.exitcode is not None]
+        await _fail(writer, engine.dead.result(), crashed=not codes or any(code not in _ENDED for code in codes))
     with contextlib.suppress(Exception):
         llm.shutdown()
 
@@ -392,8 +402,8 @@ async def _obey(reader: asyncio.StreamReader, engine: Engine) -> None:
                 engine.generate(command)
 
 
-async def _fail(writer: asyncio.StreamWriter, error: str) -> None:
-    send(writer, Failed(error))
+async def _fail(writer: asyncio.StreamWriter, error: str, *, crashed: bool = True) -> None:
+    send(writer, Failed(error, crashed))
     with contextlib.suppress(ConnectionError):
         await writer.drain()
 
