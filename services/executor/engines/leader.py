@@ -132,8 +132,8 @@ class EngineLeader(GroupLeader):
             if time.monotonic() - self._reported_at >= LOAD_INTERVAL:
                 self._show_activity()
                 self._report_load()
-            if any(delta.finish for delta in step.deltas):
-                self._wake.set()  # there is a place
+            if any(entry.finish for of_consumer in entries.values() for entry in of_consumer):
+                self._wake.set()  # there is a place, and the engine may not know
 
     def _add(self, request: GenerationRequest) -> Refusal | None:
         if self._still:
