@@ -72,7 +72,6 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     context_length: int  # prompt and output
     places: int  # requests that it computes at a time
     kv_tokens: int = 0  # tokens that its KV cache holds; 0: not known
-    kv_bytes: int = 0  # memory of its KV cache, on all its workers; 0: not known
     numerics: str = ""  # all that the bits of its results depend on: version, dtype, quantization, device
     # Whether the same request gives the same text in any batch, and continued after any of its tokens.
     exact: bool = False

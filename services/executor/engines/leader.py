@@ -74,7 +74,7 @@ class EngineLeader(GroupLeader):
             self._report_load()
             await self._connect()
             await self._register(card, bundle, facts.numerics, exact=facts.exact)
-            ready = Ready(self._model, facts.kv_bytes, [], facts.name, None, traits_of(spec))
+            ready = Ready(self._model, kernels=facts.name, traits=traits_of(spec))
             await self._is_ready(ready)
             log.info("leader_ready", group=self._spec.group, model=self._model, kernels=facts.name, places=facts.places)
             await self._serve()

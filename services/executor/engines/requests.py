@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.executor.core.engine import EngineSpec
+from services.executor.engines import base
 from services.executor.engines.base import EngineDelta, EngineFacts, EngineRequest, EngineStep
 from services.executor.ipc.board import BoardKind, RingBoard
 from services.executor.scheduler import admission
 from services.executor.scheduler.admission import Admission, RecentlyEnded
 from services.executor.scheduler.batcher import Entries
 from services.executor.scheduler.features.catalog import FEATURES
-from services.executor.scheduler.sequence import Urgency, finish_reason
+from services.executor.scheduler.sequence import Urgency, finish_reason, makes_way, urgency_of
 from services.executor.structured_output import GrammarState
 from shared.errors import (
     DeadlineExceeded,
@@ -34,9 +35,7 @@ from shared.errors import (
     RyzansteinError,
     error_from_code,
 )
-from shared.messages import LANES, FinishReason, GenerationRequest, GroupLoad, Refusal, TokenEntry
-
-_BEFORE_ALL = -(1 << 62)  # added to an arrival: before all others of its lane
+from shared.messages import FinishReason, GenerationRequest, GroupLoad, Refusal, TokenEntry
 
 
 def spec_of(facts: EngineFacts, block_size: int) -> EngineSpec:
@@ -49,7 +48,6 @@ def spec_of(facts: EngineFacts, block_size: int) -> EngineSpec:
         vocab_size=facts.vocab_size,
         numerics=facts.numerics,
         kernels=facts.name,
-        kv_bytes=facts.kv_bytes,
         exact=facts.exact,
     )
 
@@ -72,14 +70,11 @@ class TrackedRequest:
 
     @property
     def urgency(self) -> Urgency:
-        if self.request.prefill:
-            return LANES.index("batch"), self.arrival + _BEFORE_ALL
-        return LANES.index(self.request.lane), self.arrival
+        return urgency_of(self.request, self.arrival)
 
     @property
     def is_batch(self) -> bool:
-        """Whether it makes way for whoever is in a hurry."""
-        return self.request.lane == "batch" or self.request.prefill
+        return makes_way(self.request)
 
     @property
     def alone(self) -> bool:
@@ -89,9 +84,7 @@ class TrackedRequest:
     def entry(self, tokens: list[int], finish: FinishReason = "") -> TokenEntry:
         """`tokens`: the newest of its output."""
         request = self.request
-        return TokenEntry(
-            request.generation_id, request.attempt, len(self.output) - len(tokens), tokens, finish, fingerprint=""
-        )
+        return TokenEntry(request.generation_id, request.attempt, len(self.output) - len(tokens), tokens, finish)
 
     def error_entry(self, error: RyzansteinError, tokens: list[int] | None = None) -> TokenEntry:
         ended = self.entry(tokens or [], "error")
@@ -405,7 +398,7 @@ class EngineRequests:
     def _queue_full(self, request: GenerationRequest) -> RyzansteinError | None:
         """As a ring's: preemptible requests never block others."""
         waiting = [one for one in self._live.values() if not one.submission]
-        if request.lane != "batch" and not request.prefill:
+        if not makes_way(request):
             waiting = [one for one in waiting if not one.is_batch]
         return admission.queue_full(len(waiting)) if len(waiting) >= self._max_waiting else None
 
@@ -440,7 +433,7 @@ _OF_RINGS: dict[str, Callable[[GenerationRequest], object]] = {
 def refusal_of(request: GenerationRequest, facts: EngineFacts) -> InvalidRequest | None:
     """Whether the request asks for something that the engine cannot do."""
     asked = [name for name, needed in _OF_RINGS.items() if needed(request)]
-    asked += [name for name in asks_for(request) if name in facts.unsupported]
+    asked += [base.FEATURES[name] for name in asks_for(request) if name in facts.unsupported]
     if not asked:
         return None
     return InvalidRequest(f"{facts.name}, which computes this model, does not support {', '.join(asked)}.")

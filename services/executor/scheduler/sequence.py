@@ -31,6 +31,17 @@ Urgency = tuple[int, int]  # (lane, arrival): the smaller comes first
 _BEFORE_ALL = -(1 << 62)  # added to an arrival: before all others of its lane
 
 
+def makes_way(request: GenerationRequest) -> bool:
+    """Whether it gives its place up to whoever is in a hurry."""
+    return request.lane == "batch" or request.prefill
+
+
+def urgency_of(request: GenerationRequest, arrival: int) -> Urgency:
+    if request.prefill:  # in whatever lane it comes
+        return LANES.index("batch"), arrival + _BEFORE_ALL
+    return LANES.index(request.lane), arrival
+
+
 class SequenceState(Enum):
     HELD = "held"  # its grammar is being compiled, or its adapter's files are being fetched
     WAITING = "waiting"
@@ -104,11 +115,8 @@ class Sequence:
         # Of the gateway that owns it: what an earlier owner says of it counts no more.
         self.claim = request.claim
         self.arrival = arrival
-        self.urgency: Urgency = (LANES.index(request.lane), arrival)
-        if request.prefill:  # in whatever lane it comes
-            self.urgency = (LANES.index("batch"), arrival + _BEFORE_ALL)
-        # Whether it makes way for whoever is in a hurry.
-        self.is_batch = request.lane == "batch" or request.prefill
+        self.urgency = urgency_of(request, arrival)
+        self.is_batch = makes_way(request)
         self.alone = bool(request.suspected)  # whether no step computes it beside others
         self.turn = 0  # of such a one, and of a long prompt that shares steps: when it had its last step
         self.is_long = False  # whether its prompt needed more than one step when it got its place

@@ -5,7 +5,8 @@ the batch and the attempt. SCRIPT is a file of JSON:
 
     refuses    a sentence, told instead of being ready
     exits      a line of output, before it ends with code 3
-    once       what happens to the first engine of a test at its 12th token: `die`, `stop` or `mute`
+    once       what happens to the first engine of a test at its 12th token: `die`, `stop`, `mute`, or `fail`, which is
+               told, and does not end by itself
     wide       tokens in a delta
     places, unsupported    as `EngineFacts`
 """
@@ -30,9 +31,9 @@ def token_at(seed: int, position: int) -> int:
 
 class Engine:
     def __init__(self, script: dict[str, Any], directory: Path, writer: asyncio.StreamWriter) -> None:
-        from ryzanstein_vllm.worker import Delta, Step, send
+        from ryzanstein_vllm.worker import Delta, Failed, Step, send
 
-        self._delta, self._step, self._send = Delta, Step, send
+        self._delta, self._failed, self._step, self._send = Delta, Failed, Step, send
         self._script, self._directory, self._writer = script, directory, writer
         self.live: dict[str, Any] = {}
         self._steps = self._tokens = 0
@@ -74,7 +75,10 @@ class Engine:
         happened.touch()
         if what == "mute":  # for good: it answers nothing more, and its loop goes on
             self.live.clear()
-        os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP, "mute": 0}[what])
+        if what == "fail":
+            self._send(self._writer, self._failed("Scripted to fail"))
+        if number := {"die": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what):
+            os.kill(os.getpid(), number)
 
 
 def main(script: Path, fd: int) -> None:

@@ -131,6 +131,21 @@ async def test_an_engine_that_dies_is_started_again(
         assert "vLLM has ended: signal 9" in process.log.read_text()
 
 
+async def test_a_failure_that_is_told_is_not_waited_for_and_suspects_what_was_computed(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    """The engine itself goes on: it is ended."""
+    async with executor(bus, nats_settings, tmp_path, once="fail") as process:
+        before = await process.wait_ready()
+        (engine,) = engines_of(process)
+        await dispatch(bus, request("a", max_tokens=100))
+        await process.wait_for(lambda beat: is_later(beat, before))
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        log = process.log.read_text()
+        assert "Scripted to fail." in log
+        assert '"cause": "crashed", "suspects": ["a"]' in log
+
+
 async def test_a_stopped_engine_is_replaced_and_nothing_of_it_is_left(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
@@ -202,7 +217,7 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
             msgspec.structs.replace(told, embed=True, max_tokens=1),
             msgspec.structs.replace(told, adapter="0" * 64),
         )
-        for one, what in zip(asked, ("grammar", "penalties", "embeddings", "LoRA adapters"), strict=True):
+        for one, what in zip(asked, ("structured output", "penalties", "embeddings", "LoRA adapters"), strict=True):
             (refused,) = (await dispatch(bus, one)).refused
             assert (refused.code, refused.retryable) == ("invalid_request", False)
             assert refused.message.startswith("Scripted 1.0, which computes this model, does not support")

@@ -21,7 +21,7 @@ from services.executor.core.gpu_errors import CRASHED
 from services.executor.core.settings import ExecutorSettings
 from services.executor.engines.base import EngineAbort, EngineFacts, EngineFailed, EngineRequest, EngineStep
 from services.executor.engines.vllm.arguments import vllm_arguments
-from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import LENGTH, MOST_BYTES, Start
+from services.executor.engines.vllm.plugin.ryzanstein_vllm.worker import Start, receive, send
 from services.executor.supervisor.diagnostics.processes import is_stopped, with_descendants
 from services.executor.supervisor.failure_detection import cause_of_exit
 from shared.errors import ConfigurationError, InternalError, ModelLoadError, RingLost, RyzansteinError
@@ -98,7 +98,8 @@ class VllmEngine:
             return _steps.decode(data)
         except msgspec.ValidationError:
             failed = _failures.decode(data)
-            raise _lost(f"{failed.error}: {await self._end()}.", crashed=failed.crashed) from None
+            self._kill()  # which may hang while it ends, and streams wait for what follows
+            raise _lost(f"{failed.error}{self._said()}.", crashed=failed.crashed) from None
 
     def is_stopped(self) -> bool:
         pid = 0 if self._process is None else self._process.pid
@@ -110,8 +111,7 @@ class VllmEngine:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), STOP_WITHIN)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
         if self._output is not None:
             self._output.cancel()
 
@@ -157,7 +157,16 @@ class VllmEngine:
         await asyncio.wait({self._output}, timeout=STOP_WITHIN / 5)
         code = self._process.returncode
         how = "its connection is closed" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"{how}, after: {self._lines[-1][:300]}" if self._lines else how
+        return how + self._said()
+
+    def _said(self) -> str:
+        """The last line of its output, as the end of a sentence."""
+        return f", after: {self._lines[-1][:300]}" if self._lines else ""
+
+    def _kill(self) -> None:
+        assert self._process is not None, "it has been started"
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _remedy(self, error: str) -> str:
         if "no vLLM" in error:
@@ -166,18 +175,11 @@ class VllmEngine:
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self._writer is not None, "it has been started"
-        data = msgspec.msgpack.encode(message)
-        self._writer.write(LENGTH.pack(len(data)) + data)
+        send(self._writer, message)
 
     async def _receive(self) -> bytes:
         assert self._reader is not None, "it has been started"
-        try:
-            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            if length > MOST_BYTES:
-                raise EOFError(f"a message of {length} bytes")
-            return await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError(str(error)) from None
+        return await receive(self._reader)
 
 
 def _lost(reason: str, *, crashed: bool) -> RyzansteinError:

@@ -293,11 +293,7 @@ class LocalRank:
                 self._process.kill()
 
     async def wait(self) -> int:
-        code = await self._process.wait()
-        if not self.is_forked:  # what it has started itself (an engine) is in its process group, and ends with it
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        return code
+        return await self._process.wait()
 
     def close(self) -> None:
         """Reads no more events, and tells nothing more."""

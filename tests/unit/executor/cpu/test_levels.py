@@ -108,6 +108,7 @@ def lines_of(name: str, compiler: str = "gcc", optimization: str = "g", which: s
     return [line.split() for line in ran.stdout.splitlines()]
 
 
+@pytest.mark.timeout(900)  # two compilations of 20 s each and an emulator, on cores that others use: seen at 300
 @pytest.mark.parametrize("name", in_lanes((name for name in LEVELS if name != PLAINEST), (), COMPARED))
 def test_every_level_computes_the_same(name: str) -> None:
     which = "few" if LEVELS[name].is_arm and X86 else ""

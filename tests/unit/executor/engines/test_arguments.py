@@ -149,7 +149,7 @@ SAMPLING = SamplingParams(0.5, 3, 0.9, 0.1, 7, 1.1, 0.2, 0.3, {5: -1.0}, 2, 4, [
 REQUEST = base.EngineRequest("a/0/1", [1, 2, 3], 2, 9, SAMPLING, [1], Grammar("regex", "a*"), 3, "salt")
 DELTA = worker.Delta("a/0/1", [5, 6], "error", [(-0.5, [(5, -0.5)]), (-1.0, [])], 3, "Why.", "invalid_request", b"x")
 STEP = worker.Step(7, [DELTA, worker.Delta("b")], 2, 1, 0.5)
-READY = worker.Ready("vLLM 1", 10, 20, 3, 40, 50, "fp32", exact=True, unsupported=["grammar"])
+READY = worker.Ready("vLLM 1", 10, 20, 3, 40, "fp32", exact=True, unsupported=["grammar"])
 
 
 def names(struct: type[msgspec.Struct]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .asks import GRAMMAR_BYTES, parse_grammar
+from .sampling_options import GRAMMAR_BYTES, parse_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -11,8 +11,8 @@ and penalties, bad words, `min_tokens` and grammars follow the whole answer, als
            ─▶ top-k ─▶ top-p ─▶ min-p ─▶ inverse of the distribution at uniform(seed, position)
            ─▶ minus infinity but for the chosen token, which vLLM's argmax takes
 
-A request says what it wants in `SamplingParams.extra_args["ryzanstein"]` (`Ask`); its own sampling parameters stay
-neutral, with temperature 0. Requests without it are left alone.
+A request says what it wants in `SamplingParams.extra_args["ryzanstein"]` (`SamplingOptions`); its own sampling
+parameters stay neutral, with temperature 0. Requests without it are left alone.
 
 What it needs of vLLM, 0.12 to 0.32:
 - The V1 model runner's interface of processors. Versions that prefer the V2 runner need VLLM_USE_V2_MODEL_RUNNER=0:
@@ -45,9 +45,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .asks import KEY, Ask, refuse_outside
 from .grammars import Grammars, Words, line, load_tokenizer, model_ends
 from .rows import Row
+from .sampling_options import KEY, SamplingOptions, refuse_outside
 
 try:
     from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -91,41 +91,45 @@ class Plan:
         """`to`: an array of a data type, as a tensor on the logits' device."""
         cut: dict[int, list[int]] = {}
         for at, row in rows.items():
-            if 0 < row.ask.vocab_size < width:
-                cut.setdefault(row.ask.vocab_size, []).append(at)
+            if 0 < row.options.vocab_size < width:
+                cut.setdefault(row.options.vocab_size, []).append(at)
         self.padding = [(size, to(places, np.int64)) for size, places in cut.items()]
-        self.ended = [(at, self._end(row.ask, width, ends)) for at, row in rows.items() if row.problem]
+        self.ended = [(at, self._end(row.options, width, ends)) for at, row in rows.items() if row.problem]
         self.ended_places = to(self.ended or np.zeros((0, 2)), np.int64).T
-        working = [(at, row) for at, row in rows.items() if not row.problem and (row.ask.edits or not row.ask.greedy)]
+        working = [
+            (at, row) for at, row in rows.items() if not row.problem and (row.options.edits or not row.options.greedy)
+        ]
         self.rows = [row for _, row in working]
         self.where = to([at for at, _ in working], np.int64)
-        self.drawn_rows = [row for row in self.rows if not row.ask.greedy]
-        self.drawn = to([at for at, row in enumerate(self.rows) if not row.ask.greedy], np.int64)
-        self._plan_draws([row.ask for row in self.drawn_rows], width, to)
-        self._plan_biases([row.ask for row in self.rows], width, to)
+        self.drawn_rows = [row for row in self.rows if not row.options.greedy]
+        self.drawn = to([at for at, row in enumerate(self.rows) if not row.options.greedy], np.int64)
+        self._plan_draws([row.options for row in self.drawn_rows], width, to)
+        self._plan_biases([row.options for row in self.rows], width, to)
 
-    def _plan_draws(self, asks: list[Ask], width: int, to: Callable[[Any, Any], Tensor]) -> None:
-        self.streams = streams_of([ask.seed for ask in asks])
-        self.temperature = to([[ask.temperature] for ask in asks], np.float32)
-        limited = [at for at, ask in enumerate(asks) if 0 < ask.top_k < width]
+    def _plan_draws(self, requested: list[SamplingOptions], width: int, to: Callable[[Any, Any], Tensor]) -> None:
+        self.streams = streams_of([options.seed for options in requested])
+        self.temperature = to([[options.temperature] for options in requested], np.float32)
+        limited = [at for at, options in enumerate(requested) if 0 < options.top_k < width]
         self.top_k_rows = to(limited, np.int64)
-        self.top_k_ranks = to([[asks[at].top_k - 1] for at in limited], np.int64)
-        self.top_k_most = max((asks[at].top_k for at in limited), default=0)
-        by_score = [[not asks[at].edits and asks[at].top_k <= _BY_SCORE] for at in limited]
+        self.top_k_ranks = to([[requested[at].top_k - 1] for at in limited], np.int64)
+        self.top_k_most = max((requested[at].top_k for at in limited), default=0)
+        by_score = [[not requested[at].edits and requested[at].top_k <= _BY_SCORE] for at in limited]
         self.top_k_by_score = to(by_score, np.bool_)
-        inner = [at for at, ask in enumerate(asks) if ask.top_p < 1]
-        self.top_p_rows, self.top_p = to(inner, np.int64), to([[asks[at].top_p] for at in inner], np.float64)
-        likely = [at for at, ask in enumerate(asks) if ask.min_p > 0]
-        self.min_p_rows, self.min_p = to(likely, np.int64), to([[asks[at].min_p] for at in likely], np.float32)
+        inner = [at for at, options in enumerate(requested) if options.top_p < 1]
+        self.top_p_rows, self.top_p = to(inner, np.int64), to([[requested[at].top_p] for at in inner], np.float64)
+        likely = [at for at, options in enumerate(requested) if options.min_p > 0]
+        self.min_p_rows, self.min_p = to(likely, np.int64), to([[requested[at].min_p] for at in likely], np.float32)
 
-    def _plan_biases(self, asks: list[Ask], width: int, to: Callable[[Any, Any], Tensor]) -> None:
-        biases = [(at, *one) for at, ask in enumerate(asks) for one in ask.logit_bias.items() if one[0] < width]
+    def _plan_biases(self, requested: list[SamplingOptions], width: int, to: Callable[[Any, Any], Tensor]) -> None:
+        biases = [
+            (at, *one) for at, options in enumerate(requested) for one in options.logit_bias.items() if one[0] < width
+        ]
         self.bias_places = to([[at for at, _, _ in biases], [token for _, token, _ in biases]], np.int64)
         self.biases = to([amount for _, _, amount in biases], np.float32)
 
     @staticmethod
-    def _end(ask: Ask, width: int, ends: Sequence[int]) -> int:
-        return next((token for token in (*ask.stop_token_ids, *ends) if token < width), 0)
+    def _end(options: SamplingOptions, width: int, ends: Sequence[int]) -> int:
+        return next((token for token in (*options.stop_token_ids, *ends) if token < width), 0)
 
 
 def filter_weights(probs: Tensor, scores: Tensor, plan: Plan) -> None:
@@ -183,7 +187,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         """Raises ValueError with one sentence, which vLLM makes a 400 of."""
         extra = getattr(sampling_params, "extra_args", None) or {}
         if KEY in extra:
-            Ask.of(extra[KEY])
+            SamplingOptions.of(extra[KEY])
             refuse_outside(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
@@ -227,13 +231,13 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         if given is None:
             return None
         try:
-            row = Row(Ask.of(given), prompt, output, self._grammars)
+            row = Row(SamplingOptions.of(given), prompt, output, self._grammars)
         except Exception as error:  # who comes in here has not been asked to validate
-            row = Row(Ask(0, 0), (), (), self._grammars)
+            row = Row(SamplingOptions(0, 0), (), (), self._grammars)
             row.problem = line(error)
         if row.problem:
             self._fail(row, row.problem)
-        idle = row.ask.greedy and not row.ask.edits and not row.ask.vocab_size and not row.problem
+        idle = row.options.greedy and not row.options.edits and not row.options.vocab_size and not row.problem
         return None if idle else row
 
     def _choose(self, logits: Tensor) -> bool:
@@ -277,7 +281,7 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
 
     def _follow(self, plan: Plan, width: int) -> dict[int, Words]:
         """Brings the rows up to date with their output: what each may draw, by its place among `plan.rows`."""
-        edited = [(at, row) for at, row in enumerate(plan.rows) if row.ask.counts or row.ask.masks]
+        edited = [(at, row) for at, row in enumerate(plan.rows) if row.options.counts or row.options.masks]
         for _, row in edited:
             self._try(row, row.follow)
         guides = [row.guide for _, row in edited if row.guide is not None and not row.problem]
@@ -311,10 +315,10 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
             if row.counts is not None:
                 tokens, times = row.counts.table
                 there = tokens < scores.shape[1]
-                tokens, times, ask = tokens[there], times[there], row.ask
+                tokens, times, options = tokens[there], times[there], row.options
                 places.append(np.stack((np.full(len(tokens), at), tokens)))
-                offsets = ask.presence_penalty * (times > 0) + ask.frequency_penalty * times
-                amounts.append(np.stack((np.full(len(tokens), ask.repetition_penalty), offsets)))
+                offsets = options.presence_penalty * (times > 0) + options.frequency_penalty * times
+                amounts.append(np.stack((np.full(len(tokens), options.repetition_penalty), offsets)))
         if not places:
             return
         at, tokens = self._to(np.hstack(places), np.int64)
@@ -339,16 +343,16 @@ class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
         if len(self.failures) > MOST_FAILURES:
             self.failures.popitem(last=False)
         self._tell(row, problem)
-        log.warning("a request with seed %d ends at position %d: %s", row.ask.seed, row.position, problem)
+        log.warning("a request with seed %d ends at position %d: %s", row.options.seed, row.position, problem)
 
     def _tell(self, row: Row, problem: str) -> None:
         """Before vLLM tells of the stop token that the request ends with."""
         address = os.environ.get(FAILURES, "")
-        if not address or not row.ask.id:
+        if not address or not row.options.id:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as line:
-                line.sendto(json.dumps([row.ask.id, problem]).encode(), address)
+                line.sendto(json.dumps([row.options.id, problem]).encode(), address)
         except OSError as error:
             log.warning("nobody is told that a request has failed: %s", error)
 

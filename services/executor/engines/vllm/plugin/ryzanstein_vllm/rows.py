@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .asks import Ask
 from .grammars import Failed, Grammars, Guide, Words, packed
+from .sampling_options import SamplingOptions
 
 
 class Counts:
@@ -35,23 +35,25 @@ class Counts:
 class Row:
     """A request in vLLM's batch, and what its next token depends on."""
 
-    def __init__(self, ask: Ask, prompt: Sequence[int] | None, output: Sequence[int], grammars: Grammars) -> None:
+    def __init__(
+        self, options: SamplingOptions, prompt: Sequence[int] | None, output: Sequence[int], grammars: Grammars
+    ) -> None:
         """`output`: vLLM's list, which grows with each step."""
         prompt = prompt or ()  # embeddings have no tokens
-        self.ask = ask
+        self.options = options
         self.counts: Counts | None = None
         self.guide: Guide | None = None
         self.problem = ""  # why it has failed
-        if len(prompt) < ask.prompt_tokens:
+        if len(prompt) < options.prompt_tokens:
             self.problem = "The prompt has fewer tokens than prompt_tokens says."
-        self._prompt = prompt[: ask.prompt_tokens] if ask.repetition_penalty != 1 else ()
-        self._earlier = list(prompt[ask.prompt_tokens :])
+        self._prompt = prompt[: options.prompt_tokens] if options.repetition_penalty != 1 else ()
+        self._earlier = list(prompt[options.prompt_tokens :])
         self._output = output
         self._grammars = grammars
         self._seen = -1  # tokens of `output` that counts and guide know of; -1: not even the earlier ones
         self._allowed: Words | None = None
         self._tail: list[int] = []  # of the output, as much as a bad word is long
-        self._memory = max((len(word) for word in ask.bad_words), default=0)
+        self._memory = max((len(word) for word in options.bad_words), default=0)
 
     @property
     def position(self) -> int:
@@ -60,8 +62,8 @@ class Row:
 
     def follow(self) -> None:
         """Takes in the tokens that came since the last step. Raises `Failed`."""
-        ask = self.ask
-        if not (ask.counts or ask.bad_words or ask.grammar):
+        options = self.options
+        if not (options.counts or options.bad_words or options.grammar):
             return
         if not 0 <= self._seen <= len(self._output):  # at first, and where vLLM has taken tokens back
             self._begin()
@@ -75,13 +77,13 @@ class Row:
 
     def mask(self, width: int) -> Words | None:
         """What may be drawn next, of `width` tokens; None: all. After `follow`. Raises `Failed`."""
-        width = min(width, self.ask.vocab_size or width)
+        width = min(width, self.options.vocab_size or width)
         mask = None if self.guide is None else self.guide.follow(width)
         if self.guide is not None and self.guide.complete:
             return mask  # whatever else is asked for: it can only end
-        if self.ask.allowed_token_ids:
+        if self.options.allowed_token_ids:
             if self._allowed is None:
-                self._allowed = packed(self.ask.allowed_token_ids, width)
+                self._allowed = packed(self.options.allowed_token_ids, width)
             mask = self._allowed if mask is None else mask & self._allowed
         if banned := self._banned():
             hidden = packed(banned, width)
@@ -89,12 +91,12 @@ class Row:
         return mask
 
     def _begin(self) -> None:
-        ask, self._tail = self.ask, []
-        if ask.counts:
+        options, self._tail = self.options, []
+        if options.counts:
             self.counts = Counts()
             self.counts.add(self._prompt, 0)
-        if ask.grammar is not None:
-            self.guide = self._grammars.start(ask.grammar, ask.stop_token_ids)
+        if options.grammar is not None:
+            self.guide = self._grammars.start(options.grammar, options.stop_token_ids)
         self._take(self._earlier)
         self._seen = 0
 
@@ -107,9 +109,9 @@ class Row:
             self.guide.advance(tokens)
 
     def _banned(self) -> list[int]:
-        ask = self.ask
-        banned = list(ask.stop_token_ids) if self.position < ask.min_tokens else []
-        for *beginning, last in ask.bad_words:
+        options = self.options
+        banned = list(options.stop_token_ids) if self.position < options.min_tokens else []
+        for *beginning, last in options.bad_words:
             if not beginning or self._tail[-len(beginning) :] == beginning:
                 banned.append(last)
         return banned

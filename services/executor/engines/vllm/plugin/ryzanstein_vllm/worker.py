@@ -75,7 +75,6 @@ class Ready(msgspec.Struct, omit_defaults=True, tag="ready"):
     context_length: int
     places: int
     kv_tokens: int = 0
-    kv_bytes: int = 0
     numerics: str = ""
     exact: bool = False
     unsupported: list[str] = []

@@ -32,7 +32,7 @@ _OUTSIDE = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class SamplingOptions:
     """`extra_args["ryzanstein"]`, checked. What is absent is off."""
 
     seed: int
@@ -54,7 +54,7 @@ class Ask:
     id: str = ""  # by which whoever asks is told that it has failed (`processor.FAILURES`)
 
     @classmethod
-    def of(cls, given: Any) -> "Ask":
+    def of(cls, given: Any) -> "SamplingOptions":
         """`given`: an object, or its JSON where a server passes on no objects (`vllm_xargs`). Raises ValueError with
         one sentence."""
         if isinstance(given, str):
@@ -65,11 +65,15 @@ class Ask:
             raise ValueError(f"extra_args['{KEY}'] has the unknown name {unknown[0]!r:.80}.")
         if missing := [name for name in ("seed", "prompt_tokens") if name not in given]:
             raise ValueError(f"extra_args['{KEY}'] lacks {missing[0]!r}.")
-        ask = cls(**{name: _PARSERS[name](name, value) for name, value in given.items()})
-        tokens = [*ask.logit_bias, *ask.allowed_token_ids, *(token for word in ask.bad_words for token in word)]
-        if ask.vocab_size and tokens and max(tokens) >= ask.vocab_size:
+        options = cls(**{name: _PARSERS[name](name, value) for name, value in given.items()})
+        tokens = [
+            *options.logit_bias,
+            *options.allowed_token_ids,
+            *(token for word in options.bad_words for token in word),
+        ]
+        if options.vocab_size and tokens and max(tokens) >= options.vocab_size:
             raise ValueError(f"extra_args['{KEY}'] names a token outside the vocabulary.")
-        return ask
+        return options
 
     @property
     def greedy(self) -> bool:
