@@ -38,7 +38,7 @@ def test_services_do_not_wait_for_what_other_commands_import() -> None:
     ("option", "choices"),
     [
         ("--dtype", "auto, bf16, fp32"),
-        ("--engine", "torch, stub"),
+        ("--engine", "torch, vllm, stub"),
         ("--weight-dtype", ""),
         ("--kv-dtype", ""),
         ("--tool-parser", ""),
