@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.executor.families.gguf import GgufArchitecture
 from services.executor.model.catalogue import is_encoder
@@ -206,7 +207,7 @@ def _to_safetensors(
     text: Path | None,
     made_of: str,
 ) -> int:
-    changes = {**safetensors_file.configuration(dtype), **_rotary_settings(model)}
+    changes = {**safetensors_file.configuration(dtype), **_rotary_settings(model), **_named_class(model)}
     safetensors_file.check(model, dtype)
     rounded = partial(safetensors_file.quantize, dtype=dtype)
     calibration = None if text is None else Calibration(model, text, rounded, report)
@@ -223,6 +224,12 @@ def _to_safetensors(
         copy_texts(model.directory, made, changes)
         made.rename(target)
     return sum(file.stat().st_size for file in target.iterdir())
+
+
+def _named_class(model: SourceModel) -> dict[str, Any]:
+    """`architectures`, which other programs know a model by, and GGUF files do not have."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type)
+    return {} if model.config.architectures or known is None else {"architectures": [known]}
 
 
 def _rotary_settings(model: SourceModel) -> dict[str, Any]:

@@ -435,6 +435,8 @@ def test_there_and_back_is_the_same_model(
     offset = model_type.startswith("gemma")  # one is added to its norms, and taken away again
     same = functools.partial(torch.allclose, rtol=0, atol=1e-6) if offset else torch.equal
     assert all(same(before[name], after[name]) for name in before)
+    said = [json.loads((one / "config.json").read_bytes())["architectures"] for one in (source, tmp_path / "back")]
+    assert said[0] == said[1], "other programs know a model by it"
     expected, found = (reference_logits(one, TOKENS)[0] for one in (source, tmp_path / "back"))
     assert torch.allclose(expected, found, atol=1e-5 if offset else 0)
     assert not list(tmp_path.glob(".*"))
