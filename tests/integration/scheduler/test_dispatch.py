@@ -21,7 +21,7 @@ async def test_a_request_arrives_unchanged_and_leaves_the_stream(house: House) -
 
 async def test_many_requests_arrive_once_each_over_several_groups(house: House) -> None:
     leaders = [await house.leader(f"g{index}") for index in range(4)]
-    async with house.scheduler():
+    async with house.scheduler(dispatch_timeout=30):  # else a slow leader's requests go to another one too
         await asyncio.gather(*(house.ask(str(index)) for index in range(400)))
         await house.until(lambda: sum(len(leader.requests) for leader in leaders) == 400)
         await house.until_settled()
