@@ -1,0 +1,151 @@
+"""A package of vLLM's name with as much of its interface as our worker uses; its tokens follow a script.
+
+Each token is the one before plus 1. What a request's first token makes it do stands in `SCRIPT`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+import types
+from collections.abc import AsyncIterator, Iterable
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+SCRIPT = {"too long": 90, "dies": 91, "fails": 92, "is ended by vLLM": 93, "cannot be sampled": 94, "never ends": 95}
+VOCAB = 100
+__version__ = os.environ.get("SCRIPTED_VLLM_VERSION", "0.32.0")
+
+
+class TokensPrompt(dict[str, Any]):
+    pass
+
+
+class SamplingParams:
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class RequestOutputKind(Enum):
+    DELTA = 1
+
+
+class EngineDeadError(Exception):
+    pass
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    pass
+
+
+class AsyncEngineArgs:
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
+            parser.add_argument(name, default="")
+        parser.add_argument("--max-num-seqs", type=int)
+        parser.add_argument("--no-async-scheduling", action="store_true")
+        parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"])
+        return parser
+
+    @staticmethod
+    def from_cli_args(parsed: argparse.Namespace) -> argparse.Namespace:
+        return parsed
+
+
+def _logprobs(*tokens: int) -> dict[int, Any]:
+    return {token: SimpleNamespace(rank=rank, logprob=-float(rank)) for rank, token in enumerate(tokens, 1)}
+
+
+class AsyncLLM:
+    def __init__(self, parsed: argparse.Namespace, loggers: Iterable[Any]) -> None:
+        if parsed.kv_cache_dtype == "fp8":
+            raise RuntimeError("There is no memory\nfor that.")
+        model = SimpleNamespace(
+            dtype=f"torch.{parsed.dtype}", quantization=None, get_vocab_size=lambda: VOCAB, max_model_len=64
+        )
+        self.vllm_config = SimpleNamespace(
+            model_config=model,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+            cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks=8, block_size=16),
+            scheduler_config=SimpleNamespace(max_num_seqs=parsed.max_num_seqs),
+        )
+        self._loggers = [each(self.vllm_config) for each in loggers]
+        self._running = 0
+
+    @classmethod
+    def from_engine_args(cls, parsed: argparse.Namespace, stat_loggers: Iterable[Any]) -> "AsyncLLM":
+        return cls(parsed, stat_loggers)
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+        tokens = list(prompt["prompt_token_ids"])
+        self._running += 1
+        try:
+            for at in range(params.max_tokens):
+                await asyncio.sleep(0)
+                stats = SimpleNamespace(num_running_reqs=self._running, num_waiting_reqs=0, kv_cache_usage=0.5)
+                for each in self._loggers:
+                    each.record(stats, None)
+                yield await self._output(tokens, params, at)
+        finally:
+            self._running -= 1
+            sys.stdout.write(f"over: {request_id}\n")
+
+    async def _output(self, prompt: list[int], params: Any, at: int) -> Any:
+        finish = "length" if at + 1 == params.max_tokens else None
+        if prompt[0] == SCRIPT["too long"]:
+            raise ValueError("The prompt is\ntoo long.")
+        if prompt[0] == SCRIPT["dies"]:
+            raise EngineDeadError
+        if prompt[0] == SCRIPT["fails"]:
+            raise RuntimeError from OSError("a kernel failed")
+        if prompt[0] == SCRIPT["is ended by vLLM"]:
+            finish = "abort"
+        if prompt[0] == SCRIPT["cannot be sampled"]:
+            self._tell_failure(params.extra_args["ryzanstein"]["id"])
+            finish = "stop"
+        if prompt[0] == SCRIPT["never ends"] and at == 1:
+            await asyncio.Event().wait()
+        token = (prompt[-1] + at + 1) % VOCAB
+        chosen = SimpleNamespace(token_ids=[token], finish_reason=finish, logprobs=None)
+        if params.logprobs is not None:
+            chosen.logprobs = [_logprobs(token, 0)]
+        scored = at == 0 and params.prompt_logprobs is not None
+        positions = [None, *(_logprobs(each, 0) for each in prompt[1:])] if scored else None
+        return SimpleNamespace(outputs=[chosen], num_cached_tokens=2 if at == 0 else None, prompt_logprobs=positions)
+
+    def _tell_failure(self, request_id: str) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+            line.sendto(json.dumps([request_id, "No token fits."]).encode(), os.environ["KEYED_SAMPLING_FAILURES"])
+
+    def shutdown(self) -> None:
+        sys.stdout.write("shut down\n")
+
+
+class StatLoggerBase:
+    pass
+
+
+def _modules() -> Iterable[types.ModuleType]:
+    for name, members in {
+        "sampling_params": {"RequestOutputKind": RequestOutputKind},
+        "engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
+        "utils.argparse_utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
+        "v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
+        "v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
+        "v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
+        "platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
+    }.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            yield types.ModuleType(".".join(("vllm", *parts[:depth])))
+        module = types.ModuleType(f"vllm.{name}")
+        module.__dict__.update(members)
+        yield module
+
+
+for _module in _modules():
+    sys.modules.setdefault(_module.__name__, _module)
