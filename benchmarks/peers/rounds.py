@@ -166,7 +166,10 @@ class Run:
                 model = self._wait(server, step.peer, place)
                 result.ready_seconds.append(time.perf_counter() - server.started)
                 for workload in step.workloads:
+                    before = server.cpu_seconds()
                     summary = self._measure(step, workload, place, model)
+                    spent = 1e3 * (server.cpu_seconds() - before) / max(1.0, summary.output_tokens)
+                    result.cpu_ms.setdefault(workload.name, []).append(spent)
                     result.rounds.setdefault(workload.name, []).append(summary)
                     result.memory.append(server.memory())
                 if (end := server.ended()) is not None:

@@ -98,6 +98,14 @@ class Server:
             pss=sum(status_bytes(each.pid, "smaps_rollup", "Pss") for each in processes),
         )
 
+    def cpu_seconds(self) -> float:
+        """User and system time of its processes so far, with that of those that have ended."""
+        spent = 0.0
+        for each in self.processes():
+            with contextlib.suppress(psutil.Error):
+                spent += sum(each.cpu_times()[:4])
+        return spent
+
     def stop(self) -> None:
         """SIGTERM to the group, time to end, then SIGKILL to all that is left."""
         if self._process is None:

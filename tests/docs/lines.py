@@ -12,8 +12,8 @@ from tests.docs.pages import ROOT
 # By the folders that are counted together.
 CEILINGS = {
     ("services", "shared"): 138_700,  # +4,195: engines that schedule for themselves as groups; to come: 112,000
-    ("benchmarks",): 13_985,  # +260: AVX2's instructions and static cycles, PyTorch's float32 products; to come: 13,000
-    ("tests",): 146_500,  # +2,180: engine groups, against engines that are scripted; to come: 120,000
+    ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
+    ("tests",): 146_850,  # +350: vLLM's worker, against a package that follows a script; to come: 120,000
 }
 
 

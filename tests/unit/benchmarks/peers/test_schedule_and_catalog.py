@@ -1,6 +1,7 @@
 """Who is measured when, and how each server is started."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_vllm_is_started_with_libraries_only_where_there_are_some() -> None:
     assert PEERS["vllm"].launch(place).variables["LD_PRELOAD"] == "/lib/a.so:/lib/b.so"
 
 
+def test_three_stand_around_one_vllm() -> None:
+    bare, dynamo, ours = (PEERS[name] for name in ("vllm-0.31", "dynamo", "ryzanstein-vllm-0.31"))
+    assert bare.environment == dynamo.environment == ours.environment
+    launch = ours.launch(replace(PLACE, weights=None))
+    assert launch.command[0] == sys.executable
+    assert launch.command[launch.command.index("--engine-python") + 1] == PLACE.python
+    assert launch.variables["RYZANSTEIN_CONTEXT_LENGTH"] == "2048"
+
+
 def test_ours_runs_in_this_environment() -> None:
     assert PEERS[OURS].environment is None
     command = PEERS[OURS].launch(replace(PLACE, venv=None, weights=None)).command
@@ -96,7 +106,7 @@ def test_ours_runs_in_this_environment() -> None:
 
 def test_ours_are_held_against_peers_of_as_many_bits() -> None:
     rows = {peer.name: peer for peer in PEERS.values() if peer.against}
-    assert all(peer.environment is None for peer in rows.values())
+    assert {peer.name for peer in rows.values() if peer.environment} == {"ryzanstein-vllm", "ryzanstein-vllm-0.31"}
     assert set().union(*(peer.against for peer in rows.values())) <= PEERS.keys()
     assert [peer.title for peer in PEERS.values() if peer.name == "llama.cpp-q4_k_m"] == ["llama.cpp llama-server"]
     against = rows["ryzanstein-plain-q4_k_m"].against
