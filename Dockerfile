@@ -1,11 +1,13 @@
 # The images of Ryzanstein: one file, a target per service.
 #
 #   docker build --target gateway .     gateway | scheduler | health-monitor | executor | executor-gpu | cli | nats
+#   docker build --target executor-vllm --build-arg BASE_IMAGE=vllm/vllm-openai:...@sha256:... .
 #
 #                requirements ──▶ *-packages ──┐
 #   build ───────────────────────▶ package ────┼──▶ gateway, scheduler, health-monitor, executor, cli
 #   runtime (no compiler, no root) ────────────┘                               │             └──▶ nats
 #                                                                              └──▶ executor-gpu (a compiler)
+#   executor-vllm: of `runtime` and `package` too, with the executor's packages but for PyTorch's.
 #
 # An image has two layers of ours: the packages it depends on, the same until a version changes, and the project.
 # Nothing is fetched at run time but models, by `ryzanstein models pull` into the volume /models. What an image
@@ -13,7 +15,8 @@
 #
 # BASE_IMAGE  any Debian or Ubuntu with Python 3.11 or newer, its venv module and its headers (Debian: python3-venv,
 #             python3-dev).
-#             One that has gcc needs no package of Debian's.
+#             One that has gcc needs no package of Debian's. For executor-vllm: vLLM's own image (VLLM_IMAGE of
+#             compose/.env names one).
 # NATS_IMAGE  any image with the program nats-server, and wget for its health check.
 # TORCH_INDEX package index that torch alone comes from: that of PyTorch's CPU wheels makes the executor a
 #             tenth of the size. Empty: the one that pip is set to use, whose torch brings CUDA and NCCL for GPUs.
@@ -85,6 +88,13 @@ ARG TORCH_INDEX=
 COPY --from=requirements /src/extras/executor /extras/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --constraint constraints.txt ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} torch \
+    && pip install --constraint constraints.txt --requirement /extras/executor
+
+# An executor whose engine is vLLM computes nothing itself, and imports none of these. Without them no model is
+# converted; `ryzanstein models pull` fetches those that have safetensors, whatever their architecture.
+FROM cli-packages AS executor-vllm-packages
+COPY --from=requirements /src/extras/executor /extras/
+RUN --mount=type=cache,target=/root/.cache/pip sed -i -E '/^(accelerate|torch|transformers)/d' /extras/executor \
     && pip install --constraint constraints.txt --requirement /extras/executor
 
 # The project itself, with its kernels and compiled modules: an image without them would compute, at a fraction of the
@@ -166,6 +176,30 @@ RUN command -v gcc > /dev/null || { \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
     } && install -d -o 10001 -g 10001 /kernels
 USER 10001:10001
+
+# vLLM as the executor's engine (docs/engines.md), in vLLM's own image as BASE_IMAGE. The executor is in /opt/venv, which
+# has that image's Python and none of its packages: nothing of vLLM's moves. VLLM_PYTHON is the Python that has vLLM.
+# Volume: /kernels, for what vLLM and Triton compile; it must not be mounted noexec, and /tmp neither.
+FROM runtime AS executor-vllm
+ARG VLLM_PYTHON=/usr/bin/python3
+USER 0:0
+RUN test ! -e /opt/venv && "${VLLM_PYTHON}" -c "import importlib.metadata; importlib.metadata.version('vllm')" \
+    || { echo "error: BASE_IMAGE must have vLLM at ${VLLM_PYTHON}, and nothing in /opt/venv" >&2; exit 1; } \
+    && install -d -o 10001 -g 10001 /kernels
+USER 10001:10001
+COPY --from=executor-vllm-packages /opt/venv /opt/venv
+COPY --from=package /opt/ryzanstein /opt/ryzanstein
+ENV RYZANSTEIN_OPS_PORT=8081 \
+    RYZANSTEIN_MODEL_CACHE=/models \
+    RYZANSTEIN_ENGINE=vllm \
+    RYZANSTEIN_ENGINE_PYTHON=${VLLM_PYTHON} \
+    HF_HOME=/models/.hub \
+    VLLM_CACHE_ROOT=/kernels/vllm \
+    TRITON_CACHE_DIR=/kernels/triton \
+    FLASHINFER_WORKSPACE_BASE=/kernels
+EXPOSE 8081
+HEALTHCHECK --interval=5s --timeout=5s --start-period=1800s --retries=3 CMD ["ryzanstein", "probe", "executor"]
+ENTRYPOINT ["ryzanstein", "serve", "executor"]
 
 # The operator's commands; no service, so nothing to check.
 FROM runtime AS cli

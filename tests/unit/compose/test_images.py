@@ -15,7 +15,7 @@ from tests.unit.compose.dockerfile import Dockerfile
 ROOT = Path(__file__).parents[3]
 FILE = Dockerfile(ROOT / "Dockerfile")
 SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
-TARGETS = (*SERVICES, "executor-gpu", "cli", "nats")
+TARGETS = (*SERVICES, "executor-gpu", "executor-vllm", "cli", "nats")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -43,7 +43,7 @@ def test_there_is_a_target_for_each_image() -> None:
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "nats"])
 def test_an_image_has_the_packages_of_its_extra(target: str) -> None:
-    extra = target.removesuffix("-gpu")
+    extra = target.removesuffix("-gpu").removesuffix("-vllm")
     more = {"cli"} if extra == "executor" else set()
     assert extras_of(target) == {"core", extra} | more
     assert extra in PROJECT["optional-dependencies"]
@@ -71,6 +71,15 @@ def test_only_the_executor_has_torch(target: str) -> None:
     extras = extras_of(target) - {"core"}
     wanted = names_of([line for name in extras for line in PROJECT["optional-dependencies"][name]])
     assert not wanted & {"torch", "transformers", "accelerate", "safetensors"}
+
+
+def test_beside_vllm_is_the_executor_without_torch_and_nothing_of_vllms_moves() -> None:
+    """It starts as the executor's own image does."""
+    install = FILE.stages["executor-vllm-packages"].instructions[-1].text
+    assert "sed -i -E '/^(accelerate|torch|transformers)/d' /extras/executor " in install
+    assert not {"executor", "executor-packages"} & {one.name for one in FILE.contents("executor-vllm")}
+    for keyword in ("ENTRYPOINT", "HEALTHCHECK", "EXPOSE"):
+        assert FILE.last("executor-vllm", keyword) == FILE.last("executor", keyword)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from services.cli.target import LocalSettings
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings, check_engine
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
@@ -36,7 +36,7 @@ USERS_OF = {**{name: name for name in SETTINGS}, "cli": "operator"}
 OURS = {
     name: target
     for name, service in SERVICES.items()
-    if (found := re.match(r"\$\{IMAGES\}/([a-z-]+?)(?:-gpu)?:", service["image"]))
+    if (found := re.match(r"\$\{IMAGES\}/([a-z-]+?)(?:-gpu|-vllm)?:", service["image"]))
     and (target := found[1]) in SETTINGS
     and "entrypoint" not in service
 }
@@ -71,6 +71,8 @@ def test_profiles_bring_what_they_are_called() -> None:
     base = services | {"secrets"}
     assert active("cpu") == base | {"no-cluster-beside", "nats", "models", "executor"}
     assert active("gpu") == base | {"no-cluster-beside", "nats", "models-gpu", "executor-gpu"}
+    assert active("vllm") == base | {"no-cluster-beside", "nats", "models-vllm", "executor-vllm"}
+    assert active("engine-url") == base | {"no-cluster-beside", "nats", "models", "executor-url"}
     assert active("models") == base | {"no-cluster-beside", "nats", "apply-models", "executor-host"}
     two = {f"{name}-2" for name in (*services, "executor")}
     cluster = {"no-single-server-beside", "nats-1", "nats-2", "nats-3"}
@@ -93,6 +95,18 @@ def test_every_setting_in_an_image_is_one() -> None:
         known = {f"RYZANSTEIN_{field.upper()}" for field in settings.model_fields}
         texts = [one.text for stage in file.lineage(target) for one in stage.instructions if one.keyword == "ENV"]
         assert set(re.findall(r"(RYZANSTEIN_\w+)=", " ".join(texts))) <= known, target
+
+
+@pytest.mark.parametrize("name", ["executor-vllm", "executor-url"])
+def test_an_engine_has_no_setting_of_a_ring(name: str) -> None:
+    texts = {key: re.sub(r"\$\{\w+(?::?-([^}]*))?\}", r"\1", str(value)) for key, value in engine_variables(name)}
+    given = {key: text for key, text in texts.items() if text}
+    check_engine(ExecutorSettings(**given | ({"engine_url": "http://x"} if name == "executor-url" else {})))
+
+
+def engine_variables(name: str) -> list[tuple[str, object]]:
+    fields = {f"RYZANSTEIN_{field.upper()}": field for field in ExecutorSettings.model_fields}
+    return [(fields[key], value) for key, value in SERVICES[name]["environment"].items() if key in fields]
 
 
 def own_secrets(name: str) -> list[str]:
@@ -123,7 +137,7 @@ def test_a_container_may_do_no_more_than_it_must(name: str) -> None:
 def test_what_serves_comes_back_by_itself() -> None:
     once = {name for name, service in SERVICES.items() if service["restart"] != "unless-stopped"}
     guards = {"no-cluster-beside", "no-single-server-beside"}
-    assert once == {"secrets", "models", "models-gpu", "apply-models", "cli"} | guards
+    assert once == {"secrets", "models", "models-gpu", "models-vllm", "apply-models", "cli"} | guards
 
 
 def test_nothing_starts_before_what_it_needs_is_healthy() -> None:
@@ -135,7 +149,7 @@ def test_nothing_starts_before_what_it_needs_is_healthy() -> None:
     assert SERVICES["executor-gpu"]["depends_on"]["models-gpu"]["condition"] == "service_completed_successfully"
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha", "models"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "vllm", "engine-url", "ha", "models"])
 def test_what_is_needed_is_there(profile: str) -> None:
     there = active(profile, "observability")
     for name in there:
@@ -193,6 +207,7 @@ def test_images_have_exact_tags() -> None:
     for name in (
         "BASE_IMAGE",
         "NATS_IMAGE",
+        "VLLM_IMAGE",
         "PROMETHEUS_IMAGE",
         "GRAFANA_IMAGE",
         "OTEL_COLLECTOR_IMAGE",
@@ -288,7 +303,7 @@ def test_our_images_are_never_fetched_from_a_name_that_anybody_may_own() -> None
         assert SERVICES[name]["pull_policy"] == "${PULL_POLICY:-never}", name
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha", "models"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "vllm", "engine-url", "ha", "models"])
 def test_every_image_of_ours_is_built_and_the_large_ones_once(profile: str) -> None:
     there = active(profile)
     images = {SERVICES[name]["image"] for name in there if SERVICES[name]["image"].startswith("${IMAGES}/")}

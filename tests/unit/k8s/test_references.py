@@ -236,6 +236,7 @@ def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> No
     assert broker
     for name in manifests.BUILDS:
         gpu = name in ("overlays/gpu", "overlays/multi-node", "overlays/production")
+        suffix = "-vllm" if name == "overlays/vllm" else "-gpu" if gpu else ""
         for pod in manifests.build(name).pods():
             for container in pod.containers:
                 image, _, tag = container["image"].partition("@")[0].partition(":")
@@ -245,7 +246,7 @@ def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> No
                     case "nats":
                         assert (image, tag) == ("nats", f"{broker[1]}-alpine")
                     case "model" | "executor":
-                        wanted = "ryzanstein/executor-gpu" if gpu else "ryzanstein/executor"
+                        wanted = f"ryzanstein/executor{suffix}"
                         assert (image.removeprefix("registry.example.com/"), tag) == (wanted, version[1])
                     case _:
                         wanted = f"ryzanstein/{'cli' if pod.component == 'models' else pod.component}"

@@ -3,7 +3,7 @@
 import pytest
 
 from services.cli.target import LocalSettings
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings, check_engine
 from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
@@ -191,7 +191,10 @@ def _probed(pod: Pod, probe: Resource) -> str:
 def test_a_rings_threads_fit_the_cores_that_it_has(name: str) -> None:
     for pod in services(name):
         settings = settings_of(name, pod)
-        if isinstance(settings, ExecutorSettings):
+        if isinstance(settings, ExecutorSettings) and settings.serving_engine:
+            check_engine(settings)
+            assert "RYZANSTEIN_THREADS" not in environment(manifests.build(name), pod.main), "it is of rings alone"
+        elif isinstance(settings, ExecutorSettings):
             limits = pod.main["resources"]["limits"]
             if settings.threads:
                 assert settings.threads * settings.ranks_here == int(limits["cpu"])
@@ -227,8 +230,10 @@ def test_a_ring_on_gpus_has_one_for_each_rank(name: str) -> None:
     for pod in services(name):
         settings = settings_of(name, pod)
         gpus = pod.main["resources"]["limits"].get("nvidia.com/gpu")
-        if isinstance(settings, ExecutorSettings) and settings.device == "cuda":
-            assert gpus == settings.ranks_here == pod.main["resources"]["requests"]["nvidia.com/gpu"]
+        engine = isinstance(settings, ExecutorSettings) and settings.serving_engine
+        if isinstance(settings, ExecutorSettings) and (settings.device == "cuda" or engine):
+            ranks = int(settings.engine_args.rpartition(" ")[2]) if engine else settings.ranks_here
+            assert gpus == ranks == pod.main["resources"]["requests"]["nvidia.com/gpu"]
             (volume,) = [one for one in pod.spec["volumes"] if one["name"] == "shm"]
             assert volume["emptyDir"]["medium"] == "Memory"
         else:
