@@ -40,7 +40,7 @@ def start_early(arguments: Sequence[str]) -> None:
     if [*arguments] == WAITING:
         signal.signal(signal.SIGTERM, lambda *_: _leave())
     words = [os.environ.get("RYZANSTEIN_ENGINE", ""), os.environ.get("RYZANSTEIN_FORK_SERVER", ""), *arguments]
-    if sys.platform.startswith("linux") and not {"stub", "off", "--help", "-h"} & {*words}:
+    if sys.platform.startswith("linux") and not {"stub", "vllm", "off", "--help", "-h"} & {*words}:
         _early.append(start())
 
 

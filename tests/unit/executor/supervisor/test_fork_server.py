@@ -200,6 +200,7 @@ async def test_a_rank_has_the_variables_that_its_executor_lacks(
     [
         (["--tp", "2"], "", True),
         (["--engine", "stub"], "", False),
+        (["--engine", "vllm"], "", False),
         (["--fork-server", "off"], "", False),
         ([], "off", False),
         (["--help"], "", False),
