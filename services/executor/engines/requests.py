@@ -382,11 +382,12 @@ class EngineRequests:
         waiting = [one for one in self._live.values() if not one.submission]
         fresh = [one for one in self._submitted.values() if not one.first_token_at]
         total = self._spec.full_blocks
+        used = self._kv_used if self._submitted else 0.0  # of what was aborted last, no step may tell that it is gone
         return GroupLoad(
             running=len(self._submitted),
             waiting=len(waiting),
             waiting_tokens=sum(len(one.request.prompt) + len(one.output) for one in (*waiting, *fresh)),
-            free_blocks=round(total * (1 - min(1.0, max(0.0, self._kv_used)))),
+            free_blocks=round(total * (1 - min(1.0, max(0.0, used)))),
             total_blocks=total,
         )
 

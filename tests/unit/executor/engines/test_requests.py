@@ -172,6 +172,16 @@ def test_the_load_is_what_the_engine_has_and_what_it_is_yet_to_get() -> None:
     assert (load.free_blocks, load.total_blocks) == (12, 16)
 
 
+def test_an_engine_that_has_nothing_holds_nothing() -> None:
+    """It tells of no step in which it only drops what was aborted."""
+    requests, (a,) = begun(ask("a"))
+    told(requests, EngineDelta(a.id, [5]), kv_used=0.25)
+    requests.cancel(["a"])
+    assert requests.load().free_blocks == 16
+    told(requests, EngineDelta(a.id, [6]), kv_used=0.25)
+    assert requests.load().free_blocks == 16, "the step had begun before"
+
+
 def test_a_full_queue_refuses_and_batch_requests_do_not_fill_it() -> None:
     requests = EngineRequests(FACTS, spec_of(FACTS, 4), max_waiting=1)
     assert requests.add(ask("a", lane="batch")) is None
