@@ -12,8 +12,7 @@ from tests.docs.pages import ROOT
 # By the folders that are counted together.
 CEILINGS = {
     ("services", "shared"): 138_700,  # +4,195: engines that schedule for themselves as groups; to come: 112,000
-    ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
-    ("tests",): 146_850,  # +350: vLLM's worker, against a package that follows a script; to come: 120,000
+    ("tests",): 147_255,  # +755: vLLM's worker against a scripted package, engines in the simulator; to come: 120,000
 }
 
 

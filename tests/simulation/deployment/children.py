@@ -66,7 +66,7 @@ class Child:
 
     def __init__(self, family: "Family", name: str, main: "Main") -> None:
         """In the parent's process."""
-        self._world, self._main = family.world, main
+        self.world, self._main = family.world, main
         self.returncode: int | None = None
         self._gone = asyncio.Event()
         self._above = CURRENT.get().context()
@@ -77,8 +77,8 @@ class Child:
         versions.inherit(CURRENT.get(), self.process)
         self.pid = self.process.pid
         self.commands = asyncio.StreamReader(LONGEST_LINE)  # the child's end
-        self.stdin = Pipe(self._world.loop, self.commands, self.process.context())
-        self._told = Pipe(self._world.loop, self.events, self._above)
+        self.stdin = Pipe(self.world.loop, self.commands, self.process.context())
+        self._told = Pipe(self.world.loop, self.events, self._above)
         self._family = family
 
     async def _run(self) -> None:
@@ -92,15 +92,15 @@ class Child:
 
     def exit(self, code: int) -> None:
         """It ends, from within or by a signal of its own making (negative): nothing of it runs again."""
-        self._world.kill(self.process, code)
+        self.world.kill(self.process, code)
 
     # --- its parent's ----------------------------------------------------------------------------
 
     def kill(self) -> None:
-        self._world.kill(self.process)
+        self.world.kill(self.process)
 
     def send_signal(self, number: int) -> None:
-        self._world.signal(self.process, number)
+        self.world.signal(self.process, number)
 
     @property
     def is_stopped(self) -> bool:
@@ -116,7 +116,7 @@ class Child:
         self._family.forget(self)
         versions.forget(self.process)
         self._told.close()
-        self._world.loop.call_soon(self._reaped, context=self._above)
+        self.world.loop.call_soon(self._reaped, context=self._above)
 
     def _reaped(self) -> None:
         self.returncode = self.process.exit_code

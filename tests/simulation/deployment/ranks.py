@@ -1,6 +1,6 @@
-"""The rank of a simulated ring: the product's leader with its stub engine, as a process of the world.
+"""The rank of a simulated group: the product's leader with its stub engine, as a process of the world.
 
-    supervisor (the product's) ──Family──▶ rank 0: Leader, StubRing, StubEngine
+    supervisor (the product's) ──Family──▶ rank 0: Leader, StubRing, StubEngine; or EngineLeader ──Family──▶ engine
                  └── board, flight recorder: files, as in production
 
 What no simulation has: further ranks (plans would go over sockets), hand-over of KV blocks (the stub has none), dumps
@@ -22,6 +22,7 @@ from services.executor.core.engine import SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
+from services.executor.engines.leader import EngineLeader
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.plan_channel import PlanSender
 from services.executor.ipc.rank_pipe import DRAIN, RankEvent, RankSpec
@@ -34,6 +35,7 @@ from services.executor.worker.stub import StubEngine, StubRing
 from shared.messages.debugging import LeaderDump
 from tests.simulation.core.processes import CURRENT, Host
 from tests.simulation.core.world import World
+from tests.simulation.deployment import engines
 from tests.simulation.deployment.children import Child, Ended, Family, is_stopped
 
 START = (0.3, 5.0)  # seconds until a rank has loaded its model, from and to
@@ -43,6 +45,7 @@ CRASH, EXIT = -11, 3  # codes with which `stub_fault` ends a rank: SIGSEGV, and 
 
 def stand_in() -> None:
     """For what executors ask their machine. Idempotent."""
+    engines.stand_in()
     group.is_stopped = is_stopped  # type: ignore[attr-defined]
     group.with_descendants = lambda pids: pids  # type: ignore[attr-defined]
     ring.oom_kills = lambda: 0  # type: ignore[attr-defined]
@@ -134,11 +137,21 @@ async def lead(child: Child, start: float) -> int:
     board = RingBoard(Path(spec.board), spec.world_size)
     pipe: Any = Pipe(child)
     try:
-        await Leader(settings, spec, board, TimedRing(child, spec, settings, board), pipe).run()
+        await _leader(child, settings, spec, board, pipe).run()
     except Exception as error:
-        pipe.send(failed(error, f"Rank {spec.rank} of group {spec.group}"))
+        event = failed(error, f"Rank {spec.rank} of group {spec.group}")
+        if settings.serving_engine:
+            event = msgspec.structs.replace(event, missed=False)
+        pipe.send(event)
         return 1
     return 0
+
+
+def _leader(child: Child, settings: ExecutorSettings, spec: RankSpec, board: RingBoard, pipe: Any) -> Any:
+    if settings.serving_engine:
+        engine = engines.Engine(Family(child.world), settings)
+        return EngineLeader(settings, spec, board, pipe, engine, Path(spec.board).parent)
+    return Leader(settings, spec, board, TimedRing(child, spec, settings, board), pipe)
 
 
 class Ranks:

@@ -40,7 +40,14 @@ BY_ROLE: dict[str, dict[str, Any]] = {
         "training_state_interval": 60.0,
     },
 }
-
+# Of an executor whose engine schedules for itself, beside that: the same model, and what such a group does not refuse.
+ENGINES: dict[str, Any] = {
+    "model": "simulated/stub",
+    "served_model_name": "stub",
+    "threads": 0,
+    "max_adapters": 0,
+    "trains": 0,
+}
 
 # Production's seconds of what comes as many times as rarely; under no role what all have.
 SLOWED: dict[str, dict[str, float]] = {
@@ -56,7 +63,8 @@ def of(role: str, slower: float = SLOWER, /, **changes: Any) -> dict[str, Any]:
     if role == "broker":
         return changes
     slowed = {name: seconds * slower for name, seconds in (SLOWED[""] | SLOWED.get(role, {})).items()}
-    return COMMON | slowed | BY_ROLE.get(role, {}) | changes
+    engine = ENGINES if changes.get("engine", "stub") != "stub" else {}
+    return COMMON | slowed | BY_ROLE.get(role, {}) | engine | changes
 
 
 # Role, setting, and the setting of which it stays as many times as in production.

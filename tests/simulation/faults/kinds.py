@@ -3,6 +3,7 @@
     process, host   kill, pause, power_loss, skew, clock_jump
     network         cut, cut_one_way, isolate, slow, lossy, reset
     executor        rank_crash, rank_fault, rank_hang, trainer_crash
+    engine          engine_crash, engine_fault, engine_hang, engine_stall
     broker          store_full, stream_full, lost_acks, slow_consumer
     operator        drain, rolling_restart, upgrade, new_key, lower_limits
     tenant          flood, poison_line, full_quotas
@@ -199,6 +200,13 @@ _RINGS = (
     Kind("trainer_crash", "loses its trainer", ("executor",), _operate),
     Kind("rank_hang", "has a rank that hangs", ("executor",), _operate, _end, (1.0, 12.0)),
 )
+# Nothing happens to an executor whose own ring computes.
+_ENGINES = (
+    Kind("engine_crash", "loses its engine", ("executor",), _operate),
+    Kind("engine_fault", "has an engine that ends by a fault of its own (SIGSEGV)", ("executor",), _operate),
+    Kind("engine_hang", "has an engine that is stopped (SIGSTOP)", ("executor",), _operate, _end, (1.0, 40.0)),
+    Kind("engine_stall", "has an engine that computes no step", ("executor",), _operate, _end, (1.0, 40.0)),
+)
 _BROKER = (
     Kind("store_full", "has no room on its disk", BROKER, _operate, _end, (1.0, 15.0)),
     Kind(
@@ -263,7 +271,7 @@ _TENANTS = (
     ),
     _asked("full_quotas", "has a tenant that fills its quotas", {"tenant": (0.0, 1.0)}),
 )
-_ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_BROKER, *_OPERATOR, *_TENANTS)
+_ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_ENGINES, *_BROKER, *_OPERATOR, *_TENANTS)
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 
 

@@ -18,6 +18,7 @@ AFTERMATH = 30.0
 WINDOW = 60.0  # seconds that a limit which was lowered is felt by what was asked before it was raised again
 NEVER = ("internal_error",)  # codes that no page allows
 FATAL = "fatal_request"  # of one that seems to end the rings that compute it
+SUSPECTS = ("rank_fault", "engine_fault", "engine_stall")  # faults for which what was computed may be to blame
 ATTEMPTS: int = GatewaySettings.model_fields["recovery_attempts"].default
 # Codes of what is beyond the limits of a key or tenant; the second is gRPC's RESOURCE_EXHAUSTED.
 LIMITED = ("rate_limit_exceeded", "8")
@@ -70,10 +71,10 @@ class AllowedRefusals(Promise):
                     yield told, request.identity or request.name
 
     def _looks_guilty(self, evidence: Evidence, request: Request) -> bool:
-        """Two rings, one of which may have computed it alone, have ended by a fault of their own meanwhile."""
+        """Two groups, one of which may have computed it alone, have ended by a fault of their own meanwhile."""
         until = evidence.now if request.ended < 0 else request.ended
         faults = evidence.during(request.started, until, AFTERMATH * evidence.patience)
-        return sum(one.name == "rank_fault" for one in faults) > 1
+        return sum(one.name in SUSPECTS for one in faults) > 1
 
     def _lost_often(self, evidence: Evidence, request: Request, tried: Try) -> bool:
         """More executors than it has attempts were in trouble meanwhile."""

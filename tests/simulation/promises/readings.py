@@ -9,6 +9,8 @@ from typing import Any
 
 from shared.messages import GroupRecord
 from shared.nats import subjects
+from tests.simulation.core.processes import Process
+from tests.simulation.deployment.engines import PLACES
 from tests.simulation.promises.evidence import Reading, StoreLog
 
 MODELS = "the decisions about models"
@@ -49,6 +51,13 @@ def of_groups(store: StoreLog) -> Iterator[Reading]:
         yield Reading(key, "running sequences", load.running)
         yield Reading(key, "accepted sequences that wait", load.waiting)
         yield Reading(key, "KV blocks that nobody can have", load.total_blocks - load.free_blocks)
+
+
+def of_engines(processes: Iterable[Process]) -> Iterator[Reading]:
+    """Those that schedule for themselves."""
+    for process in processes:
+        if process.alive and (places := PLACES.get(process)) is not None:
+            yield Reading(process.name, "answers that it computes", len(places))
 
 
 def of_broker(name: str, broker: Any) -> Iterator[Reading]:

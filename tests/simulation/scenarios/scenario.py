@@ -49,7 +49,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What runs: the deployment, or a toy that shows how the search works (`systems/`).
     system: str = "deployment"
     services: dict[str, Annotated[int, msgspec.Meta(ge=0, le=MOST_INSTANCES)]] = {}  # how many of each role
-    # By role: of its services, what is not as simulations have it anyway (`deployment/settings.py`).
+    # By role, or of one instance (`executor-2`): what is not as simulations have it anyway (`deployment/settings.py`).
     settings: dict[str, dict[str, Parameter]] = {}
     # How many times rarer beats, leases and looks at the clock are than in production, and what waits for them longer:
     # a day in which little happens is then soon over.
@@ -93,8 +93,9 @@ def check(scenario: Scenario) -> None:
     _known("system", scenario.system, SYSTEMS)
     for role in scenario.services:
         _known("service", role, ROLES)
-    for role in scenario.settings:
-        _known("service", role, ROLES)
+    instances = [name for names in scenario.instances().values() for name in names]
+    for name in scenario.settings:
+        _known("service", name, [*ROLES, *instances])
     for client in scenario.clients:
         _known("client", client, SYSTEMS[scenario.system])
         for parameter in scenario.clients[client].parameters:

@@ -57,7 +57,8 @@ class ControlPlane:
         )
         for role in ROLES:
             for name in names.get(role, ()):
-                self.deployment.add(role, name, **DEFAULTS.get(role, {}) | scenario.settings.get(role, {}))
+                given = scenario.settings.get(role, {}) | scenario.settings.get(name, {})
+                self.deployment.add(role, name, **DEFAULTS.get(role, {}) | given)
         self.crowd = Crowd(schedule.seed, self._gateways, self._start_client)
         self._store, self._records = StoreLog(), Records(transitions)
         watch_store(self._stored)
@@ -175,6 +176,7 @@ class ControlPlane:
     def _read(self) -> Iterator[Reading]:
         yield from self._read_services()
         yield from readings.of_groups(self._store)
+        yield from readings.of_engines(self.world.processes)
 
     def _read_services(self) -> Iterator[Reading]:
         for member in self.deployment.members.values():

@@ -1,6 +1,7 @@
 """What an operator does, what befalls rings and the broker's store: the verbs of faults, on a deployment.
 
 rank_crash, rank_fault, rank_hang, trainer_crash      children of an executor
+engine_crash, engine_fault, engine_hang, engine_stall engines that schedule for themselves
 store_full, stream_full, lost_acks, slow_consumer     a broker
 drain, rolling_restart, upgrade                       services, one operation at a time
 new_key, lower_limits                                 keys, while their clients ask
@@ -22,6 +23,8 @@ from tests.simulation.deployment.deployment import Deployment
 from tests.simulation.systems.keys import Keys
 
 FLOODING_TOKENS = (60, 120)  # of each answer of a flood
+ENGINE = "rank/engine"
+STALLED = 300.0  # seconds that a turn of an engine waits at most, which is not stopped and yet computes nothing
 Parameters = Mapping[str, Any]
 Wrong = Callable[[str], None]  # is told, in a sentence, of an operation that did not come to its end
 
@@ -61,6 +64,30 @@ class Operations:
     async def _trainer_crash(self, target: str, _: Parameters) -> None:
         for trainer in self._children(target, "trainer"):
             self._world.kill(trainer)
+
+    async def _engine_crash(self, target: str, _: Parameters) -> None:
+        for engine in self._children(target, ENGINE):
+            self._world.kill(engine)
+
+    async def _engine_fault(self, target: str, _: Parameters) -> None:
+        for engine in self._children(target, ENGINE):
+            self._world.kill(engine, -signal.SIGSEGV)
+
+    async def _engine_hang(self, target: str, _: Parameters) -> None:
+        for engine in self._children(target, ENGINE):
+            self._world.pause(engine)
+
+    async def _end_engine_hang(self, target: str, _: Parameters) -> None:
+        for engine in self._children(target, ENGINE):
+            self._world.resume(engine)
+
+    async def _engine_stall(self, target: str, _: Parameters) -> None:
+        for engine in self._children(target, ENGINE):
+            self._world.starve(engine, STALLED)
+
+    async def _end_engine_stall(self, target: str, _: Parameters) -> None:
+        for engine in self._children(target, ENGINE):
+            self._world.starve(engine, 0.0)
 
     def _children(self, target: str, kind: str) -> list[Process]:
         return [one for one in self._world.processes if one.alive and one.name == f"{target}/{kind}"]

@@ -97,7 +97,7 @@ def test_the_page_names_each_bug_with_a_seed_that_finds_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", in_ci(SCENARIOS, {"everything", "models", "streams", "tenants"}))
+@pytest.mark.parametrize("name", in_ci(SCENARIOS, {"engines", "everything", "models", "streams", "tenants"}))
 def test_a_seed_replays_byte_for_byte_and_breaks_no_promise(name: str) -> None:
     """Its first half minute, by two workers."""
     scenario = msgspec.structs.replace(scenarios.load(name), duration=30.0)

@@ -36,6 +36,7 @@ def test_each_scenario_can_be_read_and_drawn(name: str) -> None:
         ("clients: {streem: {}}", "There is no client 'streem' (did you mean 'stream'?); known are batches,"),
         ("clients: {stream: {requests: [3, 2]}}", "clients.stream.requests must be two numbers"),
         ("clients: {stream: {parameters: {size_: [1, 2]}}}", "known are pause, prompt, size, tokens, wait."),
+        ("settings: {gateway-3: {port: 1}}", "There is no service 'gateway-3' (did you mean 'gateway-2'?)"),
         ("system: deploiment", "There is no system 'deploiment'"),
         ("durations: 3", "known are name, about, duration,"),
         ("duration: 0", "Expected `float` > 0.0"),
