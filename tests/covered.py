@@ -26,7 +26,15 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "executor": Part(("tests/unit/executor/", "tests/integration/executor/"), ("services/executor/*",)),
+    "executor": Part(
+        ("tests/unit/executor/", "tests/integration/executor/"),
+        ("services/executor/*",),
+        (
+            "tests/integration/executor/test_debug.py",
+            "tests/integration/executor/test_host_trainings.py",
+            "tests/integration/executor/test_trainings.py",
+        ),
+    ),
     "gateway": Part(("tests/unit/gateway/", "tests/integration/gateway/"), ("services/gateway/*",)),
     "others": Part(
         ("tests/",),
