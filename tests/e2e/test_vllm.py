@@ -7,12 +7,21 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
+from benchmarks.random_model import LlamaShape, write_servable
+from services.executor.engines.vllm.arguments import PROCESSOR
+from services.executor.engines.vllm.engine import PLUGIN, VARIABLES
 from tests.e2e.stack import Stack
 
 NAME = "a-model"
@@ -25,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not (PYTHON and MODEL), reason="there is no vLLM: make test-engines makes its environment"),
 ]
 
-STREAMS = 8
+STREAMS = 16
 LONG_ENOUGH = 40  # characters of each answer, before its engine is disturbed
 SCHEMA = {
     "type": "object",
@@ -38,33 +47,124 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3},
     {"temperature": 0.8, "response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": SCHEMA}}},
 )
+# What is killed or stopped where vLLM runs so.
+PARTS = {
+    "one worker": ("VLLM::EngineCore", "ryzanstein_vllm.worker", "services.executor.rank"),
+    "two workers": ("VLLM::Worker_TP1", "VLLM::EngineCore"),
+    "a server": (),
+}
+ENGINE_ARGS = "--enforce-eager --gpu-memory-utilization 0.4"
+
+
+def cores(parts: int) -> str:
+    """As vLLM binds its workers: each to its part of all cores."""
+    count = (os.cpu_count() or 1) // parts
+    return "|".join(f"{part * count}-{(part + 1) * count - 1}" for part in range(parts))
+
+
+def variables(workers: int) -> dict[str, str]:
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores(workers)}
+
+
+class Server:
+    """vLLM's own, which our processor is named to. A context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._log = directory / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Server":
+        options = f"--model {MODEL} --host 127.0.0.1 --port {self.port} --dtype float32 {ENGINE_ARGS}"
+        options += f" --logits-processors {PROCESSOR} --generation-config vllm"
+        environment = {**os.environ, **VARIABLES, **variables(1), "PYTHONPATH": str(PLUGIN)}
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
+                stdout=output,
+                stderr=output,
+                env={**environment, "VLLM_SERVER_DEV_MODE": "1"},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """With all that it has started."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait_ready(self) -> None:
+        assert self._process is not None
+        by = time.monotonic() + 300
+        while self._process.poll() is None and time.monotonic() < by:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            time.sleep(0.5)
+        raise AssertionError(self._log.read_text()[-4000:])
+
+
+def stack_of(directory: Path, *options: str, **environment: str) -> Stack:
+    return Stack(directory, *options, "--served-model-name", NAME, "--no-smoke-test", **environment)
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = ("--engine", "vllm", "--engine-python", PYTHON, "--model", MODEL, "--served-model-name", NAME)
-    options += ("--dtype", "fp32", "--no-smoke-test")
-    arguments = ("--engine-args", "--enforce-eager --gpu-memory-utilization 0.4")
-    cores = f"0-{(os.cpu_count() or 1) - 1}"
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores}
-    with Stack(tmp_path_factory.mktemp("vllm"), *options, *arguments, **variables) as running:
-        yield running
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stack, Server | None]]:
+    """A stack around vLLM as one of `PARTS`."""
+    directory = tmp_path_factory.mktemp("vllm")
+    vllm = ("--engine", "vllm", "--engine-python", PYTHON, "--dtype", "fp32")
+    if request.param == "a server":
+        with Server(directory) as server:
+            server.wait_ready()
+            options = ("--engine-url", server.url, "--engine-kind", "vllm", "--model", MODEL)
+            with stack_of(directory / "stack", *options) as stack:
+                yield stack, server
+    elif request.param == "two workers":
+        model = directory / "two"  # with heads for two
+        write_servable(model, LlamaShape(576, 8, 4, 1536, 8, 49152), Path(MODEL))
+        options = (*vllm, "--model", str(model), "--engine-args", f"{ENGINE_ARGS} --tensor-parallel-size 2")
+        with stack_of(directory / "stack", *options, **variables(2)) as stack:
+            yield stack, None
+    else:
+        options = (*vllm, "--model", MODEL, "--engine-args", ENGINE_ARGS)
+        with stack_of(directory / "stack", *options, **variables(1)) as stack:
+            yield stack, None
 
 
 @pytest.fixture(scope="module")
-def undisturbed(stack: Stack) -> list[tuple[str, str]]:
-    return asyncio.run(answers(stack))
+def undisturbed(running: tuple[Stack, Server | None]) -> list[tuple[str, str]]:
+    return asyncio.run(answers(running[0]))
 
 
-async def answers(stack: Stack, disturb: tuple[str, signal.Signals] | None = None) -> list[tuple[str, str]]:
-    """(text, finish reason) of `STREAMS` answers at once. `disturb`: a process, and its signal once all have begun."""
+async def answers(stack: Stack, disturb: Sequence[int] | Server = (), number: int = 0) -> list[tuple[str, str]]:
+    """(text, finish reason) of `STREAMS` answers at once. `disturb`: processes that get the signal `number` once all
+    have begun, or a server that is killed then, and started again."""
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
         begun = [asyncio.Event() for _ in range(STREAMS)]
-        streams = [asyncio.create_task(answer(client, number, begun[number])) for number in range(STREAMS)]
-        if disturb is not None:
+        streams = [asyncio.create_task(answer(client, at, begun[at])) for at in range(STREAMS)]
+        if disturb:
             await asyncio.gather(*(event.wait() for event in begun))
-            for pid in processes(stack, disturb[0]):
-                os.kill(pid, disturb[1])
+            assert not all(stream.done() for stream in streams), "nothing would be disturbed"
+        if isinstance(disturb, Server):
+            await asyncio.to_thread(disturb.kill)
+            await asyncio.to_thread(disturb.__enter__)
+        else:
+            for pid in disturb:
+                os.kill(pid, number)
         return await asyncio.gather(*streams)
 
 
@@ -93,21 +193,37 @@ async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Event) -> tupl
 def processes(stack: Stack, name: str) -> list[int]:
     found = []
     for process in stack.descendants():
-        with contextlib.suppress(Exception):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if name in " ".join(process.cmdline()):
                 found.append(process.pid)
     assert found, f"there is no {name}"
     return found
 
 
-def test_the_same_seed_has_the_same_text_twice(stack: Stack, undisturbed: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("running", PARTS, indirect=True)
+def test_the_same_seed_has_the_same_text_twice(
+    running: tuple[Stack, Server | None], undisturbed: list[tuple[str, str]]
+) -> None:
     assert len({text for text, _ in undisturbed}) == STREAMS
-    assert asyncio.run(answers(stack)) == undisturbed
+    assert asyncio.run(answers(running[0])) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-@pytest.mark.parametrize("name", ["VLLM::EngineCore", "ryzanstein_vllm.worker", "services.executor.rank"])
+@pytest.mark.parametrize(
+    ("running", "name"), [(way, name) for way, names in PARTS.items() for name in names], indirect=["running"]
+)
 def test_texts_are_the_undisturbed_ones(
-    stack: Stack, undisturbed: list[tuple[str, str]], name: str, number: signal.Signals
+    running: tuple[Stack, Server | None], undisturbed: list[tuple[str, str]], name: str, number: signal.Signals
 ) -> None:
-    assert asyncio.run(answers(stack, (name, number))) == undisturbed, stack.logs("executor-*.log")[-4000:]
+    stack = running[0]
+    found = asyncio.run(answers(stack, processes(stack, name), number))
+    assert found == undisturbed, stack.logs("executor-*.log")[-4000:]
+
+
+@pytest.mark.parametrize("running", ["a server"], indirect=True)
+def test_a_server_is_killed_and_comes_back(
+    running: tuple[Stack, Server | None], undisturbed: list[tuple[str, str]]
+) -> None:
+    stack, server = running
+    assert server is not None
+    assert asyncio.run(answers(stack, server)) == undisturbed, stack.logs("executor-*.log")[-4000:]

@@ -44,7 +44,6 @@ def test_vllm_is_told_of_the_model_and_of_our_processor(tmp_path: Path) -> None:
     assert value(found, "--model") == str(tmp_path)
     assert value(found, "--logits-processors") == PROCESSOR
     assert value(found, "--max-num-seqs") == str(ExecutorSettings().max_sequences)
-    assert "--no-async-scheduling" in found
     assert not {"--max-model-len", "--dtype"} & {*found}
 
 

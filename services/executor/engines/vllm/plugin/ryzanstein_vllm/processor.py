@@ -17,10 +17,10 @@ parameters stay neutral, with temperature 0. Requests without it are left alone.
 What it needs of vLLM, 0.12 to 0.32:
 - The V1 model runner's interface of processors. Versions that prefer the V2 runner need VLLM_USE_V2_MODEL_RUNNER=0:
   with V2 they refuse to start where this processor is named or installed.
-- `--no-async-scheduling`. With it on, the newest output token is a placeholder (-1) while the next one is sampled.
-  vLLM replaces it in time for processors that are named (`--logits-processors`), but not for those that are only
-  installed. Positions are right all the same; whatever depends on the tokens (penalties, bad words, grammars) ends
-  with a failure at the first placeholder and never goes on without them.
+- That it is named (`--logits-processors`), where scheduling is asynchronous, as it is by default: the newest output
+  token is a placeholder (-1) until just before the next one is sampled, and vLLM replaces it for processors that are
+  named, but not for those that are only installed. Positions are right all the same; whatever depends on the tokens
+  (penalties, bad words, grammars) ends with a failure at the first placeholder and never goes on without them.
 - `--generation-config vllm` where requests come over HTTP: else a model's own defaults stand beside what is asked for.
 - No speculative decoding, which vLLM refuses with custom processors.
 Named and installed, it is loaded twice: the same tokens, for twice the work.

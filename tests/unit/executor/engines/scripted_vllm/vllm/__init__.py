@@ -47,7 +47,6 @@ class AsyncEngineArgs:
         for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
             parser.add_argument(name, default="")
         parser.add_argument("--max-num-seqs", type=int)
-        parser.add_argument("--no-async-scheduling", action="store_true")
         parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"])
         return parser
 
