@@ -70,12 +70,22 @@ class StreamedWeights(msgspec.Struct, frozen=True):
         return StreamedWeights(self.memory * count, self.per_step * count, self.disk_rate * count)
 
 
+class EngineTraits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What computes for a group, and what of a request it cannot do."""
+
+    # `ring`, or the engine that schedules for itself: `vllm`, `sglang`, `llama.cpp`. Empty: not told.
+    kind: str = ""
+    name: str = ""  # for people, with its version, such as `vLLM 0.32.0`; empty: a ring of the executor's own
+    unsupported: list[str] = []  # names of `shared.engine_features.FEATURES`
+
+
 class GroupTraits(msgspec.Struct, frozen=True, omit_defaults=True):
     """In what a group may differ from others of its model."""
 
     sparse: list[SparseKind] = []  # kinds of sparse attention that it computes
     draft_model: str = ""  # as a model card's
     draft_left_out: str = ""  # as a model card's
+    engine: EngineTraits = EngineTraits()
 
 
 class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -234,6 +244,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     # By the last part of linears' names (`q_proj`) their inputs and outputs, of all layers together: an adapter of
     # rank r has r times as many numbers. Empty: not known.
     adapter_widths: dict[str, int] = {}
+    # Of the group that has written the card. A gateway refuses what no group of the model can, as far as it has heard.
+    engine: EngineTraits = EngineTraits()
 
     def does(self, task: str) -> bool:
         """Whether the model does `task`."""

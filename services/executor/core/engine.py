@@ -15,7 +15,7 @@ from services.executor.core.prompt_results import Floats, PromptTokenScores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from shared.errors import InternalError, InvalidGrammar
-from shared.messages import GroupTraits, ModelCard, SparseKind, StreamedWeights, TokenLogprobs
+from shared.messages import EngineTraits, GroupTraits, ModelCard, SparseKind, StreamedWeights, TokenLogprobs
 
 ProgressCallback = Callable[[int, int], None]  # called while loading with (bytes done, bytes in all)
 
@@ -120,9 +120,12 @@ def with_tasks(card: ModelCard, spec: EngineSpec) -> ModelCard:
     )
 
 
-def traits_of(spec: EngineSpec) -> GroupTraits:
+RING = EngineTraits("ring")
+
+
+def traits_of(spec: EngineSpec, engine: EngineTraits = RING) -> GroupTraits:
     """What a group with the model of `spec` tells of itself."""
-    return GroupTraits(spec.sparse, spec.draft_model, spec.draft_left_out)
+    return GroupTraits(spec.sparse, spec.draft_model, spec.draft_left_out, engine)
 
 
 class SampledToken(msgspec.Struct, frozen=True):

@@ -385,6 +385,11 @@ class ExecutorSettings(ModelStoreSettings):
         return self.tp // self.nnodes
 
     @property
+    def computes_with(self) -> str:
+        """`EngineTraits.kind`; a vLLM is one wherever it runs."""
+        return self.engine_kind or self.serving_engine or "ring"
+
+    @property
     def meeting_host(self) -> str:
         """Address on which rank 0 waits for the others."""
         return self.master_addr if self.nnodes > 1 else self.ring_host

@@ -75,7 +75,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     numerics: str = ""  # all that the bits of its results depend on: version, dtype, quantization, device
     # Whether the same request gives the same text in any batch, and continued after any of its tokens.
     exact: bool = False
-    unsupported: list[str] = []  # what of a request it cannot do: names of `FEATURES`
+    unsupported: list[str] = []  # what of a request it cannot do: names of `shared.engine_features.FEATURES`
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -83,20 +83,6 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 
     error: str
     crashed: bool = True  # whether what it computed may be why; False: somebody ended a process of it
-
-
-# What some engine cannot do, and what a client is told that it asked for.
-FEATURES = {
-    "grammar": "structured output",
-    "penalties": "penalties",
-    "logit_bias": "logit_bias",
-    "bad_words": "bad_words",
-    "allowed_token_ids": "allowed_token_ids",
-    "min_tokens": "min_tokens",
-    "logprobs": "logprobs",
-    "prompt_logprobs": "prompt_logprobs",
-    "cache_salt": "cache_salt",
-}
 
 
 class ServingEngine(Protocol):

@@ -20,7 +20,7 @@ from services.executor.core.engine import traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.engines.base import EngineStep, ServingEngine
-from services.executor.engines.requests import EngineRequests, spec_of
+from services.executor.engines.requests import EngineRequests, spec_of, traits_of_engine
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import RankSpec, Ready, SupervisorPipe
@@ -73,8 +73,9 @@ class EngineLeader(GroupLeader):
             )
             self._report_load()
             await self._connect()
-            await self._register(card, bundle, facts.numerics, exact=facts.exact)
-            ready = Ready(self._model, kernels=facts.name, traits=traits_of(spec))
+            traits = traits_of(spec, traits_of_engine(facts, self._settings.computes_with))
+            await self._register(card, bundle, facts.numerics, traits.engine, exact=facts.exact)
+            ready = Ready(self._model, kernels=facts.name, traits=traits)
             await self._is_ready(ready)
             log.info("leader_ready", group=self._spec.group, model=self._model, kernels=facts.name, places=facts.places)
             await self._serve()

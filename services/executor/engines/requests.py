@@ -12,13 +12,12 @@ from the tokens that it has.
     engine            [ t0 t1 ]        [ t2 ]  [ t3 t4 ✗ ]     what is behind a stop token or `max_tokens` is cut
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from services.executor.core.engine import EngineSpec
-from services.executor.engines import base
 from services.executor.engines.base import EngineDelta, EngineFacts, EngineRequest, EngineStep
 from services.executor.ipc.board import BoardKind, RingBoard
 from services.executor.scheduler import admission
@@ -27,15 +26,9 @@ from services.executor.scheduler.batcher import Entries
 from services.executor.scheduler.features.catalog import FEATURES
 from services.executor.scheduler.sequence import Urgency, finish_reason, makes_way, urgency_of
 from services.executor.structured_output import GrammarState
-from shared.errors import (
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    NoGroupAvailable,
-    RyzansteinError,
-    error_from_code,
-)
-from shared.messages import FinishReason, GenerationRequest, GroupLoad, Refusal, TokenEntry
+from shared.engine_features import OF_RINGS, refusal_of
+from shared.errors import DeadlineExceeded, InternalError, NoGroupAvailable, RyzansteinError, error_from_code
+from shared.messages import EngineTraits, FinishReason, GenerationRequest, GroupLoad, Refusal, TokenEntry
 
 
 def spec_of(facts: EngineFacts, block_size: int) -> EngineSpec:
@@ -50,6 +43,11 @@ def spec_of(facts: EngineFacts, block_size: int) -> EngineSpec:
         kernels=facts.name,
         exact=facts.exact,
     )
+
+
+def traits_of_engine(facts: EngineFacts, kind: str = "") -> EngineTraits:
+    """What others are told of the engine. `kind`: `EngineTraits.kind`."""
+    return EngineTraits(kind, facts.name, [*OF_RINGS, *facts.unsupported])
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +104,7 @@ class EngineRequests:
         """`end_tokens`: of the model; a grammar that is complete ends with one of them. `board`: is told how long the
         stages of requests take."""
         self._facts = facts
+        self._traits = traits_of_engine(facts)
         self._spec = spec
         self._max_waiting = max_waiting
         self._end_tokens = list(end_tokens)
@@ -139,7 +138,7 @@ class EngineRequests:
             return None
         if (older := self._live.get(request.generation_id)) is not None:
             self._end(older, None)
-        error = refusal_of(request, self._facts) or self._admission.malformed(request)
+        error = refusal_of(request, self._traits) or self._admission.malformed(request)
         if error is not None:
             return admission.refusal(request, error)
         if (entry := admission.finished_before(request, self._spec)) is not None:
@@ -421,38 +420,3 @@ class EngineRequests:
     def _observe(self, kind: BoardKind, seconds: float) -> None:
         if self._board is not None:
             self._board.observe(kind, max(0.0, seconds))
-
-
-# What no such engine is asked for.
-_OF_RINGS: dict[str, Callable[[GenerationRequest], object]] = {
-    "embeddings, classification and reranking": lambda request: request.pools,
-    "LoRA adapters": lambda request: request.adapter,
-    "sparse attention": lambda request: request.sparse,
-}
-
-
-def refusal_of(request: GenerationRequest, facts: EngineFacts) -> InvalidRequest | None:
-    """Whether the request asks for something that the engine cannot do."""
-    asked = [name for name, needed in _OF_RINGS.items() if needed(request)]
-    asked += [base.FEATURES[name] for name in asks_for(request) if name in facts.unsupported]
-    if not asked:
-        return None
-    return InvalidRequest(f"{facts.name}, which computes this model, does not support {', '.join(asked)}.")
-
-
-def asks_for(request: GenerationRequest) -> list[str]:
-    """Names of `base.FEATURES` that the request needs."""
-    sampling = request.sampling
-    needs = {
-        "grammar": request.grammar is not None,
-        "penalties": bool(sampling.presence_penalty or sampling.frequency_penalty)
-        or sampling.repetition_penalty != 1.0,
-        "logit_bias": bool(sampling.logit_bias),
-        "bad_words": bool(sampling.bad_words),
-        "allowed_token_ids": bool(sampling.allowed_token_ids),
-        "min_tokens": sampling.min_tokens > 0,
-        "logprobs": sampling.logprobs >= 0,
-        "prompt_logprobs": request.prompt_logprobs >= 0,
-        "cache_salt": bool(request.cache_salt),
-    }
-    return [name for name, needed in needs.items() if needed]

@@ -37,6 +37,7 @@ from shared.messages import (
     DispatchBatch,
     DispatchReply,
     Drain,
+    EngineTraits,
     GenerationRequest,
     GroupLoad,
     GroupRecord,
@@ -210,10 +211,12 @@ class GroupLeader:
         await self._bus.flush()
         self._supervisor.send(Drained())
 
-    async def _register(self, card: ModelCard, bundle: bytes, numerics: str, *, exact: bool) -> ModelCard:
+    async def _register(
+        self, card: ModelCard, bundle: bytes, numerics: str, engine: EngineTraits, *, exact: bool
+    ) -> ModelCard:
         """Tells the gateways of the model, and listens for requests. Returns the card as they have it."""
         fingerprint = fingerprint_of(self._settings, card, numerics)
-        card = msgspec.structs.replace(card, fingerprint=fingerprint, exact=exact)
+        card = msgspec.structs.replace(card, fingerprint=fingerprint, exact=exact, engine=engine)
         self._fingerprint = fingerprint
         if not card.exact:
             log.info(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import structlog
 
-from services.executor.core.engine import Engine, EngineSpec, traits_of
+from services.executor.core.engine import RING, Engine, EngineSpec, traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import AdaptersHeld, RankSpec, Ready, SupervisorPipe
@@ -130,7 +130,7 @@ class Leader(GroupLeader):
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
-        card = await self._register(card, bundle, engine_spec.numerics, exact=engine_spec.exact)
+        card = await self._register(card, bundle, engine_spec.numerics, RING, exact=engine_spec.exact)
         if self._adapters is not None:
             self._adapters.open(self._bus)
         await self._handover.open(self._bus, card.fingerprint)

@@ -12,7 +12,7 @@ from services.gateway.core.adapters import AdapterRegistry, not_read
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
-from shared.messages import GroupRecord, ModelCard, SparseAttention, SparseKind
+from shared.messages import EngineTraits, GroupRecord, ModelCard, SparseAttention, SparseKind
 from shared.model_status import ModelStatus
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -137,7 +137,7 @@ class Catalog:
 
     def of_request(self, name: str, card: ModelCard, tenant: str) -> tuple[ModelCard, Resolved]:
         """What `name` stands for, whose `card` may have been waited for meanwhile; and the card with the sampling
-        defaults of that name, and the kinds of sparse attention that groups compute now. Raises as `resolve`."""
+        defaults of that name, and what groups can and cannot now. Raises as `resolve`."""
         resolved = self.resolve(name, tenant)
         if resolved.model != card.model:  # while the model was waited for
             raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
@@ -146,6 +146,8 @@ class Catalog:
         kinds = self.sparse_kinds(card.model)
         if kinds.some != card.sparse:
             card = msgspec.structs.replace(card, sparse=kinds.some)
+        if card.engine.unsupported:
+            card = msgspec.structs.replace(card, engine=self._common_engine(card))
         if resolved.sparse is not None and resolved.sparse.kind in kinds.everywhere:
             resolved = msgspec.structs.replace(resolved, sparse_unasked=True)
         return card, resolved
@@ -185,6 +187,13 @@ class Catalog:
             record.traits.sparse if record.traits is not None else [] for record in records if record.state in _AT_WORK
         ]
         return SparseKinds(some, [kind for kind in some if all(kind in kinds for kinds in at_work)])
+
+    def _common_engine(self, card: ModelCard) -> EngineTraits:
+        """The card's engine, with what none of the model's groups can, as far as they have told. Where they differ it
+        is not known here which will take a request: the leader of the one that does may refuse it."""
+        told = [one.traits.engine.unsupported for one in self.registry.groups_of(card.model) if one.traits is not None]
+        common = [name for name in card.engine.unsupported if all(name in others for others in told)]
+        return msgspec.structs.replace(card.engine, unsupported=common)
 
     def is_model(self, name: str) -> bool:
         """Whether it names a model, or is an alias of one."""

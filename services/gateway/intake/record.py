@@ -28,6 +28,7 @@ from services.gateway.streams.stream_reader import StreamReader
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
 from shared import limits, tracing
+from shared.engine_features import refusal_of
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams
@@ -121,7 +122,7 @@ def record_of(
     """The record of a checked, tokenized request. Choice c of prompt p has the index p * n + c, as in OpenAI's API.
 
     `parsing`: how a chat's text is taken apart; `response`: what the chat is inside of, if it is a response;
-    `bad_words`, `prediction`: in tokens. Raises `InvalidParameter`, `ContextLengthExceeded`, `PayloadTooLarge`.
+    `bad_words`, `prediction`: in tokens. Raises `InvalidRequest`.
     """
     started_at, settings = time.time(), parts.settings
     count = _candidates(request)
@@ -153,6 +154,8 @@ def record_of(
         sparse=sparse_of(request.sparse_attention, context.model, card),
         prediction=prediction,
     )
+    if (refused := refusal_of(first, card.engine)) is not None:
+        raise refused
     fitting_prompts = [fitting(prompt, request, card, settings, capped=context.capped) for prompt in prompts]
     requests = [
         msgspec.structs.replace(

@@ -20,8 +20,12 @@ from shared.messages import (
     DispatchBatch,
     DispatchReply,
     Drain,
+    EngineTraits,
     GenerationRequest,
     Grammar,
+    GroupLoad,
+    GroupRecord,
+    GroupTraits,
     Heartbeat,
     ModelCard,
     SamplingParams,
@@ -209,7 +213,13 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
     async with executor(bus, nats_settings, tmp_path, unsupported=["grammar", "penalties"]) as process:
-        await process.wait_ready()
+        beat = await process.wait_ready()
+        card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
+        assert card is not None
+        cannot = ["pooling", "adapter", "sparse", "grammar", "penalties"]
+        assert card.value.engine == EngineTraits("vllm", "Scripted 1.0", cannot), "gateways refuse by it"
+        assert beat.group is not None
+        assert beat.group.traits == GroupTraits(engine=card.value.engine)
         told = request("g")
         asked = (
             msgspec.structs.replace(told, grammar=Grammar("regex", "a+")),

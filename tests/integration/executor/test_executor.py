@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from services.cli.supervision.nats_server import LocalNats
+from services.executor.core.engine import RING
 from services.executor.worker.stub import stub_token
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable
@@ -101,7 +102,7 @@ async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(
         beat = await process.wait_ready()
         assert beat.group is not None
         assert beat.group.epoch == ahead + 1
-        assert beat.group.traits == GroupTraits(["pages", "window"])
+        assert beat.group.traits == GroupTraits(["pages", "window"], engine=RING)
 
 
 async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(

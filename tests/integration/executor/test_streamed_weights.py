@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.executor.core.engine import RING
 from services.executor.native.library import why_not
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
@@ -36,7 +37,7 @@ async def test_a_group_streams_weights_and_says_so(bus: Bus, nats_settings: Comm
             await house.begin(group, model, *own)
             beat = (await house.processes[group].wait_ready()).group
             assert beat is not None
-            assert beat.traits == GroupTraits(["window"])
+            assert beat.traits == GroupTraits(["window"], engine=RING)
             assert (beat.streamed is not None) is (group == "part")
             if beat.streamed is not None:
                 assert 0 < beat.streamed.memory <= least

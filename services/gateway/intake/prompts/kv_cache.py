@@ -19,6 +19,7 @@ from services.gateway.intake.schemas import (
     SparseAttentionField,
     SparseAttentionOptions,
 )
+from shared.engine_features import refusal
 from shared.messages import ModelCard, SparseAttention
 from shared.sparse_attention import FIELDS, WrongChoice, check
 
@@ -103,7 +104,7 @@ def cache_ttl(request: GenerationFields) -> float:
 
 
 def sparse_of(given: SparseAttentionField | None, model: Resolved, card: ModelCard) -> SparseAttention | None:
-    """Which earlier tokens the request's tokens read; None: all. Raises `InvalidParameter`."""
+    """Which earlier tokens the request's tokens read; None: all. Raises `InvalidRequest`."""
     if given is None:
         return model.sparse if model.sparse_unasked else None
     if given is False:
@@ -119,6 +120,8 @@ def sparse_of(given: SparseAttentionField | None, model: Resolved, card: ModelCa
         raise InvalidParameter(f"Invalid '{name}': {error}.", param=name) from None
     if choice.kind in card.sparse:
         return choice
+    if (refused := refusal(["sparse"], card.engine)) is not None:
+        raise refused
     if "window" in card.sparse:
         why = (
             f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "

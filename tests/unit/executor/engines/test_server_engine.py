@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.executor.engines.base import FEATURES, EngineDelta, EngineRequest
+from services.executor.engines.base import EngineDelta, EngineRequest
 from services.executor.engines.server import generation as generations
 from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects.catalog import DIALECTS
 from services.executor.engines.server.dialects.vllm import VllmDialect
 from services.executor.engines.server.engine import ServerEngine, make_server_engine
+from shared.engine_features import FEATURES
 from shared.errors import ConfigurationError, ModelLoadError, RingLost, RyzansteinError, Unavailable
 from shared.messages import Grammar, SamplingParams, TokenLogprobs
 from tests.unit.executor.engines.scripted_server import VOCAB, Exchange, ScriptedServer, event

@@ -11,7 +11,16 @@ from services.gateway.core.catalog import STALE, Catalog, ModelNotLoaded
 from services.gateway.core.registry import ModelRegistry
 from shared.config import CommonSettings
 from shared.errors import UnknownModel
-from shared.messages import GroupLoad, GroupRecord, GroupStatus, GroupTraits, ModelCard, ModelPlacement, ModelSpec
+from shared.messages import (
+    EngineTraits,
+    GroupLoad,
+    GroupRecord,
+    GroupStatus,
+    GroupTraits,
+    ModelCard,
+    ModelPlacement,
+    ModelSpec,
+)
 
 NOW = 1_800_000_000.0
 
@@ -92,6 +101,31 @@ def test_kinds_of_a_group_that_is_heard_again() -> None:
     assert known.sparse_kinds("m") == ([], []), "it is of an earlier start"
     known._group_changed("g", msgspec.structs.replace(record, heard_at=NOW), Nobody())
     assert known.sparse_kinds("m") == (["window"], ["window"])
+
+
+def test_what_an_engine_cannot_is_what_its_card_says_and_all_of_its_groups() -> None:
+    """Where groups differ the leaders refuse: the gateway does not know which group will take a request."""
+    known = catalog([])
+    engine = EngineTraits("vllm", "vLLM 1", ["adapter", "grammar"])
+    of_engine, of_ring = msgspec.structs.replace(card("m"), engine=engine), card("m")
+
+    def tell(name: str, state: GroupStatus, traits: GroupTraits | None) -> list[str]:
+        record = msgspec.structs.replace(group("m", state), group=name, traits=traits)
+        known._group_changed(name, record, Nobody())
+        return cannot()
+
+    def cannot() -> list[str]:
+        return known.of_request("m", known.cards["m"], "")[0].engine.unsupported
+
+    known._card_changed("m", of_engine)
+    assert cannot() == ["adapter", "grammar"], "requests may wait for its groups"
+    assert tell("a", "ready", None) == ["adapter", "grammar"], "an earlier monitor tells nothing"
+    assert tell("a", "ready", GroupTraits(engine=engine)) == ["adapter", "grammar"]
+    assert tell("b", "ready", GroupTraits(engine=EngineTraits("vllm", "vLLM 2", ["adapter"]))) == ["adapter"]
+    assert tell("c", "busy", GroupTraits(engine=EngineTraits("ring"))) == []
+    assert tell("c", "gone", GroupTraits(engine=EngineTraits("ring"))) == ["adapter"]
+    known._card_changed("m", of_ring)
+    assert cannot() == []
 
 
 def test_the_group_may_be_known_first() -> None:
