@@ -193,6 +193,9 @@ class ExecutorSettings(ModelStoreSettings):
     """What answers at `engine_url`."""
     engine_credentials: Path | None = None
     """File with the key that the server at `engine_url` asks for."""
+    allow_approximate_continuation: bool = False
+    """Whether the group starts while another kind of engine (the executors' own rings, vLLM, SGLang, llama.cpp) serves
+    under the same name. An answer may then go on in another kind, and change its text there."""
     weight_cache_bytes: int = Field(default=16 << 30, ge=0)
     """Most bytes on disk for weights as the native CPU kernels lay them out, so that a later start of the same model
     reads them instead of packing them again. Least recently used models are deleted first. 0: none."""
@@ -380,14 +383,14 @@ class ExecutorSettings(ModelStoreSettings):
         return self.engine if self.engine == "vllm" else ""
 
     @property
-    def ranks_here(self) -> int:
-        """Ranks on each host."""
-        return self.tp // self.nnodes
-
-    @property
     def computes_with(self) -> str:
         """`EngineTraits.kind`; a vLLM is one wherever it runs."""
         return self.engine_kind or self.serving_engine or "ring"
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on each host."""
+        return self.tp // self.nnodes
 
     @property
     def meeting_host(self) -> str:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -67,9 +68,30 @@ def with_parsers(card: ModelCard, settings: ExecutorSettings) -> ModelCard:
     return msgspec.structs.replace(card, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser)
 
 
-async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
-    """Two models under one name would be decoded with one tokenizer: the second is refused. Rings that compute
-    one model differently may go on with each other's answers: that is told.
+# Seconds without a heartbeat after which a record is of an earlier start, as for gateways: the health monitor, which
+# would say so, may be starting too.
+STALE = 15.0
+
+
+def others_of(records: Iterable[GroupRecord], card: ModelCard, group: str) -> list[GroupRecord]:
+    """Other groups than `group` that serve under the card's name."""
+    serving = [record for record in records if record.model == card.model and record.state in ("ready", "busy")]
+    return [record for record in serving if record.group != group]
+
+
+def other_kind(others: Iterable[GroupRecord], card: ModelCard, now: float) -> GroupRecord | None:
+    """One of `others` with another kind of engine; earlier versions do not tell theirs. `now`: Unix seconds."""
+    for record in others:
+        told = record.traits is not None and record.traits.engine.kind not in ("", card.engine.kind)
+        if told and not 0 < record.heard_at < now - STALE:
+            return record
+    return None
+
+
+async def check_name(bus: Bus, card: ModelCard, group: str, *, mixed: bool = False) -> None:
+    """Two models under one name would be decoded with one tokenizer: the second is refused. Two kinds of engine have
+    answers of their own, with which the other one would go on: the second is refused, unless `mixed` is allowed. Rings
+    that compute one model differently may go on with each other's answers: that is told.
 
     Raises `ConfigurationError` where another group than `group` serves something else as `card.model`.
     """
@@ -82,18 +104,20 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
             now=card.fingerprint,
             reason="an answer that moves between rings of different fingerprints may change its text",
         )
-    if known is None or (known.value.tokenizer, known.value.vocab_size) == (card.tokenizer, card.vocab_size):
-        return
     records = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
-    others = [
-        record.group
-        for record in records.values()
-        if record.model == card.model and record.group != group and record.state in ("ready", "busy")
-    ]
-    if others:
+    others = others_of(records.values(), card, group)
+    same = known is None or (known.value.tokenizer, known.value.vocab_size) == (card.tokenizer, card.vocab_size)
+    if others and not same:
         raise ConfigurationError(
-            f"The group {others[0]} serves another model under the name {card.model}; give this one a name "
+            f"The group {others[0].group} serves another model under the name {card.model}; give this one a name "
             "of its own with --served-model-name."
+        )
+    if not mixed and (other := other_kind(others, card, time.time())) is not None:
+        assert other.traits is not None, "its kind is told"
+        raise ConfigurationError(
+            f"The group {other.group} computes {card.model} with {other.traits.engine.name or 'a ring'}, and this one "
+            f"with {card.engine.name or 'a ring'}: an answer that goes on in the other may change its text; give this "
+            "one a name of its own with --served-model-name, or allow it with --allow-approximate-continuation."
         )
 
 
@@ -225,7 +249,7 @@ class GroupLeader:
                 numerics=numerics,
             )
         card, group = with_parsers(card, self._settings), self._spec.group
-        await check_name(self._bus, card, group)
+        await check_name(self._bus, card, group, mixed=self._settings.allow_approximate_continuation)
         if bundle:
             store = Objects(self._bus, subjects.TOKENIZERS_STORE)
             if await store.info(card.tokenizer) is None:

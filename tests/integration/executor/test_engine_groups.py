@@ -234,6 +234,23 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
             assert what in refused.message
 
 
+@pytest.mark.parametrize("other", ["ring", "sglang"])
+async def test_another_kind_of_engine_under_one_name_is_refused_unless_it_is_allowed(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, other: str
+) -> None:
+    """As is a ring beside an engine (`tests/integration/executor/test_executor.py`)."""
+    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+    traits = GroupTraits(engine=EngineTraits(other, "" if other == "ring" else "SGLang 1"))
+    await groups.put("other", GroupRecord("other", "tiny", "busy", 1, [], GroupLoad(), traits=traits))
+    async with executor(bus, nats_settings, tmp_path) as process:
+        assert await asyncio.wait_for(process.process.wait(), 60) == 1
+        said = f"error: The group other computes tiny with {'a ring' if other == 'ring' else 'SGLang 1'}, and this one"
+        assert said in process.log.read_text()
+    (tmp_path / "again").mkdir()
+    async with executor(bus, nats_settings, tmp_path / "again", "--allow-approximate-continuation") as process:
+        await process.wait_ready()
+
+
 async def test_a_token_that_cannot_be_ends_its_request_alone(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:

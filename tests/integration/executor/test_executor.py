@@ -25,6 +25,7 @@ from shared.messages import (
     DispatchBatch,
     DispatchReply,
     Drain,
+    EngineTraits,
     GenerationRequest,
     GroupLoad,
     GroupRecord,
@@ -398,6 +399,18 @@ async def test_a_name_that_another_model_has_is_refused(
         assert await asyncio.wait_for(process.process.wait(), 30) == 1
         last = process.log.read_text().splitlines()[-1]
         assert last.startswith("error: The group other serves another model under the name stub;")
+
+
+async def test_a_ring_beside_an_engine_of_that_name_is_refused(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+    traits = GroupTraits(engine=EngineTraits("vllm", "vLLM 1"))
+    await groups.put("other", GroupRecord("other", "stub", "ready", 1, [], GroupLoad(), traits=traits))
+    async with executor(bus, nats_settings, tmp_path) as process:
+        assert await asyncio.wait_for(process.process.wait(), 30) == 1
+        last = process.log.read_text().splitlines()[-1]
+        assert last.startswith("error: The group other computes stub with vLLM 1, and this one with a ring:")
 
 
 @pytest.mark.slow
