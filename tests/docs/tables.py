@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from tests.alerts import page as alerts
-from tests.docs import configuration, folders, limits, models, rules, tools
+from tests.docs import configuration, engines, folders, limits, models, rules, tools
 from tests.monitoring import page as metrics
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -17,6 +17,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "limits": limits.table,
     "rules": rules.table,
     "tools": tools.table,
+    "engines": engines.table,
     "alerts": alerts.alerts_table,
     "runbooks": alerts.index_table,
     "folders": folders.table,

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from services.executor.engines.catalog import CANNOT
+from shared.engine_features import FEATURES
 from shared.limits import LIMITS
 from tests.docs.__main__ import main
 from tests.docs.configuration import OTHERS, names, undescribed
@@ -46,6 +48,11 @@ def test_the_metrics_are_those_that_there_are() -> None:
 def test_every_limit_is_in_the_table() -> None:
     table = TABLES["limits"]()
     assert [limit.name for limit in LIMITS if f"| `{limit.name}` | {limit.holder} |" not in table] == []
+
+
+def test_what_engines_cannot_do_are_features_that_requests_may_ask_for() -> None:
+    assert {name for cannot in CANNOT.values() for name in cannot} <= FEATURES.keys()
+    assert "| `prompt_logprobs` | yes | refused | refused | refused | refused |" in TABLES["engines"]()
 
 
 def test_every_folder_says_what_it_holds() -> None:

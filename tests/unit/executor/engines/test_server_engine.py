@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from services.executor.engines.base import EngineDelta, EngineRequest
+from services.executor.engines.catalog import CANNOT
 from services.executor.engines.server import generation as generations
 from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects.catalog import DIALECTS
 from services.executor.engines.server.dialects.vllm import VllmDialect
 from services.executor.engines.server.engine import ServerEngine, make_server_engine
-from shared.engine_features import FEATURES
 from shared.errors import ConfigurationError, ModelLoadError, RingLost, RyzansteinError, Unavailable
 from shared.messages import Grammar, SamplingParams, TokenLogprobs
 from tests.unit.executor.engines.scripted_server import VOCAB, Exchange, ScriptedServer, event
@@ -94,7 +94,7 @@ async def test_answers_are_streamed(kind: str) -> None:
         assert facts.places == (4 if kind == "vllm" else 2)
         assert facts.kv_tokens == {"vllm": 160, "llama.cpp": 128, "sglang": 0}[kind]
         assert not facts.exact
-        assert set(facts.unsupported) <= set(FEATURES)
+        assert facts.unsupported == CANNOT[{"vllm": "vLLM by URL", "sglang": "SGLang"}.get(kind, kind)]
         whole = kind == "sglang"  # which tells all tokens with each event
         last = event(kind, [5, 6, 7, 8] if whole else [7, 8], "length", 4)
         server.script = sends(b": ping\n\n", event(kind, [5, 6], count=2), last, b"data: [DONE]\r\n\r\n")
@@ -124,7 +124,7 @@ async def test_vllm_is_asked_for_tokens_where_it_offers_that_and_is_exact_with_o
         server.refused_seeds = ("-1",)
         facts = await engine.start()
         assert facts.exact
-        assert facts.unsupported == ["prompt_logprobs"]
+        assert facts.unsupported == CANNOT["vLLM by URL with our processor"]
         assert facts.numerics == "vLLM 0.32.0 abc dtype=float32"
         server.script = sends(event("vllm", [5], "stop"))
         engine.submit(asked())

@@ -34,8 +34,8 @@ _PROGRESS = (
 )
 _CACHE = r'^vllm:cache_config_info.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"'
 # Its route for completions streams no prompt's log probabilities, and the other one has no field for them.
-_NEVER = ["prompt_logprobs"]
-_WITHOUT_PROCESSOR = ["grammar", "penalties", "bad_words"]
+UNSUPPORTED = ["prompt_logprobs"]
+WITHOUT_PROCESSOR = ["grammar", "penalties", "bad_words", *UNSUPPORTED]
 
 
 class _Version(msgspec.Struct):
@@ -99,7 +99,7 @@ class VllmDialect:
             vocab_size=vocab_size,
             context_length=identity.context_length,
             places=0,
-            unsupported=_NEVER + ([] if self._processor else _WITHOUT_PROCESSOR),
+            unsupported=UNSUPPORTED if self._processor else WITHOUT_PROCESSOR,
             numerics=" ".join(filter(None, [identity.server, fingerprint, f"dtype={dtype}" if dtype else ""])),
             kv_tokens=await self._kv_tokens(),
             exact=self._processor and dtype == "float32",

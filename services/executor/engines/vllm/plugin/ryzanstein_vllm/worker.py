@@ -30,6 +30,7 @@ LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 << 20  # of one message
 OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
+UNSUPPORTED: list[str] = []  # of what requests may ask for; see `Ready`
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
 _ENDED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that somebody else has ended
@@ -346,6 +347,7 @@ def facts_of(llm: Any) -> Ready:
         kv_tokens=blocks * cache.block_size * parallel.data_parallel_size,
         numerics=", ".join(filter(None, parts)),
         exact=dtype == "float32" or invariant,
+        unsupported=UNSUPPORTED,
     )
 
 
