@@ -1,12 +1,13 @@
 """`ryzanstein doctor`: one row for each thing that serving depends on, and what to do about it."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from services.cli.commands.doctor import hardware, software
+from services.cli.commands.doctor import engine, hardware, software
 from services.cli.commands.doctor.check import Check, report_of, show
 from services.cli.target import DataDir, LocalSettings, find_stack, is_locked
 from services.cli.ui import console
@@ -17,12 +18,21 @@ _API, _GRPC = 8000, 8001
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, as issue reports ask for.")] = False,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="Check the vLLM of this Python too, as `up --engine-python` has it.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="With --engine-python: whether that vLLM can serve it.")] = "",
     data_dir: DataDir = None,
 ) -> None:
     """Check this machine: processor, kernels, memory, disk, ports, NATS, GPU, clock, proxies. Exits with 1 where
     serving would fail."""
     settings = load_settings(LocalSettings, data_dir=data_dir)
-    report = report_of(list(_checks(settings)))
+    if model and engine_python is None:
+        raise typer.BadParameter("--model is checked for a vLLM: name its Python with --engine-python.")
+    found = list(_checks(settings))
+    if engine_python is not None:
+        found += engine.checks(engine_python.expanduser(), model, settings.store.cache, hardware.free_memory())
+    report = report_of(found)
     if json:
         print(msgspec.json.encode(report).decode())  # noqa: T201
     else:

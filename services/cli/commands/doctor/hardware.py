@@ -51,9 +51,13 @@ def kernels() -> Check:
     return Check("kernels", "warning", "PyTorch's alone", advice)
 
 
+def free_memory() -> int:
+    """Bytes, of the host or of the container that this is."""
+    return min(psutil.virtual_memory().available, memory_left())
+
+
 def memory() -> Check:
-    held, swap = psutil.virtual_memory(), psutil.swap_memory()
-    free = min(held.available, memory_left())
+    held, swap, free = psutil.virtual_memory(), psutil.swap_memory(), free_memory()
     found = f"{megabytes(held.total)}, {megabytes(free)} free" + (f", {megabytes(swap.used)} swapped" * (swap.used > 0))
     if free >= _FEWEST_BYTES:
         return Check("memory", "ok", found)
