@@ -135,7 +135,7 @@ def running(
                 yield stack, server
     elif request.param == "two workers":
         model = directory / "two"  # with heads for two
-        write_servable(model, LlamaShape(576, 8, 4, 1536, 8, 49152), Path(MODEL))
+        write_servable(model, LlamaShape(512, 8, 4, 1536, 8, 49152), Path(MODEL))
         options = (*vllm, "--model", str(model), "--engine-args", f"{ENGINE_ARGS} --tensor-parallel-size 2")
         with stack_of(directory / "stack", *options, **variables(2)) as stack:
             yield stack, None

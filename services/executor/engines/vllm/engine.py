@@ -8,6 +8,7 @@ Its output goes to this process's standard error as it comes; the last lines are
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -31,8 +32,11 @@ log = structlog.get_logger(__name__)
 
 WORKER = "ryzanstein_vllm.worker"
 PLUGIN = Path(__file__).parent / "plugin"
-LAST_LINES = 20  # of its output, that are kept
+LAST_LINES = 200  # of its output, that are kept
 LINE_BYTES = 2000
+# What a line of vLLM's log says went wrong, in whichever of its processes. Others say that some process has ended, or
+# that the reason stands above.
+_CAUSE = re.compile(r" ERROR .*?\b((?!EngineDeadError)[A-Z]\w*(?:Error|Exception): .+)")
 STOP_WITHIN = 5.0  # seconds that it has to end by itself
 # What vLLM is told by its environment, where the operator has not: its usage report goes over the network.
 # Its second model runner takes no logits processors of the interface that all versions have.
@@ -78,7 +82,8 @@ class VllmEngine:
         except EOFError:
             raise ModelLoadError(f"vLLM did not start: {await self._end()}.") from None
         if isinstance(answer, EngineFailed):
-            raise ModelLoadError(f"{answer.error.rstrip('.')}; {self._remedy(answer.error)}.")
+            await self._read_output(STOP_WITHIN)
+            raise ModelLoadError(f"{answer.error.rstrip('.')}{self._cause()}; {self._remedy(answer.error)}.")
         return answer
 
     def submit(self, request: EngineRequest) -> None:
@@ -99,6 +104,7 @@ class VllmEngine:
         except msgspec.ValidationError:
             failed = _failures.decode(data)
             self._kill()  # which may hang while it ends, and streams wait for what follows
+            await self._read_output(STOP_WITHIN / 5)
             raise _lost(f"{failed.error}{self._said()}.", crashed=failed.crashed) from None
 
     def is_stopped(self) -> bool:
@@ -151,17 +157,25 @@ class VllmEngine:
     async def _end(self) -> str:
         """How the process has ended, and the last that it said."""
         assert self._process is not None, "it has been started"
-        assert self._output is not None, "it has been started"
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._process.wait()), STOP_WITHIN)
-        await asyncio.wait({self._output}, timeout=STOP_WITHIN / 5)
+        await self._read_output(STOP_WITHIN / 5)
         code = self._process.returncode
         how = "its connection is closed" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         return how + self._said()
 
+    async def _read_output(self, within: float) -> None:
+        """All of it, where the process ends within so many seconds."""
+        assert self._output is not None, "it has been started"
+        await asyncio.wait({self._output}, timeout=within)
+
     def _said(self) -> str:
-        """The last line of its output, as the end of a sentence."""
-        return f", after: {self._lines[-1][:300]}" if self._lines else ""
+        """What went wrong as its output has it, or the last line of that, as the end of a sentence."""
+        return self._cause() or (f", after: {self._lines[-1][:300]}" if self._lines else "")
+
+    def _cause(self) -> str:
+        found = [match for line in self._lines if (match := _CAUSE.search(line))]
+        return f", after: {found[-1][1][:300].rstrip('.')}" if found else ""
 
     def _kill(self) -> None:
         assert self._process is not None, "it has been started"

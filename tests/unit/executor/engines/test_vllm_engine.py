@@ -151,6 +151,12 @@ def worker_of(engine: VllmEngine) -> psutil.Process:
         ({"SCRIPTED_VLLM_VERSION": "0.9.1"}, "", ModelLoadError, "vLLM 0.9.1 is too old; install 0.12 or newer"),
         ({"PYTHONPATH": ""}, "", ModelLoadError, "has no vLLM that can be imported .*--engine-python"),
         ({}, "--kv-cache-dtype fp4", ModelLoadError, "vLLM does not take these --engine-args: .*fp4"),
+        (
+            {},
+            "--kv-cache-dtype int8",
+            ModelLoadError,
+            "failed at its first request: It has ended, after: RuntimeError: no kernel for that; look into",
+        ),
         ({}, "--kv-cache-dtype fp8", ModelLoadError, "vLLM did not start: There is no memory for that; look into"),
     ],
 )

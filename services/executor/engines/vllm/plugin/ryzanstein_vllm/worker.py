@@ -249,8 +249,7 @@ class Engine:
         self._tell(delta)
 
     def _refuse(self, request: Generate, code: str, error: BaseException) -> None:
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
-        self._tell(Delta(request.id, finish="error", error=f"vLLM refuses the request: {reason}", code=code))
+        self._tell(Delta(request.id, finish="error", error=f"vLLM refuses the request: {_line(error)}", code=code))
 
     def _tell(self, delta: Delta) -> None:
         self._step.deltas.append(delta)
@@ -366,10 +365,14 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
         await _fail(writer, f"vLLM does not take these --engine-args: {error}")
         return
     except Exception as error:  # said in one sentence; vLLM has logged the rest
-        await _fail(writer, f"vLLM did not start: {' '.join(str(error).split())[:500] or type(error).__name__}")
+        await _fail(writer, f"vLLM did not start: {_line(error)}")
         return
     processes = multiprocessing.active_children()  # vLLM's
-    await _warm_up(llm)
+    try:
+        await _warm_up(llm)
+    except Exception as error:
+        await _fail(writer, f"vLLM started, and failed at its first request: {_line(error)}")
+        return
     facts = facts_of(llm)
     engine = Engine(llm, facts.vocab_size, writer, failures)
     told.append(engine)
@@ -401,6 +404,10 @@ async def _obey(reader: asyncio.StreamReader, engine: Engine) -> None:
                 engine.abort(command.ids)
             else:
                 engine.generate(command)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 async def _fail(writer: asyncio.StreamWriter, error: str, *, crashed: bool = True) -> None:

@@ -47,7 +47,7 @@ class AsyncEngineArgs:
         for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
             parser.add_argument(name, default="")
         parser.add_argument("--max-num-seqs", type=int)
-        parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"])
+        parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "int8"])
         return parser
 
     @staticmethod
@@ -72,6 +72,7 @@ class AsyncLLM:
             cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks=8, block_size=16),
             scheduler_config=SimpleNamespace(max_num_seqs=parsed.max_num_seqs),
         )
+        self._has_kernels = parsed.kv_cache_dtype != "int8"
         self._loggers = [each(self.vllm_config) for each in loggers]
         self._running = 0
 
@@ -80,6 +81,13 @@ class AsyncLLM:
         return cls(parsed, stat_loggers)
 
     async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+        if not self._has_kernels:
+            sys.stdout.write(
+                "(EngineCore pid=1) ERROR 11-28 07:57:37 [core.py:1512] RuntimeError: no kernel for that.\n"
+            )
+            sys.stdout.write("(MainProcess pid=1) ERROR 11-28 07:57:37 [llm.py:906] x.EngineDeadError: See above.\n")
+            sys.stdout.flush()
+            raise EngineDeadError("It has ended.")
         tokens = list(prompt["prompt_token_ids"])
         self._running += 1
         try:
