@@ -1,6 +1,7 @@
 """Answers through the death of a real vLLM's processes: `make test-engines`, which makes its environment.
 
-In fp32, greedy, sampled and under a schema: the text is the undisturbed one, whatever is killed or stopped meanwhile.
+In fp32, greedy, sampled and under a schema: the tokens are the undisturbed ones, whatever is killed or stopped
+meanwhile. In bf16, where sums depend on the batch, none is lost, doubled or out of place.
 """
 
 import asyncio
@@ -13,11 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer
 
 from benchmarks.random_model import LlamaShape, write_servable
 from services.executor.engines.vllm.arguments import PROCESSOR
@@ -53,6 +55,7 @@ PARTS = {
     "two workers": ("VLLM::Worker_TP1", "VLLM::EngineCore"),
     "a server": (),
 }
+TOKENS = 96  # of an answer, at most
 ENGINE_ARGS = "--enforce-eager --gpu-memory-utilization 0.4"
 
 
@@ -64,6 +67,12 @@ def cores(parts: int) -> str:
 
 def variables(workers: int) -> dict[str, str]:
     return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores(workers)}
+
+
+class Answer(NamedTuple):
+    text: str
+    finish: str
+    tokens: tuple[int, ...]
 
 
 class Server:
@@ -126,7 +135,8 @@ def running(
 ) -> Iterator[tuple[Stack, Server | None]]:
     """A stack around vLLM as one of `PARTS`."""
     directory = tmp_path_factory.mktemp("vllm")
-    vllm = ("--engine", "vllm", "--engine-python", PYTHON, "--dtype", "fp32")
+    dtype = "bf16" if request.param == "bf16" else "fp32"
+    vllm = ("--engine", "vllm", "--engine-python", PYTHON, "--dtype", dtype)
     if request.param == "a server":
         with Server(directory) as server:
             server.wait_ready()
@@ -146,12 +156,12 @@ def running(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(running: tuple[Stack, Server | None]) -> list[tuple[str, str]]:
+def undisturbed(running: tuple[Stack, Server | None]) -> list[Answer]:
     return asyncio.run(answers(running[0]))
 
 
-async def answers(stack: Stack, disturb: Sequence[int] | Server = (), number: int = 0) -> list[tuple[str, str]]:
-    """(text, finish reason) of `STREAMS` answers at once. `disturb`: processes that get the signal `number` once all
+async def answers(stack: Stack, disturb: Sequence[int] | Server = (), number: int = 0) -> list[Answer]:
+    """Of `STREAMS` requests at once. `disturb`: processes that get the signal `number` once all
     have begun, or a server that is killed then, and started again."""
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
         begun = [asyncio.Event() for _ in range(STREAMS)]
@@ -168,26 +178,29 @@ async def answers(stack: Stack, disturb: Sequence[int] | Server = (), number: in
         return await asyncio.gather(*streams)
 
 
-async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Event) -> tuple[str, str]:
+async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Event) -> Answer:
     text = finish = ""
+    tokens: list[int] = []
     try:
         stream = await client.chat.completions.create(
             model=NAME,
             messages=[{"role": "user", "content": f"Write about the number {number} and its friends."}],
-            max_tokens=96,
+            max_tokens=TOKENS,
             seed=number,
             stream=True,
+            extra_body={"return_token_ids": True},
             **KINDS[number % len(KINDS)],
         )
         async for chunk in stream:
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
+                tokens += (choice.model_extra or {}).get("token_ids") or []
             if len(text) >= LONG_ENOUGH:
                 begun.set()
     finally:
         begun.set()
-    return text, finish
+    return Answer(text, finish, tuple(tokens))
 
 
 def processes(stack: Stack, name: str) -> list[int]:
@@ -201,10 +214,8 @@ def processes(stack: Stack, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("running", PARTS, indirect=True)
-def test_the_same_seed_has_the_same_text_twice(
-    running: tuple[Stack, Server | None], undisturbed: list[tuple[str, str]]
-) -> None:
-    assert len({text for text, _ in undisturbed}) == STREAMS
+def test_the_same_seed_has_the_same_text_twice(running: tuple[Stack, Server | None], undisturbed: list[Answer]) -> None:
+    assert len({one.text for one in undisturbed}) == STREAMS
     assert asyncio.run(answers(running[0])) == undisturbed
 
 
@@ -213,7 +224,7 @@ def test_the_same_seed_has_the_same_text_twice(
     ("running", "name"), [(way, name) for way, names in PARTS.items() for name in names], indirect=["running"]
 )
 def test_texts_are_the_undisturbed_ones(
-    running: tuple[Stack, Server | None], undisturbed: list[tuple[str, str]], name: str, number: signal.Signals
+    running: tuple[Stack, Server | None], undisturbed: list[Answer], name: str, number: signal.Signals
 ) -> None:
     stack = running[0]
     found = asyncio.run(answers(stack, processes(stack, name), number))
@@ -221,9 +232,16 @@ def test_texts_are_the_undisturbed_ones(
 
 
 @pytest.mark.parametrize("running", ["a server"], indirect=True)
-def test_a_server_is_killed_and_comes_back(
-    running: tuple[Stack, Server | None], undisturbed: list[tuple[str, str]]
-) -> None:
+def test_a_server_is_killed_and_comes_back(running: tuple[Stack, Server | None], undisturbed: list[Answer]) -> None:
     stack, server = running
     assert server is not None
     assert asyncio.run(answers(stack, server)) == undisturbed, stack.logs("executor-*.log")[-4000:]
+
+
+@pytest.mark.parametrize("running", ["bf16"], indirect=True)
+@pytest.mark.parametrize("name", ["VLLM::EngineCore", "services.executor.rank"])
+def test_nothing_is_lost_or_doubled_where_texts_may_change(running: tuple[Stack, Server | None], name: str) -> None:
+    stack, tokenizer = running[0], Tokenizer.from_file(f"{MODEL}/tokenizer.json")
+    for one in asyncio.run(answers(stack, processes(stack, name), signal.SIGKILL)):
+        assert tokenizer.decode(one.tokens) == one.text
+        assert one.finish == "stop" or (one.finish, len(one.tokens)) == ("length", TOKENS)
