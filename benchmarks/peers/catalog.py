@@ -199,8 +199,10 @@ _ryzanstein_plain = _also(_ryzanstein, RYZANSTEIN_SPECULATION="off", RYZANSTEIN_
 def _ryzanstein_vllm(place: Place) -> Launch:
     """Ours around the vLLM of the environment, with the settings of `_vllm`."""
     theirs, made = _vllm(place).variables, _ryzanstein(place)
-    variables = {**made.variables, **theirs, "RYZANSTEIN_CONTEXT_LENGTH": str(_CONTEXT), "RYZANSTEIN_DTYPE": "bf16"}
-    variables |= {"RYZANSTEIN_MAX_SEQUENCES": str(place.slots)}
+    rings = ("RYZANSTEIN_DEVICE", "RYZANSTEIN_THREADS")  # of our own rings alone
+    variables = {name: value for name, value in made.variables.items() if name not in rings} | theirs
+    variables |= {"RYZANSTEIN_CONTEXT_LENGTH": str(_CONTEXT), "RYZANSTEIN_MAX_SEQUENCES": str(place.slots)}
+    variables |= {"RYZANSTEIN_DTYPE": "bf16"}
     engine = ("--engine", "vllm", "--engine-python", place.python)
     return Launch((sys.executable, *made.command[1:], *engine), variables)
 

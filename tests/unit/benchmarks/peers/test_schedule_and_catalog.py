@@ -96,6 +96,7 @@ def test_three_stand_around_one_vllm() -> None:
     assert launch.command[0] == sys.executable
     assert launch.command[launch.command.index("--engine-python") + 1] == PLACE.python
     assert launch.variables["RYZANSTEIN_CONTEXT_LENGTH"] == "2048"
+    assert not {"RYZANSTEIN_DEVICE", "RYZANSTEIN_THREADS"} & launch.variables.keys(), "vLLM has settings of its own"
 
 
 def test_ours_runs_in_this_environment() -> None:
