@@ -185,7 +185,7 @@ class ExecutorSettings(ModelStoreSettings):
     """The Python of the environment that has vLLM, with `--engine vllm`; not set: the one that runs the executor."""
     engine_args: str = ""
     """Arguments of the engine, as `vllm serve` has them, with `--engine vllm`: `--tensor-parallel-size 2
-    --kv-cache-dtype fp8`. `max_sequences`, `context_length` and `dtype` are passed on by themselves."""
+    --kv-cache-dtype fp8`. `max_sequences`, `context_length` and `dtype` are passed on where set."""
     engine_url: str = ""
     """URL of a server that runs already and computes for the group, such as `http://127.0.0.1:8000`; the `model` is the
     same one's directory or name, whose tokenizer the gateways have."""

@@ -32,6 +32,8 @@ REFUSED = {
     "--generation-config": "gateways apply the model's generation_config.json",
     "--override-generation-config": "gateways apply the model's generation_config.json",
 }
+# What is meant for our own rings where nobody has set it: vLLM computes 256 to 1024 sequences at a time by itself.
+_OF_RINGS = ExecutorSettings.model_fields["max_sequences"].default
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -59,6 +61,6 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
         own += ["--max-model-len", str(settings.context_length)]
     if settings.dtype != "auto":
         own += ["--dtype", _DTYPES.get(settings.dtype, settings.dtype)]
-    if "--max-num-seqs" not in names:
+    if settings.max_sequences != _OF_RINGS and "--max-num-seqs" not in names:
         own += ["--max-num-seqs", str(settings.max_sequences)]
     return [*own, *given]

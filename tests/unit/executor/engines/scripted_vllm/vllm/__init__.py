@@ -33,6 +33,10 @@ class RequestOutputKind(Enum):
     DELTA = 1
 
 
+class UsageContext(Enum):
+    OPENAI_API_SERVER = 1
+
+
 class EngineDeadError(Exception):
     pass
 
@@ -46,7 +50,7 @@ class AsyncEngineArgs:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
             parser.add_argument(name, default="")
-        parser.add_argument("--max-num-seqs", type=int)
+        parser.add_argument("--max-num-seqs", type=int, default=256)
         parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "int8"])
         return parser
 
@@ -77,7 +81,10 @@ class AsyncLLM:
         self._running = 0
 
     @classmethod
-    def from_engine_args(cls, parsed: argparse.Namespace, stat_loggers: Iterable[Any]) -> "AsyncLLM":
+    def from_engine_args(
+        cls, parsed: argparse.Namespace, usage_context: UsageContext, stat_loggers: Iterable[Any]
+    ) -> "AsyncLLM":
+        assert usage_context is UsageContext.OPENAI_API_SERVER
         return cls(parsed, stat_loggers)
 
     async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
@@ -141,6 +148,7 @@ def _modules() -> Iterable[types.ModuleType]:
         "sampling_params": {"RequestOutputKind": RequestOutputKind},
         "engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
         "utils.argparse_utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
+        "usage.usage_lib": {"UsageContext": UsageContext},
         "v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
         "v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
         "v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
