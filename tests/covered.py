@@ -29,11 +29,7 @@ PARTS = {
     "executor": Part(
         ("tests/unit/executor/", "tests/integration/executor/"),
         ("services/executor/*",),
-        (
-            "tests/integration/executor/test_debug.py",
-            "tests/integration/executor/test_host_trainings.py",
-            "tests/integration/executor/test_trainings.py",
-        ),
+        ("tests/integration/executor/test_host_trainings.py", "tests/integration/executor/test_trainings.py"),
     ),
     "gateway": Part(("tests/unit/gateway/", "tests/integration/gateway/"), ("services/gateway/*",)),
     "others": Part(

@@ -24,9 +24,10 @@ from services.executor.core.engine import EngineSpec, with_tasks
 from services.executor.core.gpu_errors import CRASHED
 from services.executor.core.settings import ExecutorSettings
 from services.executor.engines import leader
-from services.executor.engines.base import FEATURES, EngineAbort, EngineDelta, EngineFacts, EngineRequest, EngineStep
+from services.executor.engines.base import EngineAbort, EngineDelta, EngineFacts, EngineRequest, EngineStep
 from services.executor.supervisor.failure_detection import cause_of_exit
 from services.executor.worker.stub import STUB_EOS_TOKEN, stub_token
+from shared.engine_features import FEATURES
 from shared.errors import InternalError, ModelLoadError, RingLost
 from shared.messages import ModelCard, TokenLogprobs
 from tests.simulation.core.processes import CURRENT, Process
