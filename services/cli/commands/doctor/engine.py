@@ -48,8 +48,8 @@ def checks(python: Path, model: str, store: Path, memory: int) -> Iterable[Check
         return
     yield _version(found, python)
     if model:
-        directory = Path(here(model))
-        yield from _model(found, directory if directory.is_dir() else store / pulled_name(model), model, memory)
+        path = Path(here(model))
+        yield from _model(found, path if path.exists() else store / pulled_name(model), model, memory)
 
 
 def _look(python: Path) -> tuple[Found | None, str]:
@@ -80,13 +80,13 @@ def _version(found: Found, python: Path) -> Check:
 
 
 def _model(found: Found, directory: Path, name: str, memory: int) -> Iterable[Check]:
+    if directory.suffix == ".gguf" or (directory.is_dir() and linked_gguf(directory)):
+        advice = "`ryzanstein models convert` makes a directory with safetensors of it."
+        yield Check("model for vLLM", "error", f"{name} is a GGUF file, which vLLM does not serve here", advice)
+        return
     if not (directory / "config.json").is_file():
         advice = f"`ryzanstein models pull {name}` fetches it; or name a directory with config.json."
         yield Check("model for vLLM", "error", f"{name} is not here", advice)
-        return
-    if directory.is_dir() and linked_gguf(directory):
-        advice = "`ryzanstein models convert` makes a directory with safetensors of it."
-        yield Check("model for vLLM", "error", f"{name} is a GGUF file, which vLLM does not serve here", advice)
         return
     yield _architecture(found, directory)
     yield _memory(found.free or [memory], directory, "GPU memory" if found.free else "memory")

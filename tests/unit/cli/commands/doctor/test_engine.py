@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from services.cli.commands.doctor import command, engine
 from services.cli.commands.doctor.check import Check
+from services.executor.engines.vllm.plugin.ryzanstein_vllm import worker
 from shared.models import link_gguf
 
 GIGABYTE = 1_000_000_000
@@ -88,7 +89,12 @@ def test_a_gguf_file_is_converted_first(tmp_path: Path) -> None:
     directory = model(tmp_path)
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     link_gguf(directory, tmp_path / "m.gguf")
-    assert "models convert" in checked(tmp_path, found(), str(directory))["model for vLLM"].advice
+    for name in (directory, tmp_path / "m.gguf"):
+        assert "models convert" in checked(tmp_path, found(), str(name))["model for vLLM"].advice
+
+
+def test_the_oldest_version_is_the_workers() -> None:
+    assert engine.OLDEST == worker.OLDEST
 
 
 @pytest.mark.parametrize(
