@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 CEILINGS = {
     ("services", "shared"): 138_940,  # +240: what an engine cannot do is refused early, doctor; to come: 112,000
     ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
-    ("tests",): 147_750,  # +1,250: vLLM scripted, simulated, killed by more ways; to come: 120,000
+    ("tests",): 147_760,  # +1,260: vLLM scripted, simulated, killed by more ways; to come: 120,000
 }
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 STREAMS = 16
-LONG_ENOUGH = 40  # characters of each answer, before its engine is disturbed
+BEGUN = 16  # tokens of half of the answers, before their engine is disturbed
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 40}, "text": {"type": "string", "maxLength": 200}},
@@ -91,7 +91,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         options = f"--model {MODEL} --host 127.0.0.1 --port {self.port} --dtype float32 {ENGINE_ARGS}"
-        options += f" --logits-processors {PROCESSOR} --generation-config vllm"
+        options += f" --logits-processors {PROCESSOR} --generation-config vllm --no-async-scheduling"
         environment = {**os.environ, **VARIABLES, **variables(1), "PYTHONPATH": str(PLUGIN)}
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -160,27 +160,29 @@ def undisturbed(running: tuple[Stack, Server | None]) -> list[Answer]:
     return asyncio.run(answers(running[0]))
 
 
-async def answers(stack: Stack, disturb: Sequence[int] | Server = (), number: int = 0) -> list[Answer]:
-    """Of `STREAMS` requests at once. `disturb`: processes that get the signal `number` once all
-    have begun, or a server that is killed then, and started again."""
+async def answers(stack: Stack, disturb: str | Server = "", number: int = 0) -> list[Answer]:
+    """Of `STREAMS` requests at once. `disturb`: a process that gets the signal `number` once half have begun, or a
+    server that is killed then, and started again."""
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
-        begun = [asyncio.Event() for _ in range(STREAMS)]
-        streams = [asyncio.create_task(answer(client, at, begun[at])) for at in range(STREAMS)]
+        begun = asyncio.Semaphore(0)
+        streams = [asyncio.create_task(answer(client, at, begun)) for at in range(STREAMS)]
         if disturb:
-            await asyncio.gather(*(event.wait() for event in begun))
+            for _ in range(STREAMS // 2):
+                await begun.acquire()
             assert not all(stream.done() for stream in streams), "nothing would be disturbed"
         if isinstance(disturb, Server):
             await asyncio.to_thread(disturb.kill)
             await asyncio.to_thread(disturb.__enter__)
-        else:
-            for pid in disturb:
+        elif disturb:
+            for pid in processes(stack, disturb):
                 os.kill(pid, number)
         return await asyncio.gather(*streams)
 
 
-async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Event) -> Answer:
+async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> Answer:
     text = finish = ""
     tokens: list[int] = []
+    counted = False
     try:
         stream = await client.chat.completions.create(
             model=NAME,
@@ -196,10 +198,12 @@ async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Event) -> Answ
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
                 tokens += (choice.model_extra or {}).get("token_ids") or []
-            if len(text) >= LONG_ENOUGH:
-                begun.set()
+            if len(tokens) >= BEGUN and not counted:
+                counted = True
+                begun.release()
     finally:
-        begun.set()
+        if not counted:
+            begun.release()
     return Answer(text, finish, tuple(tokens))
 
 
@@ -227,7 +231,7 @@ def test_texts_are_the_undisturbed_ones(
     running: tuple[Stack, Server | None], undisturbed: list[Answer], name: str, number: signal.Signals
 ) -> None:
     stack = running[0]
-    found = asyncio.run(answers(stack, processes(stack, name), number))
+    found = asyncio.run(answers(stack, name, number))
     assert found == undisturbed, stack.logs("executor-*.log")[-4000:]
 
 
@@ -242,6 +246,6 @@ def test_a_server_is_killed_and_comes_back(running: tuple[Stack, Server | None],
 @pytest.mark.parametrize("name", ["VLLM::EngineCore", "services.executor.rank"])
 def test_nothing_is_lost_or_doubled_where_texts_may_change(running: tuple[Stack, Server | None], name: str) -> None:
     stack, tokenizer = running[0], Tokenizer.from_file(f"{MODEL}/tokenizer.json")
-    for one in asyncio.run(answers(stack, processes(stack, name), signal.SIGKILL)):
+    for one in asyncio.run(answers(stack, name, signal.SIGKILL)):
         assert tokenizer.decode(one.tokens) == one.text
         assert one.finish == "stop" or (one.finish, len(one.tokens)) == ("length", TOKENS)
