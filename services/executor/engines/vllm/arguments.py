@@ -25,6 +25,7 @@ REFUSED = {
     "--speculative-config": "vLLM takes no logits processors beside speculative decoding",
     "-sc": "vLLM takes no logits processors beside speculative decoding",
     "--speculative-model": "vLLM takes no logits processors beside speculative decoding",
+    "--async-scheduling": "a continued answer changed its text in a trial with it",
     "--disable-log-stats": "the steps that it counts are the sign that the engine is alive",
     "--runner": "the group generates",
     "--task": "the group generates",
@@ -56,7 +57,8 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
     names = {one.partition("=")[0].replace("_", "-") for one in given if one.startswith("-")}
     for name in sorted(names & REFUSED.keys()):
         raise ConfigurationError(f"--engine-args has {name}, which cannot be set, since {REFUSED[name]}; leave it out.")
-    own = ["--model", str(directory), "--logits-processors", PROCESSOR, "--generation-config", "vllm"]
+    own = ["--model", str(directory), "--logits-processors", PROCESSOR, "--no-async-scheduling"]
+    own += ["--generation-config", "vllm"]
     if settings.context_length:
         own += ["--max-model-len", str(settings.context_length)]
     if settings.dtype != "auto":

@@ -43,6 +43,7 @@ def test_vllm_is_told_of_the_model_and_of_our_processor(tmp_path: Path) -> None:
     found = arguments(tmp_path)
     assert value(found, "--model") == str(tmp_path)
     assert value(found, "--logits-processors") == PROCESSOR
+    assert "--no-async-scheduling" in found
     assert not {"--max-model-len", "--dtype", "--max-num-seqs"} & {*found}, "vLLM's own defaults"
 
 

@@ -51,6 +51,7 @@ class AsyncEngineArgs:
         for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
             parser.add_argument(name, default="")
         parser.add_argument("--max-num-seqs", type=int, default=256)
+        parser.add_argument("--no-async-scheduling", action="store_true")
         parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "int8"])
         return parser
 
