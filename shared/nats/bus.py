@@ -47,11 +47,37 @@ from shared.tasks import Watchdog
 from shared.tls import PlainServer, TlsClient, client_context
 
 
+TURNS = 5  # of the event loop, in which an answer is read: socket, parser, queue, callback; and one more
+
+
 class _Ack(msgspec.Struct, frozen=True):
     """What the server answers."""
 
     seq: int = 0
     error: dict[str, str | int] | None = None
+
+
+class AnswerTimeout:
+    """Gives an answer up that does not come, in parts: each of them takes a turn of the event loop or more. Where the
+    loop itself is late, as with a thousand requests at once, the answer lies in the socket unread, and a time-out in
+    one piece would give it up before it is looked at."""
+
+    def __init__(self, answer: "asyncio.Future[Msg]", timeout: float) -> None:
+        self._answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._part = timeout / TURNS
+        self._left = TURNS
+        self._timer = self._loop.call_later(self._part, self._count)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left:
+            self._timer = self._loop.call_later(self._part, self._count)
+        elif not self._answer.done():
+            self._answer.set_exception(nats.errors.TimeoutError())
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 class Requester:
@@ -74,12 +100,11 @@ class Requester:
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> Msg:
         """Returns the answer, or the server's status that there is nobody to give one (`no_responders`). Raises
         `nats.errors.Error`, `TimeoutError` among them."""
-        loop = asyncio.get_running_loop()
         self._number += 1
         reply = f"{self._inbox}.{self._number}"
-        answer: asyncio.Future[Msg] = loop.create_future()
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[reply] = answer
-        give_up = loop.call_later(timeout, _give_up, answer)
+        give_up = AnswerTimeout(answer, timeout)
         try:
             await self._client.publish(subject, payload, reply=reply)
             return await answer
@@ -132,11 +157,6 @@ def _api_error(error: dict[str, str | int]) -> Exception:
     except APIError as raised:
         return raised
     return nats.errors.Error(f"the broker refused the message: {error}")
-
-
-def _give_up(answer: asyncio.Future[Msg]) -> None:
-    if not answer.done():
-        answer.set_exception(nats.errors.TimeoutError())
 
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 138_940,  # +240: what an engine cannot do is refused early, doctor; to come: 112,000
+    ("services", "shared"): 138_960,  # +20: a late event loop reads an answer before it gives it up; to come: 112,000
     ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
-    ("tests",): 147_760,  # +1,260: vLLM scripted, simulated, killed by more ways; to come: 120,000
+    ("tests",): 147_790,  # +30: tests of that; to come: 120,000
 }
 
 

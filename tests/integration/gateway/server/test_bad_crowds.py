@@ -38,6 +38,7 @@ async def test_crowds_that_do_nothing(bus: Bus, nats_settings: CommonSettings, r
                 await asyncio.gather(*(shake(client) for client in crowd[:CROWD]))
                 while streams and await waiting(gateway.http) < streams:
                     await served(gateway.http)
+                    assert "generation_failed" not in gateway.process.log.read_text()
                 await served(gateway.http)
                 grown.append(process.memory_info().rss - before)
         assert grown[0] < 3 * CROWD * PER_ONE, grown

@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
 
-from shared.nats.bus import Requester, StoredPublisher
+from shared.nats.bus import TURNS, Requester, StoredPublisher
 
 
 class Client:
@@ -55,3 +55,35 @@ async def test_a_message_gets_its_number() -> None:
 async def test_what_the_broker_refuses_is_raised(answer: bytes, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         await stored(answer)
+
+
+class LateLoop(Client):
+    """Its answer has come in time, and takes `turns` of the event loop to be read."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__(b'{"stream": "S", "seq": 7}')
+        self._turns = turns
+        self.reading: asyncio.Task[None]
+
+    async def publish(self, subject: str, payload: bytes, reply: str) -> None:
+        self.reading = asyncio.create_task(self._read(subject, payload, reply))
+
+    async def _read(self, subject: str, payload: bytes, reply: str) -> None:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        await super().publish(subject, payload, reply)
+
+
+async def test_what_has_come_is_read_before_it_is_given_up() -> None:
+    """However late the loop is: with no time at all there are still the turns that reading takes."""
+    requester = await Requester.open(LateLoop(TURNS - 2))  # type: ignore[arg-type]
+    assert await StoredPublisher(requester).publish("subject", b"", timeout=0) == 7
+
+
+async def test_what_does_not_come_is_given_up() -> None:
+    client = LateLoop(2 * TURNS)
+    requester = await Requester.open(client)  # type: ignore[arg-type]
+    with pytest.raises(nats.errors.TimeoutError):
+        await StoredPublisher(requester).publish("subject", b"", timeout=0)
+    assert requester.waiting() == []
+    await client.reading  # too late, and nobody's any more
