@@ -46,7 +46,6 @@ from shared.nats.permissions import inbox_of
 from shared.tasks import Watchdog
 from shared.tls import PlainServer, TlsClient, client_context
 
-
 TURNS = 5  # of the event loop, in which an answer is read: socket, parser, queue, callback; and one more
 
 

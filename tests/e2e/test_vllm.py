@@ -129,35 +129,60 @@ def stack_of(directory: Path, *options: str, **environment: str) -> Stack:
     return Stack(directory, *options, "--served-model-name", NAME, "--no-smoke-test", **environment)
 
 
-@pytest.fixture(scope="module")
-def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stack, Server | None]]:
-    """A stack around vLLM as one of `PARTS`."""
-    directory = tmp_path_factory.mktemp("vllm")
-    dtype = "bf16" if request.param == "bf16" else "fp32"
-    vllm = ("--engine", "vllm", "--engine-python", PYTHON, "--dtype", dtype)
-    if request.param == "a server":
-        with Server(directory) as server:
+class Running(NamedTuple):
+    stack: Stack
+    server: Server | None
+    undisturbed: list[Answer]
+
+
+class Ways:
+    """A stack around vLLM in one of the ways of `PARTS`, until another is wanted: each takes a minute to begin."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._way = ""
+        self._running: Running
+        self._open = contextlib.ExitStack()
+
+    def run(self, way: str) -> Running:
+        if way != self._way:
+            self.close()
+            self._way = way
+            self._running = self._begin(way, self._directory / f"{time.time_ns()}")
+        return self._running
+
+    def close(self) -> None:
+        self._way = ""
+        self._open.close()
+
+    def _begin(self, way: str, directory: Path) -> Running:
+        directory.mkdir()
+        options = ["--engine", "vllm", "--engine-python", PYTHON, "--dtype", "bf16" if way == "bf16" else "fp32"]
+        arguments, model, server = ENGINE_ARGS, Path(MODEL), None
+        if way == "a server":
+            server = self._open.enter_context(Server(directory))
             server.wait_ready()
-            options = ("--engine-url", server.url, "--engine-kind", "vllm", "--model", MODEL)
-            with stack_of(directory / "stack", *options) as stack:
-                yield stack, server
-    elif request.param == "two workers":
-        model = directory / "two"  # with heads for two
-        write_servable(model, LlamaShape(512, 8, 4, 1536, 8, 49152), Path(MODEL))
-        options = (*vllm, "--model", str(model), "--engine-args", f"{ENGINE_ARGS} --tensor-parallel-size 2")
-        with stack_of(directory / "stack", *options, **variables(2)) as stack:
-            yield stack, None
-    else:
-        options = (*vllm, "--model", MODEL, "--engine-args", ENGINE_ARGS)
-        with stack_of(directory / "stack", *options, **variables(1)) as stack:
-            yield stack, None
+            options = ["--engine-url", server.url, "--engine-kind", "vllm"]
+        else:
+            if way == "two workers":
+                model = directory / "two"  # with heads for two
+                write_servable(model, LlamaShape(512, 8, 4, 1536, 8, 49152), Path(MODEL))
+                arguments += " --tensor-parallel-size 2"
+            options += ["--engine-args", arguments]
+        environment = variables(2 if way == "two workers" else 1)
+        stack = self._open.enter_context(stack_of(directory / "stack", *options, "--model", str(model), **environment))
+        return Running(stack, server, asyncio.run(answers(stack)))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(running: tuple[Stack, Server | None]) -> list[Answer]:
-    return asyncio.run(answers(running[0]))
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
+    with contextlib.closing(Ways(tmp_path_factory.mktemp("vllm"))) as ways:
+        yield ways
+
+
+@pytest.fixture
+def running(ways: Ways, way: str) -> Running:
+    return ways.run(way)
 
 
 async def answers(stack: Stack, disturb: str | Server = "", number: int = 0) -> list[Answer]:
@@ -217,35 +242,30 @@ def processes(stack: Stack, name: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("running", PARTS, indirect=True)
-def test_the_same_seed_has_the_same_text_twice(running: tuple[Stack, Server | None], undisturbed: list[Answer]) -> None:
-    assert len({one.text for one in undisturbed}) == STREAMS
-    assert asyncio.run(answers(running[0])) == undisturbed
+@pytest.mark.parametrize("way", PARTS)
+def test_the_same_seed_has_the_same_text_twice(running: Running) -> None:
+    assert len({one.text for one in running.undisturbed}) == STREAMS
+    assert asyncio.run(answers(running.stack)) == running.undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-@pytest.mark.parametrize(
-    ("running", "name"), [(way, name) for way, names in PARTS.items() for name in names], indirect=["running"]
-)
-def test_texts_are_the_undisturbed_ones(
-    running: tuple[Stack, Server | None], undisturbed: list[Answer], name: str, number: signal.Signals
-) -> None:
-    stack = running[0]
-    found = asyncio.run(answers(stack, name, number))
-    assert found == undisturbed, stack.logs("executor-*.log")[-4000:]
-
-
-@pytest.mark.parametrize("running", ["a server"], indirect=True)
-def test_a_server_is_killed_and_comes_back(running: tuple[Stack, Server | None], undisturbed: list[Answer]) -> None:
-    stack, server = running
+@pytest.mark.parametrize("way", ["a server"])
+def test_a_server_is_killed_and_comes_back(running: Running) -> None:
+    stack, server, undisturbed = running
     assert server is not None
     assert asyncio.run(answers(stack, server)) == undisturbed, stack.logs("executor-*.log")[-4000:]
 
 
-@pytest.mark.parametrize("running", ["bf16"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in PARTS.items() for name in names])
+def test_texts_are_the_undisturbed_ones(running: Running, name: str, number: signal.Signals) -> None:
+    found = asyncio.run(answers(running.stack, name, number))
+    assert found == running.undisturbed, running.stack.logs("executor-*.log")[-4000:]
+
+
+@pytest.mark.parametrize("way", ["bf16"])
 @pytest.mark.parametrize("name", ["VLLM::EngineCore", "services.executor.rank"])
-def test_nothing_is_lost_or_doubled_where_texts_may_change(running: tuple[Stack, Server | None], name: str) -> None:
-    stack, tokenizer = running[0], Tokenizer.from_file(f"{MODEL}/tokenizer.json")
-    for one in asyncio.run(answers(stack, name, signal.SIGKILL)):
+def test_nothing_is_lost_or_doubled_where_texts_may_change(running: Running, name: str) -> None:
+    tokenizer = Tokenizer.from_file(f"{MODEL}/tokenizer.json")
+    for one in asyncio.run(answers(running.stack, name, signal.SIGKILL)):
         assert tokenizer.decode(one.tokens) == one.text
         assert one.finish == "stop" or (one.finish, len(one.tokens)) == ("length", TOKENS)
