@@ -8,7 +8,7 @@ from shared.errors import InvalidRequest
 from shared.messages import EngineTraits, GenerationRequest
 
 # What no such engine is asked for so far.
-OF_RINGS = ("pooling", "adapter", "sparse")
+OF_RINGS = ("pooling", "sparse")
 # By name, what a client is told that it asked for.
 FEATURES = {
     "pooling": "embeddings, classification and reranking",

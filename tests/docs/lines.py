@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 138_960,  # +20: a late event loop reads an answer before it gives it up; to come: 112,000
+    ("services", "shared"): 139_080,  # +120: LoRA adapters on engines that schedule for themselves; to come: 112,000
     ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
-    ("tests",): 147_790,  # +30: tests of that; to come: 120,000
+    ("tests",): 148_020,  # +230: tests of that, on a real vLLM too; to come: 120,000
 }
 
 

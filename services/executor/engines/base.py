@@ -33,6 +33,8 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="genera
     grammar: Grammar | None = None  # which all of the output matches, also what is in `tokens`
     prompt_logprobs: int = -1  # as `GenerationRequest.prompt_logprobs`
     cache_salt: str = ""  # prefixes are shared between requests of the same salt alone
+    adapter: str = ""  # digest of the LoRA adapter that computes it; empty: the model alone
+    adapter_directory: str = ""  # of its files, as peft writes them, which stay while the request lives
 
 
 class EngineAbort(msgspec.Struct, frozen=True, tag="abort"):
@@ -75,6 +77,7 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     numerics: str = ""  # all that the bits of its results depend on: version, dtype, quantization, device
     # Whether the same request gives the same text in any batch, and continued after any of its tokens.
     exact: bool = False
+    adapters: int = 0  # LoRA adapters that it computes with at a time; 0: it takes none
     unsupported: list[str] = []  # what of a request it cannot do: names of `shared.engine_features.FEATURES`
 
 

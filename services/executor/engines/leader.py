@@ -29,6 +29,7 @@ from services.executor.leader.group_leader import LOAD_INTERVAL, GroupLeader
 from services.executor.leader.step_loop import Throughput
 from services.executor.model.card import read_card
 from services.executor.scheduler.batcher import Entries
+from services.executor.supervisor.host.adapters import inspect_adapter
 from shared.errors import NoGroupAvailable
 from shared.messages import GenerationRequest, Refusal
 
@@ -71,6 +72,8 @@ class EngineLeader(GroupLeader):
             self._batcher = EngineRequests(
                 facts, spec, max_waiting=self._settings.max_waiting, end_tokens=card.eos_token_ids, board=self._board
             )
+            if facts.adapters:
+                self._take_adapters(self._adapter_digest)
             self._report_load()
             await self._connect()
             traits = traits_of(spec, traits_of_engine(facts, self._settings.computes_with))
@@ -80,8 +83,14 @@ class EngineLeader(GroupLeader):
             log.info("leader_ready", group=self._spec.group, model=self._model, kernels=facts.name, places=facts.places)
             await self._serve()
         finally:
+            await self._close_adapters()
             await self._engine.stop()
             self._grammars.close()
+
+    def _adapter_digest(self, directory: Path) -> str:
+        """Checked against the model in a process of its own, as when it was registered: what does not fit may end the
+        engine."""
+        return inspect_adapter(directory, self._directory, self._settings.max_adapter_rank).digest
 
     # --- life ------------------------------------------------------------------------------------
 

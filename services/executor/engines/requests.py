@@ -1,7 +1,7 @@
 """What a group whose engine schedules for itself has taken on: who is handed to the engine next, and what comes back.
 
       add ──▶ held ──▶ waiting ──submit──▶ submitted ──▶ ended        urgency: lane (recovery, interactive, prefill
-            (grammar)     ▲                    │                      ahead, batch), then arrival
+      (grammar, adapter)  ▲                    │                      ahead, batch), then arrival
                           └─────give back──────┘
 
 The engine batches as it likes, but has only as many requests as it computes at a time: what waits, waits here, where a
@@ -42,6 +42,7 @@ def spec_of(facts: EngineFacts, block_size: int) -> EngineSpec:
         numerics=facts.numerics,
         kernels=facts.name,
         exact=facts.exact,
+        max_adapters=facts.adapters,
     )
 
 
@@ -64,7 +65,7 @@ class TrackedRequest:
     submitted_at: float = 0.0
     first_token_at: float = 0.0
     announced: bool = False  # whether its consumer was told what was found in the cache
-    held: bool = False  # its grammar is being compiled
+    awaits: set[str] = field(default_factory=set)  # "grammar" while that is compiled, "adapter" while that is fetched
 
     @property
     def urgency(self) -> Urgency:
@@ -115,6 +116,8 @@ class EngineRequests:
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
         self._aborts: list[str] = []
+        self._directories: dict[str, str] = {}  # where the files of adapters are, by digest
+        self._adapters: dict[str, None] = {}  # digests of those that requests had last, the newest last
         self._arrivals = 0
         self._kv_used = 0.0
         self._now = 0.0
@@ -150,7 +153,10 @@ class EngineRequests:
             return admission.refusal(request, error)
         self._arrivals += 1
         tracked = TrackedRequest(request, self._arrivals, now, request.claim, list(request.generated))
-        tracked.held = request.grammar is not None
+        if request.grammar is not None:
+            tracked.awaits.add("grammar")
+        if request.adapter and request.adapter not in self._directories:
+            tracked.awaits.add("adapter")
         self._live[request.generation_id] = tracked
         self.interactive += not tracked.is_batch
         return None
@@ -158,14 +164,42 @@ class EngineRequests:
     def release(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
         """The grammar of `request`, as it was added, has been compiled, or cannot be."""
         tracked = self._live.get(request.generation_id)
-        if tracked is None or tracked.request is not request or not tracked.held:
+        if tracked is None or tracked.request is not request or "grammar" not in tracked.awaits:
             return
         if isinstance(grammar, RyzansteinError):
             self._end(tracked, tracked.error_entry(grammar))
         elif grammar.complete:  # an earlier attempt was lost before it said so
             self._end(tracked, tracked.entry([], "stop"))
         else:
-            tracked.held = False
+            tracked.awaits.discard("grammar")
+
+    def adapter_ready(self, digest: str, directory: str) -> None:
+        """As `Scheduler.adapter_ready`."""
+        self._directories[digest] = directory
+        for tracked in self._awaiting_adapter(digest):
+            tracked.awaits.discard("adapter")
+
+    def adapter_failed(self, digest: str, error: RyzansteinError) -> None:
+        """As `Scheduler.adapter_failed`."""
+        for tracked in self._awaiting_adapter(digest):
+            self._end(tracked, tracked.error_entry(error))
+
+    def adapter_gone(self, digest: str) -> None:
+        """As `Scheduler.adapter_gone`."""
+        self._directories.pop(digest, None)
+
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """Digests of adapters whose files some request needs."""
+        return {one.request.adapter for one in self._live.values()}
+
+    @property
+    def adapters(self) -> list[str]:
+        """Digests of the adapters that the engine has in memory, as far as requests show it."""
+        return list(self._adapters)
+
+    def _awaiting_adapter(self, digest: str) -> list[TrackedRequest]:
+        return [one for one in self._live.values() if "adapter" in one.awaits and one.request.adapter == digest]
 
     def claim(self, generation_ids: Iterable[str], claim: int) -> None:
         """As `Scheduler.claim`."""
@@ -209,7 +243,7 @@ class EngineRequests:
         """What the engine is to compute from now on; each is given out once."""
         self._now = now
         waiting = sorted(
-            (one for one in self._live.values() if not one.submission and not one.held), key=lambda one: one.urgency
+            (one for one in self._live.values() if not one.submission and not one.awaits), key=lambda one: one.urgency
         )
         taken = []
         for tracked in waiting:
@@ -263,7 +297,18 @@ class EngineRequests:
             grammar=request.grammar,
             prompt_logprobs=-1 if tracked.output else request.prompt_logprobs,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            adapter_directory=self._directory_of(request.adapter),
         )
+
+    def _directory_of(self, adapter: str) -> str:
+        if not adapter:
+            return ""
+        self._adapters.pop(adapter, None)
+        self._adapters[adapter] = None
+        if len(self._adapters) > self._facts.adapters:
+            del self._adapters[next(iter(self._adapters))]
+        return self._directories[adapter]
 
     def _withdraw(self, tracked: TrackedRequest) -> None:
         """The engine has it no more."""

@@ -12,12 +12,11 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from services.executor.leader.adapter_cache import AdapterCache
-from services.executor.scheduler.batcher import Scheduler
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError, StorageFull, reason_of
 from shared.messages.registry import AdapterRecord, is_digest
 from shared.nats import subjects
@@ -32,14 +31,30 @@ log = structlog.get_logger(__name__)
 AT_ONCE = 4  # adapters that are fetched at a time for requests; one more in the background
 
 
+class AdapterBatcher(Protocol):
+    """What decides about requests that have adapters; of each method `Scheduler` says more."""
+
+    def adapter_ready(self, digest: str, directory: str) -> None: ...
+
+    def adapter_failed(self, digest: str, error: RyzansteinError) -> None: ...
+
+    def adapter_gone(self, digest: str) -> None: ...
+
+    @property
+    def adapters_in_use(self) -> set[str]: ...
+
+    @property
+    def adapters(self) -> list[str]: ...
+
+
 class Adapters:
-    """Of one ring. Called from the leader's event loop."""
+    """Of one group. Called from the leader's event loop."""
 
     def __init__(
         self,
         model: str,
         cache: AdapterCache,
-        batcher: Scheduler,
+        batcher: AdapterBatcher,
         digest_of: Callable[[Path], str],
         wake: Callable[[], None],
     ) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,9 @@ import structlog
 from services.executor.core.settings import ExecutorSettings, numeric_settings, served_name
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.board import RingBoard, RingState
-from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready, Requested, SupervisorPipe
+from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Ready, Requested, SupervisorPipe
+from services.executor.leader.adapter_cache import AdapterCache
+from services.executor.leader.adapters import AdapterBatcher, Adapters
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.batcher import Entries
@@ -128,7 +130,7 @@ LOOP_BEAT = 0.5
 LOAD_INTERVAL = 0.05
 
 
-class RequestBatcher(Protocol):
+class RequestBatcher(AdapterBatcher, Protocol):
     """What a leader asks of whoever decides about its requests. No clock, no I/O."""
 
     interactive: int  # live requests that somebody waits for
@@ -186,6 +188,8 @@ class GroupLeader:
         self._fingerprint = ""
         self._attempts = Attempts(spec.group, spec.epoch, board.times)
         self._grammars = GrammarWork()
+        self._adapters: Adapters | None = None
+        self._told_adapters: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
@@ -200,9 +204,6 @@ class GroupLeader:
 
     def _count(self) -> None:
         """Puts what it has counted on the board."""
-
-    def _before_add(self, request: GenerationRequest) -> None:
-        """The request is about to be added."""
 
     def _on_drain(self) -> None:
         """Nothing more is accepted."""
@@ -229,6 +230,16 @@ class GroupLeader:
         self._bus = await Bus.connect(self._settings, subjects.leader_connection(self._spec.instance, self._spec.group))
         self._bus.on_reconnect(self._on_reconnect)
         self._bus.on_election(self._on_election)
+
+    def _take_adapters(self, digest_of: Callable[[Path], str]) -> None:
+        """Requests may have LoRA adapters. `digest_of`: as `Adapters` has it."""
+        root = self._settings.model_cache.expanduser() / ".adapters"
+        cache = AdapterCache(root, self._settings.adapter_cache_bytes)
+        self._adapters = Adapters(self._model, cache, self._batcher, digest_of, self._wake.set)
+
+    async def _close_adapters(self) -> None:
+        if self._adapters is not None:
+            await self._adapters.close()
 
     async def _drained(self) -> None:
         """All that was published is on its way."""
@@ -258,6 +269,8 @@ class GroupLeader:
         await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
         # Gateways take the tokenizer in meanwhile.
         await asyncio.to_thread(self._grammars.load, card, bundle)
+        if self._adapters is not None:
+            self._adapters.open(self._bus)
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
         return card
@@ -340,7 +353,8 @@ class GroupLeader:
 
     def _add(self, request: GenerationRequest) -> Refusal | None:
         if not self._draining:
-            self._before_add(request)
+            if request.adapter and self._adapters is not None:
+                self._adapters.want(request.adapter)
             return self._batcher.add(request, time.monotonic())
         reason = f"The group {self._spec.group} is draining; another takes the request."
         return Refusal(request.generation_id, NoGroupAvailable.code, reason)
@@ -454,4 +468,14 @@ class GroupLeader:
                 if self._batcher.expire(time.time()):
                     self._wake.set()
                 self._look()
+                self._tell_adapters()
                 await asyncio.sleep(interval)
+
+    def _tell_adapters(self) -> None:
+        """Tells the supervisor which adapters are in memory; lets go of files that nobody needs."""
+        if self._adapters is None:
+            return
+        self._adapters.release_unused()
+        if (held := self._batcher.adapters) != self._told_adapters:
+            self._told_adapters = held
+            self._supervisor.send(AdaptersHeld(held))

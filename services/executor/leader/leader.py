@@ -17,10 +17,8 @@ import structlog
 from services.executor.core.engine import RING, Engine, EngineSpec, traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
-from services.executor.ipc.rank_pipe import AdaptersHeld, RankSpec, Ready, SupervisorPipe
+from services.executor.ipc.rank_pipe import RankSpec, Ready, SupervisorPipe
 from services.executor.kv_transfer.service import Handover
-from services.executor.leader.adapter_cache import AdapterCache
-from services.executor.leader.adapters import Adapters
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.group_leader import LOAD_INTERVAL, GroupLeader
 from services.executor.leader.step_loop import EngineLoop, looks_ahead
@@ -29,7 +27,6 @@ from services.executor.scheduler.batcher import Scheduler
 from services.executor.scheduler.drafts.drafting import Drafter
 from services.executor.scheduler.drafts.proposers.catalog import PROPOSERS
 from shared.errors import ConfigurationError
-from shared.messages import GenerationRequest
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +60,6 @@ class Leader(GroupLeader):
         super().__init__(settings, spec, board, supervisor)
         self._engine = engine
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._told_adapters: list[str] = []
 
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
@@ -106,7 +102,8 @@ class Leader(GroupLeader):
             self._model,
             self._wake.set,
         )
-        self._adapters = self._adapters_of() if engine_spec.max_adapters else None
+        if engine_spec.max_adapters:
+            self._take_adapters(self._engine.adapter_digest)
         self._report_load()
         await self._connect()
         beating = asyncio.create_task(self._beat())
@@ -116,23 +113,15 @@ class Leader(GroupLeader):
             await self._drained()
         finally:
             beating.cancel()
-            if self._adapters is not None:
-                await self._adapters.close()
+            await self._close_adapters()
             await self._bus.close()
             self._grammars.close()
             self._engine.close()
-
-    def _adapters_of(self) -> Adapters:
-        root = self._settings.model_cache.expanduser() / ".adapters"
-        cache = AdapterCache(root, self._settings.adapter_cache_bytes)
-        return Adapters(self._model, cache, self._batcher, self._engine.adapter_digest, self._wake.set)
 
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
         card, bundle = await asyncio.to_thread(self._engine.card, self._model)
         card = await self._register(card, bundle, engine_spec.numerics, RING, exact=engine_spec.exact)
-        if self._adapters is not None:
-            self._adapters.open(self._bus)
         await self._handover.open(self._bus, card.fingerprint)
         told = (engine_spec.kv_bytes, engine_spec.imports, engine_spec.kernels, engine_spec.streamed)
         await self._is_ready(Ready(self._model, *told, traits_of(engine_spec)))
@@ -161,10 +150,6 @@ class Leader(GroupLeader):
         totals.draft_model_passes, totals.draft_model_seconds = of_engine.passes, of_engine.seconds
         totals.adapter_loads, totals.adapter_evictions = batcher.adapter_reads
 
-    def _before_add(self, request: GenerationRequest) -> None:
-        if request.adapter and self._adapters is not None:
-            self._adapters.want(request.adapter)
-
     def _on_drain(self) -> None:
         self._handover.begin(lambda: self._handed_back)
 
@@ -177,7 +162,6 @@ class Leader(GroupLeader):
 
     def _look(self) -> None:
         self._debug.beat(self._thread)
-        self._tell_adapters()
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -208,12 +192,3 @@ class Leader(GroupLeader):
         elif not self._draining or self._handed_back:
             self._wake.clear()
             await self._wake.wait()
-
-    def _tell_adapters(self) -> None:
-        """Tells the supervisor which adapters are in memory; lets go of files that nobody needs."""
-        if self._adapters is None:
-            return
-        self._adapters.release_unused()
-        if (held := self._batcher.adapters) != self._told_adapters:
-            self._told_adapters = held
-            self._supervisor.send(AdaptersHeld(held))

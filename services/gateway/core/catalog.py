@@ -188,6 +188,11 @@ class Catalog:
         ]
         return SparseKinds(some, [kind for kind in some if all(kind in kinds for kinds in at_work)])
 
+    def engine_of(self, model: str) -> EngineTraits:
+        """What computes a model, by its own name, and what all of its groups cannot; as far as is known."""
+        card = self.cards.get(model)
+        return EngineTraits() if card is None else self._common_engine(card)
+
     def _common_engine(self, card: ModelCard) -> EngineTraits:
         """The card's engine, with what none of the model's groups can, as far as they have told. Where they differ it
         is not known here which will take a request: the leader of the one that does may refuse it."""

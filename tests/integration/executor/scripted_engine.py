@@ -8,7 +8,7 @@ the batch and the attempt. SCRIPT is a file of JSON:
     once       what happens to the first engine of a test at its 12th token: `die`, `stop`, `mute`, or `fail`, which is
                told, and does not end by itself
     wide       tokens in a delta
-    places, unsupported    as `EngineFacts`
+    places, unsupported, adapters    as `EngineFacts`
 """
 
 import asyncio
@@ -25,8 +25,8 @@ FATAL_TOKENS = 12
 WRONG = 99  # a prompt that begins with it gets a token that no vocabulary has
 
 
-def token_at(seed: int, position: int) -> int:
-    return (seed * 31 + position * 7) % 200 + 2
+def token_at(seed: int, position: int, adapter: str = "") -> int:
+    return (seed * 31 + position * 7 + int(adapter[:4] or "0", 16)) % 200 + 2
 
 
 class Engine:
@@ -53,7 +53,9 @@ class Engine:
         for request in list(self.live.values()):
             done = len(request.tokens) - request.prompt_tokens
             count = min(self._script.get("wide", 1), request.max_tokens)
-            tokens = [token_at(request.sampling.get("seed", 0), done + at) for at in range(count)]
+            seed, adapter = request.sampling.get("seed", 0), request.adapter
+            assert not adapter or (Path(request.adapter_directory) / "adapter_model.safetensors").exists()
+            tokens = [token_at(seed, done + at, adapter) for at in range(count)]
             request.tokens += tokens
             request.max_tokens -= count
             self._tokens += count
@@ -99,8 +101,8 @@ async def serve(told: dict[str, Any], directory: Path, fd: int) -> None:
         send(writer, Failed(sentence))
         await writer.drain()
         return
-    unsupported = told.get("unsupported", [])
-    send(writer, Ready("Scripted 1.0", 258, 512, told.get("places", 8), 4096, unsupported=unsupported, exact=True))
+    facts = {"adapters": told.get("adapters", 0), "unsupported": told.get("unsupported", [])}
+    send(writer, Ready("Scripted 1.0", 258, 512, told.get("places", 8), 4096, exact=True, **facts))
     engine = Engine(told, directory, writer)
     running = asyncio.create_task(engine.run())
     running.add_done_callback(lambda done: writer.close())  # a fault of the script is the engine's end

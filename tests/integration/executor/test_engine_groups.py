@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from shared.config import CommonSettings
 from shared.messages import (
@@ -27,7 +29,11 @@ from shared.messages import (
     GroupRecord,
     GroupTraits,
     Heartbeat,
+    HostReply,
+    LoadModel,
     ModelCard,
+    ModelSpec,
+    PullAdapter,
     SamplingParams,
     TokenFrame,
 )
@@ -41,6 +47,7 @@ from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 ENGINE = Path(__file__).parent / "scripted_engine.py"
 CONFIG = {"model_type": "llama", "vocab_size": 258, "max_position_embeddings": 512, "eos_token_id": 1}
+CONFIG |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 @pytest.fixture
@@ -216,7 +223,7 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
         beat = await process.wait_ready()
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
         assert card is not None
-        cannot = ["pooling", "adapter", "sparse", "grammar", "penalties"]
+        cannot = ["pooling", "sparse", "grammar", "penalties"]
         assert card.value.engine == EngineTraits("vllm", "Scripted 1.0", cannot), "gateways refuse by it"
         assert beat.group is not None
         assert beat.group.traits == GroupTraits(engine=card.value.engine)
@@ -304,3 +311,38 @@ def is_later(beat: Heartbeat, before: Heartbeat) -> bool:
 def engines_of(process: ServiceProcess) -> list[psutil.Process]:
     children = psutil.Process(process.process.pid).children(recursive=True)
     return [child for child in children if str(ENGINE) in child.cmdline()]
+
+
+def write_adapter(directory: Path) -> None:
+    """As peft saves one of the model's first query projection."""
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"]
+    factors = [np.ones((2, 16), np.float32), np.ones((16, 2), np.float32)]
+    save_file(dict(zip(names, factors, strict=True)), directory / "adapter_model.safetensors")
+
+
+async def test_an_adapter_is_read_fetched_and_told_to_the_engine(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    write_adapter(tmp_path / "adapter")
+    cache = ("--model-cache", str(tmp_path / "cache"))
+    async with executor(bus, nats_settings, tmp_path, *cache, adapters=1) as process:
+        await process.wait_ready()
+        command = PullAdapter("polite", "tiny", str(tmp_path / "adapter"), ModelSpec("tiny", ""))
+        reply = await bus.request(subjects.host_control("executor-test"), command, HostReply, timeout=60)
+        assert reply.adapter is not None, reply.error
+        digest = reply.adapter.digest
+        asked = [msgspec.structs.replace(request("with"), adapter=digest), request("without")]
+        asked.append(msgspec.structs.replace(request("missing"), adapter="f" * 64))
+        assert (await dispatch(bus, *asked)).accepted == ["with", "without", "missing"]
+        assert (await reader.finish("with"))[0] == [token_at(1, position, digest) for position in range(8)]
+        assert (await reader.finish("without"))[0] == expected(1, 0, 8)
+        assert "are not there any more" in (await reader.finish("missing"))[1].error
+        command = PullAdapter("polite", "tiny", str(tmp_path / "tiny"), ModelSpec("tiny", ""))
+        refused = await bus.request(subjects.host_control("executor-test"), command, HostReply, timeout=60)
+        assert "adapter_config.json" in refused.error
+        other = await bus.request(
+            subjects.host_control("executor-test"), LoadModel("x", ModelSpec("x", "hub:x/y")), HostReply, timeout=60
+        )
+        assert "takes no models" in other.error

@@ -35,6 +35,7 @@ REFUSED = {
 }
 # What is meant for our own rings where nobody has set it: vLLM computes 256 to 1024 sequences at a time by itself.
 _OF_RINGS = ExecutorSettings.model_fields["max_sequences"].default
+_LORA_RANKS = (8, 16, 32, 64, 128, 256)
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -65,4 +66,11 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
         own += ["--dtype", _DTYPES.get(settings.dtype, settings.dtype)]
     if settings.max_sequences != _OF_RINGS and "--max-num-seqs" not in names:
         own += ["--max-num-seqs", str(settings.max_sequences)]
+    if "--enable-lora" in names and "--max-lora-rank" not in names:
+        own += ["--max-lora-rank", str(_lora_rank(settings.max_adapter_rank))]
     return [*own, *given]
+
+
+def _lora_rank(most: int) -> int:
+    """The smallest that vLLM knows and `most` fits."""
+    return next(rank for rank in _LORA_RANKS if rank >= most)

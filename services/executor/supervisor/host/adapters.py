@@ -11,6 +11,7 @@ import hashlib
 import shutil
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class HostAdapters:
                     found = await asyncio.to_thread(_as_told, copy, settings.max_adapter_rank)
                 else:
                     model = await asyncio.to_thread(base.directory)
-                    found = await asyncio.to_thread(_inspect, source, copy, model, settings.max_adapter_rank)
+                    found = await asyncio.to_thread(inspect_adapter, copy, model, settings.max_adapter_rank, source)
                 base_named = await asyncio.to_thread(_base_of, copy)
                 files = AdapterFiles(bus)
                 await files.open()
@@ -122,13 +123,18 @@ def _copy(source: Path, target: Path) -> None:
             ) from None
 
 
-def _inspect(source: Path, copy: Path, model: Path, max_rank: int) -> AdapterInspection:
-    """Of the copy. Raises `ModelLoadError`, which names the source."""
-    module = ["services.executor.model.conversion", "adapter", str(copy), str(model), str(max_rank)]
+def inspect_adapter(directory: Path, model: Path, max_rank: int, source: Path | None = None) -> AdapterInspection:
+    """In a process of its own. `source`: what `directory` was copied from. Raises `ModelLoadError`, which names it."""
+    if find_spec("torch") is None:  # as beside an engine that has a Python of its own
+        raise ModelLoadError(
+            "An adapter is checked against its base with PyTorch, which this executor's environment does not have; "
+            "install it there (`pip install 'torch>=2.11'`)."
+        )
+    module = ["services.executor.model.conversion", "adapter", str(directory), str(model), str(max_rank)]
     try:
         result: dict[str, Any] = run_module(module, lambda *step: None, "The adapter could not be read")
     except ModelLoadError as error:
-        raise ModelLoadError(error.message.replace(str(copy), str(source))) from None
+        raise ModelLoadError(error.message.replace(str(directory), str(source or directory))) from None
     return msgspec.convert(result, AdapterInspection)
 
 

@@ -206,7 +206,8 @@ class ModelHost:
             for jobs in self.jobs:
                 if (reply := await jobs.on_command(command)) is not None:
                     return reply
-            if not self._settings.is_host or self._stopping:
+            own = isinstance(command, PullAdapter) and self._is_own(command)
+            if self._stopping or not (self._settings.is_host or (own and self._settings.serving_engine)):
                 raise InvalidRequest(
                     f"The executor {self._service.instance} takes no models; start it with --takes-models."
                 )
@@ -220,13 +221,16 @@ class ModelHost:
                 case RemoveModel(spec):
                     return await self._remove(spec)
                 case PullAdapter():
-                    own = not command.spec.source and served_name(self._settings) == command.model
                     settings = self._settings if own else self.settings_of(command.spec)
                     record = await self._adapters.pull(command, settings, self._service.bus)
                     return HostReply(ok=True, adapter=record)
             raise InvalidRequest(f"The executor {self._service.instance} does not support this command.")
         except RyzansteinError as error:
             return HostReply(ok=False, code=error.code, error=error.message)
+
+    def _is_own(self, command: PullAdapter) -> bool:
+        """Whether its base is the model that the executor was started with."""
+        return not command.spec.source and served_name(self._settings) == command.model
 
     async def _load(self, group: str, spec: ModelSpec) -> HostReply:
         known = self._loads.get(group)

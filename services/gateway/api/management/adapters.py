@@ -9,6 +9,7 @@ from services.gateway.api.management.models import Management
 from services.gateway.core.adapters import AdapterRegistry, already_loaded
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
+from shared.engine_features import refusal
 from shared.errors import BrokerUnavailable, InternalError, Unavailable, UnknownModel, error_from_code
 from shared.messages import HostReply, ModelSpec
 from shared.messages.registry import AdapterRecord, PullAdapter
@@ -43,6 +44,8 @@ class AdapterManagement:
         if name in self.registry.records and not replace:
             raise already_loaded(name)
         model = self._base(base)
+        if (refused := refusal(["adapter"], self._catalog.engine_of(model))) is not None:
+            raise InvalidParameter(refused.message, param="model")
         self.registry.check_room(name, model)
         if name in self._loading:
             raise RouteError(

@@ -15,7 +15,7 @@ from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, say, stub_card, until
 
 MODEL = "org/behind-sglang"
-ENGINE = EngineTraits("sglang", "SGLang 1.0", ["sparse", "grammar", "penalties", "cache_salt"])
+ENGINE = EngineTraits("sglang", "SGLang 1.0", ["adapter", "sparse", "grammar", "penalties", "cache_salt"])
 SENTENCE = "SGLang 1.0, which computes this model, does not support"
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 4}
 
@@ -46,6 +46,15 @@ async def test_it_is_refused_at_once_with_the_engines_name(
         assert (answer.status_code, error["code"], error["message"]) == (400, "invalid_request", f"{SENTENCE} {what}.")
     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
     assert len(ring.requests) == 1
+
+
+async def test_no_adapter_is_loaded_for_it(nats_settings: CommonSettings, ring: FakeRing) -> None:
+    await ring.add_model(stub_card(MODEL, engine=ENGINE))
+    async with run_gateway(nats_settings, model_directories="/adapters") as running, running.http() as http:
+        await until_listed(http, MODEL)
+        body = {"lora_name": "a", "lora_path": "/adapters/a", "model": MODEL}
+        answer = await http.post("/v1/load_lora_adapter", json=body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, f"{SENTENCE} LoRA adapters.")
 
 
 async def test_where_a_group_can_the_leaders_refuse(http: httpx.AsyncClient, ring: FakeRing) -> None:

@@ -52,6 +52,16 @@ def test_settings_that_vllm_has_too_are_passed_on(tmp_path: Path) -> None:
     assert [value(found, name) for name in ("--dtype", "--max-model-len", "--max-num-seqs")] == ["bfloat16", "100", "7"]
 
 
+@pytest.mark.parametrize(
+    ("given", "most", "rank"), [("", 64, "64"), ("", 100, "128"), ("", 1, "8"), ("--max-lora-rank=16", 64, "")]
+)
+def test_adapters_have_the_rank_that_hosts_take(tmp_path: Path, given: str, most: int, rank: str) -> None:
+    found = arguments(tmp_path, f"--enable-lora {given}", max_adapter_rank=most)
+    assert found[-1 - bool(given)] == "--enable-lora"
+    assert found.count("--max-lora-rank") == bool(rank)
+    assert not rank or value(found, "--max-lora-rank") == rank
+
+
 @pytest.mark.parametrize("given", ["--max-num-seqs 9", "--max-num-seqs=9", "--max_num_seqs 9"])
 def test_the_operators_arguments_come_last_as_they_stand(tmp_path: Path, given: str) -> None:
     found = arguments(tmp_path, f"{given} --hf-overrides '{{\"a b\": 1}}'", max_sequences=7)

@@ -9,7 +9,7 @@ import pytest
 from services.executor.engines.base import EngineDelta, EngineFacts, EngineRequest, EngineStep
 from services.executor.engines.requests import EngineRequests, spec_of
 from shared.engine_features import FEATURES, OF_RINGS, asks_for
-from shared.errors import RingLost
+from shared.errors import RingLost, StorageFull
 from shared.messages import (
     GenerationRequest,
     Grammar,
@@ -223,7 +223,7 @@ def test_what_an_engine_cannot_do_is_refused_by_name(name: str) -> None:
     assert (refusal.code, refusal.retryable) == ("invalid_request", False)
     assert refusal.message.startswith("an engine 1, which computes this model, does not support ")
     if name not in OF_RINGS:
-        assert made(unsupported=[one for one in FEATURES if one != name]).add(ASKED[name]) is None
+        assert made(adapters=1, unsupported=[one for one in FEATURES if one != name]).add(ASKED[name]) is None
 
 
 @pytest.mark.parametrize("field", [{"embed": True}, {"logprob_token_ids": [3]}, {"adapter": "0" * 64}])
@@ -243,3 +243,48 @@ def test_a_lost_engines_requests_all_end_so_that_others_go_on() -> None:
         ("c", 0, True),
     ]
     assert not requests.has_work
+
+
+ADAPTER, OTHER, THIRD = ("a" * 64, "b" * 64, "c" * 64)
+
+
+def test_a_request_waits_for_the_files_of_its_adapter() -> None:
+    requests, (b,) = begun(ask("a", adapter=ADAPTER), ask("b"), adapters=1)
+    assert (b.adapter, b.adapter_directory) == ("", "")
+    assert ADAPTER in requests.adapters_in_use
+    requests.adapter_ready(OTHER, "/other")
+    assert requests.take_submissions(2.0) == []
+    requests.adapter_ready(ADAPTER, "/there")
+    (a,) = requests.take_submissions(2.0)
+    assert (a.adapter, a.adapter_directory) == (ADAPTER, "/there")
+    told(requests, EngineDelta(a.id, [5], "length"))
+    assert ADAPTER not in requests.adapters_in_use
+    requests.adapter_gone(ADAPTER)
+    assert requests.add(ask("c", adapter=ADAPTER)) is None
+    assert requests.take_submissions(3.0) == []
+
+
+def test_a_grammar_and_an_adapter_are_both_waited_for() -> None:
+    request = ask("a", adapter=ADAPTER, grammar=REGEX)
+    requests, handed = begun(request, adapters=1)
+    requests.adapter_ready(ADAPTER, "/there")
+    assert handed == requests.take_submissions(2.0) == []
+    requests.release(request, grammar_state(complete=False))
+    assert [one.adapter for one in requests.take_submissions(2.0)] == [ADAPTER]
+
+
+def test_an_adapter_that_cannot_be_had_ends_the_requests_that_need_it() -> None:
+    requests, (b,) = begun(ask("a", adapter=ADAPTER), ask("b"), adapters=1)
+    requests.adapter_failed(ADAPTER, StorageFull("No room."))
+    (entry,) = requests.take_entries()["me"]
+    assert (entry.generation_id, entry.finish, entry.error) == ("a", "error", "No room.")
+    assert told(requests, EngineDelta(b.id, [5]))
+
+
+def test_the_adapters_in_memory_are_those_that_requests_had_last() -> None:
+    requests = made(adapters=2, places=9)
+    for number, digest in enumerate((ADAPTER, OTHER, ADAPTER, THIRD)):
+        requests.adapter_ready(digest, f"/{digest}")
+        assert requests.add(ask(str(number), adapter=digest)) is None
+        assert len(requests.take_submissions(1.0)) == 1
+    assert requests.adapters == [ADAPTER, THIRD]

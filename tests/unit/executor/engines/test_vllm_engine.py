@@ -71,6 +71,7 @@ async def test_what_it_is_and_what_it_gives(tmp_path: Path) -> None:
         facts = await engine.start()
         assert (facts.name, facts.vocab_size, facts.context_length, facts.places) == ("vLLM 0.32.0", 100, 64, 5)
         assert (facts.kv_tokens, facts.exact) == (128, True)
+        assert (facts.adapters, facts.unsupported) == (0, ["adapter"])
         assert facts.numerics == "vllm 0.32.0, float32, quantization None, kv auto, tp 1, pp 1, cpu"
         engine.submit(asked("a", 1, 2, 3))
         scored = SamplingParams(logprobs=1)
@@ -84,6 +85,20 @@ async def test_what_it_is_and_what_it_gives(tmp_path: Path) -> None:
         assert deltas["b"][0].prompt_scores == struct.pack("<fiif", -1.0, 1, 8, -1.0)
         assert step.steps == 3 + 2, "of the warm-up nothing is told"
         assert step.kv_used == 0.5
+    finally:
+        await engine.stop()
+
+
+async def test_adapters_are_told_to_vllm_by_number_and_directory(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "--enable-lora")
+    try:
+        facts = await engine.start()
+        assert (facts.adapters, facts.unsupported) == (1, [])
+        for name, adapter in (("none", ""), ("first", "ab"), ("second", "cd"), ("again", "ab")):
+            engine.submit(asked(name, 1, adapter=adapter, adapter_directory=adapter and f"/adapters/{adapter}"))
+        deltas, _ = await answers(engine, "none", "first", "second", "again")
+        found = {name: tokens_of(each) for name, each in deltas.items()}
+        assert found == {"none": [2, 3, 4], "first": [3, 4, 5], "second": [4, 5, 6], "again": [3, 4, 5]}
     finally:
         await engine.stop()
 

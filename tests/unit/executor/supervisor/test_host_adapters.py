@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.host import adapters
 from services.executor.supervisor.host.adapters import HostAdapters
 from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError
 from shared.messages import PullAdapter
@@ -49,6 +50,12 @@ async def test_a_model_that_takes_none_or_is_not_stored(tmp_path: Path) -> None:
 )
 async def test_a_configuration_that_is_none(tmp_path: Path, config: bytes, told: str) -> None:
     assert told in await refusal(adapter(tmp_path / "adapter", config), ModelLoadError)
+
+
+def test_without_pytorch_it_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="with PyTorch, which this executor's environment does not have; install"):
+        adapters.inspect_adapter(tmp_path, tmp_path, 64)
 
 
 async def test_whoever_asks_again_waits_for_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,16 @@ from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects import base
 from services.executor.engines.server.dialects.base import Identity, Piece, Progress
 
-UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "min_tokens", "prompt_logprobs", "cache_salt"]
+UNSUPPORTED = [
+    "adapter",
+    "grammar",
+    "penalties",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "prompt_logprobs",
+    "cache_salt",
+]
 
 _RANDOM_SEED = 0xFFFFFFFF  # stands for "any" there
 # Its last event has the prompt's text in it, and all settings, unless the fields are named.

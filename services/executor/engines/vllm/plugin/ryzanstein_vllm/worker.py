@@ -30,7 +30,7 @@ LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 << 20  # of one message
 OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
-UNSUPPORTED: list[str] = []  # of what requests may ask for; see `Ready`
+UNSUPPORTED: list[str] = []  # of what requests may ask for, beside adapters without --enable-lora; see `Ready`
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
 _ENDED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that somebody else has ended
@@ -62,6 +62,8 @@ class Generate(msgspec.Struct, tag="generate"):
     grammar: dict[str, str] | None = None
     prompt_logprobs: int = -1
     cache_salt: str = ""
+    adapter: str = ""
+    adapter_directory: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -78,6 +80,7 @@ class Ready(msgspec.Struct, omit_defaults=True, tag="ready"):
     kv_tokens: int = 0
     numerics: str = ""
     exact: bool = False
+    adapters: int = 0
     unsupported: list[str] = []
 
 
@@ -177,6 +180,7 @@ class Engine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._step = Step(0)
         self._due = False
+        self._adapters: dict[str, int] = {}  # vLLM's numbers of them, by digest
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def generate(self, request: Generate) -> None:
@@ -199,7 +203,7 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            async for output in self._llm.generate(*self._asked(request)):
+            async for output in self._llm.generate(*self._asked(request), lora_request=self._adapter_of(request)):
                 self._add(request, output)
         except EngineDeadError:
             if not self.dead.done():
@@ -230,6 +234,15 @@ class Engine:
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
         return prompt, params, request.id
+
+    def _adapter_of(self, request: Generate) -> Any:
+        """As vLLM knows it: by a number from 1 on, of which there are as many as adapters were ever asked for."""
+        if not request.adapter:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        number = self._adapters.setdefault(request.adapter, len(self._adapters) + 1)
+        return LoRARequest(request.adapter, number, request.adapter_directory)
 
     def _add(self, request: Generate, output: Any) -> None:
         new = output.outputs[0]
@@ -340,6 +353,7 @@ def facts_of(llm: Any) -> Ready:
         "batch invariant" if invariant else "",
     )
     blocks = cache.num_gpu_blocks or 0
+    adapters = config.lora_config.max_loras if config.lora_config else 0
     return Ready(
         name=f"vLLM {vllm.__version__}",
         vocab_size=model.get_vocab_size(),
@@ -348,7 +362,8 @@ def facts_of(llm: Any) -> Ready:
         kv_tokens=blocks * cache.block_size * parallel.data_parallel_size,
         numerics=", ".join(filter(None, parts)),
         exact=dtype == "float32" or invariant,
-        unsupported=UNSUPPORTED,
+        adapters=adapters,
+        unsupported=UNSUPPORTED if adapters else [*UNSUPPORTED, "adapter"],
     )
 
 

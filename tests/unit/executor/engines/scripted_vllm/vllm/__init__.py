@@ -1,6 +1,7 @@
 """A package of vLLM's name with as much of its interface as our worker uses; its tokens follow a script.
 
-Each token is the one before plus 1. What a request's first token makes it do stands in `SCRIPT`.
+Each token is the one before plus 1, and with a LoRA adapter its number more. What a request's first token makes it do
+stands in `SCRIPT`.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import types
 from collections.abc import AsyncIterator, Iterable
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 SCRIPT = {"too long": 90, "dies": 91, "fails": 92, "is ended by vLLM": 93, "cannot be sampled": 94, "never ends": 95}
 VOCAB = 100
@@ -41,6 +42,12 @@ class EngineDeadError(Exception):
     pass
 
 
+class LoRARequest(NamedTuple):
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     pass
 
@@ -51,6 +58,8 @@ class AsyncEngineArgs:
         for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
             parser.add_argument(name, default="")
         parser.add_argument("--max-num-seqs", type=int, default=256)
+        parser.add_argument("--enable-lora", action="store_true")
+        parser.add_argument("--max-lora-rank", type=int, default=16)
         parser.add_argument("--no-async-scheduling", action="store_true")
         parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "int8"])
         return parser
@@ -76,6 +85,7 @@ class AsyncLLM:
             parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
             cache_config=SimpleNamespace(cache_dtype="auto", num_gpu_blocks=8, block_size=16),
             scheduler_config=SimpleNamespace(max_num_seqs=parsed.max_num_seqs),
+            lora_config=SimpleNamespace(max_loras=1) if parsed.enable_lora else None,
         )
         self._has_kernels = parsed.kv_cache_dtype != "int8"
         self._loggers = [each(self.vllm_config) for each in loggers]
@@ -88,7 +98,9 @@ class AsyncLLM:
         assert usage_context is UsageContext.OPENAI_API_SERVER
         return cls(parsed, stat_loggers)
 
-    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
         if not self._has_kernels:
             sys.stdout.write(
                 "(EngineCore pid=1) ERROR 11-28 07:57:37 [core.py:1512] RuntimeError: no kernel for that.\n"
@@ -104,7 +116,11 @@ class AsyncLLM:
                 stats = SimpleNamespace(num_running_reqs=self._running, num_waiting_reqs=0, kv_cache_usage=0.5)
                 for each in self._loggers:
                     each.record(stats, None)
-                yield await self._output(tokens, params, at)
+                output = await self._output(tokens, params, at)
+                if lora_request is not None:
+                    assert lora_request.lora_path == f"/adapters/{lora_request.lora_name}"
+                    output.outputs[0].token_ids[0] += lora_request.lora_int_id
+                yield output
         finally:
             self._running -= 1
             sys.stdout.write(f"over: {request_id}\n")
@@ -149,6 +165,7 @@ def _modules() -> Iterable[types.ModuleType]:
         "sampling_params": {"RequestOutputKind": RequestOutputKind},
         "engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
         "utils.argparse_utils": {"FlexibleArgumentParser": FlexibleArgumentParser},
+        "lora.request": {"LoRARequest": LoRARequest},
         "usage.usage_lib": {"UsageContext": UsageContext},
         "v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
         "v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
