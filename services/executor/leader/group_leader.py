@@ -119,7 +119,7 @@ async def check_name(bus: Bus, card: ModelCard, group: str, *, mixed: bool = Fal
         raise ConfigurationError(
             f"The group {other.group} computes {card.model} with {other.traits.engine.name or 'a ring'}, and this one "
             f"with {card.engine.name or 'a ring'}: an answer that goes on in the other may change its text; give this "
-            "one a name of its own with --served-model-name, or allow it with --allow-approximate-continuation."
+            "one a name of its own with --served-model-name, or set RYZANSTEIN_ALLOW_APPROXIMATE_CONTINUATION=true."
         )
 
 

@@ -32,7 +32,7 @@ LESS: dict[str, set[Edge]] = {"shared-models": {("executor", "(internet)", 443)}
 PORTS = (443, 4222, 4318, 6222, 7777, 8000, 8001, 8081, 8100, 8115, 8116, 8222)
 
 CLIENTS, INTERNET = "(clients)", "(internet)"
-OUTSIDE = (CLIENTS, INTERNET, "(monitoring)", "(keda)", "(observability)", "(other)")
+OUTSIDE = (CLIENTS, INTERNET, "(monitoring)", "(keda)", "(observability)", "(inference)", "(other)")
 
 
 def edges(build: Build) -> set[Edge]:
@@ -90,6 +90,8 @@ def test_those_who_must_talk_may_and_nobody_else(name: str) -> None:
     wanted = (BASE | MORE.get(component, set())) - LESS.get(component, set())
     if name == "overlays/multi-node":
         wanted = (BASE | MORE["shared-models"]) - LESS["shared-models"]
+    if name == "overlays/engine-url":
+        wanted = BASE | {("executor", "(inference)", 8000)}
     if name == "overlays/production":
         wanted = BASE.union(MORE["monitoring"], MORE["autoscaling"], MORE["tracing"])
     assert edges(manifests.build(name)) == wanted

@@ -230,7 +230,7 @@ def test_a_ring_on_gpus_has_one_for_each_rank(name: str) -> None:
     for pod in services(name):
         settings = settings_of(name, pod)
         gpus = pod.main["resources"]["limits"].get("nvidia.com/gpu")
-        engine = isinstance(settings, ExecutorSettings) and settings.serving_engine
+        engine = isinstance(settings, ExecutorSettings) and settings.engine == "vllm"
         if isinstance(settings, ExecutorSettings) and (settings.device == "cuda" or engine):
             ranks = int(settings.engine_args.rpartition(" ")[2]) if engine else settings.ranks_here
             assert gpus == ranks == pod.main["resources"]["requests"]["nvidia.com/gpu"]
