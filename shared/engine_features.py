@@ -8,10 +8,11 @@ from shared.errors import InvalidRequest
 from shared.messages import EngineTraits, GenerationRequest
 
 # What no such engine is asked for so far.
-OF_RINGS = ("pooling", "sparse")
+OF_RINGS = ("logprob_token_ids", "sparse")
 # By name, what a client is told that it asked for.
 FEATURES = {
-    "pooling": "embeddings, classification and reranking",
+    "pooling": "embeddings and classification",
+    "logprob_token_ids": "reranking by a language model's yes or no",
     "adapter": "LoRA adapters",
     "sparse": "sparse attention",
     "grammar": "structured output",
@@ -43,7 +44,8 @@ def asks_for(request: GenerationRequest) -> list[str]:
     """Names of `FEATURES` that the request needs."""
     sampling = request.sampling
     needs = {
-        "pooling": bool(request.pools),
+        "pooling": request.embed or request.classify,
+        "logprob_token_ids": bool(request.logprob_token_ids),
         "adapter": bool(request.adapter),
         "sparse": request.sparse is not None,
         "grammar": request.grammar is not None,

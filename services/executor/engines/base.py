@@ -35,6 +35,9 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="genera
     cache_salt: str = ""  # prefixes are shared between requests of the same salt alone
     adapter: str = ""  # digest of the LoRA adapter that computes it; empty: the model alone
     adapter_directory: str = ""  # of its files, as peft writes them, which stay while the request lives
+    pool: Literal["", "embed", "classify"] = ""  # the prompt's vector or its classes' logits are wanted, and no tokens
+    normalized: bool = True  # whether that vector is brought to length 1
+    second_segment: int = 0  # as `GenerationRequest.second_segment`
 
 
 class EngineAbort(msgspec.Struct, frozen=True, tag="abort"):
@@ -54,6 +57,7 @@ class EngineDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     error: str = ""  # one sentence, with finish "error"
     code: str = ""  # of `shared.errors`; empty: an internal error
     prompt_scores: bytes = b""  # as `TokenEntry.prompt_scores`
+    vector: bytes = b""  # as `TokenEntry.vector`, with finish "stop"
 
 
 class EngineStep(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag="step"):
@@ -77,6 +81,9 @@ class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     numerics: str = ""  # all that the bits of its results depend on: version, dtype, quantization, device
     # Whether the same request gives the same text in any batch, and continued after any of its tokens.
     exact: bool = False
+    tasks: tuple[str, ...] = ("generate",)  # of generate, embed, classify
+    embedding_size: int = 0
+    labels: list[str] = []  # of a classifier, in the order of its logits
     adapters: int = 0  # LoRA adapters that it computes with at a time; 0: it takes none
     unsupported: list[str] = []  # what of a request it cannot do: names of `shared.engine_features.FEATURES`
 

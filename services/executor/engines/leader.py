@@ -20,6 +20,7 @@ from services.executor.core.engine import traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
 from services.executor.engines.base import EngineStep, ServingEngine
+from services.executor.engines.pooling import with_pooling
 from services.executor.engines.requests import EngineRequests, spec_of, traits_of_engine
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
@@ -67,7 +68,7 @@ class EngineLeader(GroupLeader):
         self._listen()
         try:
             facts = await self._engine.start()
-            spec = spec_of(facts, self._settings.block_size)
+            spec = with_pooling(spec_of(facts, self._settings.block_size), facts, self._directory)
             card, bundle = await asyncio.to_thread(read_card, self._directory, self._model, spec)
             self._batcher = EngineRequests(
                 facts, spec, max_waiting=self._settings.max_waiting, end_tokens=card.eos_token_ids, board=self._board

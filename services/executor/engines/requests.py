@@ -43,6 +43,7 @@ def spec_of(facts: EngineFacts, block_size: int) -> EngineSpec:
         kernels=facts.name,
         exact=facts.exact,
         max_adapters=facts.adapters,
+        generates="generate" in facts.tasks,
     )
 
 
@@ -299,6 +300,9 @@ class EngineRequests:
             cache_salt=request.cache_salt,
             adapter=request.adapter,
             adapter_directory=self._directory_of(request.adapter),
+            pool="embed" if request.embed else "classify" if request.classify else "",
+            normalized=self._spec.normalized,
+            second_segment=request.second_segment,
         )
 
     def _directory_of(self, adapter: str) -> str:
@@ -334,7 +338,7 @@ class EngineRequests:
             self._end(tracked, tracked.error_entry(InternalError(f"{self._facts.name} answered {problem}.")))
             return
         tokens, finish = self._cut(tracked, delta)
-        if tokens and not tracked.first_token_at:
+        if (tokens or delta.vector) and not tracked.first_token_at:
             tracked.first_token_at = self._now
             self._observe(BoardKind.PREFILL, self._now - tracked.submitted_at)
             self._prompt_tokens += len(tracked.request.prompt) + len(tracked.output) - delta.cached_tokens
@@ -361,11 +365,16 @@ class EngineRequests:
                 return f"with the token {token}, which the model of {vocabulary} tokens does not have"
         if tracked.request.sampling.logprobs >= 0 and len(delta.logprobs or ()) != len(delta.tokens):
             return f"with {len(delta.logprobs or ())} log probabilities for {len(delta.tokens)} tokens"
+        numbers = self._spec.embedding_size if tracked.request.embed else len(self._spec.labels)
+        if tracked.request.pools and delta.finish == "stop" and len(delta.vector) != 4 * numbers:
+            return f"with {len(delta.vector) // 4} numbers, where the model gives {numbers}"
         return ""
 
     def _cut(self, tracked: TrackedRequest, delta: EngineDelta) -> tuple[list[int], FinishReason]:
         """The tokens up to the answer's end, and why it ends; empty while it goes on."""
         request, count = tracked.request, len(tracked.output)
+        if request.pools:
+            return [], "stop" if delta.finish == "stop" else ""
         if not request.max_tokens:  # only the prompt was asked about
             return [], "length" if delta.finish or delta.prompt_scores else ""
         for at, token in enumerate(delta.tokens, 1):
@@ -385,6 +394,8 @@ class EngineRequests:
         if tokens or finish:
             tracked.announced = True
         self.cached_tokens += cached
+        if tracked.request.pools:
+            return msgspec.structs.replace(entry, cached_tokens=cached, vector=delta.vector)
         if tracked.request.sampling.logprobs < 0 and not cached and not delta.prompt_scores:
             return entry  # nearly always
         logprobs = delta.logprobs[: len(tokens)] if delta.logprobs and tokens else None

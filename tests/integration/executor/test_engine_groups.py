@@ -329,7 +329,7 @@ async def test_an_adapter_is_read_fetched_and_told_to_the_engine(
     cache = ("--model-cache", str(tmp_path / "cache"))
     async with executor(bus, nats_settings, tmp_path, *cache, adapters=1) as process:
         await process.wait_ready()
-        command = PullAdapter("polite", "tiny", str(tmp_path / "adapter"), ModelSpec("tiny", ""))
+        command = PullAdapter("polite", "tiny", str(tmp_path / "adapter"), ModelSpec("tiny", "/as/up/says"))
         reply = await bus.request(subjects.host_control("executor-test"), command, HostReply, timeout=60)
         assert reply.adapter is not None, reply.error
         digest = reply.adapter.digest

@@ -6,9 +6,12 @@ What would take away what a group relies on is refused by name.
 """
 
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.engines.pooling import pools
+from services.executor.model.tokenizer_files import read_json
 from shared.errors import ConfigurationError
 from shared.models import linked_gguf
 
@@ -27,8 +30,7 @@ REFUSED = {
     "--speculative-model": "vLLM takes no logits processors beside speculative decoding",
     "--async-scheduling": "a continued answer changed its text in a trial with it",
     "--disable-log-stats": "the steps that it counts are the sign that the engine is alive",
-    "--runner": "the group generates",
-    "--task": "the group generates",
+    "--task": "--runner pooling says the like, with --convert",
     "--headless": "the engine runs in the executor's own process group",
     "--generation-config": "gateways apply the model's generation_config.json",
     "--override-generation-config": "gateways apply the model's generation_config.json",
@@ -58,8 +60,8 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
     names = {one.partition("=")[0].replace("_", "-") for one in given if one.startswith("-")}
     for name in sorted(names & REFUSED.keys()):
         raise ConfigurationError(f"--engine-args has {name}, which cannot be set, since {REFUSED[name]}; leave it out.")
-    own = ["--model", str(directory), "--logits-processors", PROCESSOR, "--no-async-scheduling"]
-    own += ["--generation-config", "vllm"]
+    own = ["--model", str(directory), "--no-async-scheduling", "--generation-config", "vllm"]
+    own += _runner(given, directory)
     if settings.context_length:
         own += ["--max-model-len", str(settings.context_length)]
     if settings.dtype != "auto":
@@ -69,6 +71,16 @@ def vllm_arguments(settings: ExecutorSettings, directory: Path) -> list[str]:
     if "--enable-lora" in names and "--max-lora-rank" not in names:
         own += ["--max-lora-rank", str(_lora_rank(settings.max_adapter_rank))]
     return [*own, *given]
+
+
+def _runner(given: list[str], directory: Path) -> list[str]:
+    """Tokens are chosen by our processor; vLLM takes none where it gives vectors or classes."""
+    named = [one.partition("=")[2] or following for one, following in pairwise([*given, ""]) if one[:8] == "--runner"]
+    if "pooling" in named:
+        return []
+    if not named and pools(read_json(directory / "config.json"), directory):
+        return ["--runner", "pooling"]
+    return ["--logits-processors", PROCESSOR]
 
 
 def _lora_rank(most: int) -> int:

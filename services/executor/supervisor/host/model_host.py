@@ -229,8 +229,10 @@ class ModelHost:
             return HostReply(ok=False, code=error.code, error=error.message)
 
     def _is_own(self, command: PullAdapter) -> bool:
-        """Whether its base is the model that the executor was started with."""
-        return not command.spec.source and served_name(self._settings) == command.model
+        """Whether its base is the model that the executor was started with. Beside an engine there is no other."""
+        settings = self._settings
+        is_own = bool(settings.serving_engine) or not command.spec.source
+        return is_own and served_name(settings) == command.model
 
     async def _load(self, group: str, spec: ModelSpec) -> HostReply:
         known = self._loads.get(group)

@@ -53,6 +53,30 @@ def test_settings_that_vllm_has_too_are_passed_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "given", "runner"),
+    [
+        ({"model_type": "llama"}, "", ""),
+        ({"model_type": "llama"}, "--runner pooling --convert embed", ""),
+        ({"model_type": "llama"}, "--runner=pooling", ""),
+        ({"model_type": "bert"}, "", "pooling"),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}, "", "pooling"),
+        ({"model_type": "qwen3", "sentence": True}, "", "pooling"),
+        ({"model_type": "qwen3", "sentence": True}, "--runner generate", ""),
+    ],
+)
+def test_vllm_pools_where_the_model_does_or_the_operator_says_so(
+    tmp_path: Path, config: dict[str, Any], given: str, runner: str
+) -> None:
+    if config.pop("sentence", False):
+        (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    found = arguments(tmp_path, given)
+    own = found[: len(found) - len(given.split())]
+    assert (value(own, "--runner") if runner else "--runner" not in own) in (True, runner)
+    assert ("--logits-processors" in own) == ("pooling" not in given and not runner)
+
+
+@pytest.mark.parametrize(
     ("given", "most", "rank"), [("", 64, "64"), ("", 100, "128"), ("", 1, "8"), ("--max-lora-rank=16", 64, "")]
 )
 def test_adapters_have_the_rank_that_hosts_take(tmp_path: Path, given: str, most: int, rank: str) -> None:

@@ -201,6 +201,7 @@ def test_a_full_queue_refuses_and_batch_requests_do_not_fill_it() -> None:
 
 ASKED = {
     "pooling": ask(embed=True, max_tokens=1),
+    "logprob_token_ids": ask(logprob_token_ids=[3], max_tokens=1),
     "adapter": ask(adapter="0" * 64),
     "sparse": ask(sparse=SparseAttention()),
     "grammar": ask(grammar=REGEX),
@@ -222,7 +223,7 @@ def test_what_an_engine_cannot_do_is_refused_by_name(name: str) -> None:
     assert refusal is not None
     assert (refusal.code, refusal.retryable) == ("invalid_request", False)
     assert refusal.message.startswith("an engine 1, which computes this model, does not support ")
-    if name not in OF_RINGS:
+    if name not in ("pooling", *OF_RINGS):
         assert made(adapters=1, unsupported=[one for one in FEATURES if one != name]).add(ASKED[name]) is None
 
 
@@ -288,3 +289,38 @@ def test_the_adapters_in_memory_are_those_that_requests_had_last() -> None:
         assert requests.add(ask(str(number), adapter=digest)) is None
         assert len(requests.take_submissions(1.0)) == 1
     assert requests.adapters == [ADAPTER, THIRD]
+
+
+def pooling_requests(**facts: Any) -> EngineRequests:
+    told = msgspec.structs.replace(FACTS, **facts)
+    vectors = {"pooling": "last", "embedding_size": told.embedding_size, "labels": told.labels, "normalized": False}
+    return EngineRequests(told, msgspec.structs.replace(spec_of(told, 4), **vectors), max_waiting=100)
+
+
+@pytest.mark.parametrize(
+    ("facts", "fields"),
+    [
+        ({"tasks": ("embed",), "embedding_size": 2}, {"embed": True}),
+        ({"tasks": ("classify",), "labels": ["good", "bad"]}, {"classify": True, "second_segment": 1}),
+    ],
+)
+def test_a_vector_is_what_a_prompt_is_wanted_for(facts: dict[str, Any], fields: dict[str, Any]) -> None:
+    requests = pooling_requests(**facts)
+    asked = ask("a", max_tokens=1, **{"second_segment": 0} | fields)
+    assert requests.add(asked) is None
+    (a,) = requests.take_submissions(1.0)
+    assert (a.pool, a.normalized, a.second_segment) == (facts["tasks"][0], False, asked.second_segment)
+    (entry,) = told(requests, EngineDelta(a.id, finish="stop", vector=b"12345678", cached_tokens=2))
+    assert (entry.tokens, entry.finish, entry.vector, entry.cached_tokens) == ([], "stop", b"12345678", 2)
+    assert not requests.has_work
+    refusal = requests.add(ask("b"))
+    assert refusal is not None
+    assert "generates no text" in refusal.message
+
+
+def test_a_vector_of_another_length_is_an_error() -> None:
+    requests = pooling_requests(tasks=("embed",), embedding_size=3)
+    assert requests.add(ask("a", max_tokens=1, embed=True)) is None
+    (a,) = requests.take_submissions(1.0)
+    (entry,) = told(requests, EngineDelta(a.id, finish="stop", vector=b"12345678"))
+    assert entry.error == "an engine 1 answered with 2 numbers, where the model gives 3."

@@ -71,7 +71,7 @@ async def test_what_it_is_and_what_it_gives(tmp_path: Path) -> None:
         facts = await engine.start()
         assert (facts.name, facts.vocab_size, facts.context_length, facts.places) == ("vLLM 0.32.0", 100, 64, 5)
         assert (facts.kv_tokens, facts.exact) == (128, True)
-        assert (facts.adapters, facts.unsupported) == (0, ["adapter"])
+        assert (facts.adapters, facts.unsupported) == (0, ["adapter", "pooling"])
         assert facts.numerics == "vllm 0.32.0, float32, quantization None, kv auto, tp 1, pp 1, cpu"
         engine.submit(asked("a", 1, 2, 3))
         scored = SamplingParams(logprobs=1)
@@ -93,12 +93,30 @@ async def test_adapters_are_told_to_vllm_by_number_and_directory(tmp_path: Path)
     engine = engine_of(tmp_path, "--enable-lora")
     try:
         facts = await engine.start()
-        assert (facts.adapters, facts.unsupported) == (1, [])
+        assert (facts.adapters, facts.unsupported) == (1, ["pooling"])
         for name, adapter in (("none", ""), ("first", "ab"), ("second", "cd"), ("again", "ab")):
             engine.submit(asked(name, 1, adapter=adapter, adapter_directory=adapter and f"/adapters/{adapter}"))
         deltas, _ = await answers(engine, "none", "first", "second", "again")
         found = {name: tokens_of(each) for name, each in deltas.items()}
         assert found == {"none": [2, 3, 4], "first": [3, 4, 5], "second": [4, 5, 6], "again": [3, 4, 5]}
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(("task", "labels"), [("embed", []), ("classify", ["good", "bad"])])
+async def test_vectors_and_classes_are_read_of_prompts(tmp_path: Path, task: Any, labels: list[str]) -> None:
+    engine = engine_of(tmp_path, f"--runner pooling --convert {task}")
+    try:
+        facts = await engine.start()
+        assert (facts.tasks, facts.labels, facts.embedding_size) == ((task,), labels, 0 if labels else 2)
+        assert facts.unsupported == ["adapter"]
+        engine.submit(asked("plain", 5, 6, pool=task, normalized=False))
+        engine.submit(asked("normalized", 7, pool=task))
+        engine.submit(asked("pair", 8, 9, pool=task, second_segment=1))
+        deltas, _ = await answers(engine, "plain", "normalized", "pair")
+        found = {name: [*struct.unpack("<2f", each[-1].vector)] for name, each in deltas.items()}
+        assert found == {"plain": [5, 0], "normalized": [7, task == "embed"], "pair": [8, 1]}
+        assert {each[-1].finish for each in deltas.values()} == {"stop"}
     finally:
         await engine.stop()
 

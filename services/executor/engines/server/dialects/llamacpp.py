@@ -17,6 +17,7 @@ from services.executor.engines.server.dialects import base
 from services.executor.engines.server.dialects.base import Identity, Piece, Progress
 
 UNSUPPORTED = [
+    "pooling",
     "adapter",
     "grammar",
     "penalties",

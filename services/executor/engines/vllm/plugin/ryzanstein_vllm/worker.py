@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +31,9 @@ LENGTH = struct.Struct("<I")
 MOST_BYTES = 64 << 20  # of one message
 OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
-UNSUPPORTED: list[str] = []  # of what requests may ask for, beside adapters without --enable-lora; see `Ready`
+# Of what requests may ask for, beside adapters without --enable-lora, and vectors where it generates; see `Ready`.
+UNSUPPORTED: list[str] = []
+TASKS = ("generate", "embed", "classify")
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
 _ENDED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that somebody else has ended
@@ -64,6 +67,9 @@ class Generate(msgspec.Struct, tag="generate"):
     cache_salt: str = ""
     adapter: str = ""
     adapter_directory: str = ""
+    pool: str = ""
+    normalized: bool = True
+    second_segment: int = 0
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -80,6 +86,9 @@ class Ready(msgspec.Struct, omit_defaults=True, tag="ready"):
     kv_tokens: int = 0
     numerics: str = ""
     exact: bool = False
+    tasks: tuple[str, ...] = ("generate",)
+    embedding_size: int = 0
+    labels: list[str] = []
     adapters: int = 0
     unsupported: list[str] = []
 
@@ -95,6 +104,7 @@ class Delta(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str = ""
     code: str = ""
     prompt_scores: bytes = b""
+    vector: bytes = b""
 
 
 class Step(msgspec.Struct, array_like=True, omit_defaults=True, tag="step"):
@@ -203,6 +213,9 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
+            if request.pool:
+                await self._pool(request)
+                return
             async for output in self._llm.generate(*self._asked(request), lora_request=self._adapter_of(request)):
                 self._add(request, output)
         except EngineDeadError:
@@ -213,8 +226,17 @@ class Engine:
         except Exception as error:  # one request ends, and not the engine
             self._refuse(request, "internal_error", error.__cause__ or error)
 
+    async def _pool(self, request: Generate) -> None:
+        segments = {"compressed_token_type_ids": request.second_segment} if request.second_segment else None
+        params = pooling_params(request.pool, normalized=request.normalized, extra_kwargs=segments)
+        adapter = self._adapter_of(request)
+        async for output in self._llm.encode(_prompt(request), params, request.id, lora_request=adapter):
+            vector = output.outputs.data.float().cpu().numpy().astype("<f4").tobytes()
+            cached = getattr(output, "num_cached_tokens", 0) or 0
+            self._tell(Delta(request.id, finish="stop", cached_tokens=cached, vector=vector))
+
     def _asked(self, request: Generate) -> tuple[Any, Any, str]:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         logprobs = request.sampling.get("logprobs", -1)
@@ -230,10 +252,7 @@ class Engine:
             output_kind=RequestOutputKind.DELTA,
             extra_args={"ryzanstein": chosen} if chosen else None,
         )
-        prompt = TokensPrompt(prompt_token_ids=request.tokens)
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
-        return prompt, params, request.id
+        return _prompt(request), params, request.id
 
     def _adapter_of(self, request: Generate) -> Any:
         """As vLLM knows it: by a number from 1 on, of which there are as many as adapters were ever asked for."""
@@ -282,6 +301,22 @@ class Engine:
         except Exception as error:  # in a callback nobody would see it
             if not self.dead.done():
                 self.dead.set_result(f"what vLLM gave cannot be told ({error})")
+
+
+def _prompt(request: Generate) -> Any:
+    from vllm import TokensPrompt
+
+    prompt = TokensPrompt(prompt_token_ids=request.tokens)
+    if request.cache_salt:
+        prompt["cache_salt"] = request.cache_salt
+    return prompt
+
+
+def pooling_params(task: str, *, normalized: bool, extra_kwargs: dict[str, Any] | None = None) -> Any:
+    """Of vLLM: vectors of length 1 where `normalized`, and logits, which gateways make scores of."""
+    from vllm import PoolingParams
+
+    return PoolingParams(task=task, use_activation=task == "embed" and normalized, extra_kwargs=extra_kwargs)
 
 
 def send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
@@ -333,8 +368,8 @@ def engine_of(arguments: list[str]) -> tuple[Any, list["Engine"]]:
     return AsyncLLM.from_engine_args(parsed, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[Steps]), told
 
 
-def facts_of(llm: Any) -> Ready:
-    """What vLLM computes with."""
+def facts_of(llm: Any, supported: Sequence[str]) -> Ready:
+    """What vLLM computes with, and which of its tasks are `supported`."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -354,6 +389,9 @@ def facts_of(llm: Any) -> Ready:
     )
     blocks = cache.num_gpu_blocks or 0
     adapters = config.lora_config.max_loras if config.lora_config else 0
+    tasks = tuple(task for task in TASKS if task in supported)
+    cannot = {"adapter": not adapters, "pooling": tasks == ("generate",)}
+    named = getattr(model.hf_config, "id2label", None) or {}
     return Ready(
         name=f"vLLM {vllm.__version__}",
         vocab_size=model.get_vocab_size(),
@@ -362,8 +400,11 @@ def facts_of(llm: Any) -> Ready:
         kv_tokens=blocks * cache.block_size * parallel.data_parallel_size,
         numerics=", ".join(filter(None, parts)),
         exact=dtype == "float32" or invariant,
+        tasks=tasks,
+        embedding_size=model.embedding_size if "embed" in tasks else 0,
+        labels=[str(named[at]) for at in sorted(named)] if "classify" in tasks else [],
         adapters=adapters,
-        unsupported=UNSUPPORTED if adapters else [*UNSUPPORTED, "adapter"],
+        unsupported=[*UNSUPPORTED, *(name for name, true in cannot.items() if true)],
     )
 
 
@@ -386,11 +427,12 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
         return
     processes = multiprocessing.active_children()  # vLLM's
     try:
-        await _warm_up(llm)
+        supported = await llm.get_supported_tasks()
+        await _warm_up(llm, supported)
     except Exception as error:
         await _fail(writer, f"vLLM started, and failed at its first request: {_line(error)}")
         return
-    facts = facts_of(llm)
+    facts = facts_of(llm, supported)
     engine = Engine(llm, facts.vocab_size, writer, failures)
     told.append(engine)
     send(writer, facts)
@@ -404,10 +446,16 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
         llm.shutdown()
 
 
-async def _warm_up(llm: Any) -> None:
+async def _warm_up(llm: Any, tasks: Sequence[str]) -> None:
     """vLLM compiles what counts log probabilities when it first does: not beside streams, whose steps wait for it."""
     from vllm import SamplingParams, TokensPrompt
 
+    if "generate" not in tasks:
+        task = next(task for task in TASKS if task in tasks)
+        params = pooling_params(task, normalized=True)
+        async for _ in llm.encode(TokensPrompt(prompt_token_ids=[1, 2, 3]), params, "warm-up"):
+            pass
+        return
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
     async for _ in llm.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]), params, "warm-up"):
         pass

@@ -1,7 +1,7 @@
 """A package of vLLM's name with as much of its interface as our worker uses; its tokens follow a script.
 
 Each token is the one before plus 1, and with a LoRA adapter its number more. What a request's first token makes it do
-stands in `SCRIPT`.
+stands in `SCRIPT`. With --runner pooling a vector is the prompt's first token, and whether something was made of it.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import socket
+import struct
 import sys
 import types
 from collections.abc import AsyncIterator, Iterable
@@ -28,6 +29,28 @@ class TokensPrompt(dict[str, Any]):
 class SamplingParams:
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
+
+
+class PoolingParams(NamedTuple):
+    task: str
+    use_activation: bool
+    extra_kwargs: Any = None
+
+
+class _Tensor(list[float]):
+    """As much of a tensor as is asked of one."""
+
+    def _same(self) -> "_Tensor":
+        return self
+
+    float = cpu = numpy = _same
+
+    def astype(self, dtype: str) -> "_Tensor":
+        assert dtype == "<f4"
+        return self
+
+    def tobytes(self) -> bytes:
+        return struct.pack(f"<{len(self)}f", *self)
 
 
 class RequestOutputKind(Enum):
@@ -58,6 +81,8 @@ class AsyncEngineArgs:
         for name in ("--model", "--logits-processors", "--generation-config", "--dtype", "--max-model-len"):
             parser.add_argument(name, default="")
         parser.add_argument("--max-num-seqs", type=int, default=256)
+        parser.add_argument("--runner", default="generate")
+        parser.add_argument("--convert", default="")
         parser.add_argument("--enable-lora", action="store_true")
         parser.add_argument("--max-lora-rank", type=int, default=16)
         parser.add_argument("--no-async-scheduling", action="store_true")
@@ -78,8 +103,14 @@ class AsyncLLM:
         if parsed.kv_cache_dtype == "fp8":
             raise RuntimeError("There is no memory\nfor that.")
         model = SimpleNamespace(
-            dtype=f"torch.{parsed.dtype}", quantization=None, get_vocab_size=lambda: VOCAB, max_model_len=64
+            dtype=f"torch.{parsed.dtype}",
+            quantization=None,
+            get_vocab_size=lambda: VOCAB,
+            max_model_len=64,
+            embedding_size=2,
+            hf_config=SimpleNamespace(id2label={1: "bad", 0: "good"}),
         )
+        self._tasks = (parsed.convert or "embed",) if parsed.runner == "pooling" else ("generate",)
         self.vllm_config = SimpleNamespace(
             model_config=model,
             parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
@@ -124,6 +155,18 @@ class AsyncLLM:
         finally:
             self._running -= 1
             sys.stdout.write(f"over: {request_id}\n")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return (*self._tasks, "token_" + self._tasks[0])
+
+    async def encode(
+        self, prompt: dict[str, Any], params: PoolingParams, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        assert params.task in self._tasks
+        made = params.extra_kwargs["compressed_token_type_ids"] if params.extra_kwargs else params.use_activation
+        for each in self._loggers:
+            each.record(SimpleNamespace(num_running_reqs=1, num_waiting_reqs=0, kv_cache_usage=0.0), None)
+        yield SimpleNamespace(outputs=SimpleNamespace(data=_Tensor([prompt["prompt_token_ids"][0], made])))
 
     async def _output(self, prompt: list[int], params: Any, at: int) -> Any:
         finish = "length" if at + 1 == params.max_tokens else None
