@@ -1,7 +1,7 @@
 """Answers through the death of a real vLLM's processes: `make test-engines`, which makes its environment.
 
-In fp32, greedy, sampled and under a schema, of the model and of a LoRA adapter: the tokens are the undisturbed ones,
-whatever is killed or stopped meanwhile. In bf16, where sums depend on the batch, none is lost, doubled or out of place.
+In fp32, greedy, sampled and under a schema: the tokens are the undisturbed ones, whatever is killed or stopped
+meanwhile. In bf16, where sums depend on the batch, none is lost, doubled or out of place.
 """
 
 import asyncio
@@ -11,18 +11,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import httpx
-import msgspec
-import numpy as np
 import psutil
 import pytest
 from openai import AsyncOpenAI
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from benchmarks.random_model import LlamaShape, write_servable
@@ -31,7 +27,6 @@ from services.executor.engines.vllm.engine import PLUGIN, VARIABLES
 from tests.e2e.stack import Stack
 
 NAME = "a-model"
-ADAPTER = "an-adapter"  # of it, which half of the requests name where there is one
 PYTHON, MODEL = os.environ.get("VLLM_PYTHON", ""), os.environ.get("VLLM_MODEL", "")
 
 pytestmark = [
@@ -59,10 +54,8 @@ PARTS = {
     "one worker": ("VLLM::EngineCore", "ryzanstein_vllm.worker", "services.executor.rank"),
     "two workers": ("VLLM::Worker_TP1", "VLLM::EngineCore"),
     "a server": (),
-    "an adapter": ("VLLM::EngineCore",),
 }
 TOKENS = 96  # of an answer, at most
-ADAPTED_TOKENS = 24  # of one beside adapters, which vLLM computes ten times as slowly on CPUs
 ENGINE_ARGS = "--enforce-eager --gpu-memory-utilization 0.4"
 
 
@@ -136,25 +129,9 @@ def stack_of(directory: Path, *options: str, **environment: str) -> Stack:
     return Stack(directory, *options, "--served-model-name", NAME, "--no-smoke-test", **environment)
 
 
-def write_adapter(directory: Path) -> None:
-    """As peft saves one of some of the model's linears."""
-    config = msgspec.json.decode(Path(MODEL, "config.json").read_bytes())
-    directory.mkdir()
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"]}
-    (directory / "adapter_config.json").write_bytes(msgspec.json.encode(settings))
-    width, draws, factors = config["hidden_size"], np.random.default_rng(7), {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in settings["target_modules"]:
-            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            factors[f"{module}.lora_A.weight"] = draws.normal(0, 0.1, (8, width)).astype(np.float32)
-            factors[f"{module}.lora_B.weight"] = draws.normal(0, 0.02, (width, 8)).astype(np.float32)
-    save_file(factors, directory / "adapter_model.safetensors")
-
-
 class Running(NamedTuple):
     stack: Stack
     server: Server | None
-    names: tuple[str, ...]  # of the model and its adapters, which requests have in turn
     undisturbed: list[Answer]
 
 
@@ -181,8 +158,7 @@ class Ways:
     def _begin(self, way: str, directory: Path) -> Running:
         directory.mkdir()
         options = ["--engine", "vllm", "--engine-python", PYTHON, "--dtype", "bf16" if way == "bf16" else "fp32"]
-        arguments, model, server, names = ENGINE_ARGS, Path(MODEL), None, (NAME,)
-        environment = variables(2 if way == "two workers" else 1)
+        arguments, model, server = ENGINE_ARGS, Path(MODEL), None
         if way == "a server":
             server = self._open.enter_context(Server(directory))
             server.wait_ready()
@@ -192,17 +168,10 @@ class Ways:
                 model = directory / "two"  # with heads for two
                 write_servable(model, LlamaShape(512, 8, 4, 1536, 8, 49152), Path(MODEL))
                 arguments += " --tensor-parallel-size 2"
-            if way == "an adapter":
-                write_adapter(directory / "adapter")
-                names, arguments = (NAME, ADAPTER), f"{arguments} --enable-lora"
-                environment["RYZANSTEIN_MODEL_DIRECTORIES"] = str(directory)
             options += ["--engine-args", arguments]
+        environment = variables(2 if way == "two workers" else 1)
         stack = self._open.enter_context(stack_of(directory / "stack", *options, "--model", str(model), **environment))
-        if ADAPTER in names:
-            body = {"lora_name": ADAPTER, "lora_path": str(directory / "adapter")}
-            loaded = httpx.post(f"{stack.url}/v1/load_lora_adapter", json=body, timeout=120)
-            assert loaded.status_code == 200, loaded.text
-        return Running(stack, server, names, asyncio.run(answers(stack, names)))
+        return Running(stack, server, asyncio.run(answers(stack)))
 
 
 @pytest.fixture(scope="module")
@@ -216,15 +185,12 @@ def running(ways: Ways, way: str) -> Running:
     return ways.run(way)
 
 
-async def answers(stack: Stack, names: Sequence[str], disturb: str | Server = "", number: int = 0) -> list[Answer]:
+async def answers(stack: Stack, disturb: str | Server = "", number: int = 0) -> list[Answer]:
     """Of `STREAMS` requests at once. `disturb`: a process that gets the signal `number` once half have begun, or a
     server that is killed then, and started again."""
-    tokens = ADAPTED_TOKENS if ADAPTER in names else TOKENS
     async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=600) as client:
         begun = asyncio.Semaphore(0)
-        streams = [
-            asyncio.create_task(answer(client, names[at // 2 % len(names)], at, tokens, begun)) for at in range(STREAMS)
-        ]
+        streams = [asyncio.create_task(answer(client, at, begun)) for at in range(STREAMS)]
         if disturb:
             for _ in range(STREAMS // 2):
                 await begun.acquire()
@@ -238,15 +204,15 @@ async def answers(stack: Stack, names: Sequence[str], disturb: str | Server = ""
         return await asyncio.gather(*streams)
 
 
-async def answer(client: AsyncOpenAI, model: str, number: int, max_tokens: int, begun: asyncio.Semaphore) -> Answer:
+async def answer(client: AsyncOpenAI, number: int, begun: asyncio.Semaphore) -> Answer:
     text = finish = ""
     tokens: list[int] = []
     counted = False
     try:
         stream = await client.chat.completions.create(
-            model=model,
+            model=NAME,
             messages=[{"role": "user", "content": f"Write about the number {number} and its friends."}],
-            max_tokens=max_tokens,
+            max_tokens=TOKENS,
             seed=number,
             stream=True,
             extra_body={"return_token_ids": True},
@@ -279,28 +245,20 @@ def processes(stack: Stack, name: str) -> list[int]:
 @pytest.mark.parametrize("way", PARTS)
 def test_the_same_seed_has_the_same_text_twice(running: Running) -> None:
     assert len({one.text for one in running.undisturbed}) == STREAMS
-    assert asyncio.run(answers(running.stack, running.names)) == running.undisturbed
-
-
-@pytest.mark.parametrize("way", ["an adapter"])
-def test_an_adapter_changes_the_text(running: Running) -> None:
-    found = asyncio.run(answers(running.stack, (NAME,)))
-    pairs = zip(found, running.undisturbed, strict=True)
-    same = [one.tokens[:ADAPTED_TOKENS] == other.tokens for one, other in pairs]
-    assert same == [True, True, False, False] * (STREAMS // 4)
+    assert asyncio.run(answers(running.stack)) == running.undisturbed
 
 
 @pytest.mark.parametrize("way", ["a server"])
 def test_a_server_is_killed_and_comes_back(running: Running) -> None:
-    stack, server, names, undisturbed = running
+    stack, server, undisturbed = running
     assert server is not None
-    assert asyncio.run(answers(stack, names, server)) == undisturbed, stack.logs("executor-*.log")[-4000:]
+    assert asyncio.run(answers(stack, server)) == undisturbed, stack.logs("executor-*.log")[-4000:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in PARTS.items() for name in names])
 def test_texts_are_the_undisturbed_ones(running: Running, name: str, number: signal.Signals) -> None:
-    found = asyncio.run(answers(running.stack, running.names, name, number))
+    found = asyncio.run(answers(running.stack, name, number))
     assert found == running.undisturbed, running.stack.logs("executor-*.log")[-4000:]
 
 
@@ -308,6 +266,6 @@ def test_texts_are_the_undisturbed_ones(running: Running, name: str, number: sig
 @pytest.mark.parametrize("name", ["VLLM::EngineCore", "services.executor.rank"])
 def test_nothing_is_lost_or_doubled_where_texts_may_change(running: Running, name: str) -> None:
     tokenizer = Tokenizer.from_file(f"{MODEL}/tokenizer.json")
-    for one in asyncio.run(answers(running.stack, running.names, name, signal.SIGKILL)):
+    for one in asyncio.run(answers(running.stack, name, signal.SIGKILL)):
         assert tokenizer.decode(one.tokens) == one.text
         assert one.finish == "stop" or (one.finish, len(one.tokens)) == ("length", TOKENS)

@@ -89,7 +89,17 @@ async def test_what_it_is_and_what_it_gives(tmp_path: Path) -> None:
         await engine.stop()
 
 
-async def test_adapters_are_told_to_vllm_by_number_and_directory(tmp_path: Path) -> None:
+async def test_adapters_that_vllm_computes_wrongly_are_refused(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, "--enable-lora")
+    with pytest.raises(ModelLoadError, match=r"vLLM 0.32.0 gives requests .* on CPUs; leave --enable-lora out; look"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_adapters_are_told_to_vllm_by_number_and_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTED_VLLM_DEVICE", "cuda")
     engine = engine_of(tmp_path, "--enable-lora")
     try:
         facts = await engine.start()

@@ -33,6 +33,8 @@ OLDEST = (0, 12)  # versions of vLLM before it have another interface
 FAILURES = "KEYED_SAMPLING_FAILURES"  # as in `processor.py`, which takes seconds to import
 # Of what requests may ask for, beside adapters without --enable-lora, and vectors where it generates; see `Ready`.
 UNSUPPORTED: list[str] = []
+# Its operators for CPUs (`vllm.lora.ops.torch_ops`) read the last adapter for rows that have none, number -1.
+WRONG_ADAPTERS = "gives requests of the model alone the adapters of others on CPUs; leave --enable-lora out"
 TASKS = ("generate", "embed", "classify")
 MOST_FAILURES = 256  # that are kept
 _GREEDY = 1e-5
@@ -368,10 +370,15 @@ def engine_of(arguments: list[str]) -> tuple[Any, list["Engine"]]:
     return AsyncLLM.from_engine_args(parsed, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[Steps]), told
 
 
+def device() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def facts_of(llm: Any, supported: Sequence[str]) -> Ready:
     """What vLLM computes with, and which of its tasks are `supported`."""
     import vllm
-    from vllm.platforms import current_platform
 
     config = llm.vllm_config
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
@@ -384,7 +391,7 @@ def facts_of(llm: Any, supported: Sequence[str]) -> Ready:
         f"kv {cache.cache_dtype}",
         f"tp {parallel.tensor_parallel_size}",
         f"pp {parallel.pipeline_parallel_size}",
-        f"{current_platform.device_type}",
+        device(),
         "batch invariant" if invariant else "",
     )
     blocks = cache.num_gpu_blocks or 0
@@ -433,6 +440,9 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
         await _fail(writer, f"vLLM started, and failed at its first request: {_line(error)}")
         return
     facts = facts_of(llm, supported)
+    if facts.adapters and device() == "cpu":
+        await _fail(writer, f"{facts.name} {WRONG_ADAPTERS}")
+        return
     engine = Engine(llm, facts.vocab_size, writer, failures)
     told.append(engine)
     send(writer, facts)

@@ -213,7 +213,7 @@ def _modules() -> Iterable[types.ModuleType]:
         "v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
         "v1.engine.exceptions": {"EngineDeadError": EngineDeadError},
         "v1.metrics.loggers": {"StatLoggerBase": StatLoggerBase},
-        "platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
+        "platforms": {"current_platform": SimpleNamespace(device_type=os.environ.get("SCRIPTED_VLLM_DEVICE", "cpu"))},
     }.items():
         parts = name.split(".")
         for depth in range(1, len(parts)):
