@@ -11,9 +11,9 @@ from tests.docs.pages import ROOT
 
 # By the folders that are counted together.
 CEILINGS = {
-    ("services", "shared"): 139_220,  # +260: adapters, vectors and classes of a vLLM in process; to come: 112,000
+    ("services", "shared"): 139_230,  # +270: adapters, vectors and classes of a vLLM in process; to come: 112,000
     ("benchmarks",): 14_115,  # +130: vLLM by itself, in our groups and in NVIDIA Dynamo, with CPU time; to come: 13,000
-    ("tests",): 148_160,  # +370: tests of that; to come: 120,000
+    ("tests",): 148_190,  # +400: tests of that; to come: 120,000
 }
 
 

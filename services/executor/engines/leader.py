@@ -12,23 +12,28 @@ import asyncio
 import contextlib
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import structlog
 
-from services.executor.core.engine import traits_of
+from services.executor.core.engine import EngineSpec, traits_of
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.step_plan import StepPlan
-from services.executor.engines.base import EngineStep, ServingEngine
-from services.executor.engines.pooling import with_pooling
+from services.executor.engines.base import EngineFacts, EngineStep, ServingEngine
 from services.executor.engines.requests import EngineRequests, spec_of, traits_of_engine
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import RankSpec, Ready, SupervisorPipe
 from services.executor.leader.frames import output_tokens
-from services.executor.leader.group_leader import LOAD_INTERVAL, GroupLeader
+from services.executor.leader.group_leader import LOAD_INTERVAL, LOOP_BEAT, GroupLeader
 from services.executor.leader.step_loop import Throughput
 from services.executor.model.card import read_card
+from services.executor.model.catalogue import is_encoder
+from services.executor.model.pooling import activation_of, labels_of, read_vectors
+from services.executor.model.tokenizer_files import read_json
 from services.executor.scheduler.batcher import Entries
 from services.executor.supervisor.host.adapters import inspect_adapter
 from shared.errors import NoGroupAvailable
@@ -155,8 +160,8 @@ class EngineLeader(GroupLeader):
     def _look(self) -> None:
         if self._draining:  # its time may be over
             self._wake.set()
-        late = time.monotonic() - self._told_at >= self._settings.engine_step_timeout
-        self._still = self._board.begun(0) > self._ended and (late or self._engine.is_stopped())
+        quiet, longest = time.monotonic() - self._told_at, self._settings.engine_step_timeout
+        self._still = self._board.begun(0) > self._ended and stands_still(quiet, longest, self._engine.is_stopped)
         if self._batcher.busy and not self._still:
             self._rank.progress.tick()  # a step may take longer than a layer of a ring's
 
@@ -206,6 +211,31 @@ class EngineLeader(GroupLeader):
     def _count(self) -> None:
         totals = self._board.totals
         totals.cached_tokens, totals.preemptions = self._batcher.cached_tokens, self._batcher.preemptions
+
+
+def with_pooling(spec: EngineSpec, facts: EngineFacts, directory: Path) -> EngineSpec:
+    """`spec` with what the model in `directory` gives beside tokens, or in their place. Raises `ModelLoadError`."""
+    if facts.tasks == ("generate",):
+        return spec
+    config = read_json(directory / "config.json")
+    found = msgspec.structs.replace(spec, whole_prompts=is_encoder(config))
+    if "embed" in facts.tasks:
+        vectors = read_vectors(directory, dense=True)
+        found = msgspec.structs.replace(
+            found, pooling=vectors.pooling, normalized=vectors.normalized, embedding_size=facts.embedding_size
+        )
+    if "classify" in facts.tasks:
+        classes = {"num_labels": len(facts.labels), "id2label": dict(enumerate(facts.labels))}
+        described = SimpleNamespace(**(config | classes))
+        found = msgspec.structs.replace(found, labels=labels_of(described), activation=activation_of(described))
+    return found
+
+
+def stands_still(quiet: float, longest: float, is_stopped: Callable[[], bool]) -> bool:
+    """Whether nothing is to be expected of an engine that told last `quiet` seconds ago, and may take `longest` for a
+    step. To look at all of its processes takes a while, in which no token is told: not while steps follow each other.
+    """
+    return quiet >= longest or (quiet >= LOOP_BEAT and is_stopped())
 
 
 def _plan_of(step: int, sequences: int) -> StepPlan:

@@ -26,7 +26,7 @@ from services.executor.supervisor.multinode.head import HeadNode
 from services.executor.supervisor.ranks.rank_process import ForkClient, StartRank
 from services.executor.supervisor.ring import Ring, RingEnd
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, RyzansteinError, error_from_code
-from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath
+from shared.messages import EngineTraits, GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -308,6 +308,12 @@ class GroupSupervisor:
     def kv_bytes(self) -> int:
         """Most that the KV caches of its ranks take; 0: not known yet."""
         return self._ring.kv_bytes if self._ring is not None else 0
+
+    @property
+    def engine(self) -> EngineTraits:
+        """What computes, and what it cannot, as far as it has told."""
+        traits = self._ring.traits if self._ring is not None else None
+        return EngineTraits() if traits is None else traits.engine
 
     @property
     def loading(self) -> tuple[int, int]:

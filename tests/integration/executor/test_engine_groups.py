@@ -219,11 +219,12 @@ async def test_a_drain_hands_back_what_is_not_over(
 async def test_what_the_engine_cannot_do_is_refused_by_its_name(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
-    async with executor(bus, nats_settings, tmp_path, unsupported=["grammar", "penalties"]) as process:
+    unsupported = ["pooling", "adapter", "grammar", "penalties"]
+    async with executor(bus, nats_settings, tmp_path, unsupported=unsupported) as process:
         beat = await process.wait_ready()
         card = await (await Bucket.open(bus, subjects.MODELS_BUCKET, ModelCard)).get("tiny")
         assert card is not None
-        cannot = ["pooling", "sparse", "grammar", "penalties"]
+        cannot = ["logprob_token_ids", "sparse", *unsupported]
         assert card.value.engine == EngineTraits("vllm", "Scripted 1.0", cannot), "gateways refuse by it"
         assert beat.group is not None
         assert beat.group.traits == GroupTraits(engine=card.value.engine)
@@ -239,6 +240,9 @@ async def test_what_the_engine_cannot_do_is_refused_by_its_name(
             assert (refused.code, refused.retryable) == ("invalid_request", False)
             assert refused.message.startswith("Scripted 1.0, which computes this model, does not support")
             assert what in refused.message
+        command = PullAdapter("polite", "tiny", str(tmp_path / "adapter"), ModelSpec("tiny", ""))
+        reply = await bus.request(subjects.host_control("executor-test"), command, HostReply, timeout=60)
+        assert reply.error == "Scripted 1.0, which computes this model, does not support LoRA adapters."
 
 
 @pytest.mark.parametrize("other", ["ring", "sglang"])

@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.engines.pooling import pools
+from services.executor.model.catalogue import is_encoder
+from services.executor.model.pooling import is_classifier
 from services.executor.model.tokenizer_files import read_json
 from shared.errors import ConfigurationError
 from shared.models import linked_gguf
@@ -78,9 +79,15 @@ def _runner(given: list[str], directory: Path) -> list[str]:
     named = [one.partition("=")[2] or following for one, following in pairwise([*given, ""]) if one[:8] == "--runner"]
     if "pooling" in named:
         return []
-    if not named and pools(read_json(directory / "config.json"), directory):
+    if not named and _pools(directory):
         return ["--runner", "pooling"]
     return ["--logits-processors", PROCESSOR]
+
+
+def _pools(directory: Path) -> bool:
+    """Whether vLLM gives vectors or classes of the model where nobody says what it is to do."""
+    config = read_json(directory / "config.json")
+    return is_encoder(config) or is_classifier(config) or (directory / "modules.json").is_file()
 
 
 def _lora_rank(most: int) -> int:

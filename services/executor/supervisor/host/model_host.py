@@ -25,6 +25,7 @@ from services.executor.supervisor.host.load import HostLoad
 from services.executor.supervisor.host.memory import HostMemory, MemoryPlacement, ModelSize
 from services.executor.supervisor.host.metrics import HostMetrics
 from services.executor.supervisor.host.model_files import MEMORY_SHARE, ResidentFiles, StoredModel, gpus_of, host_bytes
+from shared.engine_features import refusal
 from shared.errors import ConfigurationError, InvalidRequest, ModelDoesNotFit, RyzansteinError
 from shared.messages import (
     GroupBeat,
@@ -206,8 +207,7 @@ class ModelHost:
             for jobs in self.jobs:
                 if (reply := await jobs.on_command(command)) is not None:
                     return reply
-            own = isinstance(command, PullAdapter) and self._is_own(command)
-            if self._stopping or not (self._settings.is_host or (own and self._settings.serving_engine)):
+            if not self._takes(command):
                 raise InvalidRequest(
                     f"The executor {self._service.instance} takes no models; start it with --takes-models."
                 )
@@ -221,12 +221,22 @@ class ModelHost:
                 case RemoveModel(spec):
                     return await self._remove(spec)
                 case PullAdapter():
-                    settings = self._settings if own else self.settings_of(command.spec)
-                    record = await self._adapters.pull(command, settings, self._service.bus)
-                    return HostReply(ok=True, adapter=record)
+                    return await self._pull_adapter(command)
             raise InvalidRequest(f"The executor {self._service.instance} does not support this command.")
         except RyzansteinError as error:
             return HostReply(ok=False, code=error.code, error=error.message)
+
+    def _takes(self, command: HostCommand) -> bool:
+        """Beside an engine it takes no models, but adapters of the engine's."""
+        reads = bool(self._settings.serving_engine) and isinstance(command, PullAdapter) and self._is_own(command)
+        return not self._stopping and (self._settings.is_host or reads)
+
+    async def _pull_adapter(self, command: PullAdapter) -> HostReply:
+        own = self._is_own(command)
+        if own and self._own is not None and (refused := refusal(["adapter"], self._own.engine)) is not None:
+            raise refused
+        settings = self._settings if own else self.settings_of(command.spec)
+        return HostReply(ok=True, adapter=await self._adapters.pull(command, settings, self._service.bus))
 
     def _is_own(self, command: PullAdapter) -> bool:
         """Whether its base is the model that the executor was started with. Beside an engine there is no other."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.executor.engines.base import EngineFacts
-from services.executor.engines.pooling import with_pooling
+from services.executor.engines.leader import with_pooling
 from services.executor.engines.requests import spec_of
 from shared import limits
 from shared.errors import ModelLoadError

@@ -20,6 +20,9 @@ from shared.messages import TokenLogprobs
 # Vocabularies are padded differently by those who convert a model: so many ids more or fewer are the same one.
 VOCAB_PADDING = 1024
 
+# What no server is asked for so far (`EngineFacts.unsupported`).
+UNSUPPORTED = ["pooling", "adapter"]
+
 # A mark that differs from the last one where the server has computed something since, empty where it does not tell; and
 # the used share of its KV cache.
 Progress = tuple[str, float]

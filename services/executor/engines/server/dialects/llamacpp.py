@@ -16,17 +16,8 @@ from services.executor.engines.server.client import ServerClient
 from services.executor.engines.server.dialects import base
 from services.executor.engines.server.dialects.base import Identity, Piece, Progress
 
-UNSUPPORTED = [
-    "pooling",
-    "adapter",
-    "grammar",
-    "penalties",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "prompt_logprobs",
-    "cache_salt",
-]
+UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "min_tokens", "prompt_logprobs", "cache_salt"]
+UNSUPPORTED += base.UNSUPPORTED
 
 _RANDOM_SEED = 0xFFFFFFFF  # stands for "any" there
 # Its last event has the prompt's text in it, and all settings, unless the fields are named.

@@ -21,16 +21,8 @@ from services.executor.engines.server.dialects.base import Identity, Piece, Prog
 from shared.messages import TokenLogprobs
 
 # A salt that an older version leaves out of its cache's keys would be no error there.
-UNSUPPORTED = [
-    "pooling",
-    "adapter",
-    "grammar",
-    "penalties",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
-    "cache_salt",
-]
+UNSUPPORTED = ["grammar", "penalties", "bad_words", "allowed_token_ids", "prompt_logprobs", "cache_salt"]
+UNSUPPORTED += base.UNSUPPORTED
 
 _KV_USED = "sglang:token_usage"
 _PROGRESS = (_KV_USED, "sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:gen_throughput")

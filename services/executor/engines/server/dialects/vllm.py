@@ -34,7 +34,7 @@ _PROGRESS = (
 )
 _CACHE = r'^vllm:cache_config_info.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"'
 # Its route for completions streams no prompt's log probabilities, and the other one has no field for them.
-UNSUPPORTED = ["pooling", "adapter", "prompt_logprobs"]
+UNSUPPORTED = ["prompt_logprobs", *base.UNSUPPORTED]
 WITHOUT_PROCESSOR = ["grammar", "penalties", "bad_words", *UNSUPPORTED]
 
 

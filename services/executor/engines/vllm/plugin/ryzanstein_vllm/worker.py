@@ -14,6 +14,7 @@ process is killed.
 import argparse
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -443,6 +444,8 @@ async def _serve(line: socket.socket, failures: Failures) -> None:
     if facts.adapters and device() == "cpu":
         await _fail(writer, f"{facts.name} {WRONG_ADAPTERS}")
         return
+    gc.collect()
+    gc.freeze()  # as vLLM's own server does: else a look at all that was imported is a pause of every stream
     engine = Engine(llm, facts.vocab_size, writer, failures)
     told.append(engine)
     send(writer, facts)
