@@ -34,20 +34,28 @@ RZ_INLINE float bf16_to_float(bf16 value)
     return both.value;
 }
 
+/* Rounded to bf16. */
+RZ_INLINE f32 f32_as_bf16(f32 a)
+{
+    bf16 rounded[LANES];
+    f32_store_bf16(rounded, a);
+    return f32_load_bf16(rounded);
+}
+
 /* 16 values rounded to bf16, as gemm.c multiplies them: bf16, or float32 where the two of a pair take turns. */
 RZ_INLINE void f32_store_operands(operand *to, f32 a)
 {
-    bf16 rounded[LANES];
-    f32_store_bf16(TURNS == 1 ? (bf16 *)to : rounded, a);
-    if (TURNS == 2)
-        f32_store((float *)to, f32_load_bf16(rounded));
+    if (TURNS == 1)
+        f32_store_bf16((bf16 *)to, a);
+    else
+        f32_store((float *)to, f32_as_bf16(a));
 }
 
 /* 2^x, relative error below 1.5e-7 (of the polynomials of degree 5 that are 1 at 0, the one with the smallest relative
- * error on [0, 1]); 0 for -inf and NaN. */
+ * error on [0, 1]); 0 for NaN, -inf and all below -126: what is smaller than normal numbers takes many times as long, and
+ * every key that a query does not see was so. */
 RZ_INLINE f32 exp2_f32(f32 x)
 {
-    x = f32_max(x, f32_set1(-150.0f));
     const f32 part = f32_fraction(x);
     f32 sum = f32_set1(1.867130213e-3f);
     sum = f32_fma(sum, part, f32_set1(9.017030019e-3f));

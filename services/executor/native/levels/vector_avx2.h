@@ -100,10 +100,12 @@ RZ_INLINE f32 f32_fraction(f32 a) { return HALVES(f32, fraction, a); }
 RZ_INLINE __m256 times_power(__m256 a, __m256 power)
 {
     const __m256i bias = _mm256_set1_epi32(127);
-    __m256i whole = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_floor_ps(power), _mm256_set1_ps(250.0f)));
+    const __m256 least = _mm256_set1_ps(-126.0f), normal = _mm256_cmp_ps(power, least, _CMP_GE_OQ);
+    power = _mm256_min_ps(_mm256_floor_ps(_mm256_max_ps(power, least)), _mm256_set1_ps(250.0f));
+    __m256i whole = _mm256_cvtps_epi32(power);
     __m256i half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
     a = _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
-    return _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
+    return _mm256_and_ps(normal, _mm256_mul_ps(a, as_float(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23))));
 }
 
 RZ_INLINE f32 f32_times_power(f32 a, f32 power) { return HALVES2(f32, times_power, a, power); }

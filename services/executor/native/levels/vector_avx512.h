@@ -48,8 +48,11 @@ RZ_INLINE f32 f32_abs(f32 a) { return _mm512_abs_ps(a); }
 RZ_INLINE f32 f32_round(f32 a) { return _mm512_roundscale_ps(a, RZ_NEAREST); }
 /* What is above the next lower integer. */
 RZ_INLINE f32 f32_fraction(f32 a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-/* a * 2^power, for powers of at least -150, rounded down to integers */
-RZ_INLINE f32 f32_times_power(f32 a, f32 power) { return _mm512_scalef_ps(a, power); }
+/* a * 2^power, rounded down to an integer; 0 for powers below -126 and NaN. */
+RZ_INLINE f32 f32_times_power(f32 a, f32 power)
+{
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(power, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), a, power);
+}
 /* The largest power of two that is at most |a|; 0 for zeros and denormals. */
 RZ_INLINE f32 f32_power_below(f32 a) { return _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7f800000))); }
 RZ_INLINE float f32_sum(f32 a) { return _mm512_reduce_add_ps(a); }

@@ -89,10 +89,13 @@ RZ_INLINE f32 f32_fraction(f32 a) { PARTS(f32, vsubq_f32(a.part[i], vrndmq_f32(a
 RZ_INLINE float32x4_t times_power(float32x4_t a, float32x4_t power)
 {
     const int32x4_t bias = vdupq_n_s32(127);
-    int32x4_t whole = vcvtmq_s32_f32(vminnmq_f32(power, vdupq_n_f32(250.0f)));
+    const float32x4_t least = vdupq_n_f32(-126.0f);
+    const uint32x4_t normal = vcgeq_f32(power, least);
+    int32x4_t whole = vcvtmq_s32_f32(vminnmq_f32(vmaxnmq_f32(power, least), vdupq_n_f32(250.0f)));
     int32x4_t half = vshrq_n_s32(whole, 1), rest = vsubq_s32(whole, half);
     a = vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23)));
-    return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(rest, bias), 23)));
+    a = vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(rest, bias), 23)));
+    return vreinterpretq_f32_u32(vandq_u32(normal, vreinterpretq_u32_f32(a)));
 }
 
 RZ_INLINE f32 f32_times_power(f32 a, f32 power) { PARTS(f32, times_power(a.part[i], power.part[i])); }
