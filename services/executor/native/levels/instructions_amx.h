@@ -23,8 +23,11 @@ _Static_assert(sizeof(tile_shapes) == 64, "ldtilecfg reads 64 bytes");
 static _Thread_local int shaped_for; /* so many rows; 0: not shaped */
 
 /* Rows of tile number `tile`, `stride` bytes apart. Which bytes that are, only the shapes tell: so any memory. */
-#define tile_load(tile, from, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"((const void *)(from)), "r"((long)(stride)) : "memory")
+#define load_tile(how, tile, from, stride) \
+    __asm__ volatile(how " (%0,%1,1), %%tmm" #tile : : "r"((const void *)(from)), "r"((long)(stride)) : "memory")
+#define tile_load(tile, from, stride) load_tile("tileloadd", tile, from, stride)
+/* Past the first cache: rows that are read anew for each panel, and are too many for it, leave the panel there. */
+#define tile_load_passing(tile, from, stride) load_tile("tileloaddt1", tile, from, stride)
 #define tile_store(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"((void *)(to)), "r"((long)(stride)) : "memory")
 

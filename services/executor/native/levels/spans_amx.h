@@ -113,7 +113,7 @@ static void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, lon
     tile_zero(3);
     for (long tile = 0; tile < tiles; tile++, x += TILE_COLUMNS) {
         const factors *left = &of[tile][0], *right = &of[tile][1];
-        tile_load(4, x, stride);
+        tile_load_passing(4, x, stride);
         tile_load(5, left->lower, LINE_BYTES);
         tile_multiply_signed_unsigned(0, 4, 5);
         tile_load(6, left->upper, LINE_BYTES);
@@ -140,12 +140,12 @@ static void sum_codes(const uint8_t *codes, long tiles, const int8_t *x, const i
     tile_zero(2);
     tile_zero(3);
     for (long tile = 0; tile < tiles; tile++, codes += 2 * TILE_BYTES) {
-        tile_load(4, x + tile * TILE_COLUMNS, stride);
+        tile_load_passing(4, x + tile * TILE_COLUMNS, stride);
         tile_load(6, codes, 2 * LINE_BYTES);
         tile_multiply_signed_unsigned(0, 4, 6);
         tile_load(7, codes + LINE_BYTES, 2 * LINE_BYTES);
         tile_multiply_signed_unsigned(1, 4, 7);
-        tile_load(5, next + tile * TILE_COLUMNS, stride);
+        tile_load_passing(5, next + tile * TILE_COLUMNS, stride);
         tile_multiply_signed_unsigned(2, 5, 6);
         tile_multiply_signed_unsigned(3, 5, 7);
     }

@@ -26,12 +26,12 @@ static void shape_tiles(int rows)
 RZ_INLINE void add_pairs(int rows, const bf16 *x, long ldx, const bf16 *panel)
 {
     tile_load(6, panel, 2 * PANEL * sizeof(bf16));
-    tile_load(4, x, ldx * (long)sizeof(bf16));
+    tile_load_passing(4, x, ldx * (long)sizeof(bf16));
     tile_multiply_bf16(0, 4, 6);
     tile_load(7, panel + PANEL, 2 * PANEL * sizeof(bf16));
     tile_multiply_bf16(1, 4, 7);
     if (rows > ROWS_OF_TILE) {
-        tile_load(5, x + ROWS_OF_TILE * ldx, ldx * (long)sizeof(bf16));
+        tile_load_passing(5, x + ROWS_OF_TILE * ldx, ldx * (long)sizeof(bf16));
         tile_multiply_bf16(2, 5, 6);
         tile_multiply_bf16(3, 5, 7);
     }

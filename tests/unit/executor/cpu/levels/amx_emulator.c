@@ -5,7 +5,8 @@
  *     SIGILL ── C4 e2 .. 49|4b|5c|5e ──▶ decode ──▶ registers and memory of the thread ──▶ next instruction
  *
  * A tile that is used otherwise than it was shaped ends the process, as it would on a processor. Source: Intel 64 and
- * IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILERELEASE, TDPBF16PS, TDPBSSD, TDPBSUD, TDPBUSD, TILEZERO. */
+ * IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILELOADDT1, TILERELEASE, TDPBF16PS,
+ * TDPBSSD, TDPBSUD, TDPBUSD, TILEZERO. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <signal.h>
@@ -200,6 +201,7 @@ static int carry_out(const instruction *one)
         memset(of->tiles[one->reg], 0, sizeof of->tiles[one->reg]);
         return 1;
     case 0x4b << 8 | PREFIX_F2 << 4 | 1:
+    case 0x4b << 8 | PREFIX_66 << 4 | 1:
         move_tile(of, one, 0);
         return 1;
     case 0x4b << 8 | PREFIX_F3 << 4 | 1:
