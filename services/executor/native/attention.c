@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention_scratch.h"
+#include "attention_few.h"
 #include "codec.h"
 #include "gemm.h"
 
@@ -56,10 +56,10 @@ static void decode_groups(int codec, const int8_t *codes, int which, int count, 
     }
 }
 
-/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. Where one line is
- * both, the keys' are the values'. */
+/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their `scales` [KEYS]. */
 static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
-                      const row_run *run, int first, int count, int which, rz_attention_memory *scratch, const bf16 **rows)
+                      const row_run *run, int first, int count, int which, rz_attention_memory *scratch, float *scales,
+                      const bf16 **rows)
 {
     const int size = shape->block_size, d = shape->key_dim, planes = shape->lines * shape->kv_heads;
     for (int key = 0; key < count;) {
@@ -90,12 +90,12 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
             }
         }
         for (int i = 0; i < here; i++)
-            scratch->scales[which][key + i] = scale;
+            scales[key + i] = scale;
         key += here;
     }
     for (int key = count; key < KEYS; key++) {
         rows[key] = scratch->zeros;
-        scratch->scales[which][key] = 0.0f;
+        scales[key] = 0.0f;
     }
 }
 
@@ -181,14 +181,15 @@ static void multiply(int rows, const operand *x, long ldx, const bf16 *panel, lo
 }
 
 /* Scores of one query, of the keys that it sees: [oldest, newest] of the round's first `used`. The largest is found. */
-static void scale_scores(const rz_attention_shape *shape, rz_attention_memory *scratch, int query, int oldest, int newest, int used)
+static void scale_scores(const rz_attention_shape *shape, const float *scales, rz_attention_memory *scratch, int query,
+                         int oldest, int newest, int used)
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
     float *scores = scratch->scores[query];
     const f32 factor = f32_set1(shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
     f32 peak = nothing;
     for (int key = 0; key < used; key += LANES) {
-        f32 value = f32_mul(f32_load(scores + key), f32_load(scratch->scales[0] + key));
+        f32 value = f32_mul(f32_load(scores + key), f32_load(scales + key));
         if (shape->soft_cap > 0) {
             f32 capped = tanh_f32(f32_mul(value, f32_set1(shape->scale / shape->soft_cap)));
             value = f32_mul(capped, f32_set1(shape->soft_cap * LOG2_E));
@@ -219,17 +220,22 @@ static void raise_largest(rz_attention_memory *scratch, int begin, int end)
     }
 }
 
-/* The scores of one query become weights of the largest so far; its sums are scaled to that. */
-RZ_INLINE void weigh_scores(const rz_attention_shape *shape, rz_attention_memory *scratch, int query, const int used)
+/* The scores of one query become weights of the largest so far, times `scales`; its sums are scaled to that. */
+RZ_INLINE void weigh_scores(const rz_attention_shape *shape, const float *scales, rz_attention_memory *scratch, int query,
+                            const int used, const int few)
 {
-    const float *scores = scratch->scores[query];
+    float *scores = scratch->scores[query];
     const f32 base = f32_set1(scratch->largest[query]), keep = f32_set1(scratch->keep[query]);
     f32 total = f32_zero();
 #pragma GCC unroll 4
     for (int key = 0; key < used; key += LANES) {
         const f32 weight = exp2_f32(f32_sub(f32_load(scores + key), base));
         total = f32_add(total, weight);
-        f32_store_operands(scratch->weights[query] + key, f32_mul(weight, f32_load(scratch->scales[1] + key)));
+        const f32 share = f32_mul(weight, f32_load(scales + key));
+        if (few)
+            f32_store(scores + key, f32_as_bf16(share));
+        else
+            f32_store_operands(scratch->weights[query] + key, share);
     }
     float *sums = scratch->sums + query * rz_sum_width(shape);
     for (int i = 0; i < shape->value_dim; i += LANES)
@@ -239,20 +245,32 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, rz_attention_memory
 
 _Static_assert(KEYS == 2 * PANEL, "a round's keys are one panel or two");
 
-/* Scores of queries [begin, end) of a part become weights of a round's first `used` keys. */
-static void soften(const rz_attention_shape *shape, const head_part *head, int begin, int end, int first_key, int used,
-                   rz_attention_memory *scratch)
+/* Rows of a part that read alike the keys of a round, [first, first + count): for each of some of its KV heads. */
+typedef struct {
+    const rz_attention_shape *shape;
+    const rz_cache *cache;
+    const row_run *run;
+    int first, count, used; /* used: of whole panels */
+    int queries, few;       /* of a KV head; whether they are few */
+} key_round;
+
+/* The first query of a KV head in the round. */
+RZ_INLINE int first_in_round(const key_round *round, const head_part *head)
 {
-    for (int query = begin; query < end; query++) {
-        const int newest = head->part.position + row_of(head, query) - first_key;
-        scale_scores(shape, scratch, query, shape->window ? newest - shape->window + 1 : 0, newest, used);
-    }
-    raise_largest(scratch, begin, end);
+    return head->first_query + round->run->first * head->part.heads;
+}
+
+/* Scores of a KV head's queries in the round become weights. */
+static void soften(const key_round *round, const head_part *head, const float *scales, rz_attention_memory *scratch)
+{
+    const int begin = first_in_round(round, head), end = begin + round->queries;
     for (int query = begin; query < end; query++)
-        if (used == KEYS)
-            weigh_scores(shape, scratch, query, KEYS);
+        if (round->few)
+            weigh_scores(round->shape, scales, scratch, query, round->used, 1);
+        else if (round->used == KEYS)
+            weigh_scores(round->shape, scales, scratch, query, KEYS, 0);
         else
-            weigh_scores(shape, scratch, query, PANEL);
+            weigh_scores(round->shape, scales, scratch, query, PANEL, 0);
 }
 
 /* The sum of weights with that of a head's sink. */
@@ -284,38 +302,88 @@ static void finish(const rz_attention_shape *shape, const head_part *head, const
     }
 }
 
-/* Keys [first, last) of one round, for the rows of `run`. */
-static void attend_round(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head,
-                         const row_run *run, int first, int last, rz_attention_memory *scratch, rz_upcoming *ahead)
+/* Scores of a KV head's queries in the round; `rows`: where its keys are found. */
+static void score_keys(const key_round *round, const head_part *head, int which, const bf16 **rows,
+                       rz_attention_memory *scratch, rz_upcoming *ahead)
 {
     const rz_attention_part *part = &head->part;
-    const int d = shape->key_dim, begin = head->first_query + run->first * part->heads;
-    const int queries = (run->end - run->first) * part->heads;
-    const int count = last - first < KEYS ? last - first : KEYS;
-    const int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
-    const bf16 *rows[KEYS];
-    find_rows(shape, cache, part, run, first, count, 0, scratch, rows);
-    pack_keys(d, panels, rows, scratch, ahead);
-    for (int panel = 0; panel < panels; panel++)
-        multiply(queries, scratch->queries + begin * d, d, scratch->keys + panel * d * PANEL, d / 2,
-                 &scratch->scores[begin][panel * PANEL], KEYS, 0);
-    if (shape->lines == 2)
-        find_rows(shape, cache, part, run, first, count, 1, scratch, rows);
-    else
-        memcpy(scratch->scales[1], scratch->scales[0], sizeof scratch->scales[0]);
-    pack_values(shape->value_dim, used, rows, scratch, ahead);
-    soften(shape, head, begin, begin + queries, first, used, scratch);
+    const int d = round->shape->key_dim, begin = first_in_round(round, head);
+    find_rows(round->shape, round->cache, part, round->run, round->first, round->count, 0, scratch, scratch->scales[which][0],
+              rows);
+    if (rz_scores_few(part->rows * part->heads)) {
+        rz_score_few(scratch->columns[which], round->run->first * part->heads, round->queries, rows, round->count, d,
+                     scratch->scores[begin], scratch, ahead);
+        return;
+    }
+    pack_keys(d, round->used / PANEL, rows, scratch, ahead);
+    for (int key = 0; key < round->used; key += PANEL)
+        multiply(round->queries, scratch->queries + begin * d, d, scratch->keys + key * d, d / 2, &scratch->scores[begin][key],
+                 KEYS, 0);
+}
+
+static void raise_scores(const key_round *round, const head_part *head, const float *scales, rz_attention_memory *scratch)
+{
+    const rz_attention_shape *shape = round->shape;
+    const int begin = first_in_round(round, head), end = begin + round->queries;
+    for (int query = begin; query < end; query++) {
+        const int newest = head->part.position + row_of(head, query) - round->first;
+        scale_scores(shape, scales, scratch, query, shape->window ? newest - shape->window + 1 : 0, newest, round->used);
+    }
+    raise_largest(scratch, begin, end);
+}
+
+/* Weights of a KV head's queries, times values, are added to their sums. */
+static void add_values(const key_round *round, const head_part *head, const bf16 *const *rows, rz_attention_memory *scratch,
+                       rz_upcoming *ahead)
+{
+    const rz_attention_shape *shape = round->shape;
+    const int begin = first_in_round(round, head), width = rz_sum_width(shape);
+    float *sums = scratch->sums + begin * width;
+    if (round->few) {
+        rz_add_few(scratch->scores[begin], round->queries, rows, round->count, shape->value_dim, sums, width, ahead);
+        return;
+    }
+    pack_values(shape->value_dim, round->used, rows, scratch, ahead);
     for (int column = 0; column < shape->value_dim; column += PANEL)
-        multiply(queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, used / 2,
-                 scratch->sums + begin * rz_sum_width(shape) + column, rz_sum_width(shape), 1);
+        multiply(round->queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, round->used / 2,
+                 sums + column, width, 1);
+}
+
+/* Where the values of a KV head are in the round; keys were found last. */
+static void find_values(const key_round *round, const head_part *head, int which, const bf16 **rows,
+                        rz_attention_memory *scratch)
+{
+    if (round->shape->lines == 2)
+        find_rows(round->shape, round->cache, &head->part, round->run, round->first, round->count, 1, scratch,
+                  scratch->scales[which][1], rows);
+    else
+        memcpy(scratch->scales[which][1], scratch->scales[which][0], sizeof scratch->scales[which][0]);
+}
+
+/* A round of `count` KV heads, step by step: what one waits for, another does not. */
+static void attend_round(const key_round *round, const head_part *heads, const int *which, int count,
+                         rz_attention_memory *scratch, rz_upcoming *ahead)
+{
+    const bf16 *rows[KEYS];
+    for (int i = 0; i < count; i++)
+        score_keys(round, &heads[which[i]], which[i], rows, scratch, ahead);
+    for (int i = 0; i < count; i++)
+        raise_scores(round, &heads[which[i]], scratch->scales[which[i]][0], scratch);
+    for (int i = 0; i < count; i++) {
+        find_values(round, &heads[which[i]], which[i], rows, scratch);
+        soften(round, &heads[which[i]], scratch->scales[which[i]][1], scratch);
+        add_values(round, &heads[which[i]], rows, scratch, ahead);
+    }
 }
 
 /* The queries of one KV head, and nothing that they have seen. */
-static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head,
+static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, bf16 *columns,
                        rz_attention_memory *memory)
 {
     const rz_attention_part *part = &head->part;
     const int d = shape->key_dim, width = rz_sum_width(shape), coded = codec_is_integer(cache->codec);
+    if (rz_scores_few(part->rows * part->heads))
+        rz_place_few(columns, part->queries, part->q_stride, part->rows, part->heads, d);
     for (int query = 0; query < part->rows * part->heads; query++) {
         const int at = head->first_query + query;
         const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
@@ -332,23 +400,30 @@ static void begin_head(const rz_attention_shape *shape, const rz_cache *cache, c
     }
 }
 
-/* The round of keys from `first` on, for one KV head. */
-static void attend_head(const rz_attention_shape *shape, const rz_cache *cache, const head_part *head, int first,
-                        rz_attention_memory *memory, rz_upcoming *ahead)
+/* The round of keys from `first` on, for the KV heads of a part. */
+static void attend_heads(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+                         const head_part *heads, int first, rz_attention_memory *memory, rz_upcoming *ahead)
 {
-    const rz_attention_part *part = &head->part;
     const int last = last_of(part);
     row_run run = { 0, 0, -1, 0 };
     while (run.end < part->rows) {
         run = run_of(shape, cache, part, run.end, first);
         const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
-        const int begin = head->first_query + run.first * part->heads, end = head->first_query + run.end * part->heads;
-        if (codec_is_integer(cache->codec) && run.home < 0
-            && rz_attend_codes(shape, cache, head, begin, end, first, memory, ahead))
-            continue;
-        rz_turn_sums(shape, memory, begin, end, 0);
-        if (first < seen)
-            attend_round(shape, cache, head, &run, first, seen < last ? seen : last, memory, ahead);
+        const int queries = (run.end - run.first) * part->heads, end = seen < last ? seen : last;
+        const int count = end - first < KEYS ? end - first : KEYS, used = (count + PANEL - 1) / PANEL * PANEL;
+        const key_round round = { shape, cache, &run, first, count, used, queries, ADDS_FEW && queries <= FEW_QUERIES };
+        int which[MOST_TOGETHER], left = 0;
+        for (int i = 0; i < part->kv_heads; i++) {
+            const int begin = first_in_round(&round, &heads[i]);
+            if (codec_is_integer(cache->codec) && run.home < 0
+                && rz_attend_codes(shape, cache, &heads[i], begin, begin + queries, first, memory, ahead))
+                continue;
+            rz_turn_sums(shape, memory, begin, begin + queries, 0);
+            which[left++] = i;
+        }
+        const int together = shape->lines == 2 ? left : 1; /* one line is read once for both */
+        for (int i = 0; i < left && count > 0; i += together)
+            attend_round(&round, heads, which + i, together, memory, ahead);
     }
 }
 
@@ -360,7 +435,7 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
     head_part heads[MOST_TOGETHER];
     for (int i = 0; i < part->kv_heads; i++) {
         heads[i] = (head_part){ rz_part_of_head(shape, part, i), i * queries };
-        begin_head(shape, cache, &heads[i], memory);
+        begin_head(shape, cache, &heads[i], memory->columns[i], memory);
     }
     memset(memory->zeros, 0, (size_t)shape->key_dim * sizeof(bf16));
     int first = first_of(shape, part);
@@ -375,8 +450,7 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
             look_ahead(shape, cache, part, coming, last, &ahead);
         else if (next)
             look_ahead(shape, cache, next, first_of(shape, next) + (coming - last) / KEYS * KEYS, last_of(next), &ahead);
-        for (int i = 0; i < part->kv_heads; i++)
-            attend_head(shape, cache, &heads[i], first, memory, &ahead);
+        attend_heads(shape, cache, part, heads, first, memory, &ahead);
     }
     rz_turn_sums(shape, memory, 0, part->kv_heads * queries, 0);
     for (int i = 0; i < part->kv_heads; i++)

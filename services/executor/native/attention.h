@@ -16,7 +16,7 @@
  * they lie in groups (kv_cache/code_groups.py) without packing them: queries and a round's weights become numbers of 14
  * bits, sums of products are integers, and scales are applied to these. A weight is rounded to 1/32512 of the largest in
  * the round. Other rounds are packed as bf16, which both codecs' codes are exact in, for rz_tile, and a scale is applied
- * once, to scores and to weights.
+ * once, to scores and to weights. For few queries they are not packed: attention_few.h.
  *
  * Sources: Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135; Kwon et al., "PagedAttention",
  * https://arxiv.org/abs/2309.06180.

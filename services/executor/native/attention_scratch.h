@@ -7,6 +7,8 @@
 
 #define LOG2_E 1.44269504f
 
+enum { FEW_QUERIES = 4 /* that are not worth packing keys and values for */ };
+
 /* Rows are as wide as the model's keys and values are, and follow each other: further apart, they would take the same
  * few sets of the caches. Where rows are read or written by vectors or by fours, there are more than TILE_QUERIES. */
 typedef struct {
@@ -15,9 +17,10 @@ typedef struct {
     bf16 decoded[2][KEYS * MAX_KEY_DIM];        /* [KEYS][key_dim]: compressed keys and values as bf16 */
     operand queries[TILE_QUERIES * MAX_KEY_DIM]; /* [rows * heads][key_dim] */
     operand weights[TILE_QUERIES][KEYS];
-    float scores[TILE_QUERIES][KEYS];
+    float scores[TILE_QUERIES][KEYS];           /* of few queries, the weights too */
     float sums[TILE_QUERIES * MAX_VALUE_DIM];   /* [rows * heads][rz_sum_width] */
-    float scales[2][KEYS];
+    float scales[MOST_TOGETHER][2][KEYS];       /* of the keys and values of each KV head */
+    bf16 columns[MOST_TOGETHER][FEW_QUERIES * MAX_KEY_DIM]; /* few queries of each KV head (attention_few.h) */
     float largest[TILE_QUERIES + LANES], total[TILE_QUERIES + LANES];
     float peaks[TILE_QUERIES + LANES], keep[TILE_QUERIES + LANES]; /* a round's largest score; of the sums so far */
     bf16 zeros[MAX_KEY_DIM];

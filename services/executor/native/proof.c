@@ -20,7 +20,7 @@ enum {
     PROOF_DIM = COLUMNS,
     PROOF_BLOCK = LANES,
     PROOF_BLOCKS = (PROOF_KEYS + PROOF_BLOCK - 1) / PROOF_BLOCK,
-    PROOF_HEADS = 2,
+    PROOF_FEW = 2, PROOF_HEADS = 6, /* queries of a key: those of few, and of more */
 };
 
 typedef struct {
@@ -198,23 +198,23 @@ static void proof_keep(proof *of, int codec, float unit)
     }
 }
 
-/* The last of PROOF_KEYS tokens asks all of them: its own block is bf16, the others as `codec` says. */
-static int proof_of_attention(proof *of, int codec, void *scratch)
+/* The last of PROOF_KEYS tokens asks all of them, by `heads` heads: its own block is bf16, the others as `codec` says. */
+static int proof_of_attention(proof *of, int codec, int heads, void *scratch)
 {
     const float unit = codec ? 0.03125f : 1.0f;
     of->state = 1; /* whatever was drawn before */
-    proof_fill(of, of->queries, of->asked, PROOF_HEADS * PROOF_DIM, 8);
+    proof_fill(of, of->queries, of->asked, heads * PROOF_DIM, 8);
     proof_keep(of, codec, unit);
     const int32_t slot = of->table[PROOF_BLOCKS - 1] * PROOF_BLOCK + (PROOF_KEYS - 1) % PROOF_BLOCK;
     const rz_attention_shape shape = { .kv_heads = 1, .lines = 2, .key_dim = PROOF_DIM, .value_dim = PROOF_DIM,
                                        .block_size = PROOF_BLOCK, .scale = 0.01f };
     const rz_cache cache = { of->writable, of->coded, of->scales, PROOF_BLOCKS, codec, codec != RZ_CODEC_NONE };
     const rz_attention_part part = { .table = of->table, .slots = &slot, .queries = of->asked, .partial = of->partial,
-                                     .q_stride = PROOF_HEADS * PROOF_DIM, .out_stride = PROOF_HEADS * PROOF_DIM, .rows = 1,
-                                     .heads = PROOF_HEADS, .position = PROOF_KEYS - 1, .last_key = PROOF_KEYS, .parts = 1,
+                                     .q_stride = heads * PROOF_DIM, .out_stride = heads * PROOF_DIM, .rows = 1,
+                                     .heads = heads, .position = PROOF_KEYS - 1, .last_key = PROOF_KEYS, .parts = 1,
                                      .until_layer = 1, .kv_heads = 1 };
     rz_attend(&shape, &cache, &part, NULL, scratch);
-    for (int head = 0; head < PROOF_HEADS; head++) {
+    for (int head = 0; head < heads; head++) {
         double expected[PROOF_DIM];
         const float *found = of->partial + head * (PROOF_DIM + 2);
         rz_reference_attention(PROOF_DIM, 0, PROOF_KEYS, of->queries + head * PROOF_DIM, of->keys[0], of->keys[1],
@@ -239,9 +239,13 @@ static int proof_of_all(proof *of, void *memory)
     for (int rows = 1; rows <= 19; rows += 6)
         if (!proof_of_digits(of, rows, 72, memory))
             return RZ_WRONG_DIGITS;
-    if (!proof_of_attention(of, RZ_CODEC_NONE, memory))
+    if (!proof_of_attention(of, RZ_CODEC_NONE, PROOF_FEW, memory)
+        || !proof_of_attention(of, RZ_CODEC_NONE, PROOF_HEADS, memory))
         return RZ_WRONG_ATTENTION;
-    return proof_of_attention(of, RZ_CODEC_INT8, memory) ? RZ_PROVEN : RZ_WRONG_CODED_ATTENTION;
+    if (!proof_of_attention(of, RZ_CODEC_INT8, PROOF_FEW, memory)
+        || !proof_of_attention(of, RZ_CODEC_INT8, PROOF_HEADS, memory))
+        return RZ_WRONG_CODED_ATTENTION;
+    return RZ_PROVEN;
 }
 
 int rz_prove(void)

@@ -10,6 +10,7 @@
 #define RZ_NAMED(name, level) RZ_JOINED(name, level)
 #define RZ_OF_LEVEL(name) RZ_NAMED(name, RZ_LEVEL)
 
+#define rz_add_few RZ_OF_LEVEL(rz_add_few)
 #define rz_attend RZ_OF_LEVEL(rz_attend)
 #define rz_attend_codes RZ_OF_LEVEL(rz_attend_codes)
 #define rz_attend_rows RZ_OF_LEVEL(rz_attend_rows)
@@ -64,6 +65,7 @@
 #define rz_open_latents RZ_OF_LEVEL(rz_open_latents)
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
+#define rz_place_few RZ_OF_LEVEL(rz_place_few)
 #define rz_place_latents RZ_OF_LEVEL(rz_place_latents)
 #define rz_pack_as_columns RZ_OF_LEVEL(rz_pack_as_columns)
 #define rz_pack_as_lines RZ_OF_LEVEL(rz_pack_as_lines)
@@ -97,6 +99,7 @@
 #define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
 #define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
 #define rz_store_numbers RZ_OF_LEVEL(rz_store_numbers)
+#define rz_score_few RZ_OF_LEVEL(rz_score_few)
 #define rz_spans_panel RZ_OF_LEVEL(rz_spans_panel)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_summarise RZ_OF_LEVEL(rz_summarise)
@@ -127,6 +130,7 @@
 #include "../adapters.c"
 #include "../attention.c"
 #include "../attention_codes.c"
+#include "../attention_few.c"
 #include "../attention_plan.c"
 #include "../attention_stages.c"
 #include "../blocks.c"

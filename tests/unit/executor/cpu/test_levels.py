@@ -170,6 +170,20 @@ BUGS = (
         "_mm512_slli_epi32(i32_load(at[1][row + i]), 7)",
         "products of int8",
     ),
+    Bug(
+        "amx",
+        "levels/few_amx.h",
+        "tile_multiply_bf16(1, 5, 6)",
+        "tile_multiply_bf16(1, 4, 6)",
+        "attention over bf16 keys",
+    ),
+    Bug(
+        "amx",
+        "attention_few.c",
+        "add_key(count, 1, weights + key + 1",
+        "add_key(count, 1, weights + key",
+        "attention over bf16 keys",
+    ),
     Bug("amx", "levels/spans_amx.h", "tile_load(7, codes + LINE_BYTES", "tile_load(7, codes", "products of int8"),
     Bug(
         "amx",
