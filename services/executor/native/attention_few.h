@@ -4,7 +4,8 @@
  *     scores   keys are the rows of tiles, and queries the columns (AMX alone)
  *     values   each key's values times its weights, in vectors
  *
- * Each sum is of the same products in the same order as in rz_tile: to the bit what it would be among many queries. */
+ * Each sum is of the same products in the same order as in rz_tile: to the bit what it would be among many queries (but
+ * for numbers below 2^-126, which AMX takes for zeros). */
 #ifndef RZ_ATTENTION_FEW_H
 #define RZ_ATTENTION_FEW_H
 
