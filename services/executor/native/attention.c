@@ -243,6 +243,7 @@ RZ_INLINE void weigh_scores(const rz_attention_shape *shape, const float *scales
     scratch->total[query] = scratch->total[query] * scratch->keep[query] + f32_sum(total);
 }
 
+_Static_assert(2 * KEYS <= PLANES_OF_ROUND, "a round has room for its planes");
 _Static_assert(KEYS == 2 * PANEL, "a round's keys are one panel or two");
 
 /* Rows of a part that read alike the keys of a round, [first, first + count): for each of some of its KV heads. */

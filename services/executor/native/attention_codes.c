@@ -158,12 +158,14 @@ RZ_INLINE f32 weigh_scores_as_digits(const float *scores, float peak, const floa
 typedef struct {
     digit_product products[1 + MAX_VALUE_DIM / COLUMNS];
     int count, done; /* products; quarters of them */
+    waiting_quarter last;
+    rz_upcoming *ahead; /* what lanes ask for meanwhile, or NULL */
 } asked_products;
 
 static void multiply_until(asked_products *asked, int quarters)
 {
     for (; asked->done < quarters; asked->done++)
-        rz_multiply_quarter(&asked->products[asked->done / QUARTERS], asked->done % QUARTERS);
+        rz_multiply_quarter(&asked->products[asked->done / QUARTERS], asked->done % QUARTERS, &asked->last);
 }
 
 /* Queries that are computed at once, and where. */
@@ -185,7 +187,7 @@ static void ask_for_keys(const rz_attention_shape *shape, const round_groups *gr
     if (queries->count)
         asked->products[asked->count++] = (digit_product){
             queries->count, d / 4, memory->numbers + queries->query * 2 * d, d, groups->keys, 0,
-            &memory->products[queries->turn] };
+            &memory->products[queries->turn], asked->ahead };
 }
 
 static void ask_for_values(const rz_attention_shape *shape, const round_groups *groups, rz_attention_memory *memory,
@@ -194,7 +196,7 @@ static void ask_for_values(const rz_attention_shape *shape, const round_groups *
     for (int i = 0; queries->count && i * COLUMNS < shape->value_dim; i++)
         asked->products[asked->count++] = (digit_product){
             queries->count, 0, memory->digits[queries->turn][0][0], KEYS, groups->values, i * groups->values_ahead,
-            &memory->gains[i] };
+            &memory->gains[i], asked->ahead };
 }
 
 static void pull_times(rz_upcoming *ahead, int times)
@@ -233,6 +235,7 @@ static void soften_products(const rz_attention_shape *shape, const head_part *he
         f32_store_sums(memory->added + these, four);
     }
     multiply_until(asked, all);
+    rz_end_quarters(&asked->last);
 }
 
 /* What the sums of some queries so far are kept with, and what a round's are added with, whose weights are of `unit`.
@@ -281,11 +284,15 @@ int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, cons
     round_groups groups;
     find_groups(shape, cache, keys, values, memory, ahead, &groups);
     rz_turn_sums(shape, memory, begin, end, 1);
-    const int pulls = cache->in_groups ? 1 + (shape->key_dim / 16 - 1) / (end - begin) : 0;
+    /* Few queries are multiplied in lanes and take little time between their products: loads would wait for what is asked
+     * for there at once. */
+    const int few = end - begin < FEWEST_FOR_DIGIT_TILES;
+    const int pulls = cache->in_groups && !few ? 1 + (shape->key_dim / 16 - 1) / (end - begin) : 0;
     some_queries last = { 0, 0, 0 }, these = queries_from(begin, end, 0);
-    asked_products asked = { .count = 0 };
+    asked_products asked = { .ahead = cache->in_groups && few ? ahead : NULL };
     ask_for_keys(shape, &groups, memory, &these, &asked);
     multiply_until(&asked, QUARTERS);
+    rz_end_quarters(&asked.last);
     while (these.count || last.count) {
         const some_queries coming = queries_from(these.query + NUMBERS_AT_ONCE, end, !these.turn);
         asked.count = asked.done = 0;

@@ -151,6 +151,8 @@ RZ_INLINE void digits_block(const digit_product *product, const int are_lines, c
 #pragma GCC unroll 1
         for (int quad = 0; quad < quads; quad++, digits += 4) {
             bytes codes[QUARTERS];
+            if (row == 0 && vector == 0 && product->ahead)
+                pull(product->ahead, UPCOMING_OF_QUAD);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
                 codes[v] = bytes_load_once(at[v] + quad * step);
@@ -202,14 +204,23 @@ static __attribute__((noinline)) void multiply_in_lanes(const digit_product *pro
 #include "levels/digits_amx.h"
 #endif
 
-void rz_multiply_quarter(const digit_product *product, int quarter)
+void rz_multiply_quarter(const digit_product *product, int quarter, waiting_quarter *before)
 {
 #if defined(__AMX_INT8__)
     if (product->rows >= FEWEST_FOR_DIGIT_TILES) { /* sums of integers are the same either way */
-        multiply_in_tiles(product, quarter);
+        multiply_in_tiles(product, quarter, before);
         return;
     }
 #endif
+    (void)before;
     if (quarter == 0) /* in lanes, digits are spread once for all columns */
         multiply_in_lanes(product);
+}
+
+void rz_end_quarters(waiting_quarter *before)
+{
+#if defined(__AMX_INT8__)
+    store_waiting(before);
+#endif
+    before->to = NULL;
 }

@@ -19,11 +19,14 @@
 #ifndef RZ_DIGITS_H
 #define RZ_DIGITS_H
 
+#include "upcoming.h"
 #include "vector.h"
 
 enum {
     COLUMNS = 64,         /* of a product */
     NUMBERS_AT_ONCE = 8,  /* rows of one, at most */
+    UPCOMING_OF_QUAD = 4, /* lines: a quad of a round's keys or values is so many bytes, too */
+    FEWEST_FOR_DIGIT_TILES = 4, /* rows: fewer are sooner multiplied in lanes, whose sums are in registers */
     UPPER = 128,          /* an upper digit, in lower ones */
     LARGEST_NUMBER = UPPER * (UPPER - 1),   /* of those that have no sign */
     LARGEST_SIGNED = UPPER * UPPER / 2 - 1, /* of those that have one: digits of both signs, up to 64 */
@@ -83,6 +86,7 @@ typedef struct {
     const int8_t *const *groups;  /* [QUARTERS]; for tiles, groups as lines are GROUP_COLUMNS apart */
     long offset;                  /* in each group */
     digit_sums *sums;
+    rz_upcoming *ahead;           /* what is asked for meanwhile, by lanes: UPCOMING_OF_QUAD lines for each quad; or NULL */
 } digit_product;
 
 /* Whether tiles may multiply. */
@@ -95,8 +99,16 @@ RZ_INLINE int rz_has_digit_tiles(void)
 #endif
 }
 
-/* The first, ... fourth LANES columns of it; they are there when all have been asked for. Between them, vectors may do
- * something else: tiles multiply meanwhile, and what waits for them does not hold it up. */
-void rz_multiply_quarter(const digit_product *product, int quarter);
+/* Sums in a tile. They are stored when the next ones have begun in another: sooner, all that follows would wait for them. */
+typedef struct {
+    int32_t *to; /* NULL: none are */
+    int tile;
+} waiting_quarter;
+
+/* The first, ... fourth LANES columns of it; they are there when all have been asked for, and rz_end_quarters was. Between
+ * them, vectors may do something else: tiles multiply meanwhile, and what waits for them does not hold it up. */
+void rz_multiply_quarter(const digit_product *product, int quarter, waiting_quarter *before);
+
+void rz_end_quarters(waiting_quarter *before);
 
 #endif

@@ -197,8 +197,16 @@ static const slab_function *packed_tiles(const rz_format *format, long rows)
     return !format->has_table && tiles[rows <= FEWEST ? 1 : FEWEST + 1] ? tiles : NULL;
 }
 
+#if defined(__AMX_INT8__)
+#include "levels/blocks_amx.h"
+#endif
+
 long rz_most_together(const rz_format *format)
 {
+#if defined(__AMX_INT8__)
+    if (has_block_tiles(format))
+        return MOST_ROUNDED_TOGETHER;
+#endif
     return span_of(format) || format->bits == 8 ? MOST_ROUNDED_TOGETHER : 0;
 }
 
@@ -211,6 +219,13 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     }
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
+    memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
+#if defined(__AMX_INT8__)
+    if (rows >= ROWS_OF_TILE && has_block_tiles(format)) {
+        multiply_blocks_in_tiles(format, &at, x, first, rows, sums);
+        return;
+    }
+#endif
     const long blocks = blocks_of(format);
     const slab_function *packed = packed_tiles(format, rows);
     const slab_function *tiles =
@@ -223,7 +238,6 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     const int bits = packed ? format->bits : unpacked_bits(format);
     int8_t wide[ROWS * SHORTS_ROW];
 #endif
-    memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
     for (long block = 0; block < blocks; block += most) {
         const long some = blocks - block < most ? blocks - block : most;
         rz_unpack_scales(format, &at, block, some, &here);

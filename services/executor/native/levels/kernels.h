@@ -37,6 +37,7 @@
 #define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
 #define rz_float_codes_span RZ_OF_LEVEL(rz_float_codes_span)
 #define rz_end_products RZ_OF_LEVEL(rz_end_products)
+#define rz_end_quarters RZ_OF_LEVEL(rz_end_quarters)
 #define rz_expand RZ_OF_LEVEL(rz_expand)
 #define rz_expand_blocks RZ_OF_LEVEL(rz_expand_blocks)
 #define rz_expand_bytes RZ_OF_LEVEL(rz_expand_bytes)

@@ -103,56 +103,73 @@ RZ_INLINE void make_some(factor_making *of)
     }
 }
 
-/* Sums of 16 rows of a span of `tiles` tiles: lower and upper ones of the left outputs, then of the right ones. */
-static void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, long stride, int32_t (*sums)[ROWS_OF_TILE][LANES],
-                        factor_making *next)
+/* Sums leave their tiles when the next ones begin: where a tile is stored behind its last product, all wait for it. */
+#define BEGIN_SUM(tile, stored) \
+    do { \
+        if (stored) \
+            tile_store(tile, stored[tile], LINE_BYTES); \
+        tile_zero(tile); \
+    } while (0)
+
+static void store_sums(int32_t (*sums)[ROWS_OF_TILE][LANES])
 {
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    for (long tile = 0; tile < tiles; tile++, x += TILE_COLUMNS) {
-        const factors *left = &of[tile][0], *right = &of[tile][1];
-        tile_load_passing(4, x, stride);
-        tile_load(5, left->lower, LINE_BYTES);
-        tile_multiply_signed_unsigned(0, 4, 5);
-        tile_load(6, left->upper, LINE_BYTES);
-        tile_multiply_signed(1, 4, 6);
-        make_some(next);
-        tile_load(7, right->lower, LINE_BYTES);
-        tile_multiply_signed_unsigned(2, 4, 7);
-        tile_load(5, right->upper, LINE_BYTES);
-        tile_multiply_signed(3, 4, 5);
-        make_some(next);
-    }
     tile_store(0, sums[0], LINE_BYTES);
     tile_store(1, sums[1], LINE_BYTES);
     tile_store(2, sums[2], LINE_BYTES);
     tile_store(3, sums[3], LINE_BYTES);
 }
 
-/* Sums of 16 rows from `x` on, and of 16 from `next` on: left outputs and right ones, of codes as they are. */
-static void sum_codes(const uint8_t *codes, long tiles, const int8_t *x, const int8_t *next, long stride,
-                      int32_t (*sums)[ROWS_OF_TILE][LANES])
+/* Sums of 16 rows of a span of `tiles` tiles: lower and upper ones of the left outputs, then of the right ones. `stored`:
+ * where those before go, or NULL. */
+RZ_INLINE void sum_factors(const factors (*of)[2], long tiles, const int8_t *x, long stride,
+                           int32_t (*stored)[ROWS_OF_TILE][LANES], factor_making *next)
 {
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
+    for (long tile = 0; tile < tiles; tile++, x += TILE_COLUMNS) {
+        const factors *left = &of[tile][0], *right = &of[tile][1];
+        tile_load_passing(4, x, stride);
+        tile_load(5, left->lower, LINE_BYTES);
+        if (tile == 0)
+            BEGIN_SUM(0, stored);
+        tile_multiply_signed_unsigned(0, 4, 5);
+        tile_load(6, left->upper, LINE_BYTES);
+        if (tile == 0)
+            BEGIN_SUM(1, stored);
+        tile_multiply_signed(1, 4, 6);
+        make_some(next);
+        tile_load(7, right->lower, LINE_BYTES);
+        if (tile == 0)
+            BEGIN_SUM(2, stored);
+        tile_multiply_signed_unsigned(2, 4, 7);
+        tile_load(5, right->upper, LINE_BYTES);
+        if (tile == 0)
+            BEGIN_SUM(3, stored);
+        tile_multiply_signed(3, 4, 5);
+        make_some(next);
+    }
+}
+
+/* Sums of 16 rows from `x` on, and of 16 from `next` on: left outputs and right ones, of codes as they are. */
+RZ_INLINE void sum_codes(const uint8_t *codes, long tiles, const int8_t *x, const int8_t *next, long stride,
+                         int32_t (*stored)[ROWS_OF_TILE][LANES])
+{
     for (long tile = 0; tile < tiles; tile++, codes += 2 * TILE_BYTES) {
         tile_load_passing(4, x + tile * TILE_COLUMNS, stride);
         tile_load(6, codes, 2 * LINE_BYTES);
+        if (tile == 0)
+            BEGIN_SUM(0, stored);
         tile_multiply_signed_unsigned(0, 4, 6);
         tile_load(7, codes + LINE_BYTES, 2 * LINE_BYTES);
+        if (tile == 0)
+            BEGIN_SUM(1, stored);
         tile_multiply_signed_unsigned(1, 4, 7);
         tile_load_passing(5, next + tile * TILE_COLUMNS, stride);
+        if (tile == 0)
+            BEGIN_SUM(2, stored);
         tile_multiply_signed_unsigned(2, 5, 6);
+        if (tile == 0)
+            BEGIN_SUM(3, stored);
         tile_multiply_signed_unsigned(3, 5, 7);
     }
-    tile_store(0, sums[0], LINE_BYTES);
-    tile_store(1, sums[1], LINE_BYTES);
-    tile_store(2, sums[2], LINE_BYTES);
-    tile_store(3, sums[3], LINE_BYTES);
 }
 
 /* Rows of one tile: the last one's may begin before the end of the one before, as tiles are whole. */
@@ -205,26 +222,49 @@ RZ_INLINE void add_tiles(const int grouping, const int minimums, const span_slab
         add_tile_rows(grouping, 1, minimums, from, span, side, rows_from(x, row), at, row - part.row, sums + row * PANEL);
 }
 
-RZ_INLINE void multiply_factors(const int minimums, const span_slab *from, const factors (*of)[2], span_rows x, long rows,
-                                span_work *work, factor_making *next, float *sums)
+/* Sums that are in tiles, and not yet added to those of rows. */
+typedef struct {
+    const span_slab *from; /* NULL: none are */
+    long span;
+    span_rows x;
+    tile_part parts[2]; /* of factors the first alone, of codes none or some of the second */
+} waiting_sums;
+
+RZ_INLINE void add_waiting(const int grouping, const int minimums, const waiting_sums *of, span_work *work, float *sums)
 {
     const int32_t (*at)[ROWS_OF_TILE][LANES] = (const int32_t (*)[ROWS_OF_TILE][LANES])work->sums;
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) /* a part, or a side */
+        add_tiles(grouping, minimums, of->from, of->span, grouping == BY_SPANS ? 0 : i, of->x, at + i * 2,
+                  of->parts[grouping == BY_SPANS ? i : 0], sums);
+}
+
+/* The same at the end of a panel. */
+RZ_INLINE void add_last(const int grouping, const int minimums, const waiting_sums *of, span_work *work, float *sums)
+{
+    store_sums(work->sums);
+    add_waiting(grouping, minimums, of, work, sums);
+}
+
+RZ_INLINE void multiply_factors(const int minimums, const span_slab *from, const factors (*of)[2], span_rows x, long rows,
+                                span_work *work, factor_making *next, waiting_sums *waiting, float *sums)
+{
     const long tiles = from->each / 2;
     for (long span = 0; span * from->each < from->blocks; span++, of += tiles, x = next_span(from, x))
         for (long begin = 0; begin < rows; begin += ROWS_OF_TILE) {
             const tile_part part = tile_part_of(begin, rows);
-            sum_factors(of, tiles, x.codes + part.row * x.stride, x.stride, work->sums, next);
-#pragma GCC unroll 2
-            for (int side = 0; side < 2; side++)
-                add_tiles(BY_BLOCKS, minimums, from, span, side, x, at + side * 2, part, sums);
+            sum_factors(of, tiles, x.codes + part.row * x.stride, x.stride, waiting->from ? work->sums : NULL, next);
+            if (waiting->from)
+                add_waiting(BY_BLOCKS, minimums, waiting, work, sums);
+            *waiting = (waiting_sums){ from, span, x, { part } };
         }
     while (next->made < next->sides)
         make_some(next);
 }
 
-RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_rows x, long rows, span_work *work, float *sums)
+RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_rows x, long rows, span_work *work,
+                              waiting_sums *waiting, float *sums)
 {
-    const int32_t (*at)[ROWS_OF_TILE][LANES] = (const int32_t (*)[ROWS_OF_TILE][LANES])work->sums;
     const uint8_t *codes = from->of.codes;
     for (long span = 0, left = from->blocks; left > 0; span++, left -= from->each, x = next_span(from, x)) {
         const long blocks = least(left, from->each);
@@ -233,10 +273,10 @@ RZ_INLINE void multiply_codes(const int minimums, const span_slab *from, span_ro
         for (long begin = 0; begin < rows; begin += 2 * ROWS_OF_TILE) {
             const tile_part part = tile_part_of(begin, rows), next = tile_part_of(begin + ROWS_OF_TILE, rows);
             sum_codes(codes, (blocks + 1) / 2, x.codes + part.row * x.stride, x.codes + next.row * x.stride, x.stride,
-                      work->sums);
-            add_tiles(BY_SPANS, minimums, from, span, 0, x, at, part, sums);
-            if (next.begin < rows)
-                add_tiles(BY_SPANS, minimums, from, span, 0, x, at + 2, next, sums);
+                      waiting->from ? work->sums : NULL);
+            if (waiting->from)
+                add_waiting(BY_SPANS, minimums, waiting, work, sums);
+            *waiting = (waiting_sums){ from, span, x, { part, next } };
         }
         codes += from->each * BLOCK_BYTES;
     }
@@ -261,22 +301,25 @@ RZ_INLINE void multiply_panel_of_factors(const int minimums, const rz_format *fo
 {
     const long blocks = blocks_of(format), most = blocks_at_once(format);
     span_work work;
-    span_slab slabs[2];
+    span_slab slabs[3]; /* whose sums are added, that is multiplied, and that is made ready */
+    waiting_sums waiting = { 0 };
     factor_making making = { .make = FACTOR_MAKERS[format->has_table ? 8 : format->bits][format->group == BLOCK / 2 ? 2 : 1],
                              .offset = unpacked_offset(format), .to = work.tiles[0] };
-    describe_spans(format, &slabs[0]);
-    describe_spans(format, &slabs[1]);
+    for (int i = 0; i < 3; i++)
+        describe_spans(format, &slabs[i]);
     take_factors(format, at, 0, least(most, blocks), &slabs[0], &making);
     while (making.made < making.sides)
         make_some(&making);
-    for (long block = 0, turn = 0; block < blocks; block += most, turn = !turn) {
+    for (long block = 0, turn = 0; block < blocks; block += most, turn++) {
+        span_slab *here = &slabs[turn % 3];
         making.sides = making.made = 0;
-        making.to = work.tiles[!turn];
+        making.to = work.tiles[(turn + 1) % 2];
         if (block + most < blocks)
-            take_factors(format, at, block + most, least(most, blocks - block - most), &slabs[!turn], &making);
-        multiply_factors(minimums, &slabs[turn], (const factors (*)[2])work.tiles[turn],
-                         rows_of_spans(format, x, first, block / slabs[turn].each), rows, &work, &making, sums);
+            take_factors(format, at, block + most, least(most, blocks - block - most), &slabs[(turn + 1) % 3], &making);
+        multiply_factors(minimums, here, (const factors (*)[2])work.tiles[turn % 2],
+                         rows_of_spans(format, x, first, block / here->each), rows, &work, &making, &waiting, sums);
     }
+    add_last(BY_BLOCKS, minimums, &waiting, &work, sums);
 }
 
 /* Rows by the panel's codes as they are. */
@@ -284,14 +327,18 @@ RZ_INLINE void multiply_panel_of_codes(const int minimums, const rz_format *form
                                        long first, long rows, float *sums)
 {
     span_work work;
-    span_slab here;
-    describe_spans(format, &here);
+    span_slab slabs[2]; /* whose sums are added, and that is multiplied */
+    waiting_sums waiting = { 0 };
+    describe_spans(format, &slabs[0]);
+    describe_spans(format, &slabs[1]);
     /* Codes of 8 bits are read where they lie, which is a piece after the other. */
     for (long block = 0; block < blocks_of(format); block += PIECE) {
-        take_spans(format, at, block, least(PIECE, blocks_of(format) - block), &here);
-        take_codes(format, at, &here);
-        multiply_codes(minimums, &here, rows_of_spans(format, x, first, block / here.each), rows, &work, sums);
+        span_slab *here = &slabs[block / PIECE % 2];
+        take_spans(format, at, block, least(PIECE, blocks_of(format) - block), here);
+        take_codes(format, at, here);
+        multiply_codes(minimums, here, rows_of_spans(format, x, first, block / here->each), rows, &work, &waiting, sums);
     }
+    add_last(BY_SPANS, minimums, &waiting, &work, sums);
 }
 
 /* By what is added: what does not change in a panel is known where rows are added. */
