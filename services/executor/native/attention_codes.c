@@ -159,7 +159,7 @@ typedef struct {
     digit_product products[1 + MAX_VALUE_DIM / COLUMNS];
     int count, done; /* products; quarters of them */
     waiting_quarter last;
-    rz_upcoming *ahead; /* what lanes ask for meanwhile, or NULL */
+    rz_upcoming *ahead; /* what products ask for, or NULL */
 } asked_products;
 
 static void multiply_until(asked_products *asked, int quarters)
@@ -284,9 +284,8 @@ int rz_attend_codes(const rz_attention_shape *shape, const rz_cache *cache, cons
     round_groups groups;
     find_groups(shape, cache, keys, values, memory, ahead, &groups);
     rz_turn_sums(shape, memory, begin, end, 1);
-    /* Few queries are multiplied in lanes and take little time between their products: loads would wait for what is asked
-     * for there at once. */
-    const int few = end - begin < FEWEST_FOR_DIGIT_TILES;
+    /* Few queries take little time between their products: loads would wait for what is asked for there at once. */
+    const int few = end - begin <= (rz_has_digit_tiles() ? NUMBERS_AT_ONCE : FEWEST_FOR_DIGIT_TILES - 1);
     const int pulls = cache->in_groups && !few ? 1 + (shape->key_dim / 16 - 1) / (end - begin) : 0;
     some_queries last = { 0, 0, 0 }, these = queries_from(begin, end, 0);
     asked_products asked = { .ahead = cache->in_groups && few ? ahead : NULL };

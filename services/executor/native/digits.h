@@ -86,7 +86,7 @@ typedef struct {
     const int8_t *const *groups;  /* [QUARTERS]; for tiles, groups as lines are GROUP_COLUMNS apart */
     long offset;                  /* in each group */
     digit_sums *sums;
-    rz_upcoming *ahead;           /* what is asked for meanwhile, by lanes: UPCOMING_OF_QUAD lines for each quad; or NULL */
+    rz_upcoming *ahead;           /* what is asked for meanwhile, UPCOMING_OF_QUAD lines for each quad; or NULL */
 } digit_product;
 
 /* Whether tiles may multiply. */

@@ -32,7 +32,7 @@ static void shape_block_tiles(void)
 static int has_block_tiles(const rz_format *format)
 {
     const int offset = unpacked_offset(format);
-    return format->group == BLOCK && offset <= 128 && unpacked_most(format) - offset <= 128;
+    return !format->floats && format->group == BLOCK && offset <= 128 && unpacked_most(format) - offset <= 128;
 }
 
 /* Codes of `blocks` blocks become what they stand for. */

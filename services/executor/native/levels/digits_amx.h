@@ -36,6 +36,8 @@ static void multiply_in_tiles(const digit_product *product, int quarter, waiting
     const int8_t *codes = as_columns ? product->groups[quarter] + product->offset
                                      : product->groups[0] + product->offset + quarter * QUAD_BYTES;
     shape_tiles(2 * ROWS_OF_TILE);
+    if (product->ahead)
+        pull(product->ahead, UPCOMING_OF_QUAD * (as_columns ? product->quads : LANES) / QUARTERS);
     for (int quad = 0; quad == 0 || quad < product->quads; quad += QUADS_OF_TILE) {
         tile_load(4, product->digits + 4 * quad, product->stride);
         tile_load(5, codes + quad * QUAD_BYTES, as_columns ? QUAD_BYTES : QUAD);

@@ -186,13 +186,7 @@ BUGS = (
     ),
     Bug("amx", "levels/spans_amx.h", "tile_load(7, codes + LINE_BYTES", "tile_load(7, codes", "products of int8"),
     Bug("amx", "levels/blocks_amx.h", "if (row >= begin)", "if (row >= 0)", "products of int8"),
-    Bug(
-        "amx",
-        "levels/blocks_amx.h",
-        "tile_load(6, codes + (block)",
-        "tile_load(6, codes + 0 * (block)",
-        "products of int8",
-    ),
+    Bug("amx", "levels/blocks_amx.h", "codes + (block) *", "codes + 0 * (block) *", "products of int8"),
     Bug(
         "amx",
         "levels/instructions_amx.h",
